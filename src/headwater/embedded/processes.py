@@ -1,0 +1,73 @@
+"""Which processes belong to a server, also after its postmaster is gone."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+_PROC = Path("/proc")
+
+
+def command_line(pid: int) -> list[str] | None:
+    """The arguments a living process runs with. Nothing for one that is gone or waits to be reaped."""
+    if _has_proc():
+        try:
+            state = (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+            raw = (_PROC / str(pid) / "cmdline").read_bytes()
+        except (OSError, IndexError):
+            return None
+        if state in "ZX":
+            return None
+        return raw.rstrip(b"\0").decode(errors="replace").split("\0")
+    try:
+        answer = subprocess.run(
+            ["ps", "-o", "stat=,command=", "-p", str(pid)],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+        ).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return None if not answer or answer[0].startswith("Z") else answer[1:]
+
+
+def is_postmaster(pid: int, pgdata: Path) -> bool:
+    """Whether `pid` is the postmaster of `pgdata`, and not a later process with the same number."""
+    arguments = command_line(pid)
+    return arguments is not None and "-D" in arguments and str(pgdata) in arguments
+
+
+def has_ended(pid: int, pgdata: Path) -> bool:
+    """Whether the postmaster `pid` has let go of everything. On its way out it loses its arguments
+    before it closes its files, so one without arguments is still there."""
+    arguments = command_line(pid)
+    return arguments is None or (arguments != [""] and not is_postmaster(pid, pgdata))
+
+
+def children(cluster_name: str, *, owner: int) -> Iterator[int]:
+    """The server's processes other than the postmaster, known by the name they carry in their title."""
+    if not _has_proc():
+        return
+    title = f"postgres: {cluster_name}: ".encode()
+    for entry in _PROC.iterdir():
+        if not entry.name.isdecimal():
+            continue
+        try:
+            mine = entry.stat().st_uid == owner and (entry / "cmdline").read_bytes().startswith(title)
+        except OSError:
+            continue
+        if mine and command_line(int(entry.name)) is not None:
+            yield int(entry.name)
+
+
+def send(pid: int, signal_number: int) -> None:
+    """Signal a process; one that is gone already is no error."""
+    try:
+        os.kill(pid, signal_number)
+    except ProcessLookupError:
+        return
+
+
+def _has_proc() -> bool:
+    return (_PROC / "self" / "stat").exists()

@@ -1,0 +1,129 @@
+"""Every way in which Headwater can refuse or fail, as one tree; and which SQLSTATE means which."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+
+class HeadwaterError(Exception):
+    """Anything that Headwater refuses or fails at. `detail` carries what a program needs to go on."""
+
+    def __init__(self, message: str, *, hint: str | None = None, detail: Mapping[str, Any] | None = None) -> None:
+        super().__init__(f"{message}\n  {hint}" if hint else message)
+        self.message = message
+        self.hint = hint
+        self.detail: Mapping[str, Any] = detail or {}
+
+
+class InvalidRequest(HeadwaterError):
+    """What was asked cannot be: fix the caller."""
+
+
+class InvalidEvent(InvalidRequest):
+    """What was sent cannot be an event: fix the publisher."""
+
+
+class EventTooLarge(InvalidEvent):
+    """Above the topic's limit: send less, or raise the limit."""
+
+
+class TopicNotFound(HeadwaterError):
+    """No topic has that name: create it first."""
+
+
+class TopicExists(HeadwaterError):
+    """A topic has that name already."""
+
+
+class PositionExpired(HeadwaterError):
+    """Retention took events that were asked for. Go on from `earliest_position`, or read with skip_expired."""
+
+    @property
+    def earliest_position(self) -> int:
+        return int(self.detail["earliest_position"])
+
+
+class CursorMoved(HeadwaterError):
+    """Somebody else moved the cursor. Open it again and read from there."""
+
+    @property
+    def actual_position(self) -> int | None:
+        position: int | None = self.detail.get("actual_position")
+        return position
+
+
+class NotAllowed(HeadwaterError):
+    """The database role lacks the right: grant it headwater_publisher, headwater_consumer or headwater_admin."""
+
+
+class WrongTransaction(HeadwaterError):
+    """The transaction's isolation level, or the server's role, cannot give a correct answer."""
+
+
+class SchemaMismatch(HeadwaterError):
+    """Program and database do not fit each other. The message names the command to run."""
+
+
+class LogUnavailable(HeadwaterError):
+    """The database cannot be reached now. Trying again may help."""
+
+
+class InvalidSettings(HeadwaterError):
+    """Settings that cannot be: every problem is in the message."""
+
+
+BY_SQLSTATE: Mapping[str, type[HeadwaterError]] = {
+    "HW002": InvalidRequest,
+    "HW003": EventTooLarge,
+    "HW004": TopicNotFound,
+    "HW005": TopicExists,
+    "HW007": PositionExpired,
+    "HW010": CursorMoved,
+    "HW012": WrongTransaction,
+    "22P02": InvalidEvent,  # invalid_text_representation: JSON that is none
+    "22P05": InvalidEvent,  # untranslatable_character: \u0000 in JSON
+    "22021": InvalidEvent,  # character_not_in_repertoire: a NUL byte in text
+    "22001": InvalidRequest,
+    "22003": InvalidRequest,
+    "23514": InvalidRequest,  # check_violation: the tables' own limits, whose names are sentences
+    "42501": NotAllowed,
+    "3F000": SchemaMismatch,  # no schema headwater
+    "42P01": SchemaMismatch,
+    "42883": SchemaMismatch,
+    "57P01": LogUnavailable,
+    "57P02": LogUnavailable,
+    "57P03": LogUnavailable,
+    "53300": LogUnavailable,  # too_many_connections
+}
+
+
+def from_sqlstate(
+    sqlstate: str,
+    message: str,
+    *,
+    hint: str | None = None,
+    detail: str | None = None,
+    constraint: str | None = None,
+    table: str | None = None,
+) -> HeadwaterError | None:
+    """The error for a SQLSTATE; None for one that is not ours to explain. Class 08 is a lost connection."""
+    kind = LogUnavailable if sqlstate.startswith("08") else BY_SQLSTATE.get(sqlstate)
+    if kind is None:
+        return None
+    if kind is SchemaMismatch:
+        hint = "Run `headwater migrate` on this database."
+    if constraint is not None:
+        if table is not None and table.startswith(("event", "scheduled")):
+            kind = InvalidEvent
+        return kind(constraint)
+    return kind(message, hint=hint, detail=_parsed(detail))
+
+
+def _parsed(detail: str | None) -> Mapping[str, Any]:
+    try:
+        parsed = json.loads(detail or "{}")
+    except ValueError:
+        return {"detail": detail}
+    return parsed if isinstance(parsed, dict) else {"detail": parsed}

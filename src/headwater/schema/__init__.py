@@ -1,0 +1,189 @@
+"""The schema in the database: installing it, upgrading it, and whether it fits this program.
+
+Tables change by numbered migrations, each run once and never edited after release. Functions, views and
+grants are replaced whole at every upgrade.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import psycopg
+
+from headwater.errors import SchemaMismatch
+
+VERSION = "0.1.0"
+"""The program's version. A database that a newer program upgraded keeps its newer functions."""
+
+# Order matters where one file's definitions need another's.
+FUNCTION_FILES = (
+    "settle.sql",
+    "topic.sql",
+    "publish.sql",
+    "schedule.sql",
+    "read.sql",
+    "retention.sql",
+    "cursor.sql",
+    "grants.sql",
+)
+
+BOOKKEEPING = """\
+create schema if not exists headwater;
+create table if not exists headwater.migration (
+    number         integer     primary key check (number >= 1),
+    name           text        not null,
+    checksum       text        not null,
+    oldest_program integer     not null check (oldest_program between 1 and number),
+    applied_at     timestamptz not null default clock_timestamp()
+);
+create table if not exists headwater.installed (
+    only_row           boolean     primary key default true check (only_row),
+    version            text        not null,
+    functions_checksum text        not null,
+    installed_at       timestamptz not null default clock_timestamp()
+);
+"""
+
+FIRST_UPKEEP = "select headwater.maintain();\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Migration:
+    """One numbered step. Programs that know at least the step `oldest_program` still work after it."""
+
+    number: int
+    name: str
+    sql: str
+    oldest_program: int
+
+    @property
+    def checksum(self) -> str:
+        return hashlib.sha256(self.sql.encode()).hexdigest()
+
+
+def migrations() -> list[Migration]:
+    """All steps this program knows, in order."""
+    found = []
+    for file in sorted((resources.files(__name__) / "migrations").iterdir(), key=lambda f: f.name):
+        number, name = re.fullmatch(r"(\d{4})_(\w+)\.sql", file.name).groups()  # type: ignore[union-attr]
+        sql = file.read_text()
+        declared = re.search(r"^-- oldest program: (\d+)$", sql, re.MULTILINE)
+        oldest = int(declared.group(1)) if declared else int(number)
+        found.append(Migration(int(number), name, sql, oldest))
+    return found
+
+
+def functions() -> str:
+    """Everything that an upgrade replaces whole."""
+    folder = resources.files(__name__) / "functions"
+    return "\n".join((folder / name).read_text() for name in FUNCTION_FILES)
+
+
+def functions_checksum() -> str:
+    return hashlib.sha256(functions().encode()).hexdigest()
+
+
+def script(*, after: int = 0) -> str:
+    """The whole schema as one script for `psql -f`: for an empty database, or one at migration `after`."""
+    parts = ["begin;\n", BOOKKEEPING]
+    for step in migrations():
+        if step.number > after:
+            parts += [
+                step.sql,
+                f"insert into headwater.migration (number, name, checksum, oldest_program) "
+                f"values ({step.number}, '{step.name}', '{step.checksum}', {step.oldest_program});\n",
+            ]
+    parts += [
+        functions(),
+        "insert into headwater.installed (version, functions_checksum) "
+        f"values ('{VERSION}', '{functions_checksum()}') on conflict (only_row) do update "
+        "set version = excluded.version, functions_checksum = excluded.functions_checksum, "
+        "installed_at = clock_timestamp();\n",
+        FIRST_UPKEEP,
+        "commit;\n",
+    ]
+    return "\n".join(parts)
+
+
+def upgrade(connection: psycopg.Connection[Any]) -> list[Migration]:
+    """Bring a database to this program's schema, in one transaction; returns the steps that ran.
+
+    Safe to call from many processes at once: one does it, the others find it done.
+    """
+    with connection.transaction(), connection.cursor() as cursor:
+        cursor.execute("select pg_advisory_xact_lock(29289::bigint << 48)")
+        _execute(cursor, BOOKKEEPING)
+        cursor.execute("select number, checksum from headwater.migration order by number")
+        applied = dict(cursor.fetchall())
+        known = migrations()
+        for step in known:
+            if step.number in applied and applied[step.number] != step.checksum:
+                raise SchemaMismatch(
+                    f"migration {step.number:04} ({step.name}) was run here in another form",
+                    hint="This database was set up by another build of Headwater. Use that build, or a new database.",
+                )
+        if applied and max(applied) > known[-1].number:
+            raise _newer_database(max(applied), known[-1].number)
+        pending = [step for step in known if step.number not in applied]
+        for step in pending:
+            _execute(cursor, step.sql)
+            cursor.execute(
+                "insert into headwater.migration (number, name, checksum, oldest_program) values (%s, %s, %s, %s)",
+                (step.number, step.name, step.checksum, step.oldest_program),
+            )
+        _execute(cursor, functions())
+        cursor.execute(
+            "insert into headwater.installed (version, functions_checksum) values (%s, %s) "
+            "on conflict (only_row) do update set version = excluded.version, "
+            "functions_checksum = excluded.functions_checksum, installed_at = clock_timestamp()",
+            (VERSION, functions_checksum()),
+        )
+        _execute(cursor, FIRST_UPKEEP)
+    return pending
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """What a database says of itself."""
+
+    number: int
+    oldest_program: int
+    version: str
+    functions_checksum: str
+
+
+def refuse_misfit(installed: Installed | None) -> None:
+    """Raise SchemaMismatch, naming the command to run, unless this program can work with that database."""
+    latest = migrations()[-1].number
+    if installed is None:
+        raise SchemaMismatch("this database has no Headwater schema", hint="Run `headwater migrate`.")
+    if installed.oldest_program > latest:
+        raise _newer_database(installed.number, latest)
+    older = installed.number < latest or _version(installed.version) < _version(VERSION)
+    changed = installed.version == VERSION and installed.functions_checksum != functions_checksum()
+    if older or changed:
+        raise SchemaMismatch(
+            f"the database has schema {installed.number} of Headwater {installed.version}, "
+            f"this program needs schema {latest} of {VERSION}",
+            hint="Run `headwater migrate`.",
+        )
+
+
+def _newer_database(number: int, latest: int) -> SchemaMismatch:
+    return SchemaMismatch(
+        f"the database has schema {number}, this program knows up to {latest}",
+        hint="Upgrade the program: pip install --upgrade headwater.",
+    )
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split("."))
+
+
+def _execute(cursor: psycopg.Cursor[Any], sql: str) -> None:
+    # Our own files, not text from outside.
+    cursor.execute(sql.encode())

@@ -1,0 +1,333 @@
+-- Publish: from the caller's connection, inside the caller's transaction.
+
+-- Kafka's key hash (murmur2), made positive, so that every door puts a key into the same lane.
+create or replace function headwater.key_hash(key bytea)
+returns bigint
+language plpgsql
+immutable strict parallel safe
+as $$
+declare
+    m constant bigint := 1540483477;
+    mask constant bigint := 4294967295;
+    size constant integer := octet_length(key);
+    tail constant integer := size & ~3;
+    h bigint := 2538058380 # size;
+    k bigint;
+begin
+    for i in 0 .. tail - 4 by 4 loop
+        k := get_byte(key, i) + (get_byte(key, i + 1) << 8) + (get_byte(key, i + 2) << 16)
+             + (get_byte(key, i + 3)::bigint << 24);
+        k := (k * m) & mask;
+        k := ((k # (k >> 24)) * m) & mask;
+        h := ((h * m) & mask) # k;
+    end loop;
+    if size > tail then
+        for i in reverse size - 1 .. tail loop
+            h := h # (get_byte(key, i)::bigint << (8 * (i - tail)));
+        end loop;
+        h := (h * m) & mask;
+    end if;
+    h := ((h # (h >> 13)) * m) & mask;
+    return (h # (h >> 15)) & 2147483647;
+end;
+$$;
+
+-- The lane of an event: by its key; without one, the lane that the call chose for all such events.
+create or replace function headwater.lane_of(key bytea, partitions integer, keyless integer)
+returns integer
+language sql
+immutable
+return case
+    when partitions = 1 then 0
+    when key is null then keyless
+    else headwater.key_hash(key) % partitions
+end;
+
+-- Refuse what a topic does not take, before anything is written.
+create or replace function headwater.refuse_too_large(topic headwater.topic, payload_bytes integer, header_bytes integer)
+returns void
+language plpgsql
+immutable
+as $$
+begin
+    if payload_bytes > topic.max_payload_bytes then
+        raise exception 'a payload of % bytes is above the % that topic "%" takes',
+            payload_bytes, topic.max_payload_bytes, topic.name
+            using errcode = 'HW003',
+                  detail = json_build_object('bytes', payload_bytes, 'limit', topic.max_payload_bytes)::text,
+                  hint = 'Raise the limit: headwater topic alter --max-payload-bytes.';
+    end if;
+    if header_bytes > topic.max_header_bytes then
+        raise exception 'headers of % bytes are above the % that topic "%" takes',
+            header_bytes, topic.max_header_bytes, topic.name
+            using errcode = 'HW003',
+                  detail = json_build_object('bytes', header_bytes, 'limit', topic.max_header_bytes)::text,
+                  hint = 'Raise the limit: headwater topic alter --max-header-bytes.';
+    end if;
+end;
+$$;
+
+-- Hold the lanes of a sequenced topic until the transaction ends, always in the same order, so that
+-- commit order is offset order and two calls cannot wait for each other.
+create or replace function headwater.lock_lanes(topic_id integer, lanes integer[])
+returns void
+language plpgsql
+as $$
+declare
+    lane integer;
+begin
+    if current_setting('transaction_isolation') <> 'read committed' then
+        raise exception 'a sequenced topic is written at READ COMMITTED only'
+            using errcode = 'HW012',
+                  hint = 'An older snapshot would not see the offsets that others took since.';
+    end if;
+    for lane in select distinct l from unnest(lanes) as l order by l loop
+        perform pg_advisory_xact_lock((29287::bigint << 48) | (topic_id::bigint << 16) | lane);
+    end loop;
+end;
+$$;
+
+-- The offset that the next event of a lane gets. Only the holder of the lane may ask.
+create or replace function headwater.next_offset(topic_id integer, lane integer)
+returns bigint
+language plpgsql
+volatile
+as $$
+declare
+    tail bigint;
+begin
+    -- Nearly always the tail is in the newest segments; only a lane long silent is looked for in all.
+    select e.topic_offset into tail
+    from headwater.event e
+    where
+        e.topic_id = next_offset.topic_id
+        and e.partition = lane
+        and e.topic_offset is not null
+        and e.position >= (
+            select max(s.lo) from headwater.segment s where s.lo <= headwater.head()
+        )
+    order by e.topic_offset desc
+    limit 1;
+    if tail is null then
+        select e.topic_offset into tail
+        from headwater.event e
+        where e.topic_id = next_offset.topic_id and e.partition = lane and e.topic_offset is not null
+        order by e.topic_offset desc
+        limit 1;
+    end if;
+    return coalesce(
+        tail + 1,
+        (select l.next_offset from headwater.lane l where l.topic_id = next_offset.topic_id and l.partition = lane),
+        0
+    );
+end;
+$$;
+
+-- Publish a batch to one topic: all of it or nothing, in the order given. Returns the positions in that
+-- order; an event whose id was published before gets the position of the first. Arrays are as long as
+-- `payloads`, or null where no event has that part.
+create or replace function headwater.publish_batch(
+    topic text,
+    payloads bytea[],
+    keys bytea[] default null,
+    types text[] default null,
+    routing_keys text[] default null,
+    headers text[] default null,
+    content_types text[] default null,
+    event_ids text[] default null,
+    partitions integer[] default null
+)
+returns bigint[]
+language plpgsql
+as $$
+declare
+    destination headwater.topic;
+    size constant integer := coalesce(cardinality(payloads), 0);
+    keyless integer := 0;
+    lanes integer[];
+    offsets bigint[];
+    positions bigint[];
+    -- Where an event is in the log: its own position, or that of the first with its id.
+    first_positions bigint[];
+begin
+    destination := headwater.topic_to_publish(topic);
+    if size = 0 then
+        return '{}';
+    end if;
+    if cardinality(keys) <> size or cardinality(types) <> size or cardinality(routing_keys) <> size
+        or cardinality(headers) <> size or cardinality(content_types) <> size
+        or cardinality(event_ids) <> size or cardinality(partitions) <> size
+    then
+        raise exception 'the arrays of a batch must be as long as its payloads' using errcode = 'HW002';
+    end if;
+    perform headwater.refuse_too_large(
+        destination,
+        (select max(octet_length(p)) from unnest(payloads) as p),
+        case when headers is not null then (select max(octet_length(h)) from unnest(headers) as h) end
+    );
+    if destination.partitions > 1 then
+        keyless := floor(random() * destination.partitions);
+        if exists (select from unnest(partitions) as p where p not between 0 and destination.partitions - 1) then
+            raise exception 'topic "%" has the partitions 0 to %', topic, destination.partitions - 1
+                using errcode = 'HW002';
+        end if;
+    elsif exists (select from unnest(partitions) as p where p <> 0) then
+        raise exception 'topic "%" has the one partition 0', topic using errcode = 'HW002';
+    end if;
+
+    if destination.kind = 'open' and event_ids is null then
+        with inserted as (
+            insert into headwater.event (topic_id, partition, key, type, routing_key, headers, content_type, payload)
+            select
+                destination.id,
+                coalesce(r.partition, headwater.lane_of(r.key, destination.partitions, keyless)),
+                r.key, r.type, r.routing_key, r.headers::jsonb, r.content_type, r.payload
+            from unnest(payloads, keys, types, routing_keys, headers, content_types, partitions)
+                as r (payload, key, type, routing_key, headers, content_type, partition)
+            returning position
+        )
+        select array_agg(i.position) into positions from inserted i;
+        return positions;
+    end if;
+
+    select array_agg(
+        coalesce(r.partition, headwater.lane_of(r.key, destination.partitions, keyless)) order by r.place
+    )
+    into lanes
+    from unnest(payloads, keys, partitions) with ordinality as r (payload, key, partition, place);
+    if destination.kind = 'sequenced' then
+        perform headwater.lock_lanes(destination.id, lanes);
+    end if;
+    perform headwater.advertise_publisher();
+    select array_agg(nextval('headwater.position')) into positions from generate_series(1, size);
+
+    if event_ids is not null then
+        -- In the order of the ids, so that two batches that share some cannot wait for each other.
+        insert into headwater.event_identity (topic_id, event_id, position)
+        select destination.id, r.event_id, r.position
+        from unnest(event_ids, positions) as r (event_id, position)
+        where r.event_id is not null
+        order by r.event_id, r.position
+        on conflict do nothing;
+        select array_agg(case when r.event_id is null then r.position else i.position end order by r.place)
+        into first_positions
+        from unnest(event_ids, positions) with ordinality as r (event_id, position, place)
+        left join headwater.event_identity i on i.topic_id = destination.id and i.event_id = r.event_id;
+    else
+        first_positions := positions;
+    end if;
+    if destination.kind = 'sequenced' then
+        select array_agg(s.next_offset + r.fresh_before order by r.place)
+        into offsets
+        from (
+            select
+                u.lane,
+                u.place,
+                count(*) filter (where u.first_position = u.position)
+                    over (partition by u.lane order by u.place) - 1 as fresh_before
+            from unnest(lanes, positions, first_positions) with ordinality
+                as u (lane, position, first_position, place)
+        ) as r
+        join (
+            select d.lane, headwater.next_offset(destination.id, d.lane) as next_offset
+            from (select distinct l as lane from unnest(lanes) as l) as d
+        ) as s on s.lane = r.lane;
+    end if;
+
+    insert into headwater.event
+        (position, topic_id, partition, topic_offset, key, type, routing_key, headers, content_type, payload, event_id)
+    select
+        r.position, destination.id, r.lane, r.topic_offset,
+        r.key, r.type, r.routing_key, r.headers::jsonb, r.content_type, r.payload, r.event_id
+    from unnest(
+        payloads, keys, types, routing_keys, headers, content_types, event_ids, lanes, offsets, positions, first_positions
+    ) as r (
+        payload, key, type, routing_key, headers, content_type, event_id, lane, topic_offset, position, first_position
+    )
+    where r.first_position = r.position;
+    return first_positions;
+end;
+$$;
+
+-- Publish one event given as bytes. Returns its position, or null if it is due later and so waits.
+create or replace function headwater.publish_bytes(
+    topic text,
+    payload bytea,
+    key bytea default null,
+    type text default null,
+    routing_key text default null,
+    headers jsonb default null,
+    content_type text default null,
+    event_id text default null,
+    deliver_at timestamptz default null
+)
+returns bigint
+language plpgsql
+as $$
+declare
+    destination headwater.topic;
+    published bigint;
+begin
+    if deliver_at > clock_timestamp() then
+        perform headwater.schedule_bytes(
+            topic, payload, deliver_at, key, type, routing_key, headers, content_type, event_id
+        );
+        return null;
+    end if;
+    select * into destination
+    from headwater.topic t
+    where t.name = publish_bytes.topic and t.deleted_at is null;
+    if not found or destination.kind <> 'open' or event_id is not null then
+        return (headwater.publish_batch(
+            topic,
+            array[payload],
+            array[key],
+            array[type],
+            array[routing_key],
+            array[headers::text],
+            array[content_type],
+            case when event_id is not null then array[event_id] end
+        ))[1];
+    end if;
+    if octet_length(payload) > destination.max_payload_bytes or headers is not null then
+        perform headwater.refuse_too_large(destination, octet_length(payload), octet_length(headers::text));
+    end if;
+    insert into headwater.event (topic_id, partition, key, type, routing_key, headers, content_type, payload)
+    values (
+        destination.id,
+        case
+            when destination.partitions = 1 then 0
+            else headwater.lane_of(key, destination.partitions, floor(random() * destination.partitions)::integer)
+        end,
+        key, type, routing_key, headers, content_type, payload
+    )
+    returning position into published;
+    return published;
+end;
+$$;
+
+-- Publish one JSON event: the form for psql, triggers and other languages.
+create or replace function headwater.publish(
+    topic text,
+    payload jsonb,
+    key text default null,
+    type text default null,
+    routing_key text default null,
+    headers jsonb default null,
+    event_id text default null,
+    deliver_at timestamptz default null,
+    delay interval default null
+)
+returns bigint
+language sql
+return headwater.publish_bytes(
+    topic,
+    convert_to(payload::text, 'UTF8'),
+    convert_to(key, 'UTF8'),
+    type,
+    routing_key,
+    headers,
+    'application/json',
+    event_id,
+    coalesce(deliver_at, clock_timestamp() + delay)
+);

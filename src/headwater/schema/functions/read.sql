@@ -1,0 +1,267 @@
+-- Read: settled events only, by topic and position, forwards and backwards.
+
+-- The ids of these topics in one array; null stands for the whole log.
+create or replace function headwater.topic_ids(topics text[])
+returns integer[]
+language plpgsql
+stable
+as $$
+declare
+    ids integer[];
+    missing text;
+begin
+    if topics is null then
+        return array(select t.id from headwater.topic t where t.deleted_at is null);
+    end if;
+    select array_agg(t.id), min(n.name) filter (where t.id is null)
+    into ids, missing
+    from unnest(topics) as n (name)
+    left join headwater.topic t on t.name = n.name and t.deleted_at is null;
+    if missing is not null then
+        perform headwater.raise_topic_not_found(missing);
+    end if;
+    return coalesce(ids, '{}');
+end;
+$$;
+
+-- The last position that retention took of any of these topics.
+create or replace function headwater.expired_to(topics text[])
+returns bigint
+language sql
+stable
+return coalesce((select max(t.expired_to) from headwater.topic t where t.id = any (headwater.topic_ids(topics))), 0);
+
+-- Say that events after this position are gone, if they are.
+create or replace function headwater.refuse_expired(ids integer[], after bigint)
+returns void
+language plpgsql
+as $$
+declare
+    lost_to bigint;
+    lost_topic text;
+    earliest bigint;
+begin
+    select t.expired_to, t.name into lost_to, lost_topic
+    from headwater.topic t
+    where t.id = any (ids) and t.expired_to > after
+    order by t.expired_to desc
+    limit 1;
+    if found then
+        select min(e.position) into earliest
+        from unnest(ids) as i (id)
+        cross join lateral (
+            select e.position
+            from headwater.event e
+            where e.topic_id = i.id and e.position > lost_to
+            order by e.position
+            limit 1
+        ) as e;
+        earliest := coalesce(earliest, lost_to + 1);
+        raise exception 'events of topic "%" after position % are gone; the earliest kept is %',
+            lost_topic, after, earliest
+            using errcode = 'HW007',
+                  detail = json_build_object('earliest_position', earliest, 'topic', lost_topic)::text,
+                  hint = 'Go on from the earliest position, or read with skip_expired.';
+    end if;
+end;
+$$;
+
+-- Up to `batch_size` events after a position (null: from the first that is kept) and up to one that the caller
+-- knows to be settled, in order, until `max_bytes` of payload are reached; one event comes whatever its size.
+-- What retention took is HW007, except up to `gone_to`, which the caller knows to be gone.
+create or replace function headwater.read_settled(
+    topics text[],
+    after bigint,
+    settled_to bigint,
+    batch_size integer default 100,
+    max_bytes bigint default 16777216,
+    gone_to bigint default 0
+)
+returns setof headwater.stored_event
+language plpgsql
+volatile
+as $$
+declare
+    ids integer[];
+    single headwater.topic;
+    window_start bigint := coalesce(after, 0);
+begin
+    if cardinality(topics) = 1 then
+        single := headwater.find_topic(topics[1]);
+        if after is not null and single.expired_to > greatest(after, gone_to) then
+            perform headwater.refuse_expired(array[single.id], after);
+        end if;
+        return query
+        select
+            e.position, single.name, e.partition, e.topic_offset, e.key, e.type, e.routing_key,
+            e.headers, e.content_type, e.payload, e.event_id, e.published_at
+        from (
+            select
+                f.*,
+                sum(octet_length(f.payload)) over (order by f.position rows unbounded preceding)
+                    - octet_length(f.payload) as bytes_before
+            from (
+                select * from headwater.event
+                where topic_id = single.id and position > window_start and position <= settled_to
+                order by position
+                limit batch_size
+            ) as f
+        ) as e
+        where coalesce(e.bytes_before, 0) < max_bytes;
+        return;
+    end if;
+
+    -- Several topics: as many positions as events are asked for hold at most that many events, so a
+    -- window of positions is read from each topic's index and nothing is read in vain.
+    ids := headwater.topic_ids(topics);
+    if after is not null then
+        perform headwater.refuse_expired(ids, greatest(after, gone_to));
+    end if;
+    select min(f.position) - 1 into window_start
+    from unnest(ids) as i (id)
+    cross join lateral (
+        select e.position from headwater.event e
+        where e.topic_id = i.id and e.position > window_start and e.position <= settled_to
+        order by e.position
+        limit 1
+    ) as f;
+    if window_start is null then
+        return;
+    end if;
+    return query
+    select
+        e.position, t.name, e.partition, e.topic_offset, e.key, e.type, e.routing_key,
+        e.headers, e.content_type, e.payload, e.event_id, e.published_at
+    from (
+        select
+            f.*,
+            sum(octet_length(f.payload)) over (order by f.position rows unbounded preceding)
+                - octet_length(f.payload) as bytes_before
+        from headwater.event f
+        where
+            f.topic_id = any (ids)
+            and f.position > window_start
+            and f.position <= least(settled_to, window_start + batch_size)
+    ) as e
+    join headwater.topic t on t.id = e.topic_id
+    where coalesce(e.bytes_before, 0) < max_bytes
+    order by e.position;
+end;
+$$;
+
+-- The same up to what is settled now. No rows: nothing more is settled.
+create or replace function headwater.read(
+    topics text[],
+    after bigint default null,
+    batch_size integer default 100,
+    max_bytes bigint default 16777216,
+    up_to bigint default null,
+    skip_expired boolean default false
+)
+returns setof headwater.stored_event
+language plpgsql
+volatile
+as $$
+declare
+    settled_to constant bigint := headwater.settled();
+begin
+    return query
+    select * from headwater.read_settled(
+        topics, after, least(settled_to, up_to), batch_size, max_bytes,
+        case when skip_expired then settled_to else 0 end
+    );
+end;
+$$;
+
+-- Backwards: up to `batch_size` settled events below a position (null: from the newest).
+create or replace function headwater.read_backwards(
+    topics text[],
+    before bigint default null,
+    batch_size integer default 100,
+    max_bytes bigint default 16777216
+)
+returns setof headwater.stored_event
+language plpgsql
+volatile
+as $$
+declare
+    settled_to bigint := headwater.settled();
+    ids constant integer[] := headwater.topic_ids(topics);
+    below constant bigint := least(coalesce(before, settled_to + 1), settled_to + 1);
+begin
+    return query
+    select
+        e.position, t.name, e.partition, e.topic_offset, e.key, e.type, e.routing_key,
+        e.headers, e.content_type, e.payload, e.event_id, e.published_at
+    from (
+        select
+            f.*,
+            sum(octet_length(f.payload)) over (order by f.position desc rows unbounded preceding)
+                - octet_length(f.payload) as bytes_before
+        from (
+            select g.*
+            from unnest(ids) as i (id)
+            cross join lateral (
+                select * from headwater.event h
+                where h.topic_id = i.id and h.position < below
+                order by h.position desc
+                limit batch_size
+            ) as g
+            order by g.position desc
+            limit batch_size
+        ) as f
+    ) as e
+    join headwater.topic t on t.id = e.topic_id
+    where coalesce(e.bytes_before, 0) < max_bytes
+    order by e.position desc;
+end;
+$$;
+
+-- The position to read after in order to get every event published at or after a time. Found by halving the
+-- positions; a second's worth before it is looked at one by one, since clocks and commits interleave.
+create or replace function headwater.position_before(topics text[], at_time timestamptz)
+returns bigint
+language plpgsql
+volatile
+as $$
+declare
+    settled_to constant bigint := headwater.settled();
+    ids constant integer[] := headwater.topic_ids(topics);
+    one_topic integer;
+    low bigint;
+    high bigint;
+    middle bigint;
+    probe_position bigint;
+    probe_time timestamptz;
+    result bigint := settled_to;
+begin
+    foreach one_topic in array ids loop
+        low := 0;
+        high := settled_to + 1;
+        while high - low > 1 loop
+            middle := (low + high) / 2;
+            select e.position, e.published_at into probe_position, probe_time
+            from headwater.event e
+            where e.topic_id = one_topic and e.position >= middle and e.position < high
+            order by e.position
+            limit 1;
+            if probe_position is null or probe_time >= at_time - interval '1 second' then
+                high := middle;
+            else
+                low := probe_position;
+            end if;
+        end loop;
+        select e.position into probe_position
+        from headwater.event e
+        where
+            e.topic_id = one_topic
+            and e.position > low
+            and e.position <= settled_to
+            and e.published_at >= at_time
+        order by e.position
+        limit 1;
+        result := least(result, probe_position - 1);
+    end loop;
+    return result;
+end;
+$$;

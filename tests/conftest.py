@@ -1,0 +1,79 @@
+"""One real Postgres for the whole run, one fresh log for each test module."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+from psycopg import conninfo, sql
+
+import headwater
+from headwater import schema
+
+_numbers = itertools.count()
+
+
+def _make_database(admin_dsn: str, name: str, template: str | None = None) -> str:
+    with psycopg.connect(admin_dsn, autocommit=True) as connection:
+        connection.execute(sql.SQL("drop database if exists {} with (force)").format(sql.Identifier(name)))
+        connection.execute(
+            sql.SQL("create database {} template {}").format(
+                sql.Identifier(name), sql.Identifier(template or "template0")
+            )
+        )
+    return conninfo.make_conninfo(admin_dsn, dbname=name)
+
+
+@pytest.fixture(scope="session")
+def admin_dsn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A Postgres to make databases in: HEADWATER_DSN, or an embedded one of our own."""
+    if dsn := os.environ.get("HEADWATER_DSN"):
+        yield dsn
+        return
+    from headwater.embedded import Postgres
+
+    # What tests write need not survive the machine; that it survives kill -9 has its own test.
+    server = Postgres(Path(tmp_path_factory.mktemp("postgres")), settings={"synchronous_commit": "off", "fsync": "off"})
+    server.start()
+    yield server.dsn("postgres")
+    server.stop(mode="immediate")
+
+
+@pytest.fixture(scope="session")
+def template(admin_dsn: str) -> str:
+    """A database with the schema in it, to copy from."""
+    name = f"headwater_template_{os.getpid()}"
+    with psycopg.connect(_make_database(admin_dsn, name), autocommit=True) as connection:
+        schema.upgrade(connection)
+    return name
+
+
+@pytest.fixture(scope="module")
+def dsn(admin_dsn: str, template: str) -> Iterator[str]:
+    """A log of this module's own."""
+    name = f"headwater_test_{os.getpid()}_{next(_numbers)}"
+    yield _make_database(admin_dsn, name, template)
+    with psycopg.connect(admin_dsn, autocommit=True) as connection:
+        connection.execute(sql.SQL("drop database if exists {} with (force)").format(sql.Identifier(name)))
+
+
+@pytest.fixture
+def log(dsn: str) -> Iterator[headwater.Headwater]:
+    with headwater.connect(dsn) as log:
+        yield log
+
+
+@pytest.fixture
+def connection(dsn: str) -> Iterator[psycopg.Connection]:
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        yield connection
+
+
+@pytest.fixture
+def topic(log: headwater.Headwater) -> str:
+    """A fresh open topic."""
+    return log.create_topic(f"topic-{next(_numbers)}").name
