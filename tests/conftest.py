@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
+import tempfile
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import psycopg
 import pytest
@@ -15,6 +18,7 @@ import headwater
 from headwater import schema
 
 _numbers = itertools.count()
+T = TypeVar("T")
 
 
 def _make_database(admin_dsn: str, name: str, template: str | None = None) -> str:
@@ -29,18 +33,21 @@ def _make_database(admin_dsn: str, name: str, template: str | None = None) -> st
 
 
 @pytest.fixture(scope="session")
-def admin_dsn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def admin_dsn() -> Iterator[str]:
     """A Postgres to make databases in: HEADWATER_DSN, or an embedded one of our own."""
     if dsn := os.environ.get("HEADWATER_DSN"):
         yield dsn
         return
     from headwater.embedded import Postgres
 
-    # What tests write need not survive the machine; that it survives kill -9 has its own test.
-    server = Postgres(Path(tmp_path_factory.mktemp("postgres")), settings={"synchronous_commit": "off", "fsync": "off"})
-    server.start()
-    yield server.dsn("postgres")
-    server.stop(mode="immediate")
+    # A directory of our own: pytest keeps its last ones, and clearing away thousands of files of
+    # earlier runs takes longer than most tests.
+    with tempfile.TemporaryDirectory(prefix="headwater-", ignore_cleanup_errors=True) as directory:
+        # What tests write need not survive the machine; that it survives kill -9 has its own test.
+        server = Postgres(Path(directory, "pg"), settings={"synchronous_commit": "off", "fsync": "off"})
+        server.start()
+        yield server.dsn("postgres")
+        server.stop(mode="immediate")
 
 
 @pytest.fixture(scope="session")
@@ -77,3 +84,17 @@ def connection(dsn: str) -> Iterator[psycopg.Connection]:
 def topic(log: headwater.Headwater) -> str:
     """A fresh open topic."""
     return log.create_topic(f"topic-{next(_numbers)}").name
+
+
+@pytest.fixture
+def until() -> Callable[[Callable[[], T]], T]:
+    """Waits for a signal: asks until the answer is true, and fails after 20 seconds."""
+
+    def ask(question: Callable[[], T]) -> T:
+        deadline = time.monotonic() + 20
+        while not (answer := question()):
+            assert time.monotonic() < deadline, "the signal did not come within 20 seconds"
+            time.sleep(0.002)
+        return answer
+
+    return ask

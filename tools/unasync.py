@@ -22,6 +22,7 @@ WORDS = {
     "asyncio": "time",
     "AsyncHeadwater": "Headwater",
     "AsyncConnection": "Connection",
+    "AsyncCursor": "Cursor",
     "AsyncConnectionPool": "ConnectionPool",
     "AsyncIterator": "Iterator",
     "asynccontextmanager": "contextmanager",

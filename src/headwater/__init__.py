@@ -4,9 +4,12 @@ from headwater.client import Headwater, connect
 from headwater.errors import (
     CursorMoved,
     EventTooLarge,
+    GroupExists,
+    GroupNotFound,
     HeadwaterError,
     InvalidEvent,
     InvalidRequest,
+    LeaseLost,
     LogUnavailable,
     NotAllowed,
     PositionExpired,
@@ -15,24 +18,34 @@ from headwater.errors import (
     TopicNotFound,
     WrongTransaction,
 )
-from headwater.model import Cursor, Event, LogState, NewEvent, Topic
+from headwater.model import ClaimedEvent, Cursor, Dead, Event, Lease, LogState, NewEvent, Retry, Snooze, Topic
 from headwater.schema import VERSION as __version__
+from headwater.worker import App
 
 __all__ = [
+    "App",
+    "ClaimedEvent",
     "Cursor",
     "CursorMoved",
+    "Dead",
     "Event",
     "EventTooLarge",
+    "GroupExists",
+    "GroupNotFound",
     "Headwater",
     "HeadwaterError",
     "InvalidEvent",
     "InvalidRequest",
+    "Lease",
+    "LeaseLost",
     "LogState",
     "LogUnavailable",
     "NewEvent",
     "NotAllowed",
     "PositionExpired",
+    "Retry",
     "SchemaMismatch",
+    "Snooze",
     "Topic",
     "TopicExists",
     "TopicNotFound",

@@ -11,24 +11,38 @@ import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any, Generic, LiteralString, TypeVar
 
 import psycopg
 from psycopg.adapt import Dumper
 from psycopg.pq import Format
 
-from headwater.errors import EventTooLarge, InvalidEvent
+from headwater.errors import EventTooLarge, InvalidEvent, InvalidRequest
 from headwater.model import (
+    Binding,
+    ClaimedEvent,
     Cursor,
+    Dead,
+    DeadLetter,
+    Delivery,
+    DuePeriodic,
     Event,
+    Group,
+    GroupOverview,
+    Lease,
     LogSettings,
     LogState,
     NewEvent,
     OpenedCursor,
+    Outcome,
     Payload,
+    Periodic,
     Publisher,
     Released,
+    Retry,
     Scheduled,
+    Snooze,
     Topic,
     TopicOverview,
     Upkeep,
@@ -249,12 +263,17 @@ def encode_headers(headers: Mapping[str, Any] | None) -> str | None:
         raise InvalidEvent(f"the headers cannot be written as JSON: {error}") from None
     if "\\u0000" in encoded:
         raise InvalidEvent("headers cannot hold the character NUL")
-    return encoded
+    return _text(encoded, "header")
 
 
 def _text(value: str, what: str) -> str:
     if "\x00" in value:
         raise InvalidEvent(f"a {what} cannot hold the character NUL")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidEvent(f"a {what} is text that UTF-8 can hold: {error}") from None
     return value
 
 
@@ -384,7 +403,7 @@ def copy_rows(topic: Topic, events: Iterable[NewEvent]) -> bytes:
     parts: list[bytes] = []
     for event in events:
         body, content_type = encode_payload(event.payload, event.content_type)
-        headers = encode_headers(event.headers)
+        headers = _utf8(encode_headers(event.headers), "header")
         if body is not None and len(body) > topic.max_payload_bytes:
             raise _too_large("a payload", len(body), topic.max_payload_bytes, topic)
         if headers is not None and len(headers) > topic.max_header_bytes:
@@ -394,7 +413,7 @@ def copy_rows(topic: Topic, events: Iterable[NewEvent]) -> bytes:
             encode_key(event.key),
             _utf8(event.type, "type"),
             _utf8(event.routing_key, "routing key"),
-            None if headers is None else b"\x01" + headers.encode(),
+            None if headers is None else b"\x01" + headers,
             _utf8(content_type, "content type"),
             body,
         ):
@@ -478,6 +497,74 @@ def release_due(*, batch_size: int = 1000) -> Call[Released]:
     )
 
 
+# --- periodic events -----------------------------------------------------------------------------------------
+
+
+def set_periodic(
+    name: str,
+    cron: str,
+    topic: str,
+    payload: Payload,
+    *,
+    next_at: datetime,
+    time_zone: str = "UTC",
+    key: str | bytes | None = None,
+    type: str | None = None,
+    routing_key: str | None = None,
+    headers: Mapping[str, Any] | None = None,
+    content_type: str | None = None,
+) -> Call[None]:
+    """Declare an event that is published at the times of a cron expression."""
+    body, content_type = encode_payload(payload, content_type)
+    return Call(
+        "select headwater.set_periodic(%s, %s, %s, %s, %s, %b, %b, %s, %s, %s::jsonb, %s)",
+        (
+            _text(name, "schedule name"),
+            cron,
+            time_zone,
+            _text(topic, "topic name"),
+            next_at,
+            body,
+            encode_key(key),
+            _optional_text(type, "type"),
+            _optional_text(routing_key, "routing key"),
+            encode_headers(headers),
+            _optional_text(content_type, "content type"),
+        ),
+        _nothing,
+    )
+
+
+def due_periodics() -> Call[list[DuePeriodic]]:
+    return Call(
+        "select name, cron, time_zone, due_at from headwater.due_periodics()",
+        (),
+        lambda rows: [DuePeriodic(*row) for row in rows],
+    )
+
+
+def fire_periodic(name: str, *, due_at: datetime, next_at: datetime) -> Call[bool]:
+    """Publish a periodic event; False if another process did."""
+    return Call("select headwater.fire_periodic(%s, %s, %s)", (name, due_at, next_at), _value)
+
+
+def pause_periodic(name: str, *, paused: bool) -> Call[bool]:
+    return Call("select headwater.pause_periodic(%s, %s)", (_text(name, "schedule name"), paused), _value)
+
+
+def delete_periodic(name: str) -> Call[bool]:
+    return Call("select headwater.delete_periodic(%s)", (_text(name, "schedule name"),), _value)
+
+
+def periodics() -> Call[list[Periodic]]:
+    return Call(
+        "select p.name, p.cron, p.time_zone, t.name, p.next_at, p.last_at, p.paused "
+        "from headwater.periodic p join headwater.topic t on t.id = p.topic_id order by p.name",
+        (),
+        lambda rows: [Periodic(*row) for row in rows],
+    )
+
+
 # --- reading -------------------------------------------------------------------------------------------------
 
 _EVENT = (
@@ -486,8 +573,12 @@ _EVENT = (
 )
 
 
+# What Event._make does, less its frame in Python and its counting of columns.
+_event: Callable[[tuple[Any, ...]], Event] = partial(tuple.__new__, Event)
+
+
 def _events(rows: Rows) -> list[Event]:
-    return list(map(Event._make, rows))
+    return list(map(_event, rows))
 
 
 def _names(topics: Sequence[str] | None) -> list[str] | None:
@@ -521,6 +612,12 @@ def read_settled(
     gone_to: int,
 ) -> Call[list[Event]]:
     """The same for a caller that knows how far the log is settled, and up to where it is gone."""
+    if topics is not None and len(topics) == 1:
+        return Call(
+            f"select {_EVENT} from headwater.read_topic(%s, %s, %s, %s, %s, %s)",
+            (_text(topics[0], "topic name"), after, settled, batch_size, max_bytes, gone_to),
+            _events,
+        )
     return Call(
         f"select {_EVENT} from headwater.read_settled(%s::text[], %s, %s, %s, %s, %s)",
         (_names(topics), after, settled, batch_size, max_bytes, gone_to),
@@ -550,6 +647,8 @@ def expired_to(topics: Sequence[str] | None) -> Call[int]:
 
 def position_before(topics: Sequence[str] | None, at: datetime) -> Call[int]:
     """The position to read after in order to get every event published at that time or later."""
+    if at.tzinfo is None:
+        raise InvalidRequest("a time to read from needs a time zone")
     return Call("select headwater.position_before(%s::text[], %s)", (_names(topics), at), _value)
 
 
@@ -564,6 +663,15 @@ def open_cursor(
         "select position, gone_to from headwater.open_cursor(%s, %s::text[], %s, %s)",
         (_text(name, "cursor name"), _names(topics), start_after, must_not_lose),
         lambda rows: OpenedCursor(*rows[0]),
+    )
+
+
+def find_cursor(name: str) -> Call[OpenedCursor | None]:
+    """Where a cursor stands now; None if there is none."""
+    return Call(
+        "select position, gone_to from headwater.cursor where name = %s",
+        (_text(name, "cursor name"),),
+        lambda rows: OpenedCursor(*rows[0]) if rows else None,
     )
 
 
@@ -599,4 +707,298 @@ def cursors() -> Call[list[Cursor]]:
         "from headwater.cursor_lag order by name",
         (),
         lambda rows: [Cursor(r[0], r[1], None if r[2] is None else tuple(r[2]), *r[3:]) for r in rows],
+    )
+
+
+# --- groups --------------------------------------------------------------------------------------------------
+
+_GROUP = (
+    "name, start_position, lease_seconds, max_attempts, backoff_seconds, backoff_factor, backoff_max_seconds, "
+    "backoff_jitter, ordered_keys, max_in_flight, must_not_lose, paused_at is not null, created_at"
+)
+
+
+def _group(rows: Rows) -> Group:
+    return Group(*rows[0])
+
+
+def create_group(
+    name: str,
+    *,
+    topics: Sequence[str] | None = None,
+    start_position: int | None = None,
+    lease_seconds: float | None = None,
+    max_attempts: int | None = None,
+    backoff_seconds: float | None = None,
+    backoff_factor: float | None = None,
+    backoff_max_seconds: float | None = None,
+    backoff_jitter: float | None = None,
+    ordered_keys: bool | None = None,
+    max_in_flight: int | None = None,
+    must_not_lose: bool | None = None,
+    if_missing: bool = False,
+) -> Call[Group]:
+    return Call(
+        f"select {_GROUP} from headwater.create_group(%s, %s::text[], %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)",
+        (
+            _text(name, "group name"),
+            _names(topics),
+            start_position,
+            lease_seconds,
+            max_attempts,
+            backoff_seconds,
+            backoff_factor,
+            backoff_max_seconds,
+            backoff_jitter,
+            ordered_keys,
+            max_in_flight,
+            must_not_lose,
+            if_missing,
+        ),
+        _group,
+    )
+
+
+def alter_group(
+    name: str,
+    *,
+    lease_seconds: float | None = None,
+    max_attempts: int | None = None,
+    backoff_seconds: float | None = None,
+    backoff_factor: float | None = None,
+    backoff_max_seconds: float | None = None,
+    backoff_jitter: float | None = None,
+    max_in_flight: int | None = None,
+    must_not_lose: bool | None = None,
+) -> Call[Group]:
+    """Change settings; None leaves one as it is, max_in_flight=0 removes the limit."""
+    return Call(
+        f"select {_GROUP} from headwater.alter_group(%s, %s, %s, %s, %s, %s, %s, %s, %s)",
+        (
+            _text(name, "group name"),
+            lease_seconds,
+            max_attempts,
+            backoff_seconds,
+            backoff_factor,
+            backoff_max_seconds,
+            backoff_jitter,
+            max_in_flight,
+            must_not_lose,
+        ),
+        _group,
+    )
+
+
+def find_group(name: str) -> Call[Group]:
+    return Call(f"select {_GROUP} from headwater.find_group(%s)", (_text(name, "group name"),), _group)
+
+
+def groups() -> Call[list[GroupOverview]]:
+    return Call(
+        "select name, paused, frontier, ready, ready_is_more, positions_behind, processing, retrying, dead, done, "
+        "ordered_keys, max_attempts, lease_seconds, max_in_flight, must_not_lose, created_at "
+        "from headwater.group_overview order by name",
+        (),
+        lambda rows: [GroupOverview(*row) for row in rows],
+    )
+
+
+def pause_group(name: str) -> Call[None]:
+    return Call("select headwater.pause_group(%s)", (_text(name, "group name"),), _nothing)
+
+
+def resume_group(name: str) -> Call[None]:
+    return Call("select headwater.resume_group(%s)", (_text(name, "group name"),), _nothing)
+
+
+def delete_group(name: str) -> Call[bool]:
+    return Call("select headwater.delete_group(%s)", (_text(name, "group name"),), _value)
+
+
+def rewind_group(name: str, position: int) -> Call[None]:
+    return Call("select headwater.rewind_group(%s, %s)", (_text(name, "group name"), position), _nothing)
+
+
+def bind(
+    group: str,
+    *,
+    topic: str | None = None,
+    pattern: str | None = None,
+    headers: Mapping[str, Any] | None = None,
+    type: str | None = None,
+    from_position: int | None = None,
+) -> Call[Binding]:
+    return Call(
+        "select b.id, %s, t.name, b.type, b.pattern, b.headers, b.from_position, b.to_position "
+        "from headwater.bind(%s, %s, %s, %s::jsonb, %s, %s) b left join headwater.topic t on t.id = b.topic_id",
+        (
+            group,
+            _text(group, "group name"),
+            _optional_text(topic, "topic name"),
+            _optional_text(pattern, "pattern"),
+            encode_headers(headers),
+            _optional_text(type, "type"),
+            from_position,
+        ),
+        lambda rows: Binding(*rows[0]),
+    )
+
+
+def unbind(group: str, binding_id: int, *, to_position: int | None = None) -> Call[int]:
+    """End a binding; the answer is the last position that it still takes."""
+    return Call("select headwater.unbind(%s, %s, %s)", (_text(group, "group name"), binding_id, to_position), _value)
+
+
+def bindings(group: str) -> Call[list[Binding]]:
+    return Call(
+        "select b.id, g.name, t.name, b.type, b.pattern, b.headers, b.from_position, b.to_position "
+        "from headwater.find_group(%s) g join headwater.binding b on b.group_id = g.id "
+        "left join headwater.topic t on t.id = b.topic_id order by b.id",
+        (_text(group, "group name"),),
+        lambda rows: [Binding(*row) for row in rows],
+    )
+
+
+_CLAIMED = "token, attempt, alone, expires_at, " + _EVENT
+
+
+def _lease(group: str) -> Callable[[Rows], Lease | None]:
+    def decode(rows: Rows) -> Lease | None:
+        if not rows:
+            return None
+        events = tuple(map(ClaimedEvent._make, rows))
+        return Lease(group, events[0].token, events[0].expires_at, events)
+
+    return decode
+
+
+def claim(
+    group: str, *, worker: str, batch_size: int, lease_seconds: float | None = None, relaxed: bool = False
+) -> Call[Lease | None]:
+    """A lease on up to `batch_size` events, or None. `relaxed` only where the call is a transaction by itself."""
+    return Call(
+        f"select {_CLAIMED} from headwater.claim(%s, %s, %s, %s, %s)",
+        (_text(group, "group name"), _text(worker, "worker name"), batch_size, lease_seconds, relaxed),
+        _lease(group),
+    )
+
+
+Outcomes = Mapping[int, Outcome]
+"""How the events of a lease ended, by position."""
+
+
+def _verdicts(outcomes: Outcomes) -> tuple[Any, ...]:
+    """Outcomes as four arrays; all null where nothing is to be said."""
+    if not outcomes:
+        return None, None, None, None
+    ends = [_verdict(outcome) for outcome in outcomes.values()]
+    verdicts = [verdict for verdict, _, _ in ends]
+    errors = [None if error is None else error.replace("\x00", "\ufffd")[:10000] for _, error, _ in ends]
+    delays = [None if after is None else after.total_seconds() for _, _, after in ends]
+    return list(outcomes), verdicts, errors, delays
+
+
+def _verdict(outcome: Outcome) -> tuple[str, str | None, timedelta | None]:
+    match outcome:
+        case None:
+            return "done", None, None
+        case Retry():
+            return "retry", outcome.reason, outcome.after
+        case Dead():
+            return "dead", outcome.reason, None
+        case Snooze():
+            return "release", None, outcome.after
+
+
+def settle(lease: Lease, outcomes: Outcomes, *, rest_done: bool, relaxed: bool = False) -> Call[None]:
+    """Say how events of a lease ended. `rest_done`: those not named are done, and the lease ends."""
+    return Call(
+        "select headwater.settle(%s, %s, %s::bigint[], %s::text[], %s::text[], %s::float8[], %s, %s)",
+        (lease.group, lease.token, *_verdicts(outcomes), rest_done, relaxed),
+        _nothing,
+    )
+
+
+def settle_and_claim(
+    lease: Lease,
+    outcomes: Outcomes,
+    *,
+    worker: str,
+    batch_size: int,
+    lease_seconds: float | None = None,
+    relaxed: bool = True,
+) -> Call[Lease | None]:
+    """End a lease, its events done but for the outcomes named, and claim the next batch in the same trip."""
+    return Call(
+        f"select {_CLAIMED} from headwater.settle_and_claim"
+        "(%s, %s, %s, %s, %s, %s::bigint[], %s::text[], %s::text[], %s::float8[], %s)",
+        (lease.group, worker, batch_size, lease_seconds, lease.token, *_verdicts(outcomes), relaxed),
+        _lease(lease.group),
+    )
+
+
+def extend_lease(lease: Lease, *, lease_seconds: float | None = None) -> Call[datetime]:
+    """Keep a lease; the answer is when it ends now."""
+    return Call("select headwater.extend_lease(%s, %s, %s)", (lease.group, lease.token, lease_seconds), _value)
+
+
+def reap(group: str) -> Call[int]:
+    """Give events of leases that ran out to others; the answer is how many."""
+    return Call("select headwater.reap(%s)", (group,), _value)
+
+
+def deliveries(group: str, *, status: str | None = None, after: int = 0, batch_size: int = 100) -> Call[list[Delivery]]:
+    return Call(
+        "select group_name, position, topic, status, attempts, run_at, leased_until, worker, last_error "
+        "from headwater.delivery where group_name = %s and position > %s and (%s::text is null or status = %s) "
+        "order by position limit %s",
+        (group, after, status, status, batch_size),
+        lambda rows: [Delivery(*row) for row in rows],
+    )
+
+
+def dead_letters(
+    group: str,
+    *,
+    positions: Sequence[int] | None = None,
+    topic: str | None = None,
+    error_like: str | None = None,
+    after: int = 0,
+    batch_size: int = 100,
+) -> Call[list[DeadLetter]]:
+    return Call(
+        "select position, topic_name, key, type, attempts, last_error, history, died_at "
+        "from headwater.dead_letters(%s, %s::bigint[], %s, %s, %s, %s)",
+        (group, None if positions is None else list(positions), topic, error_like, after, batch_size),
+        lambda rows: [DeadLetter(*row[:6], tuple(row[6]), row[7]) for row in rows],  # type: ignore[call-arg]
+    )
+
+
+def redrive(
+    group: str,
+    *,
+    positions: Sequence[int] | None = None,
+    topic: str | None = None,
+    error_like: str | None = None,
+) -> Call[int]:
+    """Give dead letters a fresh set of tries; the answer is how many."""
+    return Call(
+        "select headwater.redrive(%s, %s::bigint[], %s, %s)",
+        (group, None if positions is None else list(positions), topic, error_like),
+        _value,
+    )
+
+
+def discard(
+    group: str,
+    *,
+    positions: Sequence[int] | None = None,
+    topic: str | None = None,
+    error_like: str | None = None,
+) -> Call[int]:
+    """Drop dead letters for good; the answer is how many."""
+    return Call(
+        "select headwater.discard(%s, %s::bigint[], %s, %s)",
+        (group, None if positions is None else list(positions), topic, error_like),
+        _value,
     )

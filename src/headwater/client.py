@@ -25,22 +25,35 @@ from psycopg_pool import ConnectionPool, PoolTimeout
 
 from headwater import calls, errors, schema, subscription
 from headwater.calls import Call
+from headwater.cron import next_time
 from headwater.errors import HeadwaterError, InvalidRequest, LogUnavailable
 from headwater.model import (
+    Binding,
+    ClaimedEvent,
     Cursor,
+    Dead,
+    DeadLetter,
+    Delivery,
     Event,
+    Group,
+    GroupOverview,
+    Lease,
     LogSettings,
     LogState,
     NewEvent,
+    Outcome,
     Payload,
+    Periodic,
     Publisher,
+    Retry,
     Scheduled,
+    Snooze,
     Topic,
     TopicKind,
     TopicOverview,
     Upkeep,
 )
-from headwater.subscription import Apply, Deliver, Step, UpkeepTimes, Wait
+from headwater.subscription import Apply, Deliver, FollowStep, UpkeepTimes, Wait
 from headwater.telemetry import ERROR, WAIT_SECONDS, logger
 
 T = TypeVar("T")
@@ -48,6 +61,15 @@ Topics = str | Sequence[str] | None
 """One topic, several, or None for the whole log."""
 
 Handler = Callable[[Connection[Any], Sequence[Event]], None]
+
+
+class _Connection(Connection[Any]):
+    """A connection of the pool, with a cursor for calls that have it to themselves.
+
+    A new cursor finds out anew how each type is sent and read, which costs as much as half a round trip.
+    """
+
+    kept_cursor: psycopg.Cursor[Any] | None = None
 
 
 def connect(
@@ -65,6 +87,7 @@ def connect(
         timeout=connect_timeout_seconds,
         kwargs={"autocommit": True, "application_name": application_name},
         open=False,
+        connection_class=_Connection,
         name="headwater",
     )
     log = Headwater(pool)
@@ -86,7 +109,7 @@ def connect(
 class Headwater:
     """The log. Every method takes `connection=` to run inside the caller's own transaction."""
 
-    def __init__(self, pool: ConnectionPool[Connection[Any]]) -> None:
+    def __init__(self, pool: ConnectionPool[_Connection]) -> None:
         self._pool = pool
         self._upkeep = UpkeepTimes()
 
@@ -115,20 +138,38 @@ class Headwater:
     @contextmanager
     def transaction(self) -> Iterator[Connection[Any]]:
         """A connection with an open transaction: commits at the end, rolls back on an error."""
-        with self.connection() as connection, connection.transaction():
-            yield connection
+        try:
+            with self.connection() as connection, connection.transaction():
+                yield connection
+        except psycopg.OperationalError as error:
+            # The caller's own statements and the commit can lose the connection as calls can.
+            ours = _translated(error)
+            if ours is error:
+                raise
+            raise ours from error
 
     def _run(self, call: Call[T], connection: Connection[Any] | None = None) -> T:
-        if connection is None:
-            with self.connection() as own:
-                return self._run(call, own)
-        try:
+        if connection is not None:
             with connection.cursor(binary=True) as cursor:
-                cursor.execute(call.sql, call.params)
-                rows = cursor.fetchall()
-        except psycopg.Error as error:
-            raise _translated(error) from error
+                return call.decode(_rows(cursor, call))
+        # What self.connection() does, without its three context managers: they cost more than the call's packing.
+        try:
+            own = self._pool.getconn()
+        except PoolTimeout as timeout:
+            raise LogUnavailable("no free connection to Postgres in time") from timeout
+        try:
+            kept, own.kept_cursor = own.kept_cursor or own.cursor(binary=True), None
+            rows = _rows(kept, call)
+            if len(rows) <= 1:
+                # One that holds a large answer is let go with it.
+                own.kept_cursor = kept
+        finally:
+            self._pool.putconn(own)
         return call.decode(rows)
+
+    def run(self, call: Call[T], *, patience_seconds: float | None = 60.0) -> T:
+        """Carry out a call, waiting for a lost database up to `patience_seconds`."""
+        return self._patiently(partial(self._run, call), patience_seconds)
 
     # --- publishing ----------------------------------------------------------------------------------------
 
@@ -278,6 +319,50 @@ class Headwater:
     ) -> bool:
         """Give a scheduled event another time; False if it is in the log already."""
         return self._run(calls.move_scheduled(schedule_id, deliver_at), connection)
+
+    # --- periodic events -----------------------------------------------------------------------------------
+
+    def set_periodic(
+        self,
+        name: str,
+        cron: str,
+        topic: str,
+        payload: Payload,
+        *,
+        time_zone: str = "UTC",
+        key: str | bytes | None = None,
+        type: str | None = None,
+        routing_key: str | None = None,
+        headers: Mapping[str, Any] | None = None,
+        content_type: str | None = None,
+    ) -> None:
+        """Publish this event at the times of a cron expression: once each, by whichever process is alive."""
+        call = calls.set_periodic(
+            name,
+            cron,
+            topic,
+            payload,
+            next_at=next_time(cron, time_zone, datetime.now(UTC)),
+            time_zone=time_zone,
+            key=key,
+            type=type,
+            routing_key=routing_key,
+            headers=headers,
+            content_type=content_type,
+        )
+        self._run(call)
+
+    def periodics(self) -> list[Periodic]:
+        """Every periodic event with its next time."""
+        return self._run(calls.periodics())
+
+    def pause_periodic(self, name: str, *, paused: bool = True) -> bool:
+        """Stop a periodic event from being published, or let it go on; False if there is none."""
+        return self._run(calls.pause_periodic(name, paused=paused))
+
+    def delete_periodic(self, name: str) -> bool:
+        """Forget a periodic event; False if there is none."""
+        return self._run(calls.delete_periodic(name))
 
     # --- reading -------------------------------------------------------------------------------------------
 
@@ -447,7 +532,7 @@ class Headwater:
 
     def _drive(
         self,
-        steps: Generator[Step, Any, None],
+        steps: Generator[FollowStep, Any, None],
         *,
         patience_seconds: float | None,
         handler: Handler | None = None,
@@ -466,14 +551,14 @@ class Headwater:
                     yield step.events
                     continue
                 try:
-                    self._do_upkeep()
+                    self.do_upkeep()
                     if isinstance(step, Wait):
                         time.sleep(step.seconds)
                     elif isinstance(step, Apply):
                         assert handler is not None
                         self._patiently(partial(self._apply, step, handler), patience_seconds)
                     else:
-                        outcome = self._patiently(partial(self._run, step), patience_seconds)
+                        outcome = self.run(step, patience_seconds=patience_seconds)
                 except HeadwaterError as error:
                     failure = error
         finally:
@@ -498,16 +583,18 @@ class Headwater:
                 time.sleep(wait * random.uniform(0.5, 1.0))
                 wait = min(wait * 2, 5.0)
 
-    def _do_upkeep(self) -> None:
-        """This process's share of the log's upkeep, when it is time for it."""
+    def do_upkeep(self) -> None:
+        """This process's share of the log's upkeep, when it is time for it. Consumers do this by themselves."""
         call = self._upkeep.next_call(time.monotonic())
         if call is None:
             return
         try:
-            self._upkeep.heard(self._run(call), time.monotonic())
-        except HeadwaterError as error:
-            # Upkeep is everybody's; whoever can reach the database next does it.
-            logger.warning("upkeep failed", extra={ERROR: error.message})
+            answer = self._run(call)
+            for further in self._upkeep.heard(answer, time.monotonic(), datetime.now(UTC)):
+                self._run(further)
+        except (HeadwaterError, psycopg.Error) as error:
+            # Upkeep is everybody's; whoever can do it next does it.
+            logger.warning("upkeep failed", extra={ERROR: str(error)})
 
     # --- cursors -------------------------------------------------------------------------------------------
 
@@ -562,6 +649,263 @@ class Headwater:
     def cursors(self) -> list[Cursor]:
         """Every cursor with what it has yet to read."""
         return self._run(calls.cursors())
+
+    # --- groups --------------------------------------------------------------------------------------------
+
+    def create_group(
+        self,
+        name: str,
+        topics: Topics = None,
+        *,
+        after: int | None = None,
+        since: datetime | None = None,
+        from_end: bool = False,
+        lease_seconds: float | None = None,
+        max_attempts: int | None = None,
+        backoff_seconds: float | None = None,
+        backoff_factor: float | None = None,
+        backoff_max_seconds: float | None = None,
+        backoff_jitter: float | None = None,
+        ordered_keys: bool | None = None,
+        max_in_flight: int | None = None,
+        must_not_lose: bool | None = None,
+        if_missing: bool = False,
+        connection: Connection[Any] | None = None,
+    ) -> Group:
+        """Create a group bound to whole topics, or to none yet (see bind). It starts at the beginning of the log,
+        or after a position, since a time, or at the end."""
+        call = calls.create_group(
+            name,
+            topics=_names(topics),
+            start_position=self._start(topics, after, since, from_end),
+            lease_seconds=lease_seconds,
+            max_attempts=max_attempts,
+            backoff_seconds=backoff_seconds,
+            backoff_factor=backoff_factor,
+            backoff_max_seconds=backoff_max_seconds,
+            backoff_jitter=backoff_jitter,
+            ordered_keys=ordered_keys,
+            max_in_flight=max_in_flight,
+            must_not_lose=must_not_lose,
+            if_missing=if_missing,
+        )
+        return self._run(call, connection)
+
+    def alter_group(
+        self,
+        name: str,
+        *,
+        lease_seconds: float | None = None,
+        max_attempts: int | None = None,
+        backoff_seconds: float | None = None,
+        backoff_factor: float | None = None,
+        backoff_max_seconds: float | None = None,
+        backoff_jitter: float | None = None,
+        max_in_flight: int | None = None,
+        must_not_lose: bool | None = None,
+    ) -> Group:
+        """Change settings of a group; None leaves one as it is, max_in_flight=0 removes the limit."""
+        call = calls.alter_group(
+            name,
+            lease_seconds=lease_seconds,
+            max_attempts=max_attempts,
+            backoff_seconds=backoff_seconds,
+            backoff_factor=backoff_factor,
+            backoff_max_seconds=backoff_max_seconds,
+            backoff_jitter=backoff_jitter,
+            max_in_flight=max_in_flight,
+            must_not_lose=must_not_lose,
+        )
+        return self._run(call)
+
+    def group(self, name: str) -> Group:
+        """One group's settings."""
+        return self._run(calls.find_group(name))
+
+    def groups(self) -> list[GroupOverview]:
+        """Every group with how far it has come."""
+        return self._run(calls.groups())
+
+    def pause_group(self, name: str) -> None:
+        """No more claims until resumed. What is leased may still be acknowledged."""
+        self._run(calls.pause_group(name))
+
+    def resume_group(self, name: str) -> None:
+        self._run(calls.resume_group(name))
+
+    def delete_group(self, name: str) -> bool:
+        """Forget a group with everything about it; False if there was none."""
+        return self._run(calls.delete_group(name))
+
+    def rewind_group(self, name: str, *, position: int | None = None, since: datetime | None = None) -> int:
+        """Let a group begin anew after a position or since a time, back or forth; returns the position."""
+        if (position is None) == (since is None):
+            raise InvalidRequest("say where to once: position or since")
+        if since is not None:
+            position = self._run(calls.position_before(None, since))
+        assert position is not None
+        self._run(calls.rewind_group(name, position))
+        return position
+
+    def bind(
+        self,
+        group: str,
+        *,
+        topic: str | None = None,
+        pattern: str | None = None,
+        headers: Mapping[str, Any] | None = None,
+        type: str | None = None,
+        from_position: int | None = None,
+        connection: Connection[Any] | None = None,
+    ) -> Binding:
+        """Bind a group to events that fit every part given: topic, routing-key pattern, headers contained, type.
+
+        Takes effect after `from_position`; by default, after what the group has claimed.
+        """
+        call = calls.bind(group, topic=topic, pattern=pattern, headers=headers, type=type, from_position=from_position)
+        return self._run(call, connection)
+
+    def unbind(
+        self,
+        group: str,
+        binding_id: int,
+        *,
+        to_position: int | None = None,
+        connection: Connection[Any] | None = None,
+    ) -> int:
+        """End a binding after a position, by default after what the group has claimed; returns the position."""
+        return self._run(calls.unbind(group, binding_id, to_position=to_position), connection)
+
+    def bindings(self, group: str) -> list[Binding]:
+        """What a group is and was bound to."""
+        return self._run(calls.bindings(group))
+
+    # --- working a queue -----------------------------------------------------------------------------------
+
+    def claim(
+        self,
+        group: str,
+        *,
+        worker: str,
+        batch_size: int = 1,
+        lease_seconds: float | None = None,
+        connection: Connection[Any] | None = None,
+    ) -> Lease | None:
+        """Claim up to `batch_size` events until the lease ends; None if there is nothing to do now."""
+        call = calls.claim(
+            group, worker=worker, batch_size=batch_size, lease_seconds=lease_seconds, relaxed=connection is None
+        )
+        return self._run(call, connection)
+
+    def ack(
+        self,
+        lease: Lease,
+        *events: ClaimedEvent,
+        connection: Connection[Any] | None = None,
+    ) -> None:
+        """These events are done; without any, all that is left of the lease. LeaseLost if it is too late.
+
+        With `connection`, they are done when that transaction commits, together with what it wrote.
+        """
+        outcomes: dict[int, Outcome] = {event.position: None for event in events}
+        call = calls.settle(lease, outcomes, rest_done=not events, relaxed=connection is None)
+        self._run(call, connection)
+
+    def nack(
+        self,
+        lease: Lease,
+        *events: ClaimedEvent,
+        error: str,
+        delay: timedelta | None = None,
+        dead: bool = False,
+    ) -> None:
+        """These events failed: again after the delay or the group's backoff, or dead at once."""
+        outcome: Outcome = Dead(error) if dead else Retry(delay, error)
+        call = calls.settle(lease, {event.position: outcome for event in events}, rest_done=False)
+        self._run(call)
+
+    def release(self, lease: Lease, *events: ClaimedEvent, delay: timedelta = timedelta(0)) -> None:
+        """Give these events back, not counted as a try; without any, all of the lease that is not settled."""
+        outcomes: dict[int, Outcome] = {event.position: Snooze(delay) for event in events or lease.events}
+        self._run(calls.settle(lease, outcomes, rest_done=False))
+
+    def settle(
+        self,
+        lease: Lease,
+        outcomes: Mapping[int, Outcome],
+        *,
+        rest_done: bool = True,
+        connection: Connection[Any] | None = None,
+    ) -> None:
+        """Say how the events of a lease ended, by position; those not named are done, unless rest_done=False."""
+        self._run(calls.settle(lease, outcomes, rest_done=rest_done), connection)
+
+    def settle_and_claim(
+        self,
+        lease: Lease,
+        outcomes: Mapping[int, Outcome] | None = None,
+        *,
+        worker: str,
+        batch_size: int = 1,
+        lease_seconds: float | None = None,
+    ) -> Lease | None:
+        """End a lease, its events done but for the outcomes named, and claim the next batch in the same trip."""
+        call = calls.settle_and_claim(
+            lease, outcomes or {}, worker=worker, batch_size=batch_size, lease_seconds=lease_seconds
+        )
+        return self._run(call)
+
+    def extend(self, lease: Lease, *, lease_seconds: float | None = None) -> datetime:
+        """Keep a lease for longer; returns when it ends now. LeaseLost if it is too late."""
+        return self._run(calls.extend_lease(lease, lease_seconds=lease_seconds))
+
+    def reap(self, group: str) -> int:
+        """Give the events of leases that ran out to others; returns how many. Workers do this by themselves."""
+        return self._run(calls.reap(group))
+
+    def deliveries(
+        self, group: str, *, status: str | None = None, after: int = 0, batch_size: int = 100
+    ) -> list[Delivery]:
+        """The state of each event for a group, in order."""
+        return self._run(calls.deliveries(group, status=status, after=after, batch_size=batch_size))
+
+    def dead_letters(
+        self,
+        group: str,
+        *,
+        positions: Sequence[int] | None = None,
+        topic: str | None = None,
+        error_like: str | None = None,
+        after: int = 0,
+        batch_size: int = 100,
+    ) -> list[DeadLetter]:
+        """The events that a group has given up on; all, or those named, of a topic, or with an error like this."""
+        call = calls.dead_letters(
+            group, positions=positions, topic=topic, error_like=error_like, after=after, batch_size=batch_size
+        )
+        return self._run(call)
+
+    def redrive(
+        self,
+        group: str,
+        *,
+        positions: Sequence[int] | None = None,
+        topic: str | None = None,
+        error_like: str | None = None,
+    ) -> int:
+        """Give dead letters a fresh set of tries; returns how many."""
+        return self._run(calls.redrive(group, positions=positions, topic=topic, error_like=error_like))
+
+    def discard(
+        self,
+        group: str,
+        *,
+        positions: Sequence[int] | None = None,
+        topic: str | None = None,
+        error_like: str | None = None,
+    ) -> int:
+        """Drop dead letters for good; returns how many."""
+        return self._run(calls.discard(group, positions=positions, topic=topic, error_like=error_like))
 
     # --- topics --------------------------------------------------------------------------------------------
 
@@ -673,6 +1017,14 @@ def _due(deliver_at: datetime | None, delay: timedelta | None) -> datetime | Non
 
 def _within(chunk_size: int, limit: int | None, total: int) -> int:
     return chunk_size if limit is None else min(chunk_size, limit - total)
+
+
+def _rows(cursor: psycopg.Cursor[Any], call: Call[Any]) -> list[Any]:
+    try:
+        cursor.execute(call.sql, call.params)
+        return cursor.fetchall()
+    except psycopg.Error as error:
+        raise _translated(error) from error
 
 
 def _translated(error: psycopg.Error) -> BaseException:

@@ -54,6 +54,18 @@ class CursorMoved(HeadwaterError):
         return position
 
 
+class GroupNotFound(HeadwaterError):
+    """No group, binding or subscription is what was named: create it first."""
+
+
+class GroupExists(HeadwaterError):
+    """A group has that name already."""
+
+
+class LeaseLost(HeadwaterError):
+    """The lease ended or ran out, and another worker may have its events. Drop the result; claim anew."""
+
+
 class NotAllowed(HeadwaterError):
     """The database role lacks the right: grant it headwater_publisher, headwater_consumer or headwater_admin."""
 
@@ -79,9 +91,12 @@ BY_SQLSTATE: Mapping[str, type[HeadwaterError]] = {
     "HW003": EventTooLarge,
     "HW004": TopicNotFound,
     "HW005": TopicExists,
+    "HW006": LeaseLost,
     "HW007": PositionExpired,
     "HW010": CursorMoved,
+    "HW011": GroupNotFound,
     "HW012": WrongTransaction,
+    "HW013": GroupExists,
     "22P02": InvalidEvent,  # invalid_text_representation: JSON that is none
     "22P05": InvalidEvent,  # untranslatable_character: \u0000 in JSON
     "22021": InvalidEvent,  # character_not_in_repertoire: a NUL byte in text

@@ -167,3 +167,189 @@ class LogSettings:
     segment_interval: timedelta
     segments_ahead: int
     auto_create_topics: bool
+
+
+# --- groups --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A named consumer that keeps a lifecycle for each event, with its settings."""
+
+    name: str
+    start_position: int
+    lease_seconds: float
+    max_attempts: int
+    backoff_seconds: float
+    backoff_factor: float
+    backoff_max_seconds: float
+    backoff_jitter: float
+    ordered_keys: bool
+    max_in_flight: int | None
+    must_not_lose: bool
+    paused: bool
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOverview:
+    """A group with how far it has come. `ready` is counted up to 10,000; `ready_is_more` says that there are more."""
+
+    name: str
+    paused: bool
+    frontier: int
+    ready: int
+    ready_is_more: bool
+    positions_behind: int
+    processing: int
+    retrying: int
+    dead: int
+    done: int
+    ordered_keys: bool
+    max_attempts: int
+    lease_seconds: float
+    max_in_flight: int | None
+    must_not_lose: bool
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """Which events a group gets: those after `from_position`, up to `to_position`, that fit every part given."""
+
+    id: int
+    group: str
+    topic: str | None
+    type: str | None
+    pattern: str | None
+    headers: Mapping[str, Any] | None
+    from_position: int
+    to_position: int | None
+
+
+class ClaimedEvent(NamedTuple):
+    """An event as a worker gets it: which try this is, the lease that it came in, and the event itself."""
+
+    token: int
+    attempt: int
+    alone: bool
+    expires_at: datetime
+    position: int
+    topic: str
+    partition: int
+    topic_offset: int | None
+    key: bytes | None
+    type: str | None
+    routing_key: str | None
+    headers: Mapping[str, Any] | None
+    content_type: str | None
+    payload: bytes | None
+    event_id: str | None
+    published_at: datetime
+
+    @property
+    def event(self) -> Event:
+        """The event without the lease."""
+        return Event._make(self[4:])
+
+    @property
+    def data(self) -> Any:
+        """The payload read as JSON, each time anew."""
+        return None if self.payload is None else json.loads(self.payload)
+
+    @property
+    def key_text(self) -> str | None:
+        """The key as text, for keys that were published as text."""
+        return None if self.key is None else self.key.decode()
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A worker's right to a batch of events until `expires_at`, proven by `token`."""
+
+    group: str
+    token: int
+    expires_at: datetime
+    events: tuple[ClaimedEvent, ...]
+
+    @property
+    def alone(self) -> bool:
+        """Whether its one event may be what kills workers: run it with nothing else beside it."""
+        return self.events[0].alone
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """The event failed: try again after so long, or after the group's backoff."""
+
+    after: timedelta | None = None
+    reason: str = "asked for another try"
+
+
+@dataclass(frozen=True, slots=True)
+class Dead:
+    """The event will never succeed: a dead letter at once."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Snooze:
+    """Not now: again after so long, not counted as a try."""
+
+    after: timedelta = timedelta(0)
+
+
+Outcome = Retry | Dead | Snooze | None
+"""How an event ended; None is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """The state of one event for one group."""
+
+    group: str
+    position: int
+    topic: str
+    status: Literal["ready", "processing", "done", "dead"]
+    attempts: int
+    run_at: datetime | None
+    leased_until: datetime | None
+    worker: str | None
+    last_error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """An event that a group has given up on, with every try that it had."""
+
+    position: int
+    topic: str | None
+    key: bytes | None
+    type: str | None
+    attempts: int
+    last_error: str | None
+    history: tuple[Mapping[str, Any], ...]
+    died_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Periodic:
+    """An event that is published at the times of a cron expression."""
+
+    name: str
+    cron: str
+    time_zone: str
+    topic: str
+    next_at: datetime
+    last_at: datetime | None
+    paused: bool
+
+
+class DuePeriodic(NamedTuple):
+    """A periodic event whose time has come."""
+
+    name: str
+    cron: str
+    time_zone: str
+    due_at: datetime

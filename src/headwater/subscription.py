@@ -6,12 +6,15 @@ A shell (`aio`, `client`) carries each step out and sends its outcome back. An e
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from headwater import calls
-from headwater.errors import CursorMoved
-from headwater.model import Event, LogState, OpenedCursor, Released
+from headwater.cron import next_time
+from headwater.errors import CursorMoved, LeaseLost
+from headwater.model import Event, Lease, LogState, OpenedCursor, Released
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,23 @@ class Apply:
     move: calls.Call[None]
 
 
-Step = calls.Call[Any] | Wait | Deliver | Apply
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """Run the handlers on the events of this lease; the outcome is a Handled."""
+
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True)
+class Handled:
+    """How the events of a lease ended, where it was not well; `stop`: this was the last batch."""
+
+    outcomes: calls.Outcomes
+    stop: bool
+
+
+FollowStep = calls.Call[Any] | Wait | Deliver | Apply
+WorkStep = calls.Call[Any] | Wait | Handle
 
 SHORTEST_WAIT_SECONDS = 0.001
 # A cursor that sees no event of its topics still moves on, or it would hold up retention.
@@ -59,7 +78,7 @@ def follow(
     poll_seconds: float = 0.01,
     stop_when_caught_up: bool = False,
     in_transaction: bool = False,
-) -> Generator[Step, Any, None]:
+) -> Generator[FollowStep, Any, None]:
     """Catch up, then stay live. A named cursor decides where to start and is moved behind each batch."""
     if cursor is not None:
         opened: OpenedCursor = yield calls.open_cursor(
@@ -104,25 +123,26 @@ def follow(
                     yield Deliver(events)
                     yield move
                 after = saved = last
-            except CursorMoved as moved:
-                after = saved = _moved_to(moved)
-        if stop_when_caught_up:
-            return
-        if cursor is not None and idle_seconds >= look_at:
-            # Somebody may have rewound the cursor while there was nothing to read.
-            look_at = idle_seconds + IDLE_LOOK_SECONDS
-            opened = yield calls.open_cursor(cursor, topics=topics, start_after=saved, must_not_lose=must_not_lose)
-            if opened.position != saved:
+            except CursorMoved:
+                # Somebody rewound the cursor, or our own move was done and its answer lost.
+                opened = yield from _look_at(cursor)
                 after = saved = opened.position
-                continue
-            if idle_seconds >= IDLE_SAVE_SECONDS and after > saved:
+                gone_to = EVERYTHING if skip_expired else opened.gone_to
+        if cursor is not None and (stop_when_caught_up or idle_seconds >= look_at):
+            look_at = idle_seconds + IDLE_LOOK_SECONDS
+            if after > saved and (stop_when_caught_up or idle_seconds >= IDLE_SAVE_SECONDS):
                 idle_seconds, look_at = 0.0, IDLE_LOOK_SECONDS
-                try:
+                with suppress(CursorMoved):
                     yield calls.advance_cursor(cursor, from_position=saved, to_position=after)
                     saved = after
-                except CursorMoved as moved:
-                    after = saved = _moved_to(moved)
-                    continue
+            # Somebody may have rewound the cursor while there was nothing to read.
+            opened = yield from _look_at(cursor)
+            if opened.position != saved:
+                after = saved = opened.position
+                gone_to = EVERYTHING if skip_expired else opened.gone_to
+                continue
+        if stop_when_caught_up:
+            return
         # While a publisher is in flight the log may settle without growing, so only a settled log is
         # watched by its head alone.
         quiet = state.settled >= state.drawn
@@ -136,11 +156,79 @@ def follow(
                 break
 
 
-def _moved_to(moved: CursorMoved) -> int:
-    """Somebody rewound the cursor, or our own move was done and its answer lost: go on from where it is."""
-    if moved.actual_position is None:
-        raise moved
-    return moved.actual_position
+def _look_at(cursor: str) -> Generator[FollowStep, Any, OpenedCursor]:
+    """Where the cursor stands. One that was deleted ends its follower, which must not make it anew."""
+    found: OpenedCursor | None = yield calls.find_cursor(cursor)
+    if found is None:
+        raise CursorMoved(f'cursor "{cursor}" was deleted', detail={"cursor": cursor, "actual_position": None})
+    return found
+
+
+def work(
+    group: str,
+    *,
+    worker: str,
+    batch_size: int,
+    lease_seconds: float | None = None,
+    handler_acks: bool = False,
+    poll_seconds: float = 0.01,
+    look_seconds: float = 0.2,
+) -> Generator[WorkStep, Any, None]:
+    """Claim, handle, settle and claim again. A Wait is answered by whether to stop.
+
+    `handler_acks`: what was done is acknowledged already, in the handler's own transaction.
+    """
+    lease: Lease | None = None
+    outcomes: calls.Outcomes = {}
+    known = -1
+    wait = SHORTEST_WAIT_SECONDS
+    while True:
+        try:
+            if lease is None:
+                lease = yield calls.claim(
+                    group, worker=worker, batch_size=batch_size, lease_seconds=lease_seconds, relaxed=True
+                )
+            elif handler_acks:
+                ended, lease = lease, None
+                if outcomes:
+                    yield calls.settle(ended, outcomes, rest_done=False, relaxed=True)
+                continue
+            else:
+                lease = yield calls.settle_and_claim(
+                    lease, outcomes, worker=worker, batch_size=batch_size, lease_seconds=lease_seconds
+                )
+        except LeaseLost:
+            # The events are somebody else's now, or will be handed out again.
+            lease = None
+            continue
+        if lease is not None:
+            wait = SHORTEST_WAIT_SECONDS
+            handled: Handled = yield Handle(lease)
+            outcomes = handled.outcomes
+            if handled.stop:
+                if outcomes or not handler_acks:
+                    with suppress(LeaseLost):
+                        yield calls.settle(lease, outcomes, rest_done=not handler_acks, relaxed=True)
+                return
+            continue
+        # Rest only if nothing has settled since before the last claim.
+        state: LogState = yield calls.log_state()
+        if state.settled > known:
+            known = state.settled
+            if (yield Wait(0)):
+                return
+            continue
+        waited = 0.0
+        while True:
+            if (yield Wait(wait)):
+                return
+            waited += wait
+            wait = min(wait * 2, poll_seconds)
+            # A publisher in flight may settle without the log growing; retries come due by time alone.
+            if state.settled < state.drawn or waited >= look_seconds:
+                break
+            if (yield calls.head()) > state.drawn:
+                break
 
 
 @dataclass(slots=True)
@@ -148,6 +236,7 @@ class UpkeepTimes:
     """When a long-running process does its share of the upkeep. Times are the shell's clock, in seconds."""
 
     release_at: float = 0.0
+    periodic_at: float = 0.0
     maintain_at: float = 0.0
 
     def next_call(self, now: float) -> calls.Call[Any] | None:
@@ -158,8 +247,20 @@ class UpkeepTimes:
             # Until the answer is here.
             self.release_at = now + 1.0
             return calls.release_due()
+        if now >= self.periodic_at:
+            self.periodic_at = now + 1.0
+            return calls.due_periodics()
         return None
 
-    def heard(self, answer: object, now: float) -> None:
+    def heard(self, answer: object, now: float, time: datetime) -> list[calls.Call[bool]]:
+        """Take in an answer; returns what is to be called because of it. `time` is what the wall clock says."""
         if isinstance(answer, Released) and answer.next_due_seconds is not None:
             self.release_at = now + min(max(answer.next_due_seconds, 0.005), 1.0)
+        if not isinstance(answer, list):
+            return []
+        return [
+            calls.fire_periodic(
+                due.name, due_at=due.due_at, next_at=next_time(due.cron, due.time_zone, max(time, due.due_at))
+            )
+            for due in answer
+        ]

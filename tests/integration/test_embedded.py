@@ -240,10 +240,25 @@ def test_a_pid_file_that_names_a_stranger_does_not_stop_a_start(make: Make) -> N
     left = pid_file.read_text().splitlines()
     server.kill()
     # As after a reboot, when the number belongs to some living process.
-    pid_file.write_text("\n".join([str(os.getppid()), *left[1:]]) + "\n")
-    assert not server.running
+    waits = "import sys; sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", waits], stdin=subprocess.PIPE) as stranger:
+        pid_file.write_text("\n".join([str(stranger.pid), *left[1:]]) + "\n")
+        assert not server.running
+        server.start()
+        assert ask(server, "select 1") == 1
+        assert stranger.poll() is None
+
+
+@pytest.mark.crash
+def test_a_kill_leaves_no_process_behind(make: Make) -> None:
+    server = make()
     server.start()
-    assert ask(server, "select 1") == 1
+    with psycopg.connect(server.dsn("postgres"), autocommit=True) as connection:
+        row = connection.execute("select pg_backend_pid()").fetchone()
+        assert row is not None
+        os.kill(row[0], signal.SIGSTOP)
+        server.kill()
+    assert processes.command_line(row[0]) is None
 
 
 @pytest.mark.crash

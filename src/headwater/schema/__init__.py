@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from typing import Any
 
@@ -22,10 +23,14 @@ VERSION = "0.1.0"
 # Order matters where one file's definitions need another's.
 FUNCTION_FILES = (
     "settle.sql",
+    "segment.sql",
     "topic.sql",
     "publish.sql",
     "schedule.sql",
+    "periodic.sql",
     "read.sql",
+    "group.sql",
+    "queue.sql",
     "retention.sql",
     "cursor.sql",
     "grants.sql",
@@ -65,7 +70,8 @@ class Migration:
         return hashlib.sha256(self.sql.encode()).hexdigest()
 
 
-def migrations() -> list[Migration]:
+@cache
+def migrations() -> tuple[Migration, ...]:
     """All steps this program knows, in order."""
     found = []
     for file in sorted((resources.files(__name__) / "migrations").iterdir(), key=lambda f: f.name):
@@ -74,15 +80,17 @@ def migrations() -> list[Migration]:
         declared = re.search(r"^-- oldest program: (\d+)$", sql, re.MULTILINE)
         oldest = int(declared.group(1)) if declared else int(number)
         found.append(Migration(int(number), name, sql, oldest))
-    return found
+    return tuple(found)
 
 
+@cache
 def functions() -> str:
     """Everything that an upgrade replaces whole."""
     folder = resources.files(__name__) / "functions"
     return "\n".join((folder / name).read_text() for name in FUNCTION_FILES)
 
 
+@cache
 def functions_checksum() -> str:
     return hashlib.sha256(functions().encode()).hexdigest()
 
@@ -128,6 +136,13 @@ def upgrade(connection: psycopg.Connection[Any]) -> list[Migration]:
                 )
         if applied and max(applied) > known[-1].number:
             raise _newer_database(max(applied), known[-1].number)
+        cursor.execute("select version from headwater.installed")
+        for (version,) in cursor.fetchall():
+            if _version(version) > _version(VERSION):
+                raise SchemaMismatch(
+                    f"Headwater {version} has upgraded this database, this program is {VERSION}",
+                    hint="Upgrade the program: pip install --upgrade headwater.",
+                )
         pending = [step for step in known if step.number not in applied]
         for step in pending:
             _execute(cursor, step.sql)

@@ -4,7 +4,28 @@ revoke all on all functions in schema headwater from public;
 
 do $$
 declare
+    -- What a function needs of others, it needs as its caller: each list is complete.
+    publishing constant text[] := array[
+        'advertise_publisher', 'advertise_on_insert', 'head', 'raise_topic_not_found', 'find_topic',
+        'create_missing_topic', 'topic_to_publish', 'key_hash', 'lane_of', 'refuse_too_large', 'lock_lanes',
+        'next_offset', 'publish_batch', 'publish_bytes', 'publish', 'schedule_bytes', 'release_due',
+        'cancel_scheduled', 'move_scheduled', 'maintain', 'set_periodic', 'due_periodics', 'fire_periodic',
+        'pause_periodic', 'delete_periodic'
+    ];
+    consuming constant text[] := array[
+        'head', 'settled', 'refresh_settled', 'log_state', 'positions_between', 'raise_topic_not_found',
+        'find_topic', 'topic_ids', 'expired_to', 'refuse_expired', 'page_of_topic', 'read_topic',
+        'read_settled', 'read', 'read_backwards',
+        'position_before', 'open_cursor', 'advance_cursor', 'set_cursor', 'delete_cursor', 'release_due', 'maintain',
+        'find_group', 'lock_group', 'try_lock_group', 'frontier', 'create_group', 'alter_group', 'pause_group',
+        'resume_group', 'delete_group', 'rewind_group', 'pattern_regex', 'bind', 'unbind', 'bound_topics',
+        'bound_events', 'as_multirange', 'key_order_hash', 'backoff', 'in_flight', 'with_try', 'open_claims',
+        'waiting_keys', 'is_next_of_key', 'free_next_of_keys', 'reap', 'pass_over', 'claim_suspect',
+        'claim_due', 'claim_selected', 'claim', 'bury', 'settle', 'refuse_lost_lease', 'settle_and_claim', 'extend_lease', 'dead_letters',
+        'redrive', 'discard', 'group_low_water', 'due_periodics', 'fire_periodic'
+    ];
     missing text;
+    opened record;
 begin
     -- Installing does not need the right to create roles; `headwater doctor` says which are missing.
     foreach missing in array array['headwater_publisher', 'headwater_consumer', 'headwater_admin'] loop
@@ -16,10 +37,19 @@ begin
             end;
         end if;
     end loop;
+    for opened in
+        select p.oid::regprocedure as name, r.rolname
+        from (values ('headwater_publisher', publishing), ('headwater_consumer', consuming)) as g (role_name, functions)
+        join pg_roles r on r.rolname = g.role_name
+        join pg_proc p on p.pronamespace = 'headwater'::regnamespace and p.proname = any (g.functions)
+    loop
+        execute format('grant execute on function %s to %I', opened.name, opened.rolname);
+    end loop;
 
     if exists (select from pg_roles r where r.rolname = 'headwater_publisher') then
         grant usage on schema headwater to headwater_publisher;
-        grant select on headwater.topic, headwater.setting, headwater.segment, headwater.lane, headwater.migration,
+        grant select on
+            headwater.topic, headwater.setting, headwater.segment, headwater.lane, headwater.migration,
             headwater.installed
             to headwater_publisher;
         grant usage, select on sequence headwater.position to headwater_publisher;
@@ -30,58 +60,22 @@ begin
             on headwater.event to headwater_publisher;
         grant select, insert, delete on headwater.event_identity, headwater.scheduled to headwater_publisher;
         grant update (due_at) on headwater.scheduled to headwater_publisher;
-        grant execute on function
-            headwater.advertise_publisher(),
-            headwater.advertise_on_insert(),
-            headwater.head(),
-            headwater.raise_topic_not_found(text),
-            headwater.find_topic(text),
-            headwater.create_missing_topic(text),
-            headwater.topic_to_publish(text),
-            headwater.key_hash(bytea),
-            headwater.lane_of(bytea, integer, integer),
-            headwater.refuse_too_large(headwater.topic, integer, integer),
-            headwater.lock_lanes(integer, integer[]),
-            headwater.next_offset(integer, integer),
-            headwater.publish_batch(text, bytea[], bytea[], text[], text[], text[], text[], text[], integer[]),
-            headwater.publish_bytes(text, bytea, bytea, text, text, jsonb, text, text, timestamptz),
-            headwater.publish(text, jsonb, text, text, text, jsonb, text, timestamptz, interval),
-            headwater.schedule_bytes(text, bytea, timestamptz, bytea, text, text, jsonb, text, text),
-            headwater.release_due(integer),
-            headwater.cancel_scheduled(bigint),
-            headwater.move_scheduled(bigint, timestamptz),
-            headwater.maintain()
-            to headwater_publisher;
+        grant select, insert, update, delete on headwater.periodic to headwater_publisher;
     end if;
 
     if exists (select from pg_roles r where r.rolname = 'headwater_consumer') then
         grant usage on schema headwater to headwater_consumer;
-        grant select on headwater.topic, headwater.event, headwater.setting, headwater.segment, headwater.migration,
-            headwater.installed,            headwater.topic_overview, headwater.cursor_lag, headwater.publisher_in_flight
+        grant select on
+            headwater.topic, headwater.event, headwater.setting, headwater.segment, headwater.migration,
+            headwater.installed, headwater.topic_overview, headwater.cursor_lag, headwater.publisher_in_flight,
+            headwater.delivery, headwater.group_overview
             to headwater_consumer;
-        grant select, insert, update, delete on headwater.cursor to headwater_consumer;
-        grant select on sequence headwater.position to headwater_consumer;
-        grant execute on function
-            headwater.head(),
-            headwater.settled(),
-            headwater.positions_between(bigint, bigint),
-            headwater.raise_topic_not_found(text),
-            headwater.find_topic(text),
-            headwater.topic_ids(text[]),
-            headwater.refuse_expired(integer[], bigint),
-            headwater.log_state(),
-            headwater.expired_to(text[]),
-            headwater.read_settled(text[], bigint, bigint, integer, bigint, bigint),
-            headwater.read(text[], bigint, integer, bigint, bigint, boolean),
-            headwater.read_backwards(text[], bigint, integer, bigint),
-            headwater.position_before(text[], timestamptz),
-            headwater.open_cursor(text, text[], bigint, boolean),
-            headwater.advance_cursor(text, bigint, bigint),
-            headwater.set_cursor(text, bigint, text[], boolean),
-            headwater.delete_cursor(text),
-            headwater.release_due(integer),
-            headwater.maintain()
+        grant select, insert, update, delete on
+            headwater.cursor, headwater.consumer_group, headwater.binding, headwater.ledger, headwater.group_progress,
+            headwater.redelivery, headwater.dead_letter
             to headwater_consumer;
+        grant select on sequence headwater.position, headwater.settled_register to headwater_consumer;
+        grant usage on sequence headwater.lease_token to headwater_consumer;
     end if;
 
     if exists (select from pg_roles r where r.rolname = 'headwater_admin') then

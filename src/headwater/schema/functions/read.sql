@@ -66,9 +66,94 @@ begin
 end;
 $$;
 
--- Up to `batch_size` events after a position (null: from the first that is kept) and up to one that the caller
--- knows to be settled, in order, until `max_bytes` of payload are reached; one event comes whatever its size.
--- What retention took is HW007, except up to `gone_to`, which the caller knows to be gone.
+-- What a page of one topic covers: up to `batch_size` events after a position (null: from the first that is kept)
+-- and up to one that the caller knows to be settled, until `max_bytes` of payload are reached; one event comes
+-- whatever its size. What retention took is HW007, except up to `gone_to`, which the caller knows to be gone.
+create or replace function headwater.page_of_topic(
+    topic text,
+    after bigint,
+    settled_to bigint,
+    batch_size integer,
+    max_bytes bigint,
+    gone_to bigint,
+    out topic_id integer,
+    out name text,
+    out start_after bigint,
+    out last_position bigint
+)
+language plpgsql
+stable
+as $$
+declare
+    single constant headwater.topic := headwater.find_topic(topic);
+begin
+    if after is not null and single.expired_to > greatest(after, gone_to) then
+        perform headwater.refuse_expired(array[single.id], after);
+    end if;
+    topic_id := single.id;
+    name := single.name;
+    -- What has expired is not read, also while it waits to be cleared away.
+    start_after := greatest(after, single.expired_to);
+    last_position := settled_to;
+    -- A running sum carries every event through a store of its own; a plain one costs a third of that, and nearly
+    -- every page is within its bytes.
+    if max_bytes < (
+        select sum(octet_length(f.payload))
+        from (
+            select e.payload from headwater.event e
+            where e.topic_id = single.id and e.position > start_after and e.position <= settled_to
+            order by e.position
+            limit batch_size
+        ) as f
+    ) then
+        select max(g.position) into last_position
+        from (
+            select
+                f.position,
+                sum(octet_length(f.payload)) over (order by f.position rows between unbounded preceding and 1 preceding)
+                    as bytes_before
+            from (
+                select e.position, e.payload from headwater.event e
+                where e.topic_id = single.id and e.position > start_after and e.position <= settled_to
+                order by e.position
+                limit batch_size
+            ) as f
+        ) as g
+        where coalesce(g.bytes_before < max_bytes, true);
+    end if;
+end;
+$$;
+
+-- The events of such a page, in order. One plain query, stable and not strict, so that Postgres puts it in the place
+-- of its call: the events then go to the client as they are found, and all is seen in one snapshot.
+create or replace function headwater.read_topic(
+    topic text,
+    after bigint,
+    settled_to bigint,
+    batch_size integer default 100,
+    max_bytes bigint default 16777216,
+    gone_to bigint default 0
+)
+returns setof headwater.stored_event
+language sql
+stable
+begin atomic
+    with page as materialized (
+        select p.* from headwater.page_of_topic(read_topic.topic, after, settled_to, batch_size, max_bytes, gone_to) as p
+    )
+    select
+        e.position, (select page.name from page), e.partition, e.topic_offset, e.key, e.type, e.routing_key,
+        e.headers, e.content_type, e.payload, e.event_id, e.published_at
+    from headwater.event e
+    where
+        e.topic_id = (select page.topic_id from page)
+        and e.position > (select page.start_after from page)
+        and e.position <= (select page.last_position from page)
+    order by e.position
+    limit batch_size;
+end;
+
+-- The same of any topics.
 create or replace function headwater.read_settled(
     topics text[],
     after bigint,
@@ -83,69 +168,50 @@ volatile
 as $$
 declare
     ids integer[];
-    single headwater.topic;
     window_start bigint := coalesce(after, 0);
 begin
     if cardinality(topics) = 1 then
-        single := headwater.find_topic(topics[1]);
-        if after is not null and single.expired_to > greatest(after, gone_to) then
-            perform headwater.refuse_expired(array[single.id], after);
-        end if;
         return query
-        select
-            e.position, single.name, e.partition, e.topic_offset, e.key, e.type, e.routing_key,
-            e.headers, e.content_type, e.payload, e.event_id, e.published_at
-        from (
-            select
-                f.*,
-                sum(octet_length(f.payload)) over (order by f.position rows unbounded preceding)
-                    - octet_length(f.payload) as bytes_before
-            from (
-                select * from headwater.event
-                where topic_id = single.id and position > window_start and position <= settled_to
-                order by position
-                limit batch_size
-            ) as f
-        ) as e
-        where coalesce(e.bytes_before, 0) < max_bytes;
+        select * from headwater.read_topic(topics[1], after, settled_to, batch_size, max_bytes, gone_to);
         return;
     end if;
 
     -- Several topics: as many positions as events are asked for hold at most that many events, so a
     -- window of positions is read from each topic's index and nothing is read in vain.
     ids := headwater.topic_ids(topics);
-    if after is not null then
-        perform headwater.refuse_expired(ids, greatest(after, gone_to));
-    end if;
     select min(f.position) - 1 into window_start
-    from unnest(ids) as i (id)
+    from headwater.topic t
     cross join lateral (
         select e.position from headwater.event e
-        where e.topic_id = i.id and e.position > window_start and e.position <= settled_to
+        where e.topic_id = t.id and e.position > greatest(window_start, t.expired_to) and e.position <= settled_to
         order by e.position
         limit 1
-    ) as f;
-    if window_start is null then
-        return;
-    end if;
+    ) as f
+    where t.id = any (ids);
     return query
     select
-        e.position, t.name, e.partition, e.topic_offset, e.key, e.type, e.routing_key,
+        e.position, e.name, e.partition, e.topic_offset, e.key, e.type, e.routing_key,
         e.headers, e.content_type, e.payload, e.event_id, e.published_at
     from (
         select
             f.*,
-            sum(octet_length(f.payload)) over (order by f.position rows unbounded preceding)
-                - octet_length(f.payload) as bytes_before
+            t.name,
+            sum(coalesce(octet_length(f.payload), 0)) over (order by f.position rows unbounded preceding)
+                - coalesce(octet_length(f.payload), 0) as bytes_before
         from headwater.event f
+        join headwater.topic t on t.id = f.topic_id
         where
             f.topic_id = any (ids)
             and f.position > window_start
             and f.position <= least(settled_to, window_start + batch_size)
+            and f.position > t.expired_to
     ) as e
-    join headwater.topic t on t.id = e.topic_id
-    where coalesce(e.bytes_before, 0) < max_bytes
+    where e.bytes_before < max_bytes
     order by e.position;
+    -- Last, since retention may have come between these statements.
+    if after is not null then
+        perform headwater.refuse_expired(ids, greatest(after, gone_to));
+    end if;
 end;
 $$;
 
@@ -196,23 +262,24 @@ begin
     from (
         select
             f.*,
-            sum(octet_length(f.payload)) over (order by f.position desc rows unbounded preceding)
-                - octet_length(f.payload) as bytes_before
+            sum(coalesce(octet_length(f.payload), 0)) over (order by f.position desc rows unbounded preceding)
+                - coalesce(octet_length(f.payload), 0) as bytes_before
         from (
             select g.*
-            from unnest(ids) as i (id)
+            from headwater.topic t
             cross join lateral (
                 select * from headwater.event h
-                where h.topic_id = i.id and h.position < below
+                where h.topic_id = t.id and h.position < below and h.position > t.expired_to
                 order by h.position desc
                 limit batch_size
             ) as g
+            where t.id = any (ids)
             order by g.position desc
             limit batch_size
         ) as f
     ) as e
     join headwater.topic t on t.id = e.topic_id
-    where coalesce(e.bytes_before, 0) < max_bytes
+    where e.bytes_before < max_bytes
     order by e.position desc;
 end;
 $$;

@@ -1,91 +1,4 @@
--- Segments of the log, and what keeps them few: rotation, retention, the sweeping of mixed segments.
-
--- How many positions a segment holds. Its half is the margin that keeps rotation from ever moving the
--- sequence backwards: it would have to be passed between two adjacent calls.
-create or replace function headwater.segment_size()
-returns bigint
-language sql
-immutable
-return 100000000;
-
--- How many positions after `low`, up to `high`, were drawn at all. Lag is arithmetic, and rotation leaves gaps.
-create or replace function headwater.positions_between(low bigint, high bigint)
-returns bigint
-language sql
-stable
-begin atomic
-    select coalesce(sum(greatest(least(high, coalesce(s.last_position, s.hi - 1)) - greatest(low, s.lo - 1), 0)), 0)::bigint
-    from headwater.segment s
-    where s.hi > low and s.lo <= high;
-end;
-
--- Make the segment that starts at `lo`. Attaching takes a lock that neither readers nor publishers mind.
-create or replace function headwater.make_segment(lo bigint)
-returns void
-language plpgsql
-as $$
-declare
-    hi constant bigint := lo + headwater.segment_size();
-    name constant text := 'event_' || lpad((lo / headwater.segment_size())::text, 7, '0');
-begin
-    execute format('create table headwater.%I (like headwater.event including defaults including constraints)', name);
-    -- The twin of the partition bound: with it, attaching need not scan.
-    execute format('alter table headwater.%I add constraint bound check (position >= %s and position < %s)', name, lo, hi);
-    -- Somebody who inserts into a segment directly must advertise too.
-    execute format(
-        'create trigger advertise before insert on headwater.%I '
-        'for each statement execute function headwater.advertise_on_insert()', name
-    );
-    execute format(
-        'alter table headwater.event attach partition headwater.%I for values from (%s) to (%s)', name, lo, hi
-    );
-    execute format('alter table headwater.%I drop constraint bound', name);
-    insert into headwater.segment (lo, hi) values (make_segment.lo, hi);
-end;
-$$;
-
--- Make segments ahead of the log, note which the log has reached and left, and move on to the next one when
--- the open one is as old as the interval says.
-create or replace function headwater.rotate()
-returns integer
-language plpgsql
-as $$
-declare
-    settings headwater.setting;
-    drawn bigint := headwater.head();
-    open_segment headwater.segment;
-    made integer := 0;
-    newest bigint;
-begin
-    select * into settings from headwater.setting;
-    select max(s.lo) into newest from headwater.segment s;
-    while newest is null or newest < drawn + settings.segments_ahead * headwater.segment_size() loop
-        newest := coalesce(newest + headwater.segment_size(), 0);
-        perform headwater.make_segment(newest);
-        made := made + 1;
-    end loop;
-
-    select * into open_segment from headwater.segment s where drawn + 1 >= s.lo and drawn + 1 < s.hi;
-    update headwater.segment s set opened_at = clock_timestamp() where s.lo = open_segment.lo and s.opened_at is null;
-    if open_segment.opened_at <= clock_timestamp() - settings.segment_interval
-        and drawn >= open_segment.lo
-        and open_segment.hi - drawn > headwater.segment_size() / 2
-    then
-        perform setval('headwater.position', open_segment.hi - 1);
-        update headwater.segment s
-        set closed_at = clock_timestamp(), last_position = drawn
-        where s.lo = open_segment.lo;
-        update headwater.segment s
-        set opened_at = clock_timestamp()
-        where s.lo = open_segment.hi and s.opened_at is null;
-    end if;
-    -- Segments that the log left by itself.
-    update headwater.segment s
-    set closed_at = clock_timestamp(), opened_at = coalesce(s.opened_at, clock_timestamp())
-    where s.hi <= drawn and s.closed_at is null;
-    return made;
-end;
-$$;
+-- Retention: what may go, and the upkeep of the log as a whole.
 
 -- The last position that nobody who must not lose still needs.
 create or replace function headwater.releasable()
@@ -94,7 +7,8 @@ language sql
 volatile
 return least(
     headwater.settled(),
-    (select min(c.position) from headwater.cursor c where c.must_not_lose)
+    (select min(c.position) from headwater.cursor c where c.must_not_lose),
+    (select min(headwater.group_low_water(g)) from headwater.consumer_group g where g.must_not_lose)
 );
 
 -- Expire what the topics' retention allows: whole segments are dropped; where a segment must stay for one
@@ -196,7 +110,7 @@ end;
 $$;
 
 -- All the upkeep of the log, safe to call from anywhere at any time: due events enter, segments are made ahead
--- and dropped behind. `busy` says that somebody else is at it.
+-- and dropped behind, leases that ran out end. `busy` says that somebody else is at it.
 create or replace function headwater.maintain(
     out busy boolean,
     out released integer,
@@ -209,6 +123,8 @@ security definer
 set search_path = pg_catalog, pg_temp
 set lock_timeout = '250ms'
 as $$
+declare
+    group_name text;
 begin
     busy := not pg_try_advisory_xact_lock(29288::bigint << 48);
     if busy then
@@ -217,5 +133,15 @@ begin
     select r.released into released from headwater.release_due() as r;
     segments_made := headwater.rotate();
     select e.segments_dropped, e.events_swept into segments_dropped, events_swept from headwater.expire() as e;
+    -- Last, since it keeps the groups from claiming until the end of the transaction.
+    for group_name in select g.name from headwater.consumer_group g order by g.id loop
+        begin
+            perform headwater.reap(group_name);
+            perform headwater.pass_over(group_name);
+        exception
+            -- Deleted meanwhile.
+            when sqlstate 'HW011' then null;
+        end;
+    end loop;
 end;
 $$;

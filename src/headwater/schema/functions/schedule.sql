@@ -42,7 +42,8 @@ end;
 $$;
 
 -- Move the events that are due into the log, at most `batch_size` of them, and say when the next is due.
--- Any process may call it at any time; each event enters once.
+-- Any process may call it at any time; each event enters once. One that cannot enter now stays and holds up no other:
+-- those of a topic whose lane somebody holds are tried again soon, one that its topic no longer takes in a minute.
 create or replace function headwater.release_due(
     batch_size integer default 1000,
     out released integer,
@@ -51,30 +52,46 @@ create or replace function headwater.release_due(
 language plpgsql
 security definer
 set search_path = pg_catalog, pg_temp
+set lock_timeout = '100ms'
 as $$
 declare
     due record;
+    held integer[] := '{}';
 begin
     released := 0;
     for due in
         select s.*, t.name as topic
         from headwater.scheduled s
-        join headwater.topic t on t.id = s.topic_id
+        join headwater.topic t on t.id = s.topic_id and t.deleted_at is null
         where s.due_at <= clock_timestamp()
         order by s.due_at, s.id
         limit batch_size
         for update of s skip locked
     loop
-        delete from headwater.scheduled s where s.id = due.id;
-        -- The id was taken when the event was scheduled; give it back for the moment of publishing.
-        delete from headwater.event_identity i
-        where due.event_id is not null and i.topic_id = due.topic_id and i.event_id = due.event_id;
-        perform headwater.publish_bytes(
-            due.topic, due.payload, due.key, due.type, due.routing_key, due.headers, due.content_type, due.event_id
-        );
-        released := released + 1;
+        continue when due.topic_id = any (held);
+        begin
+            delete from headwater.scheduled s where s.id = due.id;
+            -- The id was taken when the event was scheduled; give it back for the moment of publishing.
+            delete from headwater.event_identity i
+            where due.event_id is not null and i.topic_id = due.topic_id and i.event_id = due.event_id;
+            perform headwater.publish_bytes(
+                due.topic, due.payload, due.key, due.type, due.routing_key, due.headers, due.content_type, due.event_id
+            );
+            released := released + 1;
+        exception
+            when lock_not_available then
+                held := held || due.topic_id;
+            when sqlstate 'HW003' then
+                update headwater.scheduled s set due_at = clock_timestamp() + interval '1 minute' where s.id = due.id;
+        end;
     end loop;
-    select extract(epoch from min(s.due_at) - clock_timestamp()) into next_due_seconds from headwater.scheduled s;
+    select extract(epoch from min(s.due_at) - clock_timestamp())
+    into next_due_seconds
+    from headwater.scheduled s
+    join headwater.topic t on t.id = s.topic_id and t.deleted_at is null;
+    if held <> '{}' then
+        next_due_seconds := greatest(next_due_seconds, 1);
+    end if;
 end;
 $$;
 

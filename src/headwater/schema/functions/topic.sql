@@ -110,6 +110,7 @@ declare
     doomed headwater.topic := headwater.find_topic(name);
 begin
     delete from headwater.scheduled s where s.topic_id = doomed.id;
+    delete from headwater.binding b where b.topic_id = doomed.id;
     update headwater.topic t set deleted_at = clock_timestamp() where t.id = doomed.id;
 end;
 $$;

@@ -1,0 +1,59 @@
+"""`headwater migrate`: bring a database to this program's schema, or print the SQL that does."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from headwater import schema
+from headwater.cli import output
+from headwater.cli.arguments import Dsn, Json, examples
+from headwater.cli.connection import session
+
+app = typer.Typer()
+
+
+@app.command(
+    epilog=examples(
+        "headwater migrate", "headwater migrate --print > headwater.sql", "headwater migrate --print --from 1"
+    )
+)
+def migrate(
+    context: typer.Context,
+    print_: Annotated[
+        bool, typer.Option("--print", help="Print the SQL for `psql -f` instead; needs no database.")
+    ] = False,
+    from_: Annotated[
+        int, typer.Option("--from", metavar="N", min=0, help="With --print: for a database at migration N.")
+    ] = 0,
+    dsn: Dsn = None,
+    as_json: Json = False,
+) -> None:
+    """Install or upgrade the schema, in one transaction. Safe to run again, and from many places at once."""
+    latest = schema.migrations()[-1].number
+    if from_ and not print_:
+        raise typer.BadParameter("--from goes with --print")
+    if from_ > latest:
+        raise typer.BadParameter(f"the latest migration is {latest}")
+    if print_:
+        script = schema.script(after=from_)
+        if as_json:
+            output.emit({"sql": script})
+        else:
+            print(script, end="")
+        return
+    with session(context).connection(dsn) as connection:
+        applied = schema.upgrade(connection)
+    if as_json:
+        output.emit(
+            {
+                "applied": [{"number": step.number, "name": step.name} for step in applied],
+                "schema": latest,
+                "version": schema.VERSION,
+            }
+        )
+        return
+    for step in applied:
+        output.say(f"ran migration {step.number:04} {step.name}")
+    output.say(f"the database has schema {latest} of Headwater {schema.VERSION}")

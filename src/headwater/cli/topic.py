@@ -1,0 +1,151 @@
+"""`headwater topic`: create, list, describe, alter and delete topics."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from headwater.cli import output
+from headwater.cli.arguments import Dsn, Json, Yes, duration, examples
+from headwater.cli.connection import session
+
+app = typer.Typer(help="Topics: the named parts of the log.", no_args_is_help=True)
+
+
+class Kind(StrEnum):
+    """What a topic can be."""
+
+    open = "open"
+    sequenced = "sequenced"
+
+
+Name = Annotated[str, typer.Argument(metavar="TOPIC", help="The topic's name.", show_default=False)]
+Retention = Annotated[
+    timedelta | None,
+    typer.Option(parser=duration, metavar="DURATION", help="How long events are kept at least, such as 7d."),
+]
+MaxPayload = Annotated[int | None, typer.Option(metavar="BYTES", help="The largest payload it takes.")]
+MaxHeader = Annotated[int | None, typer.Option(metavar="BYTES", help="The largest headers it takes.")]
+
+
+@app.command(
+    epilog=examples(
+        "headwater topic create orders --retention 7d",
+        "headwater topic create ledger --kind sequenced --partitions 8",
+    )
+)
+def create(
+    context: typer.Context,
+    name: Name,
+    kind: Annotated[
+        Kind, typer.Option(help="open: writers never wait for each other; sequenced: dense offsets per partition.")
+    ] = Kind.open,
+    partitions: Annotated[int, typer.Option(help="Lanes by hash of the key.")] = 1,
+    retention: Retention = None,
+    max_payload_bytes: MaxPayload = None,
+    max_header_bytes: MaxHeader = None,
+    if_missing: Annotated[bool, typer.Option("--if-missing", help="One that is there is fine as it is.")] = False,
+    dsn: Dsn = None,
+    as_json: Json = False,
+) -> None:
+    """Create a topic. Without --retention its events are kept for ever."""
+    with session(context).log(dsn) as log:
+        created = log.create_topic(
+            name,
+            kind=kind.value,
+            partitions=partitions,
+            retention=retention,
+            max_payload_bytes=max_payload_bytes,
+            max_header_bytes=max_header_bytes,
+            if_missing=if_missing,
+        )
+    if as_json:
+        output.emit(created)
+    else:
+        output.say(f"topic {created.name} is there: {created.kind}, kept {_kept(created.retention)}")
+
+
+@app.command("list", epilog=examples("headwater topic list"))
+def list_topics(context: typer.Context, dsn: Dsn = None, as_json: Json = False) -> None:
+    """List every topic with what it holds."""
+    with session(context).log(dsn) as log:
+        topics = log.topics()
+    if as_json:
+        output.emit(topics)
+        return
+    output.table(
+        ("topic", "kind", "partitions", "kept", "first", "last", "last published"),
+        (
+            (t.name, t.kind, t.partitions, _kept(t.retention), t.first_position, t.last_position, t.last_published_at)
+            for t in topics
+        ),
+        empty="no topics: headwater topic create NAME",
+    )
+
+
+@app.command(epilog=examples("headwater topic describe orders --json"))
+def describe(context: typer.Context, name: Name, dsn: Dsn = None, as_json: Json = False) -> None:
+    """Show one topic's settings and what it holds."""
+    with session(context).log(dsn) as log:
+        log.topic(name)
+        (found,) = [topic for topic in log.topics() if topic.name == name]
+    if as_json:
+        output.emit(found)
+    else:
+        output.facts(found)
+
+
+@app.command(
+    epilog=examples("headwater topic alter orders --retention 30d", "headwater topic alter orders --keep-forever")
+)
+def alter(
+    context: typer.Context,
+    name: Name,
+    partitions: Annotated[int | None, typer.Option(help="More lanes; never fewer.")] = None,
+    retention: Retention = None,
+    keep_forever: Annotated[bool, typer.Option("--keep-forever", help="Remove the retention.")] = False,
+    max_payload_bytes: MaxPayload = None,
+    max_header_bytes: MaxHeader = None,
+    yes: Yes = False,
+    dsn: Dsn = None,
+    as_json: Json = False,
+) -> None:
+    """Change a topic's settings. A shorter retention takes events at the next maintenance, so it asks."""
+    if keep_forever and retention is not None:
+        raise typer.BadParameter("say either --retention or --keep-forever")
+    with session(context).log(dsn) as log:
+        before = log.topic(name).retention
+        if retention is not None and (before is None or retention < before):
+            output.confirm(f"keep the events of {name} for {output.shown(retention)} only?", yes=yes)
+        altered = log.alter_topic(
+            name,
+            partitions=partitions,
+            retention=retention,
+            keep_forever=keep_forever,
+            max_payload_bytes=max_payload_bytes,
+            max_header_bytes=max_header_bytes,
+        )
+    if as_json:
+        output.emit(altered)
+    else:
+        output.facts(altered)
+
+
+@app.command(epilog=examples("headwater topic delete orders --yes"))
+def delete(context: typer.Context, name: Name, yes: Yes = False, dsn: Dsn = None, as_json: Json = False) -> None:
+    """Delete a topic with its events, scheduled ones included. Asks first."""
+    with session(context).log(dsn) as log:
+        log.topic(name)
+        output.confirm(f"delete topic {name} and all of its events?", yes=yes)
+        log.delete_topic(name)
+    if as_json:
+        output.emit({"deleted": name})
+    else:
+        output.say(f"topic {name} is deleted")
+
+
+def _kept(retention: timedelta | None) -> str:
+    return "for ever" if retention is None else output.shown_duration(retention)

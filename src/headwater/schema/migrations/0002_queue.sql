@@ -1,0 +1,156 @@
+-- Groups: who works on which events, what is leased, and the few events that failed.
+
+-- A position known to be settled, shared by all sessions without a row, a lock or a dead tuple. Unlogged: after
+-- a crash it is 0 again, which is always true.
+create unlogged sequence headwater.settled_register as bigint minvalue 0 start 0 cache 1;
+
+-- Proves a lease. Drawn under the group's lock, so that within a group the order of tokens is the order of claims.
+create sequence headwater.lease_token as bigint cache 1;
+
+create table headwater.consumer_group (
+    id                  integer     generated always as identity primary key,
+    name                text        not null unique
+        constraint "a group name is 1 to 200 characters" check (length(name) between 1 and 200),
+    -- Everything at or below is not this group's; claims with a token up to start_token are of an earlier pass.
+    start_position      bigint      not null constraint "a position is not negative" check (start_position >= 0),
+    start_token         bigint      not null default 0,
+    lease_seconds       float8      not null default 30
+        constraint "a lease is 0.1 seconds to 1 day" check (lease_seconds between 0.1 and 86400),
+    max_attempts        integer     not null default 5
+        constraint "max attempts are 1 to 1000" check (max_attempts between 1 and 1000),
+    backoff_seconds     float8      not null default 1
+        constraint "a backoff is 0 seconds to 1 day" check (backoff_seconds between 0 and 86400),
+    backoff_factor      float8      not null default 2
+        constraint "a backoff factor is 1 to 100" check (backoff_factor between 1 and 100),
+    backoff_max_seconds float8      not null default 3600
+        constraint "the longest backoff is 0 seconds to 30 days" check (backoff_max_seconds between 0 and 2592000),
+    backoff_jitter      float8      not null default 0.2
+        constraint "jitter is 0 to 1" check (backoff_jitter between 0 and 1),
+    -- One event of a key at a time, in the order of the log.
+    ordered_keys        boolean     not null default false,
+    -- Null: no limit on how many events are leased at once.
+    max_in_flight       integer     constraint "events in flight are limited to 1 or more" check (max_in_flight >= 1),
+    -- Retention waits for a group that must not lose an event.
+    must_not_lose       boolean     not null default true,
+    paused_at           timestamptz,
+    created_at          timestamptz not null default clock_timestamp()
+);
+
+-- Which events a group gets: those above from_position, up to to_position, that fit every part that is given.
+create table headwater.binding (
+    id            integer generated always as identity primary key,
+    group_id      integer not null references headwater.consumer_group (id) on delete cascade,
+    topic_id      integer references headwater.topic (id) on delete cascade,
+    type          text    constraint "a type is 1 to 200 characters" check (length(type) between 1 and 200),
+    -- As in AMQP: words between dots, * for one word, # for any number of them.
+    pattern       text
+        constraint "a pattern is words between dots" check (length(pattern) between 1 and 255 and pattern !~ '[^.]#|#[^.]|[^.]\*|\*[^.]'),
+    pattern_regex text,
+    headers       jsonb   constraint "headers are a JSON object" check (jsonb_typeof(headers) = 'object'),
+    from_position bigint  not null check (from_position >= 0),
+    to_position   bigint  check (to_position >= from_position),
+    check ((pattern is null) = (pattern_regex is null))
+);
+create index binding_group on headwater.binding (group_id);
+
+-- One row a claimed batch, appended; the newest row is the group's frontier. No index but the key, so that
+-- acknowledging is an update in place; fillfactor leaves the room for it. No foreign key either: it would lock
+-- the group's row at every claim.
+create table headwater.ledger (
+    group_id     integer     not null,
+    token        bigint      not null,
+    lo           bigint      not null,
+    hi           bigint      not null,
+    -- How many events of the group the range held.
+    events       integer     not null check (events >= 0),
+    worker       text        not null,
+    expires_at   timestamptz not null,
+    settled      boolean     not null,
+    acked        int8multirange,
+    acked_events integer     not null default 0,
+    -- In a group with ordered keys: whose keys are busy while this is not settled.
+    keys         bigint[],
+    primary key (group_id, token),
+    check (lo <= hi + 1)
+) with (fillfactor = 60);
+
+-- How far a group has come, written now and then: all claims below the token are settled and may be forgotten.
+create table headwater.group_progress (
+    group_id      integer primary key references headwater.consumer_group (id) on delete cascade,
+    settled_token bigint  not null,
+    -- Events claimed in rows of the ledger that are forgotten.
+    past_events   bigint  not null
+) with (fillfactor = 20);
+
+-- Events that were not done at the first try, or wait behind one of their key.
+create table headwater.redelivery (
+    group_id   integer     not null,
+    position   bigint      not null check (position >= 1),
+    topic_id   integer     not null,
+    -- Tries that were this event's own. A lease that ran out with several events in it counts for none of them.
+    attempt    integer     not null check (attempt >= 0),
+    -- When it may be claimed; while leased, when the lease ends; infinity: behind another event of its key.
+    visible_at timestamptz not null,
+    token      bigint,
+    worker     text,
+    -- Its lease ran out once, so it may be what kills workers: it is handed out alone.
+    alone      boolean     not null default false,
+    key_hash   bigint,
+    last_error text        check (length(last_error) <= 10000),
+    history    jsonb       not null default '[]',
+    primary key (group_id, position)
+) with (fillfactor = 70);
+create index redelivery_due on headwater.redelivery (group_id, visible_at);
+create index redelivery_key on headwater.redelivery (group_id, key_hash, position) where key_hash is not null;
+create index redelivery_token on headwater.redelivery (group_id, token) where token is not null;
+
+-- Events that a group has given up on.
+create table headwater.dead_letter (
+    group_id   integer     not null,
+    position   bigint      not null check (position >= 1),
+    topic_id   integer     not null,
+    attempts   integer     not null check (attempts >= 0),
+    alone      boolean     not null,
+    last_error text        check (length(last_error) <= 10000),
+    history    jsonb       not null,
+    died_at    timestamptz not null default clock_timestamp(),
+    primary key (group_id, position)
+);
+
+-- An event as a worker gets it: the proof of the lease, which try this is, and the event.
+create type headwater.claimed_event as (
+    token        bigint,
+    attempt      integer,
+    alone        boolean,
+    expires_at   timestamptz,
+    position     bigint,
+    topic        text,
+    partition    integer,
+    topic_offset bigint,
+    key          bytea,
+    type         text,
+    routing_key  text,
+    headers      jsonb,
+    content_type text,
+    payload      bytea,
+    event_id     text,
+    published_at timestamptz
+);
+
+-- Publishes an event at the times of a cron expression, once, whichever process is alive.
+create table headwater.periodic (
+    name         text        primary key
+        constraint "a schedule name is 1 to 200 characters" check (length(name) between 1 and 200),
+    cron         text        not null check (length(cron) between 1 and 200),
+    time_zone    text        not null default 'UTC',
+    topic_id     integer     not null references headwater.topic (id) on delete cascade,
+    key          bytea       constraint "a key is up to 65535 bytes" check (octet_length(key) <= 65535),
+    type         text        constraint "a type is 1 to 200 characters" check (length(type) between 1 and 200),
+    routing_key  text        constraint "a routing key is 1 to 255 characters" check (length(routing_key) between 1 and 255),
+    headers      jsonb       constraint "headers are a JSON object" check (jsonb_typeof(headers) = 'object'),
+    content_type text        constraint "a content type is 1 to 200 characters" check (length(content_type) between 1 and 200),
+    payload      bytea       constraint "a payload is up to 64 MiB" check (octet_length(payload) <= 67108864),
+    next_at      timestamptz not null,
+    last_at      timestamptz,
+    paused       boolean     not null default false
+);

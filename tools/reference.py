@@ -1,0 +1,261 @@
+"""Write the pages of docs/reference from the code: command line, Python, SQL, errors, settings.
+
+`--check` writes nothing and ends with 1 if a page is not what the code says.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer.main
+
+import headwater
+from headwater import errors, model, schema, settings
+from headwater.cli import app, exit_codes
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "docs" / "reference"
+FUNCTIONS = ROOT / "src" / "headwater" / "schema" / "functions"
+CALLS = ROOT / "src" / "headwater" / "calls.py"
+NOTE = "<!-- Written by tools/reference.py; change the code, then run that. -->\n"
+
+
+def table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [columns, tuple("---" for _ in columns), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+
+
+def paragraph(text: str | None) -> str:
+    return inspect.cleandoc(text or "")
+
+
+# --- command line --------------------------------------------------------------------------------------------
+
+
+def cli_page() -> str:
+    parts = [
+        "# The command line",
+        "Every command prints tables for people, and with `--json` one JSON document (`read` and `tail`: one "
+        "event a line). Errors go to standard error; with `--json` as an object with `error`, `message`, `hint`, "
+        "`detail` and `exit_code`. A command finds its database by `--dsn`, then by `HEADWATER_DSN`, then by the "
+        "embedded server that `headwater up` runs.",
+        "In JSON, times are ISO 8601 in UTC and durations are seconds. A duration is typed as `30s`, `5m`, `1h30m`, "
+        "`7d` or `2w`; a time as `2026-03-01T12:00:00Z` (without a zone: local time).",
+        "## Exit codes",
+        table(("code", "means"), [(str(code), meaning) for code, meaning in exit_codes.MEANINGS.items()]),
+    ]
+    for path, command in commands(typer.main.get_command(app)):
+        parts += [f"## headwater {path}", paragraph(command.help).replace("\n\n", "\n\n"), usage(path, command)]
+        if options := [row for parameter in command.params for row in option_row(parameter)]:
+            parts.append(table(("option", "means"), options))
+        example_lines = (command.epilog or "").replace("\\[", "[").split("\n\n")[1:]
+        parts.append("```console\n" + "".join(f"$ {line}\n" for line in example_lines) + "```")
+    return "\n\n".join(part.strip() for part in parts)
+
+
+def commands(group: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, f"{path}{name} ")
+        else:
+            yield f"{path}{name}", command
+
+
+def usage(path: str, command: Any) -> str:
+    arguments = [argument_name(p) for p in command.params if p.param_type_name == "argument"]
+    return f"`{' '.join(['headwater', path, *arguments, '[OPTIONS]'])}`"
+
+
+def argument_name(parameter: Any) -> str:
+    return str(parameter.metavar or parameter.name.upper())
+
+
+def option_row(parameter: Any) -> Iterator[tuple[str, str]]:
+    if parameter.name == "help":
+        return
+    text = parameter.help or ""
+    if parameter.param_type_name == "argument":
+        yield f"`{argument_name(parameter)}`", text
+        return
+    names = ", ".join(f"`{name}`" for name in [*parameter.opts, *parameter.secondary_opts])
+    default = parameter.default
+    if default not in (None, False, "") and not callable(default) and not parameter.is_flag:
+        text = f"{text} Default: {getattr(default, 'value', default)}."
+    yield names, text
+
+
+# --- Python --------------------------------------------------------------------------------------------------
+
+
+def python_page() -> str:
+    parts = [
+        "# Python",
+        "`headwater` is the blocking library; `headwater.aio` has the same names for asyncio (`aio.connect`, "
+        "`AsyncHeadwater`). Every method that takes `connection=` runs inside your own transaction on it.",
+        "## Opening the log",
+        described("headwater.connect", headwater.connect),
+        "## The log: `Headwater`",
+    ]
+    for name, member in vars(headwater.Headwater).items():
+        if not name.startswith("_") and inspect.isfunction(member):
+            parts.append(described(name, member))
+    parts.append("## Values")
+    for name, kind in vars(model).items():
+        if inspect.isclass(kind) and kind.__module__ == model.__name__:
+            parts.append(f"### {name}\n\n{paragraph(kind.__doc__)}\n\n{fields_of(kind)}")
+    return "\n\n".join(part.strip() for part in parts)
+
+
+def described(name: str, function: Any) -> str:
+    signature = inspect.signature(inspect.unwrap(function))
+    shown = []
+    starred = False
+    for parameter in signature.parameters.values():
+        if parameter.name == "self":
+            continue
+        if parameter.kind is parameter.KEYWORD_ONLY and not starred:
+            shown.append("*")
+            starred = True
+        default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
+        shown.append(f"{parameter.name}: {parameter.annotation}{default}")
+    returns = "" if signature.return_annotation is signature.empty else f" -> {signature.return_annotation}"
+    one_line = f"{name}({', '.join(shown)}){returns}"
+    if len(one_line) > 100:
+        one_line = f"{name}(\n" + "".join(f"    {part},\n" for part in shown) + f"){returns}"
+    one_line = one_line.replace("Connection[Any]", "Connection")
+    title = name.rpartition(".")[2]
+    return f"### {title}\n\n```python\n{one_line}\n```\n\n{paragraph(inspect.unwrap(function).__doc__)}"
+
+
+def fields_of(kind: type) -> str:
+    return "".join(f"- `{name}: {annotation}`\n" for name, annotation in inspect.get_annotations(kind).items())
+
+
+# --- SQL -----------------------------------------------------------------------------------------------------
+
+DEFINITION = re.compile(
+    r"((?:^-- [^\n]*\n)+)^create or replace (function|view) (headwater\.\w+)(.*?)^(?:language|as|select)\b",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def sql_page() -> str:
+    parts = [
+        "# SQL",
+        "The log is its SQL: these functions are the contract, from psql and from any language. Arguments with a "
+        "default may be left out, or named: `headwater.publish('orders', '{}', key => 'k')`. Errors have SQLSTATEs "
+        "of ours, see [errors](errors.md). Functions not listed here are internal.",
+    ]
+    # What the library itself calls is the contract; and the form of publishing that is there for SQL alone.
+    contract = {"publish", *re.findall(r"headwater\.(\w+)", CALLS.read_text())}
+    for name in schema.FUNCTION_FILES:
+        source = (FUNCTIONS / name).read_text()
+        found = [match.groups() for match in DEFINITION.finditer(source)]
+        found = [groups for groups in found if groups[2].removeprefix("headwater.") in contract]
+        if not found:
+            continue
+        about = source.partition("\n")[0].removeprefix("-- ")
+        parts.append(f"## {about}")
+        for comment, kind, full_name, rest in found:
+            promise = " ".join(line.removeprefix("-- ") for line in comment.strip().splitlines())
+            head = f"{full_name}{rest}".strip()
+            shown = f"```sql\n{head}\n```\n\n" if kind == "function" else ""
+            parts.append(f"### {full_name}{' (view)' if kind == 'view' else ''}\n\n{promise}\n\n{shown}")
+    return "\n\n".join(part.strip() for part in parts)
+
+
+# --- errors and settings -------------------------------------------------------------------------------------
+
+
+def errors_page() -> str:
+    kinds = [
+        kind
+        for kind in vars(errors).values()
+        if inspect.isclass(kind) and issubclass(kind, errors.HeadwaterError) and kind is not errors.HeadwaterError
+    ]
+    rows = []
+    for kind in kinds:
+        states = [state for state, mapped in errors.BY_SQLSTATE.items() if mapped is kind]
+        if kind is errors.LogUnavailable:
+            states.append("08xxx")
+        codes = ", ".join(f"`{state}`" for state in sorted(states, key=lambda s: (not s.startswith("HW"), s)))
+        rows.append((f"`{kind.__name__}`", paragraph(kind.__doc__), codes or "-", str(exit_codes.code_for(kind))))
+    return "\n\n".join(
+        (
+            "# Errors",
+            "All are `headwater.HeadwaterError`. An error has a `message`, often a `hint` (what to do next) and a "
+            "`detail` (what a program needs to go on). SQL raises the codes below with the same detail as JSON. "
+            "What is not in this table is a bug and passes through untouched.",
+            table(("error", "means", "SQLSTATE", "exit code"), rows).strip(),
+            "A limit that a table keeps (SQLSTATE 23514) has its own sentence as its name, and that is the message: "
+            "`a type is 1 to 200 characters`. Exit codes are explained in [the command line](cli.md#exit-codes).",
+        )
+    )
+
+
+def settings_page() -> str:
+    return "\n\n".join(
+        (
+            "# Settings",
+            "## Environment",
+            "Read once at the start of the command line; an option goes before them. The library reads no "
+            "environment: it is given a DSN.",
+            table(("variable", "means"), [(f"`{name}`", text) for name, text in settings.VARIABLES.items()]).strip(),
+            "## Of the whole log",
+            "Kept in the database, in the one row of `headwater.setting`. Show them with `headwater settings show`, "
+            "change them with `headwater settings set`; a change holds at once for everybody.",
+            table(
+                ("setting", "default", "means"),
+                [
+                    ("`segment_interval`", "1 day", "how long the log writes to one segment at most"),
+                    ("`segments_ahead`", "3", "how many segments are kept ready for the log to grow into"),
+                    ("`auto_create_topics`", "false", "whether publishing to a missing topic makes it"),
+                ],
+            ).strip(),
+            "## Of a topic",
+            "Given at `headwater topic create`, changed with `headwater topic alter`.",
+            table(
+                ("setting", "default", "means"),
+                [
+                    ("`kind`", "open", "`open` or `sequenced`; cannot change"),
+                    ("`partitions`", "1", "lanes by hash of the key; only ever more"),
+                    ("`retention`", "none", "how long events are kept at least; none: for ever"),
+                    ("`max_payload_bytes`", "1 MiB", "the largest payload, up to 64 MiB"),
+                    ("`max_header_bytes`", "64 KiB", "the largest headers, up to 1 MiB"),
+                ],
+            ).strip(),
+        )
+    )
+
+
+PAGES = {
+    "cli.md": cli_page,
+    "python.md": python_page,
+    "sql.md": sql_page,
+    "errors.md": errors_page,
+    "settings.md": settings_page,
+}
+
+
+def main() -> int:
+    stale = []
+    for name, page in PAGES.items():
+        wanted = f"{NOTE}{page()}\n"
+        file = FOLDER / name
+        if not file.exists() or file.read_text() != wanted:
+            stale.append(name)
+            if "--check" not in sys.argv:
+                file.write_text(wanted)
+    if stale and "--check" in sys.argv:
+        print(f"not what the code says: {', '.join(stale)}; run: python tools/reference.py")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
