@@ -62,6 +62,10 @@ class GroupExists(HeadwaterError):
     """A group has that name already."""
 
 
+class ReaderBusy(HeadwaterError):
+    """Another reader reads for this group now: try again later."""
+
+
 class LeaseLost(HeadwaterError):
     """The lease ended or ran out, and another worker may have its events. Drop the result; claim anew."""
 
@@ -97,6 +101,8 @@ BY_SQLSTATE: Mapping[str, type[HeadwaterError]] = {
     "HW011": GroupNotFound,
     "HW012": WrongTransaction,
     "HW013": GroupExists,
+    "HW014": ReaderBusy,
+    "HW015": NotAllowed,
     "22P02": InvalidEvent,  # invalid_text_representation: JSON that is none
     "22P05": InvalidEvent,  # untranslatable_character: \u0000 in JSON
     "22021": InvalidEvent,  # character_not_in_repertoire: a NUL byte in text

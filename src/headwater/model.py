@@ -353,3 +353,37 @@ class DuePeriodic(NamedTuple):
     cron: str
     time_zone: str
     due_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Subscription:
+    """A SQL condition with parameters, owned by a group."""
+
+    id: int
+    group: str
+    condition: str
+    params: Mapping[str, Any]
+    from_position: int
+    expires_after: timedelta | None
+    last_active_at: datetime
+    created_at: datetime
+    broken: bool
+    last_error: str | None
+
+
+class MatchedEvent(NamedTuple):
+    """An event with the subscriptions that it matched; `handler` is set where one handler asked to have it again."""
+
+    subscription_ids: tuple[int, ...]
+    retry_id: int | None
+    handler: str | None
+    attempt: int
+    event: Event
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The next events of a group, and the position to go on from."""
+
+    next_position: int
+    events: tuple[MatchedEvent, ...]

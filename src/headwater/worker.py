@@ -18,11 +18,13 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, TypeVar
 
 from headwater import aio, calls, client
 from headwater.errors import HeadwaterError, InvalidRequest, LeaseLost
 from headwater.model import ClaimedEvent, Dead, Lease, NewEvent, Outcome, Retry, Snooze
+from headwater.subscriber import GroupReader, Subscriber
 from headwater.subscription import Handle, Handled, Wait, WorkStep, work
 from headwater.telemetry import ERROR, GROUP, POSITION, logger
 
@@ -68,6 +70,7 @@ class App:
 
     def __init__(self) -> None:
         self.workers: list[Worker] = []
+        self.subscribers: list[Subscriber] = []
         self._middleware: list[Middleware] = []
         self._periodics: list[dict[str, Any]] = []
 
@@ -131,6 +134,36 @@ class App:
 
         return register
 
+    def subscriber(
+        self,
+        group: str,
+        condition: str,
+        params: Mapping[str, Any] | None = None,
+        *,
+        name: str | None = None,
+        expires_after: timedelta | None = None,
+    ) -> Callable[[F], F]:
+        """Run a function, async or not, on every event that fulfils a SQL condition over `e` and `s`.
+
+        One process at a time reads for the group, others stand by. An exception, or Retry(after), has this handler
+        get the event again later, up to the group's max_attempts; the others go on.
+        """
+
+        def register(handler: F) -> F:
+            self.subscribers.append(
+                Subscriber(
+                    name=name or str(getattr(handler, "__name__", type(handler).__name__)),
+                    handler=handler,
+                    group=group,
+                    condition=condition,
+                    params=params or {},
+                    expires_after=expires_after,
+                )
+            )
+            return handler
+
+        return register
+
     def middleware(self, around: Middleware) -> Middleware:
         """Run this around every handler: `async def around(event, call_next): return await call_next(event)`.
 
@@ -164,13 +197,19 @@ class App:
         grace_seconds: float = 30.0,
         worker_name: str | None = None,
         pool_size: int | None = None,
+        read_ahead: int = 10,
     ) -> None:
         """Run all workers until `stop` is set. Then running handlers have `grace_seconds` to finish; what was not
         started, or does not finish, is given back."""
-        if not self.workers and not self._periodics:
+        names = [(one.group, one.name) for one in self.subscribers]
+        if len(set(names)) < len(names):
+            raise InvalidRequest("two subscribers of one group have one name", hint="Give one of them name=...")
+        if not self.workers and not self.subscribers and not self._periodics:
             raise InvalidRequest("this app has no workers", hint="Declare one with @app.worker(topic, group=...).")
         stopping = stop or asyncio.Event()
-        pool_size = pool_size or 4 + sum(w.concurrency if w.transactional else 2 for w in self.workers)
+        pool_size = pool_size or 4 + len(self.subscribers) + sum(
+            w.concurrency if w.transactional else 2 for w in self.workers
+        )
         async with await aio.connect(dsn, pool_size=pool_size, application_name="headwater work") as log:
             for settings in self._periodics:
                 await log.set_periodic(**settings)
@@ -190,7 +229,20 @@ class App:
                     middleware=tuple(self._middleware),
                     lease_seconds=lease_seconds,
                 )
-                await process.run(self.workers)
+                readers = [
+                    GroupReader(
+                        log=log,
+                        group=group,
+                        subscribers=[one for one in self.subscribers if one.group == group],
+                        reader=process.name,
+                        stopping=stopping,
+                        grace_seconds=grace_seconds,
+                        read_ahead=read_ahead,
+                        batch_size=100,
+                    )
+                    for group in dict.fromkeys(one.group for one in self.subscribers)
+                ]
+                await process.run(self.workers, readers)
             finally:
                 if blocking is not None:
                     await asyncio.to_thread(blocking.close)
@@ -268,11 +320,11 @@ class _Process:
     gate: _Gate = field(default_factory=_Gate)
     out_of_time: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def run(self, workers: Sequence[Worker]) -> None:
+    async def run(self, workers: Sequence[Worker], readers: Sequence[GroupReader]) -> None:
         async with asyncio.TaskGroup() as tasks:
             upkeep = tasks.create_task(self._keep_up({one.group for one in workers}))
             clock = tasks.create_task(self._count_grace())
-            loops = []
+            loops = [tasks.create_task(reader.run()) for reader in readers]
             for one in workers:
                 free = asyncio.Semaphore(one.concurrency)
                 # One lease is worked on while the next is fetched.
@@ -285,7 +337,7 @@ class _Process:
                         handler_acks=one.transactional,
                     )
                     loops.append(tasks.create_task(self._drive(one, free, steps)))
-            await asyncio.gather(*loops)
+            await (asyncio.gather(*loops) if loops else self.stopping.wait())
             upkeep.cancel()
             clock.cancel()
 

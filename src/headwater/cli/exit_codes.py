@@ -63,6 +63,7 @@ BY_ERROR: Final[Mapping[type[HeadwaterError], int]] = {
     errors.GroupExists: CONFLICT,
     errors.CursorMoved: CONFLICT,
     errors.LeaseLost: CONFLICT,
+    errors.ReaderBusy: CONFLICT,
     errors.PositionExpired: EXPIRED,
     errors.NotAllowed: NOT_ALLOWED,
     errors.SchemaMismatch: SCHEMA_MISMATCH,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -13,8 +14,6 @@ from typing import Any, NoReturn, get_type_hints
 
 import typer
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from headwater.cli import exit_codes
 from headwater.cli.exit_codes import NotConfirmed
@@ -22,14 +21,9 @@ from headwater.errors import HeadwaterError
 from headwater.model import Event
 
 
-class _Console(Console):
-    def on_broken_pipe(self) -> NoReturn:
-        raise BrokenPipeError
-
-
 def progress_console() -> Console:
     """Standard error, for what only a terminal should show."""
-    return _Console(stderr=True, highlight=False, emoji=False)
+    return Console(stderr=True, highlight=False, emoji=False)
 
 
 def say(text: str) -> None:
@@ -182,22 +176,18 @@ def shown_duration(value: timedelta) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, empty: str = "nothing") -> None:
-    """A table for people; `empty` is said instead of one without rows."""
+    """A table for people; `empty` is said instead of one without rows. Only a terminal cuts a line to its width."""
     cells = [[shown(value) for value in row] for row in rows]
     if not cells:
         note(empty)
-    elif sys.stdout.isatty():
-        grid = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-        for column in columns:
-            grid.add_column(column, no_wrap=True, overflow="ellipsis" if column == columns[-1] else "fold")
-        for row in cells:
-            grid.add_row(*map(Text, row))
-        _Console(highlight=False, emoji=False).print(grid)
-    else:
-        # Nothing is cut to a width that nobody has.
-        widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
-        for row in [list(columns), *cells]:
-            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        return
+    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    limit = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    for number, row in enumerate([columns, *cells]):
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        if limit is not None and len(line) > limit:
+            line = f"{line[: limit - 1]}…"
+        typer.secho(line, bold=number == 0)
 
 
 def facts(value: Any) -> None:

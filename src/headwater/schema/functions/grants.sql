@@ -22,7 +22,9 @@ declare
         'bound_events', 'as_multirange', 'key_order_hash', 'backoff', 'in_flight', 'with_try', 'open_claims',
         'waiting_keys', 'is_next_of_key', 'free_next_of_keys', 'reap', 'pass_over', 'claim_suspect',
         'claim_due', 'claim_selected', 'claim', 'bury', 'settle', 'refuse_lost_lease', 'settle_and_claim', 'extend_lease', 'dead_letters',
-        'redrive', 'discard', 'group_low_water', 'due_periodics', 'fire_periodic'
+        'redrive', 'discard', 'group_low_water', 'due_periodics', 'fire_periodic',
+        'as_json', 'subscribe', 'unsubscribe', 'keep_subscriptions', 'hold_reading', 'match', 'read_next',
+        'set_reading', 'retry_later', 'finish_retry', 'install'
     ];
     missing text;
     opened record;
@@ -41,7 +43,8 @@ begin
         select p.oid::regprocedure as name, r.rolname
         from (values ('headwater_publisher', publishing), ('headwater_consumer', consuming)) as g (role_name, functions)
         join pg_roles r on r.rolname = g.role_name
-        join pg_proc p on p.pronamespace = 'headwater'::regnamespace and p.proname = any (g.functions)
+        join pg_proc p on p.proname = any (g.functions)
+        join pg_namespace n on n.oid = p.pronamespace and n.nspname in ('headwater', 'headwater_condition')
     loop
         execute format('grant execute on function %s to %I', opened.name, opened.rolname);
     end loop;
@@ -72,10 +75,14 @@ begin
             to headwater_consumer;
         grant select, insert, update, delete on
             headwater.cursor, headwater.consumer_group, headwater.binding, headwater.ledger, headwater.group_progress,
-            headwater.redelivery, headwater.dead_letter
+            headwater.redelivery, headwater.dead_letter,
+            headwater.condition, headwater.subscription, headwater.reading, headwater.subscription_retry
             to headwater_consumer;
         grant select on sequence headwater.position, headwater.settled_register to headwater_consumer;
         grant usage on sequence headwater.lease_token to headwater_consumer;
+        if to_regnamespace('headwater_condition') is not null then
+            grant usage on schema headwater_condition to headwater_consumer;
+        end if;
     end if;
 
     if exists (select from pg_roles r where r.rolname = 'headwater_admin') then

@@ -132,12 +132,16 @@ end;
 create or replace function headwater.reap(group_name text)
 returns integer
 language plpgsql
+set enable_seqscan = off
+set enable_bitmapscan = off
 as $$
 declare
     target constant headwater.consumer_group := headwater.find_group(group_name);
     forgotten bigint := coalesce(
         (select p.settled_token from headwater.group_progress p where p.group_id = target.id), 0
     );
+    -- One time for all: they come again in the order of the log.
+    ended_at constant timestamptz := clock_timestamp();
     lapsed headwater.ledger;
     lapsed_again record;
     given_back integer := 0;
@@ -152,7 +156,7 @@ begin
         select l.* from headwater.ledger l
         where
             l.group_id = target.id and l.token > greatest(forgotten, target.start_token)
-            and not l.settled and l.expires_at < clock_timestamp()
+            and not l.settled and l.expires_at < ended_at
         order by l.token
         for update skip locked
     loop
@@ -186,7 +190,7 @@ begin
             (group_id, position, topic_id, attempt, visible_at, alone, key_hash, last_error, history)
         select
             target.id, u.position, u.topic_id, u.attempt,
-            case when u.key_hash is null then clock_timestamp() else 'infinity' end,
+            case when u.key_hash is null then ended_at else 'infinity' end,
             true, u.key_hash, 'lease expired', headwater.with_try('[]', u.attempt, lapsed.worker, 'lease expired')
         from unacked u
         where u.attempt < target.max_attempts;
@@ -201,7 +205,7 @@ begin
     for lapsed_again in
         select r.token, count(*) as held
         from headwater.redelivery r
-        where r.group_id = target.id and r.token is not null and r.visible_at < clock_timestamp()
+        where r.group_id = target.id and r.token is not null and r.visible_at < ended_at
         group by r.token
     loop
         select array_agg(r.key_hash) filter (where r.key_hash is not null), count(*) into freed, step
@@ -220,7 +224,7 @@ begin
         update headwater.redelivery r
         set
             attempt = case when step = 1 then r.attempt else r.attempt - 1 end,
-            visible_at = clock_timestamp(),
+            visible_at = ended_at,
             token = null,
             worker = null,
             alone = true,
@@ -429,7 +433,8 @@ declare
                 or greatest(b.from_position, b.to_position) > last_claimed
             )
     );
-    scan_size constant integer := case when plain then room else greatest(4 * room, 1000) end;
+    scan_size constant integer := greatest(4 * room, 1000);
+    enough constant integer := case when plain then room else scan_size end;
     window_end bigint;
     scanned integer;
     scanned_to bigint;
@@ -465,15 +470,15 @@ begin
                 select e.position from headwater.event e
                 where e.topic_id = i.id and e.position > last_claimed and e.position <= window_end
                 order by e.position
-                limit scan_size
+                limit enough
             ) as f
             order by f.position
-            limit scan_size
+            limit enough
         ) as s;
         if scanned = 0 then
             return;
         end if;
-        if scanned < scan_size then
+        if scanned < enough then
             scanned_to := window_end;
         end if;
         lease := coalesce(lease, nextval('headwater.lease_token'));
@@ -563,14 +568,17 @@ begin
 end;
 $$;
 
--- Claim up to `batch_size` events for a worker: those that are due for another try, or else new ones. The lease
--- ends after `lease_seconds` (null: the group's) unless extended; its token proves it. `relaxed` commits without
--- waiting for the disk, since a lost claim is only a redelivery: for callers whose transaction is this call alone.
-create or replace function headwater.claim(
+-- Settle one batch (null: none) and claim the next: one round trip a batch. See settle() and claim() for the parts.
+create or replace function headwater.settle_and_claim(
     group_name text,
     worker text,
-    batch_size integer default 1,
-    lease_seconds float8 default null,
+    batch_size integer,
+    lease_seconds float8,
+    token bigint,
+    positions bigint[] default null,
+    verdicts text[] default null,
+    errors text[] default null,
+    delays float8[] default null,
     relaxed boolean default false
 )
 returns setof headwater.claimed_event
@@ -578,6 +586,9 @@ language plpgsql
 volatile
 -- The shape of the data changes under a plan only in ways that no plan would use; planning anew costs twice the claim.
 set plan_cache_mode = force_generic_plan
+-- A plan made while the ledger was small must not read all of it when it has grown.
+set enable_seqscan = off
+set enable_bitmapscan = off
 as $$
 declare
     target headwater.consumer_group;
@@ -589,6 +600,7 @@ declare
     settled_to bigint;
     refreshed boolean := false;
     seen record;
+    nothing text;
 begin
     -- Another isolation level would take the frontier from one time and the events from another.
     if current_setting('transaction_isolation') <> 'read committed' then
@@ -601,11 +613,22 @@ begin
     if batch_size < 1 then
         raise exception 'a batch is 1 event or more' using errcode = 'HW002';
     end if;
+    if relaxed then
+        nothing := set_config('synchronous_commit', 'off', true);
+    end if;
+    if token is not null then
+        if positions is null and not target.ordered_keys then
+            -- The happy path, here since a call costs as much again.
+            update headwater.ledger l
+            set settled = true
+            where l.group_id = target.id and l.token = settle_and_claim.token and not l.settled;
+        end if;
+        if positions is not null or target.ordered_keys or not found then
+            perform headwater.settle(group_name, token, positions, verdicts, errors, delays, true, relaxed);
+        end if;
+    end if;
     if target.paused_at is not null then
         return;
-    end if;
-    if relaxed then
-        perform set_config('synchronous_commit', 'off', true);
     end if;
     -- Trying beats waiting: waiters would queue up behind each other's commits.
     while not pg_try_advisory_xact_lock((29290::bigint << 48) | target.id) loop
@@ -668,9 +691,7 @@ begin
         return;
     end if;
     lease := coalesce(lease, nextval('headwater.lease_token'));
-    if target.ordered_keys or not seen.whole_topics or cardinality(seen.ids) > 4
-        or seen.last_change > seen.last_claimed
-    then
+    if target.ordered_keys or not seen.whole_topics or seen.last_change > seen.last_claimed then
         return query
         select * from headwater.claim_selected(
             target, lease, worker, room, ends_at, seen.last_claimed, headwater.refresh_settled()
@@ -687,37 +708,57 @@ begin
         if settled_to <= seen.last_claimed then
             return;
         end if;
-        return query
-        with picked as materialized (
-            select f.*, t.name
-            from unnest(seen.ids) as i (id)
-            join headwater.topic t on t.id = i.id
-            cross join lateral (
+        if cardinality(seen.ids) > 1 then
+            return query
+            select * from headwater.claim_selected(
+                target, lease, worker, room, ends_at, seen.last_claimed, settled_to
+            );
+        else
+            return query
+            with picked as materialized (
                 select * from headwater.event e
-                where e.topic_id = i.id and e.position > seen.last_claimed and e.position <= settled_to
+                where e.topic_id = seen.ids[1] and e.position > seen.last_claimed and e.position <= settled_to
                 order by e.position
                 limit room
-            ) as f
-            order by f.position
-            limit room
-        ),
-        noted as (
-            insert into headwater.ledger (group_id, token, lo, hi, events, worker, expires_at, settled)
+            ),
+            noted as (
+                insert into headwater.ledger (group_id, token, lo, hi, events, worker, expires_at, settled)
+                select
+                    target.id, lease, seen.last_claimed + 1,
+                    case when count(*) = room then max(p.position) else settled_to end,
+                    count(*), settle_and_claim.worker, ends_at, false
+                from picked p
+                having count(*) > 0
+            )
             select
-                target.id, lease, seen.last_claimed + 1,
-                case when count(*) = room then max(p.position) else settled_to end,
-                count(*), claim.worker, ends_at, false
-            from picked p
-            having count(*) > 0
-        )
-        select
-            lease, 1, false, ends_at,
-            p.position, p.name, p.partition, p.topic_offset, p.key, p.type, p.routing_key,
-            p.headers, p.content_type, p.payload, p.event_id, p.published_at
-        from picked p;
+                lease, 1, false, ends_at,
+                p.position, (select t.name from headwater.topic t where t.id = seen.ids[1]), p.partition, p.topic_offset,
+                p.key, p.type, p.routing_key, p.headers, p.content_type, p.payload, p.event_id, p.published_at
+            from picked p;
+        end if;
         exit when found or refreshed;
         settled_to := 0;
     end loop;
+end;
+$$;
+
+-- Claim up to `batch_size` events for a worker: those that are due for another try, or else new ones. The lease
+-- ends after `lease_seconds` (null: the group's) unless extended; its token proves it. `relaxed` commits without
+-- waiting for the disk, since a lost claim is only a redelivery: for callers whose transaction is this call alone.
+create or replace function headwater.claim(
+    group_name text,
+    worker text,
+    batch_size integer default 1,
+    lease_seconds float8 default null,
+    relaxed boolean default false
+)
+returns setof headwater.claimed_event
+language plpgsql
+volatile
+as $$
+begin
+    return query
+    select * from headwater.settle_and_claim(group_name, worker, batch_size, lease_seconds, null, relaxed => claim.relaxed);
 end;
 $$;
 
@@ -755,6 +796,8 @@ create or replace function headwater.settle(
 )
 returns void
 language plpgsql
+set enable_seqscan = off
+set enable_bitmapscan = off
 as $$
 declare
     target constant headwater.consumer_group := headwater.find_group(group_name);
@@ -952,33 +995,12 @@ begin
 end;
 $$;
 
--- Settle one batch and claim the next: one round trip a batch.
-create or replace function headwater.settle_and_claim(
-    group_name text,
-    worker text,
-    batch_size integer,
-    lease_seconds float8,
-    token bigint,
-    positions bigint[] default null,
-    verdicts text[] default null,
-    errors text[] default null,
-    delays float8[] default null,
-    relaxed boolean default false
-)
-returns setof headwater.claimed_event
-language plpgsql
-volatile
-as $$
-begin
-    perform headwater.settle(group_name, token, positions, verdicts, errors, delays, true, relaxed);
-    return query select * from headwater.claim(group_name, worker, batch_size, lease_seconds, relaxed);
-end;
-$$;
-
 -- Keep a lease for so many seconds from now (null: the group's). Returns when it ends; HW006 if it is lost.
 create or replace function headwater.extend_lease(group_name text, token bigint, lease_seconds float8 default null)
 returns timestamptz
 language plpgsql
+set enable_seqscan = off
+set enable_bitmapscan = off
 as $$
 declare
     target constant headwater.consumer_group := headwater.find_group(group_name);
@@ -1109,7 +1131,10 @@ returns bigint
 language sql
 stable
 return least(
-    headwater.frontier(target),
+    case target.kind
+        when 'queue' then headwater.frontier(target)
+        else (select d.position from headwater.reading d where d.group_id = target.id)
+    end,
     (
         select min(l.lo) - 1 from headwater.ledger l
         where l.group_id = target.id and not l.settled and l.token > target.start_token

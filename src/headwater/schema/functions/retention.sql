@@ -131,16 +131,23 @@ begin
         return;
     end if;
     select r.released into released from headwater.release_due() as r;
-    segments_made := headwater.rotate();
-    select e.segments_dropped, e.events_swept into segments_dropped, events_swept from headwater.expire() as e;
+    begin
+        segments_made := headwater.rotate();
+        select e.segments_dropped, e.events_swept into segments_dropped, events_swept from headwater.expire() as e;
+    exception
+        when lock_not_available then
+            -- Somebody works on the tables themselves. The next round tries again.
+            busy := true;
+    end;
+    perform headwater.expire_subscriptions();
     -- Last, since it keeps the groups from claiming until the end of the transaction.
     for group_name in select g.name from headwater.consumer_group g order by g.id loop
         begin
             perform headwater.reap(group_name);
             perform headwater.pass_over(group_name);
         exception
-            -- Deleted meanwhile.
-            when sqlstate 'HW011' then null;
+            -- Deleted meanwhile, or in somebody's hands.
+            when sqlstate 'HW011' or lock_not_available then null;
         end;
     end loop;
 end;

@@ -71,6 +71,9 @@ begin
         and drawn >= open_segment.lo
         and open_segment.hi - drawn > headwater.segment_size() / 2
     then
+        -- All locks first: what moves the sequence is not undone with the transaction.
+        perform from headwater.segment s where s.lo in (open_segment.lo, open_segment.hi) for update;
+        drawn := headwater.head();
         perform setval('headwater.position', open_segment.hi - 1);
         update headwater.segment s
         set closed_at = clock_timestamp(), last_position = drawn
@@ -79,9 +82,22 @@ begin
         set opened_at = clock_timestamp()
         where s.lo = open_segment.hi and s.opened_at is null;
     end if;
-    -- Segments that the log left by itself.
+    -- Segments that the log left by itself, or in a rotation that a crash undid but for the sequence.
     update headwater.segment s
-    set closed_at = clock_timestamp(), opened_at = coalesce(s.opened_at, clock_timestamp())
+    set
+        closed_at = clock_timestamp(),
+        opened_at = coalesce(s.opened_at, clock_timestamp()),
+        last_position = (
+            select max(e.position)
+            from headwater.topic t
+            cross join lateral (
+                select e.position
+                from headwater.event e
+                where e.topic_id = t.id and e.position >= s.lo and e.position < s.hi
+                order by e.position desc
+                limit 1
+            ) as e
+        )
     where s.hi <= drawn and s.closed_at is null;
     return made;
 end;

@@ -11,6 +11,9 @@ create table headwater.consumer_group (
     id                  integer     generated always as identity primary key,
     name                text        not null unique
         constraint "a group name is 1 to 200 characters" check (length(name) between 1 and 200),
+    -- A queue keeps a lifecycle for each event; a cursor group keeps a position for its subscriptions.
+    kind                text        not null default 'queue'
+        constraint "a group is a queue or a cursor" check (kind in ('queue', 'cursor')),
     -- Everything at or below is not this group's; claims with a token up to start_token are of an earlier pass.
     start_position      bigint      not null constraint "a position is not negative" check (start_position >= 0),
     start_token         bigint      not null default 0,

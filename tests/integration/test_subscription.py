@@ -1,0 +1,428 @@
+"""Do SQL subscriptions get what they ask for, and nothing that they may not have?"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import psycopg
+import pytest
+
+import headwater
+from headwater import App, NewEvent, Retry
+
+BY_USER = "s.params @> jsonb_build_object('user', e.data -> 'user')"
+
+
+def positions(reading: Any) -> dict[int, tuple[int, ...]]:
+    return {matched.event.position: matched.subscription_ids for matched in reading.events}
+
+
+def test_an_event_comes_once_with_every_subscription_that_it_matches(log: headwater.Headwater, topic: str) -> None:
+    all_of_topic = log.subscribe(topic, f"e.topic = '{topic}'")
+    of_three = log.subscribe(topic, BY_USER, {"user": 3})
+    of_four = log.subscribe(topic, BY_USER, {"user": 4})
+    published = log.publish_batch(topic, [NewEvent({"user": user}) for user in (1, 3, 4, 3)])
+    reading = log.read_next(topic, reader="me")
+    assert positions(reading) == dict(
+        zip(
+            published,
+            [(all_of_topic,), (all_of_topic, of_three), (all_of_topic, of_four), (all_of_topic, of_three)],
+            strict=True,
+        )
+    )
+    assert reading.next_position == published[-1]
+
+
+def test_equal_subscriptions_are_one_and_different_ones_are_not(log: headwater.Headwater, topic: str) -> None:
+    first = log.subscribe(topic, BY_USER, {"user": 1, "b": 2})
+    assert log.subscribe(topic, BY_USER, {"b": 2, "user": 1}) == first
+    assert log.subscribe(topic, BY_USER, {"user": 2}) != first
+    assert log.subscribe(topic, BY_USER + " ", {"user": 1, "b": 2}) != first
+    assert log.subscribe(f"{topic}-other", BY_USER, {"user": 1, "b": 2}) != first
+
+
+def test_reading_moves_nothing_until_it_is_set(log: headwater.Headwater, topic: str) -> None:
+    log.subscribe(topic, "true")
+    published = log.publish_batch(topic, [NewEvent(n) for n in range(5)])
+    first = log.read_next(topic, reader="me", batch_size=2)
+    assert list(positions(first)) == published[:2]
+    assert list(positions(log.read_next(topic, reader="me", batch_size=2))) == published[:2]
+    ahead = log.read_next(topic, reader="me", after=first.next_position, batch_size=2)
+    assert list(positions(ahead)) == published[2:4]
+    log.set_reading(topic, first.next_position, reader="me")
+    assert list(positions(log.read_next(topic, reader="me", batch_size=10))) == published[2:]
+
+
+def test_one_reader_at_a_time_and_anybody_may_peek(log: headwater.Headwater, topic: str, connection: Any) -> None:
+    log.subscribe(topic, "true")
+    log.publish(topic, 1)
+    log.read_next(topic, reader="me")
+    with pytest.raises(headwater.ReaderBusy, match="me"):
+        log.read_next(topic, reader="you")
+    with pytest.raises(headwater.ReaderBusy):
+        log.set_reading(topic, 1, reader="you")
+    assert len(log.read_next(topic, reader="you", peek=True).events) == 1
+    log.set_reading(topic, 0, reader="me", release=True)
+    log.read_next(topic, reader="you")
+    connection.execute("update headwater.reading set leased_until = now() - interval '1 s'")
+    log.read_next(topic, reader="me")
+
+
+def test_conditions_see_every_part_of_an_event(log: headwater.Headwater, topic: str) -> None:
+    wanted = [
+        log.subscribe(topic, condition)
+        for condition in (
+            "e.key = 'k1'",
+            "e.type = 'T' and e.routing_key like 'a.%'",
+            "e.headers @> '{\"h\": 1}'",
+            "(e.data ->> 'n')::int between 1 and 5",
+            "e.data -> 'tags' ? 'x'",
+            "e.published_at > now() - interval '1 hour'",
+            "e.content_type = 'application/json' and e.partition = 0 and e.event_id is null",
+            "e.payload is not null and e.position > 0",
+        )
+    ]
+    log.publish(topic, {"n": 3, "tags": ["x"]}, key="k1", type="T", routing_key="a.b", headers={"h": 1})
+    (matched,) = log.read_next(topic, reader="me").events
+    assert list(matched.subscription_ids) == wanted
+
+
+def test_an_event_that_is_no_json_has_no_data_and_harms_nobody(log: headwater.Headwater, topic: str) -> None:
+    by_data = log.subscribe(topic, "e.data is null")
+    for payload in (b"\xff\xfe", b"{broken", b'"\\u0000"', None):
+        log.publish(topic, payload)
+    assert [m.subscription_ids for m in log.read_next(topic, reader="me").events] == [(by_data,)] * 4
+
+
+def test_a_condition_that_fails_on_an_event_does_not_match_it_and_says_why(
+    log: headwater.Headwater, topic: str
+) -> None:
+    numbers = log.subscribe(topic, "(e.data ->> 'n')::int > 1")
+    every = log.subscribe(topic, "true")
+    log.publish_batch(topic, [NewEvent({"n": 2}), NewEvent({"n": "many"}), NewEvent({"n": 3})])
+    found = [m.subscription_ids for m in log.read_next(topic, reader="me").events]
+    assert found == [(numbers, every), (every,), (numbers, every)]
+    (told,) = [one for one in log.subscriptions(topic) if one.id == numbers]
+    assert "many" in (told.last_error or "")
+    assert not told.broken
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        "exists (select from headwater.event)",
+        "(select count(*) from headwater.subscription) > 0",
+        "(select true)",
+        "pg_sleep(1) is null",
+        "true); drop table headwater.event; --",
+        "true; select 1",
+        "true) from headwater.topic union select (true",
+        "true $$; select 1; $$",
+        "nextval('headwater.position') > 0",
+        "set_config('role', 'postgres', false) is null",
+        "query_to_xml('select 1', true, true, '') is null",
+        "table_to_xml('headwater.subscription', true, true, '')::text like '%x%'",
+        "pg_read_file('/etc/hostname') like '%'",
+        "current_setting('data_directory') like '%'",
+        "has_table_privilege('pg_class', 'select')",
+        "generate_series(1, 1000000000) > 0",
+        "count(*) > 0",
+        "headwater.head() > 0",
+        "headwater_condition.install('true') is null",
+        "e.nothing = 1",
+        "not a condition",
+        "1",
+        "",
+    ],
+)
+def test_a_hostile_or_wrong_condition_is_refused_and_leaves_nothing(
+    log: headwater.Headwater, topic: str, hostile: str
+) -> None:
+    with pytest.raises(headwater.InvalidRequest):
+        log.subscribe(topic, hostile)
+    with pytest.raises(headwater.GroupNotFound):
+        log.group(topic)
+    assert log.publish(topic, 1) is not None
+
+
+def test_a_function_of_a_user_cannot_be_called(
+    log: headwater.Headwater, topic: str, connection: psycopg.Connection
+) -> None:
+    connection.execute("create or replace function public.leak() returns boolean immutable language sql return true")
+    connection.execute("grant usage on schema public to public")
+    with pytest.raises(headwater.InvalidRequest):
+        log.subscribe(topic, "public.leak()")
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        "e.topic like 'a%b' or true",
+        "/* words */ true -- and more",
+        "e.data ->> '50%' is distinct from '%s %I %L'",
+        "e.data ->> 'a;b' is null",
+        "'it''s' <> 'x'",
+        "$x$ $x$ is not null",
+    ],
+)
+def test_odd_characters_in_a_condition_do_no_harm(log: headwater.Headwater, topic: str, harmless: str) -> None:
+    log.subscribe(topic, harmless)
+    log.publish(topic, {})
+    assert len(log.read_next(topic, reader="me").events) == 1
+
+
+def test_a_condition_that_takes_too_long_is_set_aside_and_the_others_go_on(
+    log: headwater.Headwater, topic: str
+) -> None:
+    log.subscribe(topic, "factorial(32000 + (e.position * 0)::int) > 0")
+    every = log.subscribe(topic, "true")
+    position = log.publish(topic, 1)
+    reading = log.read_next(topic, reader="me", timeout_seconds=0.3)
+    # Nothing is passed over: the same events are read again, without it.
+    assert (reading.events, reading.next_position < position) == ((), True)
+    reading = log.read_next(topic, reader="me", after=reading.next_position, timeout_seconds=5)
+    assert [m.subscription_ids for m in reading.events] == [(every,)]
+    assert [one.broken for one in log.subscriptions(topic)] == [True, False]
+
+
+def test_ten_thousand_subscriptions_with_one_condition_are_found_by_index(
+    log: headwater.Headwater, topic: str, connection: psycopg.Connection
+) -> None:
+    connection.execute(
+        "select headwater.subscribe(%s, %s, jsonb_build_object('user', i)) from generate_series(1, 10000) as i",
+        (topic, BY_USER),
+    )
+    connection.execute("analyze headwater.subscription")
+    log.publish_batch(topic, [NewEvent({"user": user}) for user in range(1, 501)])
+    reading = log.read_next(topic, reader="me", batch_size=500)
+    assert len(reading.events) == 500
+    assert all(len(matched.subscription_ids) == 1 for matched in reading.events)
+    # The plan that the matching ran with: the index on params, once an event.
+    name, condition_id = connection.execute(
+        "select function_name, id from headwater.condition where expression = %s", (BY_USER,)
+    ).fetchone()  # type: ignore[misc]
+    plan = connection.execute(
+        "explain select from unnest(array[row(1,'t',0,null,null,null,null,null,null,null,now(),'{\"user\":1}')"
+        "::headwater.condition_event]) as e join headwater.subscription s on s.condition_id = "
+        f"{condition_id} and headwater_condition.{name}(e, s)"
+    ).fetchall()
+    assert any("subscription_params" in line for (line,) in plan)
+
+
+def test_a_subscription_ends_when_it_was_not_in_use(
+    log: headwater.Headwater, topic: str, connection: psycopg.Connection
+) -> None:
+    kept = log.subscribe(topic, "true", {"n": 1}, expires_after=timedelta(minutes=10))
+    log.subscribe(topic, "true", {"n": 2}, expires_after=timedelta(minutes=10))
+    for_ever = log.subscribe(topic, "true", {"n": 3})
+    connection.execute("update headwater.subscription set last_active_at = now() - interval '11 minutes'")
+    log.keep_subscriptions([kept])
+    log.maintain()
+    assert [one.id for one in log.subscriptions(topic)] == [kept, for_ever]
+    assert log.unsubscribe(kept)
+    assert not log.unsubscribe(kept)
+
+
+def test_the_longest_life_that_anybody_asked_for_counts(log: headwater.Headwater, topic: str) -> None:
+    hour, day = timedelta(hours=1), timedelta(days=1)
+    lives = []
+    for life in (hour, day, hour, None, hour):
+        log.subscribe(topic, "true", expires_after=life)
+        lives.append(log.subscriptions(topic)[0].expires_after)
+    assert lives == [hour, day, day, None, None]
+
+
+def run_until(app: App, dsn: str, finished: Callable[[], bool]) -> None:
+    async def main() -> None:
+        stop = asyncio.Event()
+        running = asyncio.create_task(app.run(dsn, stop=stop, read_ahead=3))
+        async with asyncio.timeout(30):
+            while not running.done() and not finished():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            stop.set()
+            await running
+
+    asyncio.run(main())
+
+
+def test_subscribers_get_their_events_in_order_and_only_theirs(log: headwater.Headwater, dsn: str, topic: str) -> None:
+    app = App()
+    even: list[int] = []
+    odd: list[int] = []
+
+    @app.subscriber(topic, "(e.data ->> 'n')::int % 2 = 0")
+    async def take_even(event: headwater.Event) -> None:
+        even.append(event.data["n"])
+
+    @app.subscriber(topic, "(e.data ->> 'n')::int % 2 = (s.params ->> 'rest')::int", {"rest": 1})
+    def take_odd(event: headwater.Event) -> None:
+        odd.append(event.data["n"])
+
+    for one in app.subscribers:
+        log.subscribe(topic, one.condition, one.params)
+    log.publish_batch(topic, [NewEvent({"n": n}) for n in range(500)])
+    run_until(app, dsn, lambda: len(even) + len(odd) == 500)
+    assert even == list(range(0, 500, 2))
+    assert odd == list(range(1, 500, 2))
+    assert log.read_next(topic, reader="after").events == ()
+
+
+def test_a_failed_event_comes_again_to_its_handler_alone(log: headwater.Headwater, dsn: str, topic: str) -> None:
+    app = App()
+    calls: list[tuple[str, int]] = []
+
+    @app.subscriber(topic, "true")
+    async def fails(event: headwater.Event) -> Any:
+        calls.append(("fails", event.data))
+        tries = calls.count(("fails", event.data))
+        if event.data == 1 and tries < 3:
+            raise RuntimeError("not yet")
+        return Retry(timedelta(0)) if event.data == 2 and tries < 2 else None
+
+    @app.subscriber(topic, "true")
+    async def works(event: headwater.Event) -> None:
+        calls.append(("works", event.data))
+
+    log.subscribe(topic, "true")
+    log.alter_group(topic, backoff_seconds=0)
+    log.publish_batch(topic, [NewEvent(n) for n in range(4)])
+    run_until(app, dsn, lambda: len(calls) == 4 + 4 + 3)
+    assert [n for name, n in calls if name == "works"] == [0, 1, 2, 3]
+    assert calls.count(("fails", 1)) == 3
+    assert calls.count(("fails", 2)) == 2
+
+
+def test_a_handler_that_never_succeeds_is_given_up_and_its_event_is_kept_to_see(
+    log: headwater.Headwater, dsn: str, topic: str, connection: psycopg.Connection
+) -> None:
+    app = App()
+    tries = 0
+
+    @app.subscriber(topic, "true")
+    async def hopeless(event: headwater.Event) -> None:
+        nonlocal tries
+        tries += 1
+        raise RuntimeError("never")
+
+    log.subscribe(topic, "true")
+    log.alter_group(topic, backoff_seconds=0, max_attempts=3)
+    log.publish(topic, 1)
+
+    def given_up() -> bool:
+        return connection.execute(
+            "select attempt, last_error from headwater.subscription_retry where due_at is null and group_id = "
+            "(select id from headwater.consumer_group where name = %s)",
+            (topic,),
+        ).fetchall() == [(3, "RuntimeError: never")]
+
+    run_until(app, dsn, given_up)
+    assert tries == 3
+
+
+def test_a_slow_handler_does_not_stop_the_others_within_the_read_ahead(
+    log: headwater.Headwater, dsn: str, topic: str
+) -> None:
+    app = App()
+    fast: list[int] = []
+    most_while_slow = 0
+    let_go = threading.Event()
+
+    @app.subscriber(topic, "true")
+    def slow(event: headwater.Event) -> None:
+        nonlocal most_while_slow
+        if event.data == 0:
+            let_go.wait(10)
+            most_while_slow = len(fast)
+
+    @app.subscriber(topic, "true")
+    async def quick(event: headwater.Event) -> None:
+        fast.append(event.data)
+        if len(fast) == 300:
+            # Three chunks of a hundred: the read-ahead that this run has.
+            asyncio.get_running_loop().call_later(0.3, let_go.set)
+
+    log.subscribe(topic, "true")
+    log.publish_batch(topic, [NewEvent(n) for n in range(600)])
+    run_until(app, dsn, lambda: len(fast) == 600)
+    assert most_while_slow == 300
+    assert fast == list(range(600))
+
+
+def test_a_table_is_watched(log: headwater.Headwater, topic: str, connection: psycopg.Connection) -> None:
+    connection.execute(
+        f'create table "{topic}" (id integer, region text, total numeric, note text, primary key (id, region))'
+    )
+    assert log.watch_table(f'"{topic}"', topic=topic) == topic
+    connection.execute(f"insert into \"{topic}\" values (1, 'eu', 10.50, null), (2, 'us', 20, 'x')")
+    connection.execute(f'update "{topic}" set total = 11 where id = 1')
+    connection.execute(f'update "{topic}" set total = 11 where id = 1')
+    connection.execute(f'delete from "{topic}" where id = 2')
+    with connection.transaction(force_rollback=True):
+        connection.execute(f'delete from "{topic}"')
+    connection.execute(f'truncate "{topic}"')
+    events = log.read(topic)
+    assert [(event.type, event.key_text) for event in events] == [
+        ("insert", '[1, "eu"]'),
+        ("insert", '[2, "us"]'),
+        ("update", '[1, "eu"]'),
+        ("delete", '[2, "us"]'),
+        ("truncate", None),
+    ]
+    assert events[2].routing_key == f"public.{topic}.update"
+    assert events[2].data == {
+        "op": "update",
+        "schema": "public",
+        "table": topic,
+        "changed": ["total"],
+        "before": {"id": 1, "region": "eu", "total": 10.5, "note": None},
+        "after": {"id": 1, "region": "eu", "total": 11, "note": None},
+    }
+    assert events[0].data["before"] is None
+    assert events[3].data["after"] is None
+    assert log.unwatch_table(f'"{topic}"')
+    assert not log.unwatch_table(f'"{topic}"')
+    connection.execute(f"insert into \"{topic}\" values (3, 'eu', 1, null)")
+    assert len(log.read(topic)) == 5
+
+
+def test_a_watch_shows_only_the_columns_and_changes_asked_for(
+    log: headwater.Headwater, topic: str, connection: psycopg.Connection
+) -> None:
+    connection.execute(f'create table "{topic}" (id integer primary key, total numeric, secret text)')
+    log.watch_table(f'"{topic}"', topic=topic, columns=["id", "total"], when_changed=["total"], deletes=False)
+    connection.execute(f"insert into \"{topic}\" values (1, 1, 's')")
+    connection.execute(f"update \"{topic}\" set secret = 't'")
+    connection.execute(f"update \"{topic}\" set total = 2, secret = 'u'")
+    connection.execute(f'delete from "{topic}"')
+    assert [event.data for event in log.read(topic)] == [
+        {"op": "insert", "schema": "public", "table": topic, "before": None, "after": {"id": 1, "total": 1}},
+        {
+            "op": "update",
+            "schema": "public",
+            "table": topic,
+            "changed": ["total"],
+            "before": {"id": 1, "total": 1},
+            "after": {"id": 1, "total": 2},
+        },
+    ]
+    with pytest.raises(headwater.InvalidRequest, match="no column"):
+        log.watch_table(f'"{topic}"', columns=["nope"])
+    with pytest.raises(headwater.InvalidRequest, match="not a table"):
+        log.watch_table("headwater.event")
+
+
+def test_who_may_write_a_watched_table_need_not_be_a_publisher(
+    log: headwater.Headwater, topic: str, connection: psycopg.Connection
+) -> None:
+    connection.execute(f'create table "{topic}" (id integer primary key)')
+    connection.execute("do $$ begin create role plain_writer; exception when duplicate_object then null; end $$")
+    connection.execute(f'grant insert on "{topic}" to plain_writer')
+    log.watch_table(f'"{topic}"', topic=topic)
+    with connection.transaction():
+        connection.execute("set local role plain_writer")
+        connection.execute(f'insert into "{topic}" values (1)')
+    assert len(log.read(topic)) == 1
