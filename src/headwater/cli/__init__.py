@@ -13,18 +13,24 @@ import headwater
 from headwater.cli import (
     bench,
     cursor,
+    dead,
     demo,
     doctor,
     exit_codes,
+    group,
     log_settings,
     maintain,
     migrate,
     output,
+    periodic,
     publish,
     read,
     scheduled,
+    sub,
+    table,
     topic,
     up,
+    work,
 )
 from headwater.cli.connection import Session
 from headwater.errors import HeadwaterError
@@ -97,7 +103,13 @@ app.add_typer(publish.app)
 app.add_typer(read.app)
 app.add_typer(topic.app, name="topic")
 app.add_typer(cursor.app, name="cursor")
+app.add_typer(group.app, name="group")
+app.add_typer(dead.app, name="dead")
+app.add_typer(work.app)
+app.add_typer(sub.app, name="sub")
+app.add_typer(table.app, name="table")
 app.add_typer(scheduled.app, name="scheduled")
+app.add_typer(periodic.app, name="periodic")
 app.add_typer(migrate.app)
 app.add_typer(doctor.app)
 app.add_typer(maintain.app)

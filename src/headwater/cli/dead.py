@@ -1,0 +1,95 @@
+"""`headwater dead`: look at dead letters, give them another life, or drop them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from headwater.cli import output
+from headwater.cli.arguments import Dsn, Json, Yes, examples
+from headwater.cli.connection import session
+
+app = typer.Typer(help="Dead letters: events that a group has given up on.", no_args_is_help=True)
+
+Group = Annotated[str, typer.Argument(metavar="GROUP", help="The group.", show_default=False)]
+Positions = Annotated[list[int] | None, typer.Argument(metavar="[POSITION]...", help="Only these; none: all.")]
+Topic = Annotated[str | None, typer.Option(metavar="TOPIC", help="Only of this topic.")]
+ErrorLike = Annotated[str | None, typer.Option("--error", metavar="PATTERN", help="Only errors like this, as in SQL.")]
+
+COUNTED = 100_000
+
+
+@app.command(
+    "list", epilog=examples("headwater dead list mailer", "headwater dead list mailer --error '%timeout%' --json")
+)
+def list_dead(
+    context: typer.Context,
+    group: Group,
+    positions: Positions = None,
+    topic: Topic = None,
+    error: ErrorLike = None,
+    limit: Annotated[int, typer.Option(min=1, max=100_000, help="At most so many.")] = 100,
+    dsn: Dsn = None,
+    as_json: Json = False,
+) -> None:
+    """List a group's dead letters; --json shows every try that each one had."""
+    with session(context).log(dsn) as log:
+        letters = log.dead_letters(group, positions=positions or None, topic=topic, error_like=error, batch_size=limit)
+    if as_json:
+        output.emit(letters)
+        return
+    output.table(
+        ("position", "died", "topic", "key", "type", "attempts", "last error"),
+        ((d.position, d.died_at, d.topic, d.key, d.type, d.attempts, d.last_error) for d in letters),
+        empty="no dead letters",
+    )
+
+
+@app.command(
+    epilog=examples("headwater dead redrive mailer 4711", "headwater dead redrive mailer --error '%timeout%' --yes")
+)
+def redrive(
+    context: typer.Context,
+    group: Group,
+    positions: Positions = None,
+    topic: Topic = None,
+    error: ErrorLike = None,
+    yes: Yes = False,
+    dsn: Dsn = None,
+    as_json: Json = False,
+) -> None:
+    """Give dead letters a fresh set of tries. Says how many, and asks, unless they are named."""
+    with session(context).log(dsn) as log:
+        if not positions:
+            chosen = log.dead_letters(group, topic=topic, error_like=error, batch_size=COUNTED)
+            output.confirm(f"redrive {len(chosen)} dead letters of group {group}?", yes=yes)
+        redriven = log.redrive(group, positions=positions or None, topic=topic, error_like=error)
+    if as_json:
+        output.emit({"redriven": redriven})
+    else:
+        output.say(f"redrove {redriven} dead letters")
+
+
+@app.command(
+    epilog=examples("headwater dead discard mailer 4711", "headwater dead discard mailer --topic old-orders --yes")
+)
+def discard(
+    context: typer.Context,
+    group: Group,
+    positions: Positions = None,
+    topic: Topic = None,
+    error: ErrorLike = None,
+    yes: Yes = False,
+    dsn: Dsn = None,
+    as_json: Json = False,
+) -> None:
+    """Drop dead letters for good. Says how many, and asks."""
+    with session(context).log(dsn) as log:
+        chosen = log.dead_letters(group, positions=positions or None, topic=topic, error_like=error, batch_size=COUNTED)
+        output.confirm(f"drop {len(chosen)} dead letters of group {group} for good?", yes=yes)
+        discarded = log.discard(group, positions=positions or None, topic=topic, error_like=error)
+    if as_json:
+        output.emit({"discarded": discarded})
+    else:
+        output.say(f"dropped {discarded} dead letters")

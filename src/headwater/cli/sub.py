@@ -1,0 +1,125 @@
+"""`headwater sub`: subscriptions by SQL condition."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Annotated, Any
+
+import typer
+
+from headwater.cli import output
+from headwater.cli.arguments import After, Dsn, Json, Yes, duration, examples
+from headwater.cli.connection import session
+from headwater.cli.exit_codes import NotThere
+
+app = typer.Typer(help="Subscriptions: SQL conditions over events, owned by a group.", no_args_is_help=True)
+
+Group = Annotated[str, typer.Argument(metavar="GROUP", help="The group.", show_default=False)]
+
+
+def _params(text: str) -> Any:
+    try:
+        parsed = output.parse_json(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"not JSON: {error}") from None
+    if not isinstance(parsed, dict):
+        raise typer.BadParameter("params are a JSON object")
+    return parsed
+
+
+@app.command(
+    epilog=examples(
+        "headwater sub create alerts \"e.type = 'Failed'\"",
+        "headwater sub create inbox \"s.params @> jsonb_build_object('user', e.data->'user')\" --params '{\"user\": 7}'",
+    )
+)
+def create(
+    context: typer.Context,
+    group: Group,
+    condition: Annotated[str, typer.Argument(help="A boolean SQL expression over e and s.", show_default=False)],
+    params: Annotated[
+        Any, typer.Option(parser=_params, metavar="JSON", help="What the condition sees as s.params.")
+    ] = None,
+    expires_after: Annotated[
+        timedelta | None, typer.Option(parser=duration, metavar="DURATION", help="End it when not in use for so long.")
+    ] = None,
+    from_position: Annotated[int | None, typer.Option(min=0, help="Only events after this position.")] = None,
+    topic: Annotated[
+        list[str] | None, typer.Option(metavar="TOPIC", help="A new group reads only this; again for more.")
+    ] = None,
+    dsn: Dsn = None,
+    as_json: Json = False,
+) -> None:
+    """Subscribe a group to the events that fulfil a condition. The group is made if it is missing."""
+    with session(context).log(dsn) as log:
+        made = log.subscribe(
+            group, condition, params, expires_after=expires_after, from_position=from_position, topics=topic or None
+        )
+    if as_json:
+        output.emit({"subscription": made})
+    else:
+        output.say(f"subscription {made} of group {group}")
+
+
+@app.command("list", epilog=examples("headwater sub list", "headwater sub list inbox --json"))
+def list_subscriptions(
+    context: typer.Context,
+    group: Annotated[str | None, typer.Argument(metavar="[GROUP]", help="Of this group only.")] = None,
+    dsn: Dsn = None,
+    as_json: Json = False,
+) -> None:
+    """List subscriptions, with what went wrong in their conditions."""
+    with session(context).log(dsn) as log:
+        found = log.subscriptions(group)
+    if as_json:
+        output.emit(found)
+        return
+    output.table(
+        ("id", "group", "condition", "params", "last active", "set aside", "last error"),
+        ((s.id, s.group, s.condition, s.params, s.last_active_at, s.broken, s.last_error) for s in found),
+        empty="no subscriptions",
+    )
+
+
+@app.command(epilog=examples("headwater sub peek inbox --limit 20"))
+def peek(
+    context: typer.Context,
+    group: Group,
+    after: After = None,
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="Look at so many events.")] = 100,
+    dsn: Dsn = None,
+    as_json: Json = False,
+) -> None:
+    """Show which of the next events match which subscriptions, without reading them for the group."""
+    with session(context).log(dsn) as log:
+        reading = log.read_next(group, reader="headwater sub peek", after=after, batch_size=limit, peek=True)
+    if as_json:
+        output.emit(reading)
+        return
+    output.table(
+        ("position", "topic", "type", "subscriptions", "payload"),
+        (
+            (m.event.position, m.event.topic, m.event.type, m.subscription_ids, output.payload_text(m.event))
+            for m in reading.events
+        ),
+        empty=f"nothing up to {reading.next_position} matches",
+    )
+
+
+@app.command(epilog=examples("headwater sub delete 12 --yes"))
+def delete(
+    context: typer.Context,
+    id: Annotated[int, typer.Argument(metavar="ID", help="The subscription, as `sub list` shows it.")],
+    yes: Yes = False,
+    dsn: Dsn = None,
+    as_json: Json = False,
+) -> None:
+    """End a subscription. Asks first."""
+    with session(context).log(dsn) as log:
+        output.confirm(f"end subscription {id}?", yes=yes)
+        if not log.unsubscribe(id):
+            raise NotThere(f"there is no subscription {id}", hint="See headwater sub list.")
+    if as_json:
+        output.emit({"deleted": id})
+    else:
+        output.say(f"subscription {id} is ended")
