@@ -1,11 +1,12 @@
-"""Make client.py, the blocking shell, from aio.py: the same code with the asynchronous words taken out.
+"""Make the package client, the blocking shell, from aio: the same code with the asynchronous words taken out.
 
-python tools/unasync.py           write src/headwater/client.py
+python tools/unasync.py           write src/headwater/client/
 python tools/unasync.py --check   fail if it is not what would be written
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tokenize
@@ -13,13 +14,15 @@ from io import StringIO
 from pathlib import Path
 
 FOLDER = Path(__file__).parent.parent / "src" / "headwater"
-HEADER = '"""The blocking shell. Generated from aio.py by tools/unasync.py: write there."""\n'
+# The first line stays what it is; this comes below it.
+NOTE = "# Generated from {} by tools/unasync.py: write there.\n"
 
-# A word of aio.py and what stands for it; an empty one goes with the space behind it.
+# A word of aio and what stands for it; an empty one goes with the space behind it.
 WORDS = {
     "async": "",
     "await": "",
     "asyncio": "time",
+    "aio": "client",
     "AsyncHeadwater": "Headwater",
     "AsyncConnection": "Connection",
     "AsyncCursor": "Cursor",
@@ -46,16 +49,20 @@ def blocking(source: str) -> str:
         lines[row] = lines[row][:start] + word + lines[row][end:]
     body = "".join(lines)
     # Awaiting is the only thing that an Awaitable was for.
-    body = body.replace("Awaitable[None]", "None").replace("Awaitable[T]", "T").replace(" Awaitable,", "")
-    body = body.replace("import time\n", "", 1)
-    body = body.replace("Callable, Generator, Iterable, Iterator,", "Callable, Generator, Iterable,")
-    return HEADER + body[body.index('"""\n', 3) + 4 :]
+    body = re.sub(r"Awaitable\[(\w+)\]", r"\1", body).replace("Awaitable, ", "")
+    return body.replace("asyncio", "blocking")
 
 
-def formatted(source: str) -> str:
-    for command in (["check", "--select", "I,F401", "--fix", "-q"], ["format", "-q"]):
+def with_note(source: str, origin: str) -> str:
+    """The source with a line below its docstring that says where it comes from."""
+    end = source.index('"""', 3) + 4
+    return source[:end] + NOTE.format(origin) + source[end:]
+
+
+def formatted(source: str, path: Path) -> str:
+    for command in (["check", "--select", "I,F401,F811", "--fix", "-q"], ["format", "-q"]):
         source = subprocess.run(
-            [sys.executable, "-m", "ruff", *command, "--stdin-filename", str(FOLDER / "client.py"), "-"],
+            [sys.executable, "-m", "ruff", *command, "--stdin-filename", str(path), "-"],
             input=source,
             capture_output=True,
             text=True,
@@ -66,14 +73,23 @@ def formatted(source: str) -> str:
 
 
 def main() -> int:
-    target = FOLDER / "client.py"
-    wanted = formatted(blocking((FOLDER / "aio.py").read_text()))
+    wanted = {
+        FOLDER / "client" / path.name: formatted(
+            with_note(blocking(path.read_text()), f"aio/{path.name}"), FOLDER / "client" / path.name
+        )
+        for path in sorted((FOLDER / "aio").glob("*.py"))
+    }
+    found = {path: path.read_text() for path in (FOLDER / "client").glob("*.py")}
     if "--check" in sys.argv:
-        if not target.exists() or target.read_text() != wanted:
-            print("client.py is not what aio.py makes of it; run: python tools/unasync.py")
+        if found != wanted:
+            print("client/ is not what aio/ makes of it; run: python tools/unasync.py")
             return 1
         return 0
-    target.write_text(wanted)
+    (FOLDER / "client").mkdir(exist_ok=True)
+    for path in found.keys() - wanted.keys():
+        path.unlink()
+    for path, text in wanted.items():
+        path.write_text(text)
     return 0
 
 

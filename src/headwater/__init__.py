@@ -17,6 +17,7 @@ from headwater.errors import (
     SchemaMismatch,
     TopicExists,
     TopicNotFound,
+    TransactionAborted,
     WrongTransaction,
 )
 from headwater.model import ClaimedEvent, Cursor, Dead, Event, Lease, LogState, NewEvent, Retry, Snooze, Topic
@@ -51,6 +52,7 @@ __all__ = [
     "Topic",
     "TopicExists",
     "TopicNotFound",
+    "TransactionAborted",
     "WrongTransaction",
     "__version__",
     "connect",

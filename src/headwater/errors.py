@@ -78,6 +78,10 @@ class WrongTransaction(HeadwaterError):
     """The transaction's isolation level, or the server's role, cannot give a correct answer."""
 
 
+class TransactionAborted(HeadwaterError):
+    """Postgres ended the transaction to untangle it from others. Run it again, as a whole."""
+
+
 class SchemaMismatch(HeadwaterError):
     """Program and database do not fit each other. The message names the command to run."""
 
@@ -109,6 +113,8 @@ BY_SQLSTATE: Mapping[str, type[HeadwaterError]] = {
     "22001": InvalidRequest,
     "22003": InvalidRequest,
     "23514": InvalidRequest,  # check_violation: the tables' own limits, whose names are sentences
+    "40001": TransactionAborted,  # serialization_failure
+    "40P01": TransactionAborted,  # deadlock_detected
     "42501": NotAllowed,
     "3F000": SchemaMismatch,  # no schema headwater
     "42P01": SchemaMismatch,

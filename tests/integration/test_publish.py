@@ -184,7 +184,8 @@ def test_an_unknown_topic_is_refused_unless_the_log_makes_missing_ones(log: head
 
 def test_sql_publishes_the_same_event(log: headwater.Headwater, topic: str, connection: psycopg.Connection) -> None:
     connection.execute(
-        "select headwater.publish(%s, '{\"a\": 1}', key => 'k', type => 'T', routing_key => 'r', headers => '{\"h\": 1}')",
+        "select headwater.publish(%s, '{\"a\": 1}', key => 'k', type => 'T', routing_key => 'r', "
+        "headers => '{\"h\": 1}')",
         (topic,),
     )
     (event,) = log.read(topic)

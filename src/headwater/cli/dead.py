@@ -9,6 +9,7 @@ import typer
 from headwater.cli import output
 from headwater.cli.arguments import Dsn, Json, Yes, examples
 from headwater.cli.connection import session
+from headwater.cli.exit_codes import NotThere
 
 app = typer.Typer(help="Dead letters: events that a group has given up on.", no_args_is_help=True)
 
@@ -63,12 +64,15 @@ def redrive(
     with session(context).log(dsn) as log:
         if not positions:
             chosen = log.dead_letters(group, topic=topic, error_like=error, batch_size=COUNTED)
-            output.confirm(f"redrive {len(chosen)} dead letters of group {group}?", yes=yes)
+            if chosen:
+                output.confirm(f"redrive {_letters(len(chosen))} of group {group}?", yes=yes)
         redriven = log.redrive(group, positions=positions or None, topic=topic, error_like=error)
+    if positions and not redriven:
+        raise _missing(group)
     if as_json:
         output.emit({"redriven": redriven})
     else:
-        output.say(f"redrove {redriven} dead letters")
+        output.say(f"redrove {_letters(redriven)}")
 
 
 @app.command(
@@ -87,9 +91,26 @@ def discard(
     """Drop dead letters for good. Says how many, and asks."""
     with session(context).log(dsn) as log:
         chosen = log.dead_letters(group, positions=positions or None, topic=topic, error_like=error, batch_size=COUNTED)
-        output.confirm(f"drop {len(chosen)} dead letters of group {group} for good?", yes=yes)
+        if positions and not chosen:
+            raise _missing(group)
+        if chosen:
+            output.confirm(f"drop {_letters(len(chosen))} of group {group} for good?", yes=yes)
         discarded = log.discard(group, positions=positions or None, topic=topic, error_like=error)
     if as_json:
         output.emit({"discarded": discarded})
     else:
-        output.say(f"dropped {discarded} dead letters")
+        output.say(f"dropped {_letters(discarded)}")
+
+
+def _letters(count: int) -> str:
+    """So many dead letters, in words; they are counted up to a limit."""
+    if count == 1:
+        return "1 dead letter"
+    return f"{count}{' or more' if count == COUNTED else ''} dead letters"
+
+
+def _missing(group: str) -> NotThere:
+    return NotThere(
+        f'none of these is a dead letter of group "{group}" whose event is still there',
+        hint=f"See headwater dead list {group}.",
+    )

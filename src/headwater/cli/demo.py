@@ -17,14 +17,20 @@ from headwater.cli import output
 from headwater.cli.arguments import Dsn, Json, examples
 from headwater.cli.connection import session
 from headwater.cli.scratch import scratch_log
-from headwater.errors import TopicNotFound
-from headwater.model import Event
+from headwater.errors import NotAllowed, TopicNotFound
+from headwater.model import Dead, Event, Lease, NewEvent, Retry
 
 app = typer.Typer()
 
 # All that the demo makes has these names, and is removed at its end.
 TOPIC: Final = "headwater-demo-orders"
+TABLE_TOPIC: Final = "headwater-demo-table"
 CURSORS: Final = ("headwater-demo-reader", "headwater-demo-totals")
+QUEUE: Final = "headwater-demo-mailer"
+EUROPE: Final = "headwater-demo-europe"
+EVERYTHING: Final = "headwater-demo-everything"
+ALERTS: Final = "headwater-demo-alerts"
+GROUPS: Final = (QUEUE, EUROPE, EVERYTHING, ALERTS)
 REMOVE_TABLES: Final = "drop schema if exists headwater_demo cascade"
 MAKE_TABLES: Final = """
 create schema headwater_demo;
@@ -166,6 +172,80 @@ def wait_for_order(stage: Stage) -> Mapping[str, Any]:
     return {"seen_while_open": len(seen), "seen_after": events}
 
 
+def share_work_in_a_queue(stage: Stage) -> Mapping[str, Any]:
+    """Work the log as a queue: two workers, a retry, a dead letter"""
+    log = stage.log
+    log.create_group(QUEUE, TOPIC, from_end=True, max_attempts=3, backoff_seconds=0)
+    log.publish_batch(TOPIC, [NewEvent({"mail": number}) for number in range(1, 7)])
+    leases = [_claimed(log, QUEUE, worker=name, batch_size=3) for name in ("worker-a", "worker-b")]
+    shared = [[event.data["mail"] for event in lease.events] for lease in leases]
+    stage.tell(f"Two workers claim: one gets mails {shared[0]}, the other {shared[1]}.")
+    log.ack(leases[0])
+    first, second, _ = leases[1].events
+    log.settle(leases[1], {first.position: Retry(reason="mail server busy"), second.position: Dead("no such address")})
+    again = _claimed(log, QUEUE, worker="worker-a", batch_size=3)
+    stage.tell(
+        f"Of the second batch one failed and one is hopeless. Again comes only mail {again.events[0].data['mail']}, "
+        f"as try {again.events[0].attempt}."
+    )
+    log.ack(again)
+    (letter,) = log.dead_letters(QUEUE)
+    stage.tell(f"The hopeless one is a dead letter: {letter.last_error!r}. Its address is mended, so it is redriven:")
+    log.redrive(QUEUE)
+    log.ack(_claimed(log, QUEUE, worker="worker-b", batch_size=3))
+    (overview,) = [group for group in log.groups() if group.name == QUEUE]
+    stage.tell(f"  done {overview.done}, ready {overview.ready}, dead {overview.dead}")
+    return {"shared": shared, "tries": again.events[0].attempt, "dead": letter.last_error, "done": overview.done}
+
+
+def route_to_groups(stage: Stage) -> Mapping[str, Any]:
+    """Route by binding: stored once, for every group that wants it"""
+    log = stage.log
+    log.create_group(EVERYTHING, TOPIC, from_end=True)
+    log.create_group(EUROPE, from_end=True)
+    log.bind(EUROPE, topic=TOPIC, pattern="orders.eu.#")
+    for routing_key in ("orders.eu.placed", "orders.us.placed", "orders.eu.paid"):
+        log.publish(TOPIC, {}, routing_key=routing_key)
+    got = {
+        name: [event.routing_key for event in _claimed(log, name, worker="demo", batch_size=10).events]
+        for name in (EUROPE, EVERYTHING)
+    }
+    stage.tell(f"A group bound to orders.eu.# gets {', '.join(map(str, got[EUROPE]))}.")
+    stage.tell(f"Another, bound to the whole topic, gets all {len(got[EVERYTHING])}, at its own pace.")
+    return {"europe": got[EUROPE], "everything": got[EVERYTHING]}
+
+
+def subscribe_by_sql(stage: Stage) -> Mapping[str, Any]:
+    """Subscribe by SQL condition"""
+    condition = "e.type = 'OrderPlaced' and (e.data ->> 'cents')::int > (s.params ->> 'over')::int"
+    try:
+        ids = {stage.log.subscribe(ALERTS, condition, {"over": over}, topics=TOPIC): over for over in (1_000, 100_000)}
+    except NotAllowed as error:
+        stage.tell(f"Not in this database: {error.message}.")
+        return {"matched": None}
+    stage.log.publish_batch(TOPIC, [NewEvent({"cents": cents}, type="OrderPlaced") for cents in (500, 5_000, 500_000)])
+    reading = stage.log.read_next(ALERTS, reader="demo")
+    stage.tell(f"{condition}")
+    stage.tell("Two subscriptions share it, with different parameters. Of three orders:")
+    matched = {one.event.data["cents"]: [ids[one_id] for one_id in one.subscription_ids] for one in reading.events}
+    for cents, overs in matched.items():
+        stage.tell(f"  {cents} cents is over {' and '.join(map(str, overs))}")
+    return {"matched": matched}
+
+
+def watch_a_table(stage: Stage) -> Mapping[str, Any]:
+    """Watch a table: what happens to it, as events"""
+    stage.log.watch_table("headwater_demo.orders", topic=TABLE_TOPIC, when_changed=["cents"])
+    with stage.log.transaction() as connection:
+        connection.execute("update headwater_demo.orders set cents = cents + 1 where customer = 'bob'")
+        connection.execute("delete from headwater_demo.orders where id = 1")
+    events = stage.log.read(TABLE_TOPIC)
+    stage.tell("An update and a delete were committed, and with them their events:")
+    for event in events:
+        stage.tell(f"  {event.type}  before {event.data['before']}  after {event.data['after']}")
+    return {"changes": [event.type for event in events]}
+
+
 # What is to be shown grows by a line here.
 STEPS: Final[tuple[Step, ...]] = (
     publish_in_a_transaction,
@@ -174,6 +254,10 @@ STEPS: Final[tuple[Step, ...]] = (
     keep_totals_exactly_once,
     deliver_later,
     wait_for_order,
+    share_work_in_a_queue,
+    route_to_groups,
+    subscribe_by_sql,
+    watch_a_table,
 )
 
 
@@ -210,17 +294,28 @@ def demo(context: typer.Context, dsn: Dsn = None, as_json: Json = False) -> None
     tell("   headwater up               a Postgres with the log in it, to keep")
     tell("   headwater --help           all commands, each with examples")
     tell("   docs/tutorial.md           the same by hand, in Python, SQL and on the command line")
-    tell("   examples/                  programs to start from")
+    tell("   docs/how-to/               work a queue, route events, subscribe by SQL, watch a table")
+    tell("   examples/worker.py         a worker to start from: headwater work examples.worker:app")
 
 
 def _remove(log: headwater.Headwater) -> None:
     """Remove what this demo made, or one that was cut short."""
     with log.connection() as connection:
         connection.execute(REMOVE_TABLES)
-    with suppress(TopicNotFound):
-        log.delete_topic(TOPIC)
+    for name in GROUPS:
+        log.delete_group(name)
     for name in CURSORS:
         log.delete_cursor(name)
+    for name in (TOPIC, TABLE_TOPIC):
+        with suppress(TopicNotFound):
+            log.delete_topic(name)
+
+
+def _claimed(log: headwater.Headwater, group: str, *, worker: str, batch_size: int) -> Lease:
+    lease = log.claim(group, worker=worker, batch_size=batch_size)
+    # Nobody else works on the groups of the demo, so that there is always something for it.
+    assert lease is not None
+    return lease
 
 
 def _listed(positions: list[int]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from importlib import resources
 from typing import Any, Final, Literal, NamedTuple
 
 import psycopg
@@ -17,6 +16,8 @@ from headwater.cli import output
 from headwater.cli.arguments import Dsn, Json, examples
 from headwater.cli.connection import Session, session, translated
 from headwater.cli.exit_codes import ChecksFailed
+from headwater.cli.queries import ask, query
+from headwater.cli.reading_group import reading_groups
 from headwater.errors import HeadwaterError, NotAllowed
 
 app = typer.Typer()
@@ -24,6 +25,7 @@ app = typer.Typer()
 OLDEST_SERVER: Final = 150_000
 OLD_PUBLISHER: Final = timedelta(seconds=60)
 OVERDUE: Final = timedelta(seconds=60)
+MANY_DEAD: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,10 @@ class _Facts(NamedTuple):
     wal_level: str
     isolation: str
     missing_roles: list[str]
+    has_condition_role: bool
+    owner_is_member: bool | None
+    owner: str | None
+    takes_conditions: bool
     server_time: datetime
 
 
@@ -122,8 +128,7 @@ def _examine_server(facts: _Facts) -> Iterator[Finding]:
 
 def _segments(log: headwater.Headwater, facts: _Facts) -> Iterator[Finding]:
     settings = log.settings()
-    with log.connection() as connection:
-        ahead, open_age = connection.execute(_query("doctor_segments.sql")).fetchone() or (0, None)
+    ((ahead, open_age),) = ask(log, "doctor_segments")
     if ahead == 0:
         yield Finding(
             "segments", "fail", "no segment is ready; publishing stops when the open one is full", "headwater maintain"
@@ -200,6 +205,71 @@ def _cursors(log: headwater.Headwater, facts: _Facts) -> Iterator[Finding]:
         yield Finding("cursors", "ok", "no cursor holds retention back")
 
 
+def _groups(log: headwater.Headwater, facts: _Facts) -> Iterator[Finding]:
+    reading = reading_groups(log)
+    queues = [group for group in log.groups() if group.name not in reading]
+    worrying = False
+    for group in queues:
+        if group.paused:
+            worrying = True
+            yield Finding(
+                "groups",
+                "warn",
+                f"group {group.name} is paused, {group.positions_behind} positions behind",
+                f"headwater group resume {group.name}",
+            )
+        if group.dead >= MANY_DEAD:
+            worrying = True
+            yield Finding(
+                "groups",
+                "warn",
+                f"group {group.name} has {group.dead} dead letters",
+                f"Look at why: headwater dead list {group.name}. Then headwater dead redrive, or discard.",
+            )
+    for name, events, overdue in ask(log, "doctor_leases", OVERDUE):
+        worrying = True
+        yield Finding(
+            "groups",
+            "warn",
+            f"group {name} has {events} events in leases that ran out {output.shown(overdue)} ago",
+            "Its workers are gone, and with the next one the events go on: headwater work MODULE:APP",
+        )
+    if not worrying:
+        yield Finding("groups", "ok", f"{len(queues)} queues: none paused, no lease overdue, few dead letters")
+
+
+def _conditions(log: headwater.Headwater, facts: _Facts) -> Iterator[Finding]:
+    yield from _condition_role(facts)
+    for expression, error, groups in ask(log, "doctor_conditions"):
+        yield Finding(
+            "conditions",
+            "warn",
+            f"a condition of {', '.join(groups)} is set aside, and matches nothing: {error}: {expression}",
+            "Subscribe to it again for another chance (headwater sub create), or to one that takes less time.",
+        )
+
+
+def _condition_role(facts: _Facts) -> Iterator[Finding]:
+    if facts.takes_conditions and facts.owner_is_member:
+        yield Finding("conditions", "ok", "SQL conditions run as role headwater_condition")
+        return
+    if not facts.has_condition_role:
+        wrong = "there is no role headwater_condition"
+    elif not facts.owner_is_member:
+        wrong = f"{facts.owner} is no member of role headwater_condition"
+    else:
+        wrong = "there is no schema headwater_condition"
+    effect = "no upgrade can renew how conditions run" if facts.takes_conditions else "no SQL conditions"
+    make_role = "" if facts.has_condition_role else "create role headwater_condition nologin; "
+    yield Finding(
+        "conditions",
+        "warn",
+        f"{wrong}: {effect}",
+        f'Have somebody who may create roles run: {make_role}grant headwater_condition to "{facts.owner}"; '
+        f"Then run headwater migrate as {facts.owner}.",
+    )
+
+
 def _scheduled(log: headwater.Headwater, facts: _Facts) -> Iterator[Finding]:
     waiting = log.scheduled(batch_size=1)
     if waiting and waiting[0].due_at < facts.server_time - OVERDUE:
@@ -218,19 +288,17 @@ LOG_CHECKS: Final[tuple[tuple[str, Callable[[headwater.Headwater, _Facts], Itera
     ("segments", _segments),
     ("publishers", _publishers),
     ("cursors", _cursors),
+    ("groups", _groups),
+    ("conditions", _conditions),
     ("scheduled", _scheduled),
 )
 
 
 def _facts(connection: psycopg.Connection[Any]) -> _Facts:
     with connection.cursor(row_factory=namedtuple_row) as cursor:
-        row = cursor.execute(_query("doctor.sql")).fetchone()
+        row = cursor.execute(query("doctor")).fetchone()
     assert row is not None
     return _Facts(*row)
-
-
-def _query(name: str) -> bytes:
-    return (resources.files(__package__) / name).read_bytes()
 
 
 def _tell(finding: Finding) -> None:

@@ -10,4 +10,19 @@ select
         from unnest(array['headwater_publisher', 'headwater_consumer', 'headwater_admin']) as r (name)
         where not exists (select from pg_roles p where p.rolname = r.name)
     ) as missing_roles,
+    exists (select from pg_roles r where r.rolname = 'headwater_condition') as has_condition_role,
+    -- Whose upgrades put conditions in place; a role that is not there yet has no members.
+    (
+        select pg_has_role(n.nspowner, r.oid, 'member')
+        from pg_namespace n
+        cross join pg_roles r
+        where n.nspname = 'headwater' and r.rolname = 'headwater_condition'
+    ) as owner_is_member,
+    (select pg_get_userbyid(n.nspowner) from pg_namespace n where n.nspname = 'headwater') as owner,
+    exists (
+        select
+        from pg_proc p
+        join pg_namespace n on n.oid = p.pronamespace
+        where n.nspname = 'headwater_condition' and p.proname = 'install'
+    ) as takes_conditions,
     clock_timestamp() as server_time;

@@ -64,6 +64,7 @@ BY_ERROR: Final[Mapping[type[HeadwaterError], int]] = {
     errors.CursorMoved: CONFLICT,
     errors.LeaseLost: CONFLICT,
     errors.ReaderBusy: CONFLICT,
+    errors.TransactionAborted: CONFLICT,
     errors.PositionExpired: EXPIRED,
     errors.NotAllowed: NOT_ALLOWED,
     errors.SchemaMismatch: SCHEMA_MISMATCH,

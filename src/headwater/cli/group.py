@@ -12,6 +12,9 @@ import headwater
 from headwater.cli import output
 from headwater.cli.arguments import After, Dsn, Json, Since, Yes, examples, header, past_instant
 from headwater.cli.connection import session
+from headwater.cli.exit_codes import NotThere
+from headwater.cli.reading_group import reading_group, reading_groups, refuse_reading_group
+from headwater.cli.sub import print_subscriptions
 from headwater.model import Binding, GroupOverview
 
 app = typer.Typer(help="Groups: named consumers that keep a lifecycle for each event.", no_args_is_help=True)
@@ -87,30 +90,61 @@ def create(
         output.say(f"group {created.name} is there, after position {created.start_position}")
 
 
-@app.command("list", epilog=examples("headwater group list"))
+@app.command("list", epilog=examples("headwater group list", "headwater group list --json"))
 def list_groups(context: typer.Context, dsn: Dsn = None, as_json: Json = False) -> None:
-    """List every group with how far it has come."""
+    """List every group with how far it has come: queues, then groups that read for subscriptions."""
     with session(context).log(dsn) as log:
-        groups = log.groups()
+        reading = reading_groups(log)
+        queues = [group for group in log.groups() if group.name not in reading]
     if as_json:
-        output.emit(groups)
+        output.emit(
+            [{"kind": "queue", **output.plain(group)} for group in queues]
+            + [{"kind": "cursor", **output.plain(group)} for group in reading.values()]
+        )
         return
-    output.table(
-        ("group", "ready", "processing", "retrying", "dead", "done", "behind", "state"),
-        ((g.name, _ready(g), g.processing, g.retrying, g.dead, g.done, g.positions_behind, _state(g)) for g in groups),
-        empty="no groups: headwater group create NAME --topic TOPIC",
-    )
+    if queues or not reading:
+        output.table(
+            ("group", "ready", "processing", "retrying", "dead", "done", "behind", "state"),
+            (
+                (g.name, _ready(g), g.processing, g.retrying, g.dead, g.done, g.positions_behind, _state(g))
+                for g in queues
+            ),
+            empty="no groups: headwater group create NAME --topic TOPIC",
+        )
+    if reading:
+        if queues:
+            output.say("")
+        output.table(
+            ("group", "position", "behind", "reader", "subscriptions", "retrying", "given up"),
+            (
+                (g.name, g.position, g.positions_behind, g.reader, g.subscriptions, g.retrying, g.given_up)
+                for g in reading.values()
+            ),
+        )
 
 
 @app.command(epilog=examples("headwater group describe mailer"))
 def describe(context: typer.Context, name: Name, dsn: Dsn = None, as_json: Json = False) -> None:
-    """Show a group's settings, how far it has come, and what it is bound to."""
+    """Show a group's settings, how far it has come, and what it is bound or subscribed to."""
     with session(context).log(dsn) as log:
         settings = log.group(name)
-        (overview,) = [one for one in log.groups() if one.name == name]
-        bindings = log.bindings(name)
+        reading = reading_group(log, name)
+        if reading is not None:
+            subscriptions = log.subscriptions(name)
+        else:
+            overview = _overview(log, name)
+            bindings = log.bindings(name)
+    if reading is not None:
+        if as_json:
+            output.emit({"kind": "cursor", "settings": settings, "reading": reading, "subscriptions": subscriptions})
+            return
+        output.say(f"{name} reads for subscriptions: it keeps a position, not a life for each event\n")
+        output.facts(reading)
+        output.say("")
+        print_subscriptions(subscriptions)
+        return
     if as_json:
-        output.emit({"settings": settings, "overview": overview, "bindings": bindings})
+        output.emit({"kind": "queue", "settings": settings, "overview": overview, "bindings": bindings})
         return
     output.facts(settings)
     output.say("")
@@ -157,6 +191,7 @@ def alter(
 def pause(context: typer.Context, name: Name, dsn: Dsn = None, as_json: Json = False) -> None:
     """Hand out no more events until resumed."""
     with session(context).log(dsn) as log:
+        refuse_reading_group(log, name, cannot="stop its readers instead of pausing it")
         log.pause_group(name)
     _tell({"group": name, "paused": True}, f"group {name} is paused", as_json=as_json)
 
@@ -165,6 +200,7 @@ def pause(context: typer.Context, name: Name, dsn: Dsn = None, as_json: Json = F
 def resume(context: typer.Context, name: Name, dsn: Dsn = None, as_json: Json = False) -> None:
     """Hand out events again."""
     with session(context).log(dsn) as log:
+        refuse_reading_group(log, name, cannot="it is never paused")
         log.resume_group(name)
     _tell({"group": name, "paused": False}, f"group {name} goes on", as_json=as_json)
 
@@ -183,16 +219,23 @@ def rewind(
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:
-    """Let a group begin anew, back or forth. What it did before it does again; leases of now are void. Asks first."""
+    """Let a group begin anew, back or forth. What it did before it does again; leases of now are void. Asks first.
+
+    A group that reads for subscriptions is set to the position; while somebody reads for it, that is refused.
+    """
     if (position is None) == (since is None):
         raise typer.BadParameter("say where to once: --position or --since")
     with session(context).log(dsn) as log:
-        (overview,) = _overview(log, name)
+        reading = reading_group(log, name)
+        stands_at = _overview(log, name).frontier if reading is None else reading.position
         if since is not None:
             position = log.position_before(since)
         assert position is not None
-        output.confirm(f"let group {name} begin anew after {position}? it stands at {overview.frontier}", yes=yes)
-        log.rewind_group(name, position=position)
+        output.confirm(f"let group {name} begin anew after {position}? it stands at {stands_at}", yes=yes)
+        if reading is None:
+            log.rewind_group(name, position=position)
+        else:
+            log.set_reading(name, position, reader="headwater group rewind", release=True)
     _tell({"group": name, "position": position}, f"group {name} begins after {position}", as_json=as_json)
 
 
@@ -229,6 +272,7 @@ def bind(
 ) -> None:
     """Bind a group to more events: those that fit every part given."""
     with session(context).log(dsn) as log:
+        refuse_reading_group(log, name, cannot="it has no bindings; use headwater sub create")
         bound = log.bind(
             name,
             topic=topic,
@@ -266,7 +310,7 @@ def deliveries(
 ) -> None:
     """Show the state of each event for a group."""
     with session(context).log(dsn) as log:
-        log.group(name)
+        refuse_reading_group(log, name, cannot="it keeps a position, and no life for each event")
         found = log.deliveries(name, status=status and status.value, after=after or 0, batch_size=limit)
     if as_json:
         output.emit(found)
@@ -278,9 +322,11 @@ def deliveries(
     )
 
 
-def _overview(log: headwater.Headwater, name: str) -> list[GroupOverview]:
-    log.group(name)
-    return [one for one in log.groups() if one.name == name]
+def _overview(log: headwater.Headwater, name: str) -> GroupOverview:
+    found = [one for one in log.groups() if one.name == name]
+    if not found:
+        raise NotThere(f'group "{name}" was deleted just now')
+    return found[0]
 
 
 def _ready(group: GroupOverview) -> str:

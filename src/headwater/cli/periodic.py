@@ -72,7 +72,7 @@ def pause(context: typer.Context, name: Name, dsn: Dsn = None, as_json: Json = F
 
 @app.command(epilog=examples("headwater periodic resume nightly"))
 def resume(context: typer.Context, name: Name, dsn: Dsn = None, as_json: Json = False) -> None:
-    """Publish it again, from its next time on."""
+    """Publish it again. Times that it missed meanwhile come as one."""
     _pause(context, name, dsn, as_json=as_json, paused=False)
 
 

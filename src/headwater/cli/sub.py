@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import timedelta
 from typing import Annotated, Any
 
@@ -11,6 +12,9 @@ from headwater.cli import output
 from headwater.cli.arguments import After, Dsn, Json, Yes, duration, examples
 from headwater.cli.connection import session
 from headwater.cli.exit_codes import NotThere
+from headwater.cli.reading_group import reading_group
+from headwater.errors import InvalidRequest
+from headwater.model import Subscription
 
 app = typer.Typer(help="Subscriptions: SQL conditions over events, owned by a group.", no_args_is_help=True)
 
@@ -30,7 +34,7 @@ def _params(text: str) -> Any:
 @app.command(
     epilog=examples(
         "headwater sub create alerts \"e.type = 'Failed'\"",
-        "headwater sub create inbox \"s.params @> jsonb_build_object('user', e.data->'user')\" --params '{\"user\": 7}'",
+        "headwater sub create big \"(e.data ->> 'cents')::int > (s.params ->> 'min')::int\" --params '{\"min\": 500}'",
     )
 )
 def create(
@@ -70,15 +74,13 @@ def list_subscriptions(
 ) -> None:
     """List subscriptions, with what went wrong in their conditions."""
     with session(context).log(dsn) as log:
+        if group is not None:
+            log.group(group)
         found = log.subscriptions(group)
     if as_json:
         output.emit(found)
-        return
-    output.table(
-        ("id", "group", "condition", "params", "last active", "set aside", "last error"),
-        ((s.id, s.group, s.condition, s.params, s.last_active_at, s.broken, s.last_error) for s in found),
-        empty="no subscriptions",
-    )
+    else:
+        print_subscriptions(found)
 
 
 @app.command(epilog=examples("headwater sub peek inbox --limit 20"))
@@ -92,9 +94,22 @@ def peek(
 ) -> None:
     """Show which of the next events match which subscriptions, without reading them for the group."""
     with session(context).log(dsn) as log:
+        if reading_group(log, group) is None:
+            raise InvalidRequest(
+                f'group "{group}" is a queue, without subscriptions',
+                hint=f"See headwater group deliveries {group}.",
+            )
         reading = log.read_next(group, reader="headwater sub peek", after=after, batch_size=limit, peek=True)
     if as_json:
-        output.emit(reading)
+        output.emit(
+            {
+                "next_position": reading.next_position,
+                "events": [
+                    {"subscription_ids": m.subscription_ids, **json.loads(output.event_json(m.event))}
+                    for m in reading.events
+                ],
+            }
+        )
         return
     output.table(
         ("position", "topic", "type", "subscriptions", "payload"),
@@ -123,3 +138,11 @@ def delete(
         output.emit({"deleted": id})
     else:
         output.say(f"subscription {id} is ended")
+
+
+def print_subscriptions(found: list[Subscription]) -> None:
+    output.table(
+        ("id", "group", "condition", "params", "last active", "set aside", "last error"),
+        ((s.id, s.group, s.condition, json.dumps(s.params), s.last_active_at, s.broken, s.last_error) for s in found),
+        empty="no subscriptions: headwater sub create",
+    )

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import psycopg
 import typer
 
+import headwater
 from headwater.cli import output
 from headwater.cli.arguments import Dsn, Json, examples
 from headwater.cli.connection import session
 from headwater.cli.exit_codes import NotThere
+from headwater.cli.queries import ask
 
 app = typer.Typer(help="Tables: their inserts, updates and deletes as events.", no_args_is_help=True)
 
@@ -39,6 +42,7 @@ def watch(
 ) -> None:
     """Publish what happens to a table, in the writer's own transaction, with images before and after."""
     with session(context).log(dsn) as log:
+        _refuse_missing(log, table)
         destination = log.watch_table(
             table,
             topic=topic,
@@ -55,13 +59,35 @@ def watch(
         output.say(f"what happens to {table} is published to {destination}")
 
 
+@app.command("list", epilog=examples("headwater table list"))
+def list_tables(context: typer.Context, dsn: Dsn = None, as_json: Json = False) -> None:
+    """List the tables that are watched, with where and what is published of them."""
+    columns = ("table", "topic", "inserts", "updates", "deletes", "truncates")
+    with session(context).log(dsn) as log:
+        found = ask(log, "watched_tables")
+    if as_json:
+        output.emit([dict(zip(columns, row, strict=True)) for row in found])
+    else:
+        output.table(columns, found, empty="no table is watched: headwater table watch")
+
+
 @app.command(epilog=examples("headwater table unwatch public.orders"))
 def unwatch(context: typer.Context, table: Name, dsn: Dsn = None, as_json: Json = False) -> None:
     """Publish no more of what happens to a table."""
     with session(context).log(dsn) as log:
+        _refuse_missing(log, table)
         if not log.unwatch_table(table):
-            raise NotThere(f"{table} is not watched")
+            raise NotThere(f"{table} is not watched", hint="See headwater table list.")
     if as_json:
         output.emit({"table": table, "watched": False})
     else:
         output.say(f"{table} is no longer watched")
+
+
+def _refuse_missing(log: headwater.Headwater, table: str) -> None:
+    try:
+        ((there,),) = ask(log, "find_table", table)
+    except (psycopg.errors.InvalidName, psycopg.errors.SyntaxError, psycopg.errors.FeatureNotSupported):
+        there = False
+    if not there:
+        raise NotThere(f"there is no table {table}", hint='Write it as in SQL, with its schema: shop."Orders".')

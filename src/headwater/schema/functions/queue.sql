@@ -240,6 +240,18 @@ begin
         end if;
     end loop;
 
+    -- What became due at a time at which claims do not look any more: its settle() was slow to commit.
+    update headwater.redelivery r
+    set visible_at = clock_timestamp()
+    where
+        r.group_id = target.id and r.token is null
+        and r.visible_at <= (
+            select l.due_after from headwater.ledger l
+            where l.group_id = target.id and l.token > target.start_token
+            order by l.token desc
+            limit 1
+        );
+
     -- What retention took, or went with its topic, will not be tried again.
     with gone as (
         delete from headwater.redelivery r
@@ -336,7 +348,8 @@ $$;
 
 -- Claim one event whose lease ran out before: alone, so that it can take nobody with it.
 create or replace function headwater.claim_suspect(
-    target headwater.consumer_group, lease bigint, worker text, ends_at timestamptz, leased_keys bigint[]
+    target headwater.consumer_group, lease bigint, worker text, ends_at timestamptz, leased_keys bigint[],
+    due_after timestamptz, due_to timestamptz
 )
 returns setof headwater.claimed_event
 language sql
@@ -346,7 +359,8 @@ begin atomic
         from headwater.redelivery r
         join headwater.topic t on t.id = r.topic_id
         where
-            r.group_id = target.id and r.visible_at <= clock_timestamp() and r.token is null and r.alone
+            r.group_id = target.id and r.visible_at > due_after and r.visible_at <= due_to
+            and r.token is null and r.alone
             and t.deleted_at is null
             and headwater.is_next_of_key(r, leased_keys)
             and exists (select from headwater.event e where e.topic_id = r.topic_id and e.position = r.position)
@@ -357,8 +371,7 @@ begin atomic
     leased as (
         update headwater.redelivery r
         set attempt = r.attempt + 1, token = lease, worker = claim_suspect.worker, visible_at = ends_at
-        from due
-        where r.group_id = target.id and r.position = due.position
+        where r.group_id = target.id and r.position = any (array(select d.position from due d))
         returning r.position, r.topic_id, r.attempt
     )
     select
@@ -366,13 +379,16 @@ begin atomic
         e.position, t.name, e.partition, e.topic_offset, e.key, e.type, e.routing_key,
         e.headers, e.content_type, e.payload, e.event_id, e.published_at
     from leased l
-    join headwater.event e on e.topic_id = l.topic_id and e.position = l.position
-    join headwater.topic t on t.id = e.topic_id;
+    join headwater.topic t on t.id = l.topic_id
+    cross join lateral (
+        select * from headwater.event f where f.topic_id = l.topic_id and f.position = l.position offset 0
+    ) as e;
 end;
 
 -- Claim events that failed and are due again.
 create or replace function headwater.claim_due(
-    target headwater.consumer_group, lease bigint, worker text, room integer, ends_at timestamptz, leased_keys bigint[]
+    target headwater.consumer_group, lease bigint, worker text, room integer, ends_at timestamptz, leased_keys bigint[],
+    due_after timestamptz, due_to timestamptz
 )
 returns setof headwater.claimed_event
 language sql
@@ -382,7 +398,8 @@ begin atomic
         from headwater.redelivery r
         join headwater.topic t on t.id = r.topic_id
         where
-            r.group_id = target.id and r.visible_at <= clock_timestamp() and r.token is null and not r.alone
+            r.group_id = target.id and r.visible_at > due_after and r.visible_at <= due_to
+            and r.token is null and not r.alone
             and t.deleted_at is null
             and headwater.is_next_of_key(r, leased_keys)
             and exists (select from headwater.event e where e.topic_id = r.topic_id and e.position = r.position)
@@ -393,8 +410,7 @@ begin atomic
     leased as (
         update headwater.redelivery r
         set attempt = r.attempt + 1, token = lease, worker = claim_due.worker, visible_at = ends_at
-        from due
-        where r.group_id = target.id and r.position = due.position
+        where r.group_id = target.id and r.position = any (array(select d.position from due d))
         returning r.position, r.topic_id, r.attempt
     )
     select
@@ -402,8 +418,11 @@ begin atomic
         e.position, t.name, e.partition, e.topic_offset, e.key, e.type, e.routing_key,
         e.headers, e.content_type, e.payload, e.event_id, e.published_at
     from leased l
-    join headwater.event e on e.topic_id = l.topic_id and e.position = l.position
-    join headwater.topic t on t.id = e.topic_id
+    join headwater.topic t on t.id = l.topic_id
+    -- Lateral, so that no plan joins by topic first: that of a small log would read a large one whole.
+    cross join lateral (
+        select * from headwater.event f where f.topic_id = l.topic_id and f.position = l.position offset 0
+    ) as e
     order by e.position;
 end;
 
@@ -415,7 +434,8 @@ create or replace function headwater.claim_selected(
     room integer,
     ends_at timestamptz,
     last_claimed bigint,
-    settled_to bigint
+    settled_to bigint,
+    due_after timestamptz
 )
 returns setof headwater.claimed_event
 language plpgsql
@@ -493,8 +513,11 @@ begin
             join headwater.topic t on t.id = e.topic_id
             where e.topic_id = any (ids) and e.position > last_claimed and e.position <= scanned_to
             order by e.position;
-            insert into headwater.ledger (group_id, token, lo, hi, events, worker, expires_at, settled)
-            values (target.id, lease, last_claimed + 1, scanned_to, scanned, claim_selected.worker, ends_at, false);
+            insert into headwater.ledger (group_id, token, lo, hi, events, worker, expires_at, settled, due_after)
+            values (
+                target.id, lease, last_claimed + 1, scanned_to, scanned, claim_selected.worker, ends_at, false,
+                claim_selected.due_after
+            );
             return;
         end if;
 
@@ -539,7 +562,7 @@ begin
             return;
         end if;
         insert into headwater.ledger
-            (group_id, token, lo, hi, events, worker, expires_at, settled, acked, acked_events, keys)
+            (group_id, token, lo, hi, events, worker, expires_at, settled, acked, acked_events, keys, due_after)
         values (
             target.id, lease, last_claimed + 1, scanned_to,
             coalesce(cardinality(positions), 0) + coalesce(cardinality(deferred), 0),
@@ -547,7 +570,10 @@ begin
             positions is null,
             headwater.as_multirange(deferred),
             coalesce(cardinality(deferred), 0),
-            case when target.ordered_keys then array(select distinct k from unnest(key_hashes) as k where k is not null) end
+            case
+                when target.ordered_keys then array(select distinct k from unnest(key_hashes) as k where k is not null)
+            end,
+            claim_selected.due_after
         );
         if positions is null then
             last_claimed := scanned_to;
@@ -560,8 +586,10 @@ begin
             e.position, t.name, e.partition, e.topic_offset, e.key, e.type, e.routing_key,
             e.headers, e.content_type, e.payload, e.event_id, e.published_at
         from unnest(positions, topic_ids) as c (position, topic_id)
-        join headwater.event e on e.topic_id = c.topic_id and e.position = c.position
-        join headwater.topic t on t.id = e.topic_id
+        join headwater.topic t on t.id = c.topic_id
+        cross join lateral (
+            select * from headwater.event f where f.topic_id = c.topic_id and f.position = c.position offset 0
+        ) as e
         order by e.position;
         return;
     end loop;
@@ -600,6 +628,8 @@ declare
     settled_to bigint;
     refreshed boolean := false;
     seen record;
+    looked_at timestamptz;
+    due_after timestamptz;
     nothing text;
 begin
     -- Another isolation level would take the frontier from one time and the events from another.
@@ -630,13 +660,13 @@ begin
     if target.paused_at is not null then
         return;
     end if;
-    -- Trying beats waiting: waiters would queue up behind each other's commits.
+    -- Trying beats waiting: waiters would queue up behind each other's commits. (A sleep is whole milliseconds.)
     while not pg_try_advisory_xact_lock((29290::bigint << 48) | target.id) loop
         tries := tries + 1;
         if tries > 40 then
             return;
         end if;
-        perform pg_sleep(0.0002 + random() * 0.0008);
+        nothing := pg_sleep(0.001);
     end loop;
     -- Read again: it may have been rewound, paused or deleted before the lock was ours.
     select * into target from headwater.consumer_group g where g.id = target.id and g.paused_at is null;
@@ -651,42 +681,58 @@ begin
         end if;
     end if;
 
+    looked_at := clock_timestamp();
     select
-        coalesce(
-            (
-                select l.hi from headwater.ledger l
-                where l.group_id = target.id and l.token > target.start_token
-                order by l.token desc
-                limit 1
-            ),
-            target.start_position
-        ) as last_claimed,
+        coalesce(f.hi, target.start_position) as last_claimed,
+        f.due_after,
         exists (
-            select from headwater.redelivery r where r.group_id = target.id and r.visible_at <= clock_timestamp()
+            select from headwater.redelivery r
+            where
+                r.group_id = target.id
+                and r.visible_at > coalesce(f.due_after, '-infinity') and r.visible_at <= looked_at
         ) as anything_due,
-        array_agg(distinct b.topic_id) filter (where b.to_position is null) as ids,
-        bool_and(b.topic_id is not null and b.type is null and b.pattern is null and b.headers is null) as whole_topics,
-        max(greatest(b.from_position, b.to_position)) as last_change
+        b.ids,
+        b.whole_topics,
+        b.last_change
     into seen
-    from headwater.binding b
-    where b.group_id = target.id;
+    from (
+        select
+            array_agg(distinct b.topic_id) filter (where b.to_position is null) as ids,
+            bool_and(b.topic_id is not null and b.type is null and b.pattern is null and b.headers is null)
+                as whole_topics,
+            max(greatest(b.from_position, b.to_position)) as last_change
+        from headwater.binding b
+        where b.group_id = target.id
+    ) as b
+    left join lateral (
+        select l.hi, l.due_after from headwater.ledger l
+        where l.group_id = target.id and l.token > target.start_token
+        order by l.token desc
+        limit 1
+    ) as f on true;
+    due_after := coalesce(seen.due_after, '-infinity');
 
     if seen.anything_due then
         if target.ordered_keys then
             leased_keys := array(select unnest(l.keys) from headwater.open_claims(target) l);
         end if;
         lease := nextval('headwater.lease_token');
-        return query select * from headwater.claim_suspect(target, lease, worker, ends_at, leased_keys);
+        return query select * from headwater.claim_suspect(target, lease, worker, ends_at, leased_keys, due_after, looked_at);
         if found then
             return;
         end if;
-        return query select * from headwater.claim_due(target, lease, worker, room, ends_at, leased_keys);
+        return query select * from headwater.claim_due(target, lease, worker, room, ends_at, leased_keys, due_after, looked_at);
         if found then
             return;
         end if;
     end if;
 
-    -- New events, after the frontier.
+    -- New events, after the frontier. With them is noted that nothing was due, so that the next claim does not look
+    -- there again, through dead rows that vacuum may be kept from. A settle() that was slow to commit may put
+    -- something there yet: of up to a second it is waited for, of longer reap() gives it another time.
+    if not seen.anything_due then
+        due_after := looked_at - interval '1 second';
+    end if;
     if coalesce(pg_sequence_last_value('headwater.position'), 0) <= seen.last_claimed or seen.last_change is null then
         return;
     end if;
@@ -694,7 +740,7 @@ begin
     if target.ordered_keys or not seen.whole_topics or seen.last_change > seen.last_claimed then
         return query
         select * from headwater.claim_selected(
-            target, lease, worker, room, ends_at, seen.last_claimed, headwater.refresh_settled()
+            target, lease, worker, room, ends_at, seen.last_claimed, headwater.refresh_settled(), due_after
         );
         return;
     end if;
@@ -711,7 +757,7 @@ begin
         if cardinality(seen.ids) > 1 then
             return query
             select * from headwater.claim_selected(
-                target, lease, worker, room, ends_at, seen.last_claimed, settled_to
+                target, lease, worker, room, ends_at, seen.last_claimed, settled_to, due_after
             );
         else
             return query
@@ -722,11 +768,11 @@ begin
                 limit room
             ),
             noted as (
-                insert into headwater.ledger (group_id, token, lo, hi, events, worker, expires_at, settled)
+                insert into headwater.ledger (group_id, token, lo, hi, events, worker, expires_at, settled, due_after)
                 select
                     target.id, lease, seen.last_claimed + 1,
                     case when count(*) = room then max(p.position) else settled_to end,
-                    count(*), settle_and_claim.worker, ends_at, false
+                    count(*), settle_and_claim.worker, ends_at, false, due_after
                 from picked p
                 having count(*) > 0
             )

@@ -73,6 +73,8 @@ create table headwater.ledger (
     acked_events integer     not null default 0,
     -- In a group with ordered keys: whose keys are busy while this is not settled.
     keys         bigint[],
+    -- When this was claimed, nothing that was due by then was left for another try; null: nobody looked.
+    due_after    timestamptz,
     primary key (group_id, token),
     check (lo <= hi + 1)
 ) with (fillfactor = 60);

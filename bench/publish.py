@@ -1,0 +1,466 @@
+"""Publishing and following, against the floor: the same columns in a bare table of the same server."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+from typing import Any
+
+import psycopg
+
+import headwater
+from bench import _measure as measure
+from bench._measure import Act, Crew, Figures, Samples, Server, Variant
+from headwater import calls
+from headwater.model import NewEvent, Topic
+
+TOPIC = "bench"
+FOLLOWED = "bench-follow"
+IDLE = "bench-idle"
+COPIED = 20_000
+BATCH_SIZE = 1000
+
+# The floor has the columns and the defaults of `headwater.event` and nothing else: no partitions, no checks, no
+# trigger, no topic to look up. `bare` has the one index without which no log can be read in order; `keyless` none.
+FLOOR = """
+create schema floor;
+create sequence floor.bare_position;
+create table floor.bare (
+    position     bigint      primary key default nextval('floor.bare_position'),
+    topic_id     integer     not null,
+    partition    integer     not null default 0,
+    topic_offset bigint,
+    key          bytea,
+    type         text,
+    routing_key  text,
+    headers      jsonb,
+    content_type text,
+    payload      bytea,
+    event_id     text,
+    published_at timestamptz not null default clock_timestamp()
+);
+create sequence floor.keyless_position;
+create table floor.keyless (like floor.bare including defaults);
+alter table floor.keyless alter column position set default nextval('floor.keyless_position');
+create table floor.followed (like floor.bare including defaults including indexes);
+"""
+COLUMNS = "topic_id, key, type, routing_key, headers, content_type, payload"
+
+
+def events(count: int) -> list[NewEvent]:
+    """Events of some 200 bytes. Bytes, so that no side pays for JSON."""
+    dice = random.Random(1)
+    return [
+        NewEvent(
+            dice.randbytes(200),
+            key=f"customer-{dice.randrange(10_000)}",
+            type="order.placed",
+            content_type="application/x-protobuf",
+        )
+        for _ in range(count)
+    ]
+
+
+# --- ours ----------------------------------------------------------------------------------------------------
+
+
+def publish_one(dsn: str) -> Act:
+    log = _log(dsn)
+    one = events(1)[0]
+
+    def act() -> int:
+        log.publish(TOPIC, one.payload, key=one.key, type=one.type, content_type=one.content_type)
+        return 1
+
+    return _warm(act)
+
+
+def publish_batch(dsn: str, size: int) -> Act:
+    log = _log(dsn)
+    batch = events(size)
+
+    def act() -> int:
+        return len(log.publish_batch(TOPIC, batch))
+
+    return _warm(act)
+
+
+def publish_many(dsn: str) -> Act:
+    log = _log(dsn)
+    many = events(COPIED)
+    return lambda: log.publish_many(TOPIC, many)
+
+
+def follow(dsn: str) -> Act:
+    log = _log(dsn)
+
+    def act() -> int:
+        return sum(
+            len(batch) for batch in log.follow_batches(FOLLOWED, batch_size=BATCH_SIZE, stop_when_caught_up=True)
+        )
+
+    return act
+
+
+# --- the floor -----------------------------------------------------------------------------------------------
+
+
+def insert_one(dsn: str, table: str) -> Act:
+    cursor = _floor(dsn).cursor(binary=True)
+    one = events(1)[0]
+    statement = f"insert into floor.{table} ({COLUMNS}) values (%s, %b, %s, %s, %s, %s, %b)"
+
+    def act() -> int:
+        # Encoded each time, as whoever has text and bytes must.
+        key = one.key.encode() if isinstance(one.key, str) else one.key
+        cursor.execute(statement, (1, key, one.type, None, None, one.content_type, one.payload), prepare=True)
+        return 1
+
+    return _warm(act)
+
+
+def insert_batch(dsn: str, table: str, size: int, packed_ahead: bool = False) -> Act:
+    """One statement over arrays, packed as ours are."""
+    cursor = _floor(dsn).cursor(binary=True)
+    batch = events(size)
+    # Side by side rather than from unnest(a, b, ...): the faster of the two.
+    statement = (
+        f"insert into floor.{table} ({COLUMNS}) "
+        "select 1, r.key, r.type, r.routing_key, r.headers::jsonb, r.content_type, r.payload from ("
+        "select unnest(%b::bytea[]) as payload, unnest(%b::bytea[]) as key, unnest(%b::text[]) as type, "
+        "unnest(%b::text[]) as routing_key, unnest(%b::text[]) as headers, unnest(%b::text[]) as content_type) as r"
+    )
+    ahead = calls.publish_batch(TOPIC, batch).params[1:7]
+
+    def act() -> int:
+        params = ahead if packed_ahead else calls.publish_batch(TOPIC, batch).params[1:7]
+        cursor.execute(statement, params, prepare=True)
+        return size
+
+    return _warm(act)
+
+
+def insert_lists(dsn: str, table: str, size: int) -> Act:
+    """The same with Python lists, as psycopg's manual would have it."""
+    cursor = _floor(dsn).cursor(binary=True)
+    batch = events(size)
+    statement = (
+        f"insert into floor.{table} (topic_id, key, type, content_type, payload) "
+        "select 1, unnest(%b::bytea[]), unnest(%b::text[]), unnest(%b::text[]), unnest(%b::bytea[])"
+    )
+
+    def act() -> int:
+        keys = [str(event.key).encode() for event in batch]
+        types = [event.type for event in batch]
+        params = (keys, types, [event.content_type for event in batch], [event.payload for event in batch])
+        cursor.execute(statement, params, prepare=True)
+        return size
+
+    return _warm(act)
+
+
+def insert_executemany(dsn: str, table: str, size: int) -> Act:
+    """A statement an event, sent in one pipeline and committed at once."""
+    connection = _floor(dsn)
+    cursor = connection.cursor(binary=True)
+    batch = events(size)
+    statement = f"insert into floor.{table} ({COLUMNS}) values (%s, %b, %s, %s, %s, %s, %b)"
+
+    def act() -> int:
+        rows = [(1, str(e.key).encode(), e.type, None, None, e.content_type, e.payload) for e in batch]
+        with connection.transaction():
+            cursor.executemany(statement, rows)
+        return size
+
+    return _warm(act)
+
+
+def copy_many(dsn: str, table: str, packed_ahead: bool = False) -> Act:
+    """COPY, packed and sent in the pieces that ours uses."""
+    connection = _floor(dsn)
+    many = events(COPIED)
+    topic = _any_topic()
+    pieces = [many[at : at + BATCH_SIZE] for at in range(0, len(many), BATCH_SIZE)]
+    ahead = [calls.copy_rows(topic, piece) for piece in pieces]
+
+    def act() -> int:
+        with connection.cursor() as cursor, cursor.copy(_copy_into(table, "(format binary)")) as copy:
+            copy.write(calls.COPY_START)
+            for piece, packed in zip(pieces, ahead, strict=True):
+                copy.write(packed if packed_ahead else calls.copy_rows(topic, piece))
+            copy.write(calls.COPY_END)
+        return len(many)
+
+    return act
+
+
+def copy_write_row(dsn: str, table: str) -> Act:
+    """COPY as psycopg's manual would have it: a tuple at a time."""
+    connection = _floor(dsn)
+    many = events(COPIED)
+
+    def act() -> int:
+        with connection.cursor() as cursor, cursor.copy(_copy_into(table, "(format binary)")) as copy:
+            copy.set_types(["int4", "bytea", "text", "text", "jsonb", "text", "bytea"])
+            for e in many:
+                copy.write_row((1, str(e.key).encode(), e.type, None, None, e.content_type, e.payload))
+        return len(many)
+
+    return act
+
+
+def select(dsn: str) -> Act:
+    """Pages of the bare table, in order, as plain tuples."""
+    cursor = _floor(dsn).cursor(binary=True)
+    statement = (
+        "select position, topic_id, partition, topic_offset, key, type, routing_key, headers, content_type, payload, "
+        "event_id, published_at from floor.followed where position > %s order by position limit %s"
+    )
+
+    def act() -> int:
+        after = count = 0
+        while rows := cursor.execute(statement, (after, BATCH_SIZE), prepare=True).fetchall():
+            count += len(rows)
+            after = rows[-1][0]
+        return count
+
+    return act
+
+
+# One connection of each kind in a process, whatever it measures.
+@cache
+def _log(dsn: str) -> headwater.Headwater:
+    return headwater.connect(dsn, pool_size=1)
+
+
+@cache
+def _floor(dsn: str) -> psycopg.Connection:
+    return psycopg.connect(dsn, autocommit=True)
+
+
+def _copy_into(table: str, form: str) -> Any:
+    return f"copy floor.{table} ({COLUMNS}) from stdin {form}"
+
+
+def _any_topic() -> Topic:
+    return Topic(1, TOPIC, "open", 1, None, 1 << 20, 1 << 16, datetime.now(UTC), 0)
+
+
+def _warm(act: Act) -> Act:
+    """Past psycopg's fifth execution, from which on a statement is prepared, and Postgres' choice of a plan."""
+    for _ in range(12):
+        act()
+    return act
+
+
+# --- an idle follower ----------------------------------------------------------------------------------------
+
+
+def follow_idle(dsn: str) -> tuple[list[float], float]:
+    """Follow the idle topic up to its empty event: latencies in ms, and CPU seconds between the two marks."""
+    latencies: list[float] = []
+    marks: list[float] = []
+    for event in _log(dsn).follow(IDLE, after=0):
+        if event.payload:
+            latencies.append((time.monotonic_ns() - int.from_bytes(event.payload, "big")) / 1e6)
+        elif event.type == "mark":
+            marks.append(time.process_time())
+        elif event.type == "end":
+            break
+    return latencies, marks[1] - marks[0]
+
+
+@dataclass(frozen=True)
+class Idle:
+    """What an idle follower is worth and what it costs."""
+
+    p50_ms: float
+    p99_ms: float
+    client_cpu_ms_per_second: float
+    server_cpu_ms_per_second: float | None
+
+
+def measure_idle(server: Server, crew: Crew, *, count: int, idle_seconds: float) -> Idle:
+    """From the call of publish here, commit included, to the loop of an idle follower in another process."""
+    log = _log(server.dsn)
+    answer = crew.begin(follow_idle)
+    log.publish(IDLE, None, type="started")
+    time.sleep(1.0)
+    for _ in range(count):
+        time.sleep(random.uniform(0.02, 0.18))
+        log.publish(IDLE, time.monotonic_ns().to_bytes(8, "big"))
+    # The follower and its back-off come to rest; then the cost of rest.
+    time.sleep(0.5)
+    log.publish(IDLE, None, type="mark")
+    before, started = server.cpu_seconds(), time.monotonic()
+    time.sleep(idle_seconds)
+    after, seconds = server.cpu_seconds(), time.monotonic() - started
+    log.publish(IDLE, None, type="mark")
+    log.publish(IDLE, None, type="end")
+    latencies, client_cpu = answer()
+    assert len(latencies) == count
+    return Idle(
+        p50_ms=measure.percentile(latencies, 50),
+        p99_ms=measure.percentile(latencies, 99),
+        client_cpu_ms_per_second=client_cpu / seconds * 1000,
+        server_cpu_ms_per_second=None if before is None or after is None else (after - before) / seconds * 1000,
+    )
+
+
+# --- the run -------------------------------------------------------------------------------------------------
+
+OURS = "headwater"
+Workload = tuple[str, str, list[Variant]]
+"""A key of the JSON line, what the table calls it, and its variants: ours first, then the floors."""
+
+
+def workloads() -> list[Workload]:
+    found: list[Workload] = []
+    for connections in (1, 4, 16):
+        key, many = f"single{connections}", "connection" if connections == 1 else "connections"
+        found.append(
+            (
+                key,
+                f"one event a transaction, {connections} {many}",
+                [
+                    Variant(f"{key} {OURS}", publish_one, {}, connections),
+                    Variant(f"{key} bare", insert_one, {"table": "bare"}, connections),
+                    Variant(f"{key} keyless", insert_one, {"table": "keyless"}, connections),
+                ],
+            )
+        )
+    for size in (100, 1000):
+        for connections in (1, 4):
+            key, many = f"batch{size}", "connection" if connections == 1 else "connections"
+            if connections > 1:
+                key += f"x{connections}"
+            variants = [
+                Variant(f"{key} {OURS}", publish_batch, {"size": size}, connections),
+                Variant(f"{key} bare", insert_batch, {"table": "bare", "size": size}, connections),
+                Variant(f"{key} keyless", insert_batch, {"table": "keyless", "size": size}, connections),
+            ]
+            if key == "batch1000":
+                more = {"table": "bare", "size": size}
+                variants += [
+                    Variant(f"{key} bare, packed ahead", insert_batch, {**more, "packed_ahead": True}),
+                    Variant(f"{key} bare, Python lists", insert_lists, more),
+                    Variant(f"{key} bare, executemany", insert_executemany, more),
+                ]
+            found.append((key, f"batches of {size}, {connections} {many}", variants))
+    found.append(
+        (
+            "copy",
+            f"a stream of {COPIED:,} by COPY, 1 connection",
+            [
+                Variant(f"copy {OURS}", publish_many),
+                Variant("copy bare", copy_many, {"table": "bare"}),
+                Variant("copy keyless", copy_many, {"table": "keyless"}),
+                Variant("copy bare, packed ahead", copy_many, {"table": "bare", "packed_ahead": True}),
+                Variant("copy bare, write_row", copy_write_row, {"table": "bare"}),
+            ],
+        )
+    )
+    found.append(
+        (
+            "follow",
+            f"reading in pages of {BATCH_SIZE}, 1 connection",
+            [Variant(f"follow {OURS}", follow), Variant("follow select", select)],
+        )
+    )
+    return found
+
+
+def prepare(server: Server, followed: int) -> None:
+    """Topics, the floor's tables, and something to read, the same in both."""
+    measure.say("filling what is read")
+    server.execute(FLOOR)
+    log = _log(server.dsn)
+    for topic in (TOPIC, FOLLOWED, IDLE):
+        log.create_topic(topic)
+    many = events(followed)
+    log.publish_many(FOLLOWED, many)
+    with _floor(server.dsn).cursor().copy(_copy_into("followed", "(format binary)")) as copy:
+        copy.write(calls.COPY_START)
+        copy.write(calls.copy_rows(_any_topic(), many))
+        copy.write(calls.COPY_END)
+    server.execute("analyze")
+
+
+def show(found: Sequence[Workload], samples: Samples) -> None:
+    rows: list[Sequence[str] | None] = []
+    for _, title, variants in found:
+        rows.append(None)
+        rows.append((f"[bold]{title}[/bold]", *[""] * 5))
+        ours = variants[0].name
+        for variant in variants:
+            got: Figures = measure.figures(samples[variant.name])
+            rows.append(
+                (
+                    "  " + variant.name.partition(" ")[2],
+                    measure.number(got.rate),
+                    "" if variant is variants[0] else measure.number(measure.ratio(samples, ours, variant.name), 2),
+                    measure.number(got.server_cpu_us, 1),
+                    measure.number(got.client_cpu_us, 1),
+                    measure.number(got.wal_bytes),
+                )
+            )
+    columns = ("", "events/s", "headwater is", "server CPU us", "client CPU us", "WAL bytes")
+    measure.table("per event; bare: a table with a primary key on position, keyless: without", columns, rows)
+
+
+def ratios(found: Sequence[Workload], samples: Samples) -> dict[str, float]:
+    return {
+        f"{key}_vs_{floor.name.partition(' ')[2].replace(', ', '_').replace(' ', '_').lower()}": round(
+            measure.ratio(samples, variants[0].name, floor.name), 3
+        )
+        for key, _, variants in found
+        for floor in variants[1:]
+    }
+
+
+def main() -> None:
+    options = measure.arguments(__doc__ or "")
+    started = time.monotonic()
+    rounds, seconds, followed = (5, 0.12, 30_000) if options.quick else (15, 0.5, 100_000)
+    found = [workload for workload in workloads() if not options.only or workload[0] in options.only]
+    with measure.measured_server(options.dsn) as server:
+        prepare(server, followed)
+        with measure.Crew(server.dsn, 16) as crew:
+            # First, while the server is quiet: later it still writes back what the workloads left.
+            measure.say("an idle follower")
+            idle = measure_idle(
+                server, crew, count=40 if options.quick else 300, idle_seconds=2.0 if options.quick else 10.0
+            )
+            samples: Samples = {}
+            for _, title, variants in found:
+                measure.say(title)
+                samples |= measure.interleaved(server, crew, variants, rounds=rounds, seconds=seconds)
+        show(found, samples)
+        print(
+            f"idle follower: publish to handler p50 {idle.p50_ms:.1f} ms, p99 {idle.p99_ms:.1f} ms; "
+            f"at rest it takes {idle.client_cpu_ms_per_second:.1f} ms of CPU a second here, "
+            f"{measure.number(idle.server_cpu_ms_per_second, 1)} ms in the server"
+        )
+        measure.finish(
+            server,
+            {
+                "bench": "publish",
+                **ratios(found, samples),
+                **{f"{key}_per_second": round(measure.figures(samples[v[0].name]).rate) for key, _, v in found},
+                "idle_latency_p50_ms": round(idle.p50_ms, 2),
+                "idle_latency_p99_ms": round(idle.p99_ms, 2),
+                "idle_client_cpu_ms_per_second": round(idle.client_cpu_ms_per_second, 2),
+                "idle_server_cpu_ms_per_second": idle.server_cpu_ms_per_second
+                and round(idle.server_cpu_ms_per_second, 2),
+                "quick": options.quick,
+                "seconds": round(time.monotonic() - started, 1),
+            },
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,590 @@
+"""Working a queue, beside the queues that write a row an event: what a claim and its acknowledgement cost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing.util import Finalize
+from typing import Any
+
+import procrastinate
+import psycopg
+
+import headwater
+from bench import _measure as measure
+from bench._measure import Act, Crew, Samples, Server, Variant
+from headwater import calls
+from headwater.errors import LeaseLost
+from headwater.model import Lease
+
+TOPIC = "bench"
+LATENCY_TOPIC = "bench-latency"
+PAYLOAD_BYTES = 200
+LEASE_SECONDS = 3600.0
+REAP_SECONDS = 1.0
+POLL_SECONDS = 0.002
+START_SECONDS = 1.0
+
+logging.getLogger("procrastinate").setLevel(logging.ERROR)
+
+# Both as PL/pgSQL functions with plans that are kept. The payload is bytes on every side, so that none pays for JSON.
+# `vt`: a visibility timeout; reading moves it forward, acknowledging deletes.
+# `status`: a row goes from ready to processing to done, and stays.
+OTHERS = """
+create schema other;
+create table other.vt (
+    msg_id      bigint      generated always as identity primary key,
+    read_ct     integer     not null default 0,
+    enqueued_at timestamptz not null default now(),
+    vt          timestamptz not null,
+    message     bytea
+);
+create index vt_vt on other.vt (vt);
+
+create function other.vt_send(body bytea) returns bigint language plpgsql as $$
+declare
+    sent bigint;
+begin
+    insert into other.vt (vt, message) values (clock_timestamp(), body) returning msg_id into sent;
+    return sent;
+end;
+$$;
+
+create function other.vt_read(seconds float8, quantity integer) returns setof other.vt language plpgsql as $$
+begin
+    return query
+    with chosen as (
+        select q.msg_id from other.vt q
+        where q.vt <= clock_timestamp()
+        order by q.msg_id
+        limit quantity
+        for update skip locked
+    )
+    update other.vt q
+    set vt = clock_timestamp() + make_interval(secs => seconds), read_ct = q.read_ct + 1
+    from chosen
+    where q.msg_id = chosen.msg_id
+    returning q.*;
+end;
+$$;
+
+create function other.vt_delete(ids bigint[]) returns setof bigint language plpgsql as $$
+begin
+    return query delete from other.vt q where q.msg_id = any (ids) returning q.msg_id;
+end;
+$$;
+
+create table other.status (
+    id         bigint      generated always as identity primary key,
+    status     text        not null default 'ready' check (status in ('ready', 'processing', 'done')),
+    attempts   integer     not null default 0,
+    created_at timestamptz not null default now(),
+    started_at timestamptz,
+    body       bytea
+);
+create index status_ready on other.status (id) where status = 'ready';
+
+create function other.status_send(body bytea) returns bigint language plpgsql as $$
+declare
+    sent bigint;
+begin
+    insert into other.status (body) values (status_send.body) returning id into sent;
+    return sent;
+end;
+$$;
+
+create function other.status_read(quantity integer) returns setof other.status language plpgsql as $$
+begin
+    return query
+    with chosen as (
+        select q.id from other.status q
+        where q.status = 'ready'
+        order by q.id
+        limit quantity
+        for update skip locked
+    )
+    update other.status q
+    set status = 'processing', started_at = clock_timestamp(), attempts = q.attempts + 1
+    from chosen
+    where q.id = chosen.id
+    returning q.*;
+end;
+$$;
+
+create function other.status_done(ids bigint[]) returns setof bigint language plpgsql as $$
+begin
+    return query update other.status q set status = 'done' where q.id = any (ids) returning q.id;
+end;
+$$;
+"""
+
+
+@dataclass(frozen=True)
+class Other:
+    """How one of the others is sent to, read, acknowledged and filled, in SQL."""
+
+    send: str
+    read: str
+    end: str
+    fill: str
+    body: int
+    """Which column of what is read is the payload; the first is always the id."""
+
+
+VT = Other(
+    send="select other.vt_send(%b)",
+    read=f"select * from other.vt_read({LEASE_SECONDS}, %s)",
+    end="select other.vt_delete(%s)",
+    fill="insert into other.vt (vt, message) select clock_timestamp(), %s from generate_series(1, %s)",
+    body=4,
+)
+STATUS = Other(
+    send="select other.status_send(%b)",
+    read="select * from other.status_read(%s)",
+    end="select other.status_done(%s)",
+    fill="insert into other.status (body) select %s from generate_series(1, %s)",
+    body=5,
+)
+OTHER_QUEUES = {"vt": VT, "status": STATUS}
+
+
+# --- the work ------------------------------------------------------------------------------------------------
+
+
+def work_ours(dsn: str, group: str, size: int, durable: bool = False) -> Act:
+    """Settle the batch in hand and claim the next: what a worker does, with a handler that does nothing."""
+    log = _log(dsn)
+    worker = str(os.getpid())
+    lease: Lease | None = None
+    reap_at = last = 0.0
+
+    def act() -> int:
+        nonlocal lease, reap_at, last
+        now = time.monotonic()
+        if now - last > 0.1:
+            # A turn begins. The time between turns does not count.
+            reap_at += now - last
+        last = now
+        if now > reap_at:
+            log.reap(group)
+            reap_at = now + REAP_SECONDS
+        try:
+            if lease is None:
+                first = calls.claim(
+                    group, worker=worker, batch_size=size, lease_seconds=LEASE_SECONDS, relaxed=not durable
+                )
+                lease = log._run(first)
+            else:
+                more = calls.settle_and_claim(
+                    lease, {}, worker=worker, batch_size=size, lease_seconds=LEASE_SECONDS, relaxed=not durable
+                )
+                lease = log._run(more)
+        except LeaseLost:
+            # Rewound between two turns.
+            lease = None
+        return 0 if lease is None else len(lease.events)
+
+    return _warm(act)
+
+
+def work_other(dsn: str, queue: str, size: int, durable: bool = True) -> Act:
+    """Acknowledge the batch in hand, read the next: two statements, each a transaction."""
+    other = OTHER_QUEUES[queue]
+    cursor = _plain(dsn, durable).cursor(binary=True)
+    held: list[int] = []
+
+    def act() -> int:
+        nonlocal held
+        if held:
+            cursor.execute(other.end, (held,), prepare=True)
+        held = [row[0] for row in cursor.execute(other.read, (size,), prepare=True).fetchall()]
+        return len(held)
+
+    return _warm(act)
+
+
+def work_procrastinate(dsn: str, seconds: float) -> Act:
+    """Its own worker, one job at a time, for some seconds: it cannot be asked for one batch."""
+    loop = asyncio.new_event_loop()
+    app, handled = _app(dsn)
+    loop.run_until_complete(app.open_async())
+    Finalize(None, lambda: loop.run_until_complete(app.close_async()), exitpriority=1)
+
+    def act() -> int:
+        before = len(handled)
+        loop.run_until_complete(_run_worker(app, seconds))
+        return len(handled) - before
+
+    return act
+
+
+async def _run_worker(app: procrastinate.App, seconds: float) -> None:
+    with suppress(TimeoutError):
+        await asyncio.wait_for(app.run_worker_async(install_signal_handlers=False), seconds)
+
+
+def _app(dsn: str) -> tuple[procrastinate.App, list[float]]:
+    """An application with one task, and the latencies in ms that it notes."""
+    handled: list[float] = []
+    app = procrastinate.App(connector=procrastinate.PsycopgConnector(conninfo=dsn))
+
+    @app.task(name="handle")
+    async def handle(sent: int, body: str) -> None:
+        handled.append((time.monotonic_ns() - sent) / 1e6)
+
+    return app, handled
+
+
+# One connection of each kind in a process, whatever it measures.
+@cache
+def _log(dsn: str) -> headwater.Headwater:
+    return headwater.connect(dsn, pool_size=1)
+
+
+@cache
+def _plain(dsn: str, durable: bool) -> psycopg.Connection:
+    connection = psycopg.connect(dsn, autocommit=True)
+    if not durable:
+        connection.execute("set synchronous_commit = off")
+    return connection
+
+
+def _warm(act: Act) -> Act:
+    """Past psycopg's fifth execution, from which on a statement is prepared, and Postgres' choice of a plan."""
+    for _ in range(12):
+        act()
+    return act
+
+
+# --- what they work on ---------------------------------------------------------------------------------------
+
+
+def payload() -> bytes:
+    return bytes(range(PAYLOAD_BYTES))
+
+
+def refill_other(server: Server, queue: str, count: int) -> Callable[[], None]:
+    """A table without dead rows, its statistics fresh: the best that this queue can start from."""
+
+    def refill() -> None:
+        server.execute(f"truncate other.{queue}")
+        server.execute(OTHER_QUEUES[queue].fill, (payload(), count))
+        server.execute(f"vacuum (analyze) other.{queue}")
+
+    return refill
+
+
+def refill_ours(server: Server, group: str, count: int) -> Callable[[], None]:
+    """Back to the beginning where too little is left. Otherwise its ledger stays as it is."""
+
+    def refill() -> None:
+        log = _log(server.dsn)
+        left = server.execute(
+            "select headwater.head() - headwater.frontier(g) from headwater.consumer_group g where name = %s", (group,)
+        )
+        if left[0][0] < count:
+            log.rewind_group(group, position=0)
+
+    return refill
+
+
+def refill_procrastinate(server: Server, count: int) -> Callable[[], None]:
+    def refill() -> None:
+        server.execute("truncate procrastinate_jobs cascade")
+        server.execute(
+            "insert into procrastinate_jobs (queue_name, task_name, args) "
+            "select 'default', 'handle', jsonb_build_object('sent', 0, 'body', repeat('x', %s)) "
+            "from generate_series(1, %s)",
+            (PAYLOAD_BYTES, count),
+        )
+        server.execute("vacuum (analyze) procrastinate_jobs")
+
+    return refill
+
+
+def prepare(server: Server, count: int) -> None:
+    measure.say("filling the log")
+    server.execute(OTHERS)
+    log = _log(server.dsn)
+    log.create_topic(TOPIC)
+    log.create_topic(LATENCY_TOPIC)
+    server.execute(
+        "insert into headwater.event (topic_id, content_type, payload) "
+        "select t.id, 'application/octet-stream', %s from headwater.topic t, generate_series(1, %s) where t.name = %s",
+        (payload(), count, TOPIC),
+    )
+    for queue in OTHER_QUEUES:
+        refill_other(server, queue, 200_000)()
+    app, _ = _app(server.dsn)
+
+    async def install() -> None:
+        async with app.open_async():
+            await app.schema_manager.apply_schema_async()
+
+    asyncio.run(install())
+    server.execute("vacuum (analyze)")
+
+
+# --- the run -------------------------------------------------------------------------------------------------
+
+OURS, OURS_DURABLE, PGMQ, PGMQ_RELAXED, STATUSES, STATUSES_RELAXED, PROCRASTINATE = (
+    "headwater",
+    "headwater, durable",
+    "pgmq-style",
+    "pgmq-style, async commit",
+    "status column",
+    "status column, async commit",
+    "procrastinate",
+)
+# What no variant handles in a second, on two cores or a few more.
+MOST_PER_SECOND = {1: 30_000, 10: 80_000, 100: 150_000, 1000: 150_000}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One batch size with one number of workers, and who is compared there."""
+
+    size: int
+    workers: int
+    variants: tuple[Variant, ...]
+
+    def name(self, which: str) -> str:
+        return f"b{self.size} w{self.workers} {which}"
+
+    def has(self, which: str) -> bool:
+        return any(variant.name == self.name(which) for variant in self.variants)
+
+
+def cell(server: Server, size: int, workers: int, *, seconds: float, quick: bool) -> Cell:
+    made = Cell(size, workers, ())
+    fill = int(MOST_PER_SECOND[size] * seconds) + 2 * size * workers
+    variants: list[Variant] = []
+    for which, durable in ((OURS, False), (OURS_DURABLE, True)):
+        group = made.name(which)
+        _log(server.dsn).create_group(group, topics=TOPIC)
+        options: dict[str, Any] = {"group": group, "size": size, "durable": durable}
+        enough = int(240_000 * seconds)
+        variants.append(Variant(group, work_ours, options, workers, refill_ours(server, group, enough)))
+    others = [(PGMQ, "vt", True), (PGMQ_RELAXED, "vt", False), (STATUSES, "status", True)]
+    if not quick:
+        others.append((STATUSES_RELAXED, "status", False))
+    for which, queue, durable in others:
+        options = {"queue": queue, "size": size, "durable": durable}
+        refill = refill_other(server, queue, fill)
+        variants.append(Variant(made.name(which), work_other, options, workers, refill))
+    if size == 1:
+        procrastinate_seconds = 0.4 if quick else 1.5
+        refill = refill_procrastinate(server, int(3000 * procrastinate_seconds))
+        options = {"seconds": procrastinate_seconds}
+        variants.append(Variant(made.name(PROCRASTINATE), work_procrastinate, options, workers, refill))
+    return Cell(size, workers, tuple(variants))
+
+
+def show(cells: Sequence[Cell], samples: Samples) -> None:
+    rows: list[Sequence[str] | None] = []
+    for one in cells:
+        rows.append(None)
+        many = "worker" if one.workers == 1 else "workers"
+        rows.append((f"[bold]batch {one.size}, {one.workers} {many}[/bold]", *[""] * 5))
+        for variant in one.variants:
+            got = measure.figures(samples[variant.name])
+            ours = variant.name == one.name(OURS)
+            rows.append(
+                (
+                    "  " + variant.name.split(" ", 2)[2],
+                    measure.number(got.rate),
+                    "" if ours else measure.number(measure.ratio(samples, one.name(OURS), variant.name), 2),
+                    measure.number(got.server_cpu_us, 1),
+                    measure.number(got.client_cpu_us, 1),
+                    measure.number(got.wal_bytes, 1),
+                )
+            )
+    columns = ("", "events/s", "headwater is", "server CPU us", "client CPU us", "WAL bytes")
+    measure.table(
+        "claim and acknowledge, per event; headwater and async commit do not wait for the disk", columns, rows
+    )
+
+
+# --- latency -------------------------------------------------------------------------------------------------
+
+
+def wait_ours(dsn: str, group: str, until: float) -> list[float]:
+    log = _log(dsn)
+    worker = str(os.getpid())
+    latencies: list[float] = []
+    lease: Lease | None = None
+    while time.monotonic() < until:
+        if lease is None:
+            lease = log.claim(group, worker=worker, batch_size=10)
+        else:
+            lease = log.settle_and_claim(lease, worker=worker, batch_size=10)
+        if lease is None:
+            time.sleep(POLL_SECONDS)
+        else:
+            now = time.monotonic_ns()
+            latencies += [(now - int.from_bytes(event.payload or b"", "big")) / 1e6 for event in lease.events]
+    return latencies
+
+
+def wait_other(dsn: str, queue: str, until: float) -> list[float]:
+    other = OTHER_QUEUES[queue]
+    cursor = _plain(dsn, True).cursor(binary=True)
+    latencies: list[float] = []
+    while time.monotonic() < until:
+        rows = cursor.execute(other.read, (10,), prepare=True).fetchall()
+        if not rows:
+            time.sleep(POLL_SECONDS)
+            continue
+        now = time.monotonic_ns()
+        latencies += [(now - int.from_bytes(row[other.body], "big")) / 1e6 for row in rows]
+        cursor.execute(other.end, ([row[0] for row in rows],), prepare=True)
+    return latencies
+
+
+def wait_procrastinate(dsn: str, until: float) -> list[float]:
+    app, handled = _app(dsn)
+
+    async def run() -> None:
+        async with app.open_async():
+            await _run_worker(app, until - time.monotonic())
+
+    asyncio.run(run())
+    return handled
+
+
+def measure_latency(server: Server, crew: Crew, which: str, *, seconds: float, per_second: int) -> list[float]:
+    """From the call of publish here, commit included, to the handler of one of four waiting workers."""
+    log = _log(server.dsn)
+    plain = _plain(server.dsn, True).cursor(binary=True)
+    app = procrastinate.App(connector=procrastinate.SyncPsycopgConnector(conninfo=server.dsn))
+    until = time.monotonic() + seconds + START_SECONDS + 1.0
+
+    def send_other(other: Other) -> Callable[[], Any]:
+        return lambda: plain.execute(other.send, (time.monotonic_ns().to_bytes(8, "big"),), prepare=True)
+
+    send: Callable[[], Any]
+    options: dict[str, Any] = {"until": until}
+    wait: Callable[..., list[float]] = wait_other
+    match which:
+        case "headwater":
+            log.create_group("latency", topics=LATENCY_TOPIC, from_end=True, if_missing=True)
+            wait, options["group"] = wait_ours, "latency"
+
+            def send() -> Any:
+                return log.publish(LATENCY_TOPIC, time.monotonic_ns().to_bytes(8, "big"))
+        case "pgmq-style":
+            options["queue"], send = "vt", send_other(VT)
+        case "status column":
+            options["queue"], send = "status", send_other(STATUS)
+        case _:
+            wait = wait_procrastinate
+            app.open()
+            task = app.configure_task("handle", allow_unknown=True)
+
+            def send() -> Any:
+                return task.defer(sent=time.monotonic_ns(), body="x" * 8)
+
+    for table in ("other.vt", "other.status", "procrastinate_jobs cascade"):
+        server.execute(f"truncate {table}")
+    answers = [crew.begin(wait, client=client, **options) for client in range(4)]
+    time.sleep(START_SECONDS)
+    began = time.monotonic()
+    for number in range(int(seconds * per_second)):
+        time.sleep(max(0.0, began + number / per_second - time.monotonic()))
+        send()
+    latencies = [latency for answer in answers for latency in answer()]
+    app.close()
+    sent = int(seconds * per_second)
+    if len(latencies) < sent:
+        measure.say(f"{which}: {sent - len(latencies)} of {sent} did not arrive in time and are left out")
+    return latencies or [math.nan]
+
+
+def main() -> None:
+    options = measure.arguments(__doc__ or "")
+    started = time.monotonic()
+    if options.quick:
+        rounds, seconds, latency_seconds = 3, 0.15, 1.0
+        chosen = [(1, 4), (10, 4), (100, 4), (1000, 4)]
+    else:
+        rounds, seconds, latency_seconds = 5, 0.5, 10.0
+        chosen = [(size, workers) for size in (1, 10, 100, 1000) for workers in (1, 4, 8)]
+    with measure.measured_server(options.dsn) as server:
+        # As much as stays in the shared buffers, as what was just published does.
+        prepare(server, int(400_000 * seconds))
+        cells = [cell(server, size, workers, seconds=seconds, quick=options.quick) for size, workers in chosen]
+        samples: Samples = {}
+        with measure.Crew(server.dsn, 8) as crew:
+            for one in cells:
+                measure.say(f"batch {one.size}, {one.workers} workers")
+                samples |= measure.interleaved(server, crew, one.variants, rounds=rounds, seconds=seconds)
+            latencies: dict[str, list[float]] = {}
+            for which in (OURS, PGMQ, STATUSES, PROCRASTINATE):
+                measure.say(f"latency of {which}")
+                latencies[which] = measure_latency(server, crew, which, seconds=latency_seconds, per_second=200)
+        show(cells, samples)
+        measure.table(
+            "from publish to handler, 200 events/s, 4 workers, ms",
+            ("", "p50", "p99"),
+            [
+                (which, *(measure.number(measure.percentile(found, percent), 2) for percent in (50, 99)))
+                for which, found in latencies.items()
+            ],
+        )
+        measure.finish(
+            server,
+            {
+                "bench": "queue",
+                **result(cells, samples),
+                **_latency(latencies),
+                "quick": options.quick,
+                "seconds": round(time.monotonic() - started, 1),
+            },
+        )
+
+
+def result(cells: Sequence[Cell], samples: Samples) -> dict[str, Any]:
+    """Ratios at four workers: batch 100 and batch 1, against each of the others."""
+    found: dict[str, Any] = {}
+    for one in cells:
+        if one.workers != 4 or one.size not in (1, 100):
+            continue
+        ours = measure.figures(samples[one.name(OURS)])
+        key = f"b{one.size}"
+        for which, name in (
+            (PGMQ, "pgmq"),
+            (PGMQ_RELAXED, "pgmq_async"),
+            (STATUSES, "status"),
+            (STATUSES_RELAXED, "status_async"),
+            (PROCRASTINATE, "procrastinate"),
+        ):
+            if not one.has(which):
+                continue
+            theirs = measure.figures(samples[one.name(which)])
+            found[f"consume_{key}_vs_{name}"] = round(measure.ratio(samples, one.name(OURS), one.name(which)), 2)
+            found[f"wal_{key}_vs_{name}"] = round(ours.wal_bytes / theirs.wal_bytes, 4)
+            if ours.server_cpu_us is not None and theirs.server_cpu_us is not None:
+                found[f"cpu_{key}_vs_{name}"] = round(ours.server_cpu_us / theirs.server_cpu_us, 3)
+        durable = measure.ratio(samples, one.name(OURS_DURABLE), one.name(PGMQ))
+        found[f"consume_{key}_durable_vs_pgmq"] = round(durable, 2)
+        found[f"consume_{key}_per_second"] = round(ours.rate)
+    return {"workers": 4, **found}
+
+
+def _latency(latencies: dict[str, list[float]]) -> dict[str, float]:
+    return {
+        f"latency_{which.split()[0].replace('-style', '')}_p{percent}_ms": round(measure.percentile(found, percent), 2)
+        for which, found in latencies.items()
+        for percent in (50, 99)
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""The asyncio shell: the log as a program uses it."""
+
+from __future__ import annotations
+
+from psycopg_pool import AsyncConnectionPool, PoolTimeout
+
+from headwater import calls, schema
+from headwater.aio.administration import Administration
+from headwater.aio.following import Following
+from headwater.aio.groups import Groups
+from headwater.aio.publishing import Publishing
+from headwater.aio.shell import PooledConnection
+from headwater.aio.subscriptions import Subscriptions
+from headwater.errors import LogUnavailable
+
+
+async def connect(
+    dsn: str,
+    *,
+    pool_size: int = 10,
+    connect_timeout_seconds: float = 10.0,
+    application_name: str = "headwater",
+) -> AsyncHeadwater:
+    """Open the log at this Postgres. Raises SchemaMismatch where program and database do not fit."""
+    pool = AsyncConnectionPool(
+        dsn,
+        min_size=1,
+        max_size=pool_size,
+        timeout=connect_timeout_seconds,
+        kwargs={"autocommit": True, "application_name": application_name},
+        open=False,
+        connection_class=PooledConnection,
+        name="headwater",
+    )
+    log = AsyncHeadwater(pool)
+    try:
+        await pool.open(wait=True, timeout=connect_timeout_seconds)
+        schema.refuse_misfit(await log._run(calls.installed()))
+    except PoolTimeout as timeout:
+        await pool.close()
+        raise LogUnavailable(
+            f"no connection to Postgres within {connect_timeout_seconds:g} s",
+            hint="Is it running? Check HEADWATER_DSN, or start an embedded one with `headwater up`.",
+        ) from timeout
+    except BaseException:
+        await pool.close()
+        raise
+    return log
+
+
+class AsyncHeadwater(Publishing, Following, Groups, Subscriptions, Administration):
+    """The log. Every method takes `connection=` to run inside the caller's own transaction."""

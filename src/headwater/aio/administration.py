@@ -1,0 +1,113 @@
+"""Topics, and the log as a whole."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from psycopg import AsyncConnection
+
+from headwater import calls
+from headwater.aio.shell import Shell
+from headwater.model import (
+    LogSettings,
+    LogState,
+    Publisher,
+    Topic,
+    TopicKind,
+    TopicOverview,
+    Upkeep,
+)
+
+
+class Administration(Shell):
+    """Topics, settings and upkeep."""
+
+    async def create_topic(
+        self,
+        name: str,
+        *,
+        kind: TopicKind = "open",
+        partitions: int = 1,
+        retention: timedelta | None = None,
+        max_payload_bytes: int | None = None,
+        max_header_bytes: int | None = None,
+        if_missing: bool = False,
+        connection: AsyncConnection[Any] | None = None,
+    ) -> Topic:
+        """Create a topic. With `if_missing`, one that is there is returned as it is."""
+        call = calls.create_topic(
+            name,
+            kind=kind,
+            partitions=partitions,
+            retention=retention,
+            max_payload_bytes=max_payload_bytes,
+            max_header_bytes=max_header_bytes,
+            if_missing=if_missing,
+        )
+        return await self._run(call, connection)
+
+    async def alter_topic(
+        self,
+        name: str,
+        *,
+        partitions: int | None = None,
+        retention: timedelta | None = None,
+        keep_forever: bool = False,
+        max_payload_bytes: int | None = None,
+        max_header_bytes: int | None = None,
+        connection: AsyncConnection[Any] | None = None,
+    ) -> Topic:
+        """Change settings of a topic; None leaves one as it is."""
+        call = calls.alter_topic(
+            name,
+            partitions=partitions,
+            retention=retention,
+            keep_forever=keep_forever,
+            max_payload_bytes=max_payload_bytes,
+            max_header_bytes=max_header_bytes,
+        )
+        return await self._run(call, connection)
+
+    async def delete_topic(self, name: str, *, connection: AsyncConnection[Any] | None = None) -> None:
+        """Delete a topic with its events."""
+        await self._run(calls.delete_topic(name), connection)
+
+    async def topic(self, name: str) -> Topic:
+        """One topic's settings."""
+        return await self._run(calls.find_topic(name))
+
+    async def topics(self) -> list[TopicOverview]:
+        """Every topic with what it holds."""
+        return await self._run(calls.topics())
+
+    async def state(self) -> LogState:
+        """How far the log goes and how far it is settled."""
+        return await self._run(calls.log_state())
+
+    async def publishers_in_flight(self) -> list[Publisher]:
+        """The open transactions that have published: what readers wait for."""
+        return await self._run(calls.publishers_in_flight())
+
+    async def settings(self) -> LogSettings:
+        """The settings of the whole log."""
+        return await self._run(calls.log_settings())
+
+    async def change_settings(
+        self,
+        *,
+        segment_interval: timedelta | None = None,
+        segments_ahead: int | None = None,
+        auto_create_topics: bool | None = None,
+    ) -> LogSettings:
+        """Change settings of the whole log; None leaves one as it is."""
+        call = calls.change_log_settings(
+            segment_interval=segment_interval,
+            segments_ahead=segments_ahead,
+            auto_create_topics=auto_create_topics,
+        )
+        return await self._run(call)
+
+    async def maintain(self) -> Upkeep:
+        """One round of upkeep: due events enter, segments are made ahead and dropped behind."""
+        return await self._run(calls.maintain())

@@ -1,0 +1,148 @@
+"""Calls about the log as a whole and its topics."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from headwater.calls.call import Call, Rows, nothing, only_value
+from headwater.calls.encoding import checked_text
+from headwater.model import (
+    LogSettings,
+    LogState,
+    Publisher,
+    Topic,
+    TopicOverview,
+    Upkeep,
+)
+from headwater.schema import Installed
+
+
+def installed() -> Call[Installed | None]:
+    """What the database says of its schema. Fails with SchemaMismatch where there is none."""
+    return Call(
+        "select max(m.number), max(m.oldest_program), i.version, i.functions_checksum "
+        "from headwater.migration m cross join headwater.installed i group by 3, 4",
+        (),
+        lambda rows: Installed(*rows[0]) if rows else None,
+    )
+
+
+def head() -> Call[int]:
+    """The highest position drawn. Takes no snapshot, so it is cheap enough to poll."""
+    return Call("select headwater.head()", (), only_value)
+
+
+def log_state() -> Call[LogState]:
+    return Call("select drawn, settled from headwater.log_state()", (), lambda rows: LogState(*rows[0]))
+
+
+def publishers_in_flight() -> Call[list[Publisher]]:
+    return Call(
+        "select pid, prepared, position_bound, user_name, application_name, state, began_at, age "
+        "from headwater.publisher_in_flight order by position_bound",
+        (),
+        lambda rows: [Publisher(*row) for row in rows],
+    )
+
+
+def maintain() -> Call[Upkeep]:
+    return Call(
+        "select busy, coalesce(released, 0), coalesce(segments_made, 0), coalesce(segments_dropped, 0), "
+        "coalesce(events_swept, 0) from headwater.maintain()",
+        (),
+        lambda rows: Upkeep(*rows[0]),
+    )
+
+
+def log_settings() -> Call[LogSettings]:
+    return Call(
+        "select segment_interval, segments_ahead, auto_create_topics from headwater.setting",
+        (),
+        lambda rows: LogSettings(*rows[0]),
+    )
+
+
+def change_log_settings(
+    *,
+    segment_interval: timedelta | None = None,
+    segments_ahead: int | None = None,
+    auto_create_topics: bool | None = None,
+) -> Call[LogSettings]:
+    """Change settings of the whole log; None leaves one as it is."""
+    return Call(
+        "update headwater.setting set segment_interval = coalesce(%s, segment_interval), "
+        "segments_ahead = coalesce(%s, segments_ahead), auto_create_topics = coalesce(%s, auto_create_topics) "
+        "returning segment_interval, segments_ahead, auto_create_topics",
+        (segment_interval, segments_ahead, auto_create_topics),
+        lambda rows: LogSettings(*rows[0]),
+    )
+
+
+_TOPIC = "id, name, kind, partitions, retention, max_payload_bytes, max_header_bytes, created_at, expired_to"
+
+
+def _topic(rows: Rows) -> Topic:
+    return Topic(*rows[0])
+
+
+def create_topic(
+    name: str,
+    *,
+    kind: str = "open",
+    partitions: int = 1,
+    retention: timedelta | None = None,
+    max_payload_bytes: int | None = None,
+    max_header_bytes: int | None = None,
+    if_missing: bool = False,
+) -> Call[Topic]:
+    return Call(
+        f"select {_TOPIC} from headwater.create_topic(%s, %s, %s, %s, %s, %s, %s)",
+        (
+            checked_text(name, "topic name"),
+            kind,
+            partitions,
+            retention,
+            max_payload_bytes,
+            max_header_bytes,
+            if_missing,
+        ),
+        _topic,
+    )
+
+
+def alter_topic(
+    name: str,
+    *,
+    partitions: int | None = None,
+    retention: timedelta | None = None,
+    keep_forever: bool = False,
+    max_payload_bytes: int | None = None,
+    max_header_bytes: int | None = None,
+) -> Call[Topic]:
+    return Call(
+        f"select {_TOPIC} from headwater.alter_topic(%s, %s, %s, %s, %s, %s)",
+        (checked_text(name, "topic name"), partitions, retention, max_payload_bytes, max_header_bytes, keep_forever),
+        _topic,
+    )
+
+
+def delete_topic(name: str) -> Call[None]:
+    return Call("select headwater.delete_topic(%s)", (checked_text(name, "topic name"),), nothing)
+
+
+def find_topic(name: str) -> Call[Topic]:
+    return Call(f"select {_TOPIC} from headwater.find_topic(%s)", (checked_text(name, "topic name"),), _topic)
+
+
+def topic_to_publish(name: str) -> Call[Topic]:
+    """The topic, made now if it is missing and the log is set to make missing ones."""
+    return Call(f"select {_TOPIC} from headwater.topic_to_publish(%s)", (checked_text(name, "topic name"),), _topic)
+
+
+def topics() -> Call[list[TopicOverview]]:
+    return Call(
+        "select name, kind, partitions, retention, max_payload_bytes, max_header_bytes, created_at, expired_to, "
+        "first_position, last_position, last_published_at from headwater.topic_overview order by name",
+        (),
+        lambda rows: [TopicOverview(*row) for row in rows],
+    )

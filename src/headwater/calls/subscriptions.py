@@ -1,0 +1,158 @@
+"""Calls about subscriptions by SQL condition, and about watched tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from headwater.calls.call import Call, Rows, nothing, only_value
+from headwater.calls.encoding import checked_text, encode_headers, optional_text
+from headwater.calls.reading import EVENT_COLUMNS, topic_names
+from headwater.model import (
+    Event,
+    MatchedEvent,
+    Reading,
+    Subscription,
+)
+
+
+def subscribe(
+    group: str,
+    condition: str,
+    params: Mapping[str, Any] | None = None,
+    *,
+    expires_after: timedelta | None = None,
+    from_position: int | None = None,
+    topics: Sequence[str] | None = None,
+) -> Call[int]:
+    """Subscribe a group to events that fulfil a condition; the answer is the subscription's id."""
+    return Call(
+        "select id from headwater.subscribe(%s, %s, %s::jsonb, %s, %s, %s::text[])",
+        (
+            checked_text(group, "group name"),
+            checked_text(condition, "condition"),
+            encode_headers(params or {}),
+            expires_after,
+            from_position,
+            topic_names(topics),
+        ),
+        only_value,
+    )
+
+
+def unsubscribe(subscription_id: int) -> Call[bool]:
+    return Call("select headwater.unsubscribe(%s)", (subscription_id,), only_value)
+
+
+def keep_subscriptions(subscription_ids: Sequence[int]) -> Call[None]:
+    return Call("select headwater.keep_subscriptions(%s::bigint[])", (list(subscription_ids),), nothing)
+
+
+def subscriptions(group: str | None = None, *, batch_size: int = 1000) -> Call[list[Subscription]]:
+    return Call(
+        "select s.id, g.name, c.expression, s.params, s.from_position, s.expires_after, s.last_active_at, "
+        "s.created_at, c.broken_at is not null, c.last_error from headwater.subscription s "
+        "join headwater.consumer_group g on g.id = s.group_id join headwater.condition c on c.id = s.condition_id "
+        "where %s::text is null or g.name = %s order by s.id limit %s",
+        (group, group, batch_size),
+        lambda rows: [Subscription(*row) for row in rows],
+    )
+
+
+def read_next(
+    group: str,
+    *,
+    reader: str,
+    after: int | None = None,
+    batch_size: int = 100,
+    lease_seconds: float = 30.0,
+    peek: bool = False,
+) -> Call[Reading]:
+    """The next events of a group with the subscriptions that each one matches."""
+
+    def decode(rows: Rows) -> Reading:
+        return Reading(
+            rows[-1][0],
+            tuple(MatchedEvent(tuple(row[1]), row[2], row[3], row[4], Event._make(row[5:])) for row in rows[:-1]),
+        )
+
+    return Call(
+        f"select next_position, subscription_ids, retry_id, handler, attempt, {EVENT_COLUMNS} "
+        "from headwater.read_next(%s, %s, %s, %s, %s, %s)",
+        (
+            checked_text(group, "group name"),
+            checked_text(reader, "reader name"),
+            after,
+            batch_size,
+            lease_seconds,
+            peek,
+        ),
+        decode,
+    )
+
+
+def set_reading(group: str, position: int, *, reader: str, release: bool = False) -> Call[None]:
+    return Call("select headwater.set_reading(%s, %s, %s, %s)", (group, reader, position, release), nothing)
+
+
+def retry_later(
+    group: str,
+    subscription_id: int,
+    *,
+    handler: str,
+    position: int,
+    attempt: int,
+    delay_seconds: float | None = None,
+    error: str | None = None,
+) -> Call[bool]:
+    """Have one handler of one subscription get an event again; False if its tries are used up."""
+    return Call(
+        "select headwater.retry_later(%s, %s, %s, %s, %s, %s, %s)",
+        (
+            group,
+            subscription_id,
+            handler,
+            position,
+            attempt,
+            delay_seconds,
+            None if error is None else error.replace("\x00", "\ufffd")[:10000],
+        ),
+        only_value,
+    )
+
+
+def finish_retry(retry_id: int) -> Call[bool]:
+    return Call("select headwater.finish_retry(%s)", (retry_id,), only_value)
+
+
+def watch_table(
+    table: str,
+    *,
+    topic: str | None = None,
+    inserts: bool = True,
+    updates: bool = True,
+    deletes: bool = True,
+    truncates: bool = True,
+    columns: Sequence[str] | None = None,
+    when_changed: Sequence[str] | None = None,
+) -> Call[str]:
+    """Publish what happens to a table; the answer is the topic."""
+    return Call(
+        "select headwater.watch_table(%s::regclass, %s, %s, %s, %s, %s, %s::text[], %s::text[])",
+        (
+            table,
+            optional_text(topic, "topic name"),
+            inserts,
+            updates,
+            deletes,
+            truncates,
+            None if columns is None else list(columns),
+            None if when_changed is None else list(when_changed),
+        ),
+        only_value,
+    )
+
+
+def unwatch_table(table: str) -> Call[bool]:
+    return Call("select headwater.unwatch_table(%s::regclass)", (table,), only_value)

@@ -1,0 +1,53 @@
+"""The blocking shell: the log as a program uses it."""
+# Generated from aio/__init__.py by tools/unasync.py: write there.
+
+from __future__ import annotations
+
+from psycopg_pool import ConnectionPool, PoolTimeout
+
+from headwater import calls, schema
+from headwater.client.administration import Administration
+from headwater.client.following import Following
+from headwater.client.groups import Groups
+from headwater.client.publishing import Publishing
+from headwater.client.shell import PooledConnection
+from headwater.client.subscriptions import Subscriptions
+from headwater.errors import LogUnavailable
+
+
+def connect(
+    dsn: str,
+    *,
+    pool_size: int = 10,
+    connect_timeout_seconds: float = 10.0,
+    application_name: str = "headwater",
+) -> Headwater:
+    """Open the log at this Postgres. Raises SchemaMismatch where program and database do not fit."""
+    pool = ConnectionPool(
+        dsn,
+        min_size=1,
+        max_size=pool_size,
+        timeout=connect_timeout_seconds,
+        kwargs={"autocommit": True, "application_name": application_name},
+        open=False,
+        connection_class=PooledConnection,
+        name="headwater",
+    )
+    log = Headwater(pool)
+    try:
+        pool.open(wait=True, timeout=connect_timeout_seconds)
+        schema.refuse_misfit(log._run(calls.installed()))
+    except PoolTimeout as timeout:
+        pool.close()
+        raise LogUnavailable(
+            f"no connection to Postgres within {connect_timeout_seconds:g} s",
+            hint="Is it running? Check HEADWATER_DSN, or start an embedded one with `headwater up`.",
+        ) from timeout
+    except BaseException:
+        pool.close()
+        raise
+    return log
+
+
+class Headwater(Publishing, Following, Groups, Subscriptions, Administration):
+    """The log. Every method takes `connection=` to run inside the caller's own transaction."""

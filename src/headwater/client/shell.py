@@ -1,0 +1,174 @@
+"""Connections, transactions, and the carrying out of calls: what every part of the blocking shell stands on."""
+# Generated from aio/shell.py by tools/unasync.py: write there.
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import (
+    Callable,
+    Iterator,
+    Sequence,
+)
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from functools import partial
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import psycopg
+from psycopg import Connection
+from psycopg_pool import ConnectionPool, PoolTimeout
+
+from headwater import calls, errors
+from headwater.calls import Call
+from headwater.errors import HeadwaterError, InvalidRequest, LogUnavailable
+from headwater.subscription import UpkeepTimes
+from headwater.telemetry import ERROR, WAIT_SECONDS, logger
+
+T = TypeVar("T")
+Topics = str | Sequence[str] | None
+"""One topic, several, or None for the whole log."""
+
+
+class PooledConnection(Connection[Any]):
+    """A connection of the pool, with a cursor for calls that have it to themselves.
+
+    A new cursor finds out anew how each type is sent and read, which costs as much as half a round trip.
+    """
+
+    kept_cursor: psycopg.Cursor[Any] | None = None
+
+
+class Shell:
+    """A pool of connections to the log, and how calls go through it."""
+
+    def __init__(self, pool: ConnectionPool[PooledConnection]) -> None:
+        self._pool = pool
+        self._upkeep = UpkeepTimes()
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @contextmanager
+    def connection(self) -> Iterator[Connection[Any]]:
+        """A connection of the pool, in autocommit."""
+        try:
+            with self._pool.connection() as connection:
+                yield connection
+        except PoolTimeout as timeout:
+            raise LogUnavailable("no free connection to Postgres in time") from timeout
+
+    @contextmanager
+    def transaction(self) -> Iterator[Connection[Any]]:
+        """A connection with an open transaction: commits at the end, rolls back on an error."""
+        try:
+            with self.connection() as connection, connection.transaction():
+                yield connection
+        except psycopg.OperationalError as error:
+            # The caller's own statements and the commit can lose the connection as calls can.
+            ours = translated(error)
+            if ours is error:
+                raise
+            raise ours from error
+
+    def _run(self, call: Call[T], connection: Connection[Any] | None = None) -> T:
+        if connection is not None:
+            with connection.cursor(binary=True) as cursor:
+                return call.decode(rows_of(cursor, call))
+        # What self.connection() does, without its three context managers: they cost more than the call's packing.
+        try:
+            own = self._pool.getconn()
+        except PoolTimeout as timeout:
+            raise LogUnavailable("no free connection to Postgres in time") from timeout
+        try:
+            kept, own.kept_cursor = own.kept_cursor or own.cursor(binary=True), None
+            rows = rows_of(kept, call)
+            if len(rows) <= 1:
+                # One that holds a large answer is let go with it.
+                own.kept_cursor = kept
+        finally:
+            self._pool.putconn(own)
+        return call.decode(rows)
+
+    def run(self, call: Call[T], *, patience_seconds: float | None = 60.0) -> T:
+        """Carry out a call, waiting for a lost database up to `patience_seconds`."""
+        return self._patiently(partial(self._run, call), patience_seconds)
+
+    def _start(self, topics: Topics, after: int | None, since: datetime | None, from_end: bool) -> int | None:
+        if (after is not None) + (since is not None) + from_end > 1:
+            raise InvalidRequest("say where to start once: after, since or from_end")
+        if since is not None:
+            return self._run(calls.position_before(as_names(topics), since))
+        if from_end:
+            return (self._run(calls.log_state())).settled
+        return after
+
+    def _patiently(self, act: Callable[[], T], patience_seconds: float | None) -> T:
+        """Do it, again and again while the database cannot be reached, until patience ends."""
+        started = time.monotonic()
+        wait = 0.05
+        while True:
+            try:
+                return act()
+            except LogUnavailable as error:
+                if patience_seconds is not None and time.monotonic() - started + wait > patience_seconds:
+                    raise
+                logger.warning("log unavailable", extra={ERROR: error.message, WAIT_SECONDS: wait})
+                time.sleep(wait * random.uniform(0.5, 1.0))
+                wait = min(wait * 2, 5.0)
+
+    def do_upkeep(self) -> None:
+        """This process's share of the log's upkeep, when it is time for it. Consumers do this by themselves."""
+        call = self._upkeep.next_call(time.monotonic())
+        if call is None:
+            return
+        try:
+            answer = self._run(call)
+            for further in self._upkeep.heard(answer, time.monotonic(), datetime.now(UTC)):
+                self._run(further)
+        except (HeadwaterError, psycopg.Error) as error:
+            # Upkeep is everybody's; whoever can do it next does it.
+            logger.warning("upkeep failed", extra={ERROR: str(error)})
+
+
+def as_names(topics: Topics) -> list[str] | None:
+    if topics is None:
+        return None
+    return [topics] if isinstance(topics, str) else list(topics)
+
+
+def rows_of(cursor: psycopg.Cursor[Any], call: Call[Any]) -> list[Any]:
+    try:
+        cursor.execute(call.sql, call.params)
+        return cursor.fetchall()
+    except psycopg.Error as error:
+        raise translated(error) from error
+
+
+def translated(error: psycopg.Error) -> BaseException:
+    """Our error for one of Postgres; an error that is not ours to explain passes through."""
+    if error.sqlstate is None:
+        if isinstance(error, psycopg.OperationalError):
+            return LogUnavailable(f"the connection to Postgres is lost: {error}".strip())
+        if isinstance(error, psycopg.DataError):
+            return errors.InvalidEvent(str(error))
+        return error
+    diag = error.diag
+    ours = errors.from_sqlstate(
+        error.sqlstate,
+        diag.message_primary or str(error),
+        hint=diag.message_hint,
+        detail=diag.message_detail,
+        constraint=diag.constraint_name if error.sqlstate == "23514" else None,
+        table=diag.table_name,
+    )
+    return error if ours is None else ours

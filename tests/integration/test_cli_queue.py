@@ -1,0 +1,654 @@
+"""Does the command line steer groups, dead letters, subscriptions, periodic events and workers as its help says?"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg import sql
+from typer.testing import CliRunner, Result
+
+import headwater
+from headwater import NewEvent
+from headwater.cli import app, doctor
+
+WAIT_SECONDS = 60
+
+WORKERS = """
+import asyncio
+import headwater
+
+app = headwater.App()
+not_an_app = 1
+
+
+@app.worker("{topic}", group="{topic}", max_attempts=2, backoff_seconds=0.01)
+async def handle(event):
+    print(event.data, flush=True)
+    if event.data == "bad":
+        raise ValueError("no good")
+    if event.data == "slow":
+        await asyncio.Event().wait()
+"""
+
+
+@pytest.fixture
+def environment(dsn: str, tmp_path: Path) -> dict[str, str]:
+    """What a command finds in its environment: this module's log, and no embedded server."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("HEADWATER_")}
+    return {**kept, "HEADWATER_DSN": dsn, "HEADWATER_HOME": str(tmp_path / "home"), "COLUMNS": "200"}
+
+
+@pytest.fixture
+def run(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run a command in this process."""
+    for name in os.environ:
+        if name.startswith("HEADWATER_"):
+            monkeypatch.delenv(name)
+
+    def run_it(*arguments: str) -> Result:
+        return CliRunner(env=environment).invoke(app, list(arguments))
+
+    return run_it
+
+
+@pytest.fixture
+def program(environment: dict[str, str], tmp_path: Path) -> Iterator[Any]:
+    """Start the program itself, in a directory of its own. What a failed test leaves running is ended."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", "from headwater.cli import main; main()", *arguments],
+            env=environment,
+            cwd=tmp_path,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # Tests that run in the background ignore Ctrl-C, and what they start would too.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def next_line(process: subprocess.Popen[str]) -> str:
+    """The next line that the program prints; fails if none comes in time."""
+    assert process.stdout is not None
+    ready, _, _ = select.select([process.stdout], [], [], WAIT_SECONDS)
+    assert ready, "the program printed nothing"
+    return process.stdout.readline().strip()
+
+
+def ok(result: Result) -> Any:
+    """The JSON document that a command printed."""
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def failed(result: Result, code: int) -> Any:
+    """The JSON error that a command ended with."""
+    assert result.exit_code == code, result.output
+    assert result.stdout == ""
+    error = json.loads(result.stderr)
+    assert error["exit_code"] == code
+    return error
+
+
+def queue(run: Any, name: str) -> Any:
+    """One group as `group list` shows it."""
+    (found,) = [group for group in ok(run("group", "list", "--json")) if group["name"] == name]
+    return found
+
+
+def bury(log: headwater.Headwater, group: str, *payloads: Any) -> list[int]:
+    """Publish events to a topic and group of the same name, and let them die; returns their positions."""
+    positions = log.publish_batch(group, [NewEvent(payload) for payload in payloads])
+    lease = log.claim(group, worker="w", batch_size=100)
+    assert lease is not None
+    for event in lease.events:
+        log.nack(lease, event, error=f"cannot: {event.data}", dead=True)
+    return [position for position in positions if position is not None]
+
+
+# --- groups --------------------------------------------------------------------------------------------------
+
+
+def test_a_group_is_created_shown_altered_and_deleted(run: Any, topic: str, log: headwater.Headwater) -> None:
+    log.publish(topic, 1)
+    created = ok(
+        run("group", "create", topic, "--topic", topic, "--max-attempts", "3", "--lease-seconds", "7", "--json")
+    )
+    assert (created["name"], created["max_attempts"], created["lease_seconds"]) == (topic, 3, 7.0)
+    assert (created["start_position"], created["must_not_lose"], created["ordered_keys"]) == (0, True, False)
+    assert failed(run("group", "create", topic, "--json"), 5)["error"] == "GroupExists"
+    assert ok(run("group", "create", topic, "--if-missing", "--json"))["max_attempts"] == 3
+    assert ok(run("group", "alter", topic, "--max-in-flight", "9", "--json"))["max_in_flight"] == 9
+    assert ok(run("group", "alter", topic, "--max-in-flight", "0", "--may-lose", "--json"))["max_in_flight"] is None
+    described = ok(run("group", "describe", topic, "--json"))
+    assert described["kind"] == "queue"
+    assert (described["settings"]["must_not_lose"], described["overview"]["ready"]) == (False, 1)
+    assert [binding["topic"] for binding in described["bindings"]] == [topic]
+    assert queue(run, topic) == {"kind": "queue", **described["overview"]}
+    assert topic in run("group", "list").stdout
+    assert "max attempts" in run("group", "describe", topic).stdout
+    assert ok(run("group", "delete", topic, "--yes", "--json")) == {"deleted": topic}
+    assert failed(run("group", "describe", topic, "--json"), 4)["error"] == "GroupNotFound"
+
+
+def test_a_group_starts_where_it_is_told_to(run: Any, topic: str, log: headwater.Headwater) -> None:
+    position = log.publish(topic, 1)
+    assert position is not None
+    starts = {"--from-end": (), "--after": (str(position),), "--since": ("0s",)}
+    for number, (option, value) in enumerate(starts.items()):
+        name = f"{topic}-{number}"
+        run("group", "create", name, "--topic", topic, option, *value)
+        assert queue(run, name)["ready"] == 0, option
+    run("group", "create", f"{topic}-since", "--topic", topic, "--since", "1h", "--ordered-keys")
+    assert queue(run, f"{topic}-since")["ready"] == 1
+    assert run("group", "create", "x", "--from-end", "--after", "1").exit_code == 3
+
+
+def test_what_a_group_cannot_be_is_refused(run: Any, topic: str) -> None:
+    assert failed(run("group", "create", "x", "--topic", "nope", "--json"), 4)["error"] == "TopicNotFound"
+    error = failed(run("group", "create", "x", "--max-attempts", "0", "--json"), 3)
+    assert error["message"] == "max attempts are 1 to 1000"
+    assert run("group", "create", "x", "--lease-seconds", "long").exit_code == 2
+    assert run("group", "describe", "x").exit_code == 4
+
+
+def test_a_paused_group_hands_out_nothing_until_resumed(run: Any, topic: str, log: headwater.Headwater) -> None:
+    log.create_group(topic, topic)
+    log.publish(topic, 1)
+    assert ok(run("group", "pause", topic, "--json")) == {"group": topic, "paused": True}
+    assert queue(run, topic)["paused"]
+    assert "paused" in run("group", "list").stdout
+    assert log.claim(topic, worker="w") is None
+    assert ok(run("group", "resume", topic, "--json")) == {"group": topic, "paused": False}
+    assert log.claim(topic, worker="w") is not None
+
+
+def test_a_rewound_group_does_it_all_again(run: Any, topic: str, log: headwater.Headwater) -> None:
+    log.create_group(topic, topic)
+    first, _ = log.publish_batch(topic, [NewEvent(1), NewEvent(2)])
+    assert first is not None
+    lease = log.claim(topic, worker="w", batch_size=10)
+    assert lease is not None
+    log.ack(lease)
+    assert run("group", "rewind", topic).exit_code == 2
+    assert run("group", "rewind", topic, "--position", "0", "--since", "1h", "--yes").exit_code == 2
+    rewound = ok(run("group", "rewind", topic, "--position", str(first), "--yes", "--json"))
+    assert rewound == {"group": topic, "position": first}
+    assert queue(run, topic)["ready"] == 1
+    assert ok(run("group", "rewind", topic, "--since", "1h", "--yes", "--json"))["position"] < first
+    assert queue(run, topic)["ready"] == 2
+
+
+def test_bindings_are_made_shown_and_ended(run: Any, topic: str, log: headwater.Headwater) -> None:
+    run("group", "create", topic)
+    assert "bound to nothing" in run("group", "describe", topic).stderr
+    bound = ok(run("group", "bind", topic, "--topic", topic, "--pattern", "orders.*.eu", "--header", "a=1", "--json"))
+    assert (bound["topic"], bound["pattern"], bound["headers"]) == (topic, "orders.*.eu", {"a": "1"})
+    assert "orders.*.eu" in run("group", "describe", topic).stdout
+    log.publish(topic, 1, routing_key="orders.1.eu", headers={"a": "1", "b": "2"})
+    log.publish(topic, 2, routing_key="orders.1.us", headers={"a": "1"})
+    log.publish(topic, 3, routing_key="orders.1.eu")
+    assert queue(run, topic)["ready"] == 1
+    assert ok(run("group", "unbind", topic, str(bound["id"]), "--json"))["binding"] == bound["id"]
+    assert queue(run, topic)["ready"] == 0
+    assert run("group", "unbind", topic, str(bound["id"])).exit_code == 4
+    assert failed(run("group", "bind", topic, "--pattern", "a*b", "--json"), 3)["message"]
+    assert run("group", "bind", topic, "--header", "nonsense").exit_code == 2
+
+
+def test_deliveries_show_the_state_of_each_event(run: Any, topic: str, log: headwater.Headwater) -> None:
+    log.create_group(topic, topic)
+    dead, retried, done, leased, ready = log.publish_batch(topic, [NewEvent(n) for n in range(5)])
+    lease = log.claim(topic, worker="w1", batch_size=3)
+    assert lease is not None
+    log.settle(
+        lease, {lease.events[0].position: headwater.Dead("hopeless"), lease.events[1].position: headwater.Retry()}
+    )
+    log.claim(topic, worker="w2")
+    found = ok(run("group", "deliveries", topic, "--json"))
+    assert {one["position"]: one["status"] for one in found} == {
+        dead: "dead",
+        retried: "ready",
+        done: "done",
+        leased: "processing",
+        ready: "ready",
+    }
+    assert [one["worker"] for one in found if one["status"] == "processing"] == ["w2"]
+    assert [one["position"] for one in ok(run("group", "deliveries", topic, "--status", "dead", "--json"))] == [dead]
+    assert len(ok(run("group", "deliveries", topic, "--after", str(retried), "--limit", "2", "--json"))) == 2
+    assert "hopeless" in run("group", "deliveries", topic).stdout
+    assert run("group", "deliveries", topic, "--status", "lost").exit_code == 2
+    assert run("group", "deliveries", "nope").exit_code == 4
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("group", "delete", "{}"),
+        ("group", "rewind", "{}", "--position", "0"),
+        ("dead", "redrive", "{}"),
+        ("dead", "discard", "{}"),
+        ("sub", "delete", "1"),
+        ("periodic", "delete", "{}"),
+    ],
+    ids=" ".join,
+)
+def test_nothing_is_lost_where_nobody_can_be_asked(
+    run: Any, topic: str, log: headwater.Headwater, command: tuple[str, ...]
+) -> None:
+    log.create_group(topic, topic)
+    bury(log, topic, "a")
+    log.set_periodic(topic, "0 3 * * *", topic, 1)
+    result = run(*(word.format(topic) for word in command))
+    assert result.exit_code == 2
+    assert "--yes" in result.stderr
+    assert topic in [group.name for group in log.groups()]
+    assert len(log.dead_letters(topic)) == 1
+    assert topic in [periodic.name for periodic in log.periodics()]
+
+
+# --- dead letters --------------------------------------------------------------------------------------------
+
+
+def test_dead_letters_are_listed_with_their_history(run: Any, topic: str, log: headwater.Headwater) -> None:
+    log.create_group(topic, topic)
+    assert ok(run("dead", "list", topic, "--json")) == []
+    assert "no dead letters" in run("dead", "list", topic).stderr
+    first, second = bury(log, topic, "a", "b")
+    found = ok(run("dead", "list", topic, "--json"))
+    assert [(one["position"], one["last_error"]) for one in found] == [(first, "cannot: a"), (second, "cannot: b")]
+    assert [(one["attempt"], one["worker"]) for one in found[0]["history"]] == [(1, "w")]
+    assert [one["position"] for one in ok(run("dead", "list", topic, "--error", "%b", "--json"))] == [second]
+    assert [one["position"] for one in ok(run("dead", "list", topic, str(first), "--json"))] == [first]
+    assert ok(run("dead", "list", topic, "--topic", "other", "--json")) == []
+    assert len(ok(run("dead", "list", topic, "--limit", "1", "--json"))) == 1
+    assert "cannot: a" in run("dead", "list", topic).stdout
+    assert run("dead", "list", "nope").exit_code == 4
+
+
+def test_dead_letters_are_redriven_by_name_by_error_or_all(run: Any, topic: str, log: headwater.Headwater) -> None:
+    log.create_group(topic, topic)
+    first, *_ = bury(log, topic, "a", "b", "c", "d")
+    assert ok(run("dead", "redrive", topic, str(first), "--json")) == {"redriven": 1}
+    assert failed(run("dead", "redrive", topic, str(first), "--json"), 4)["error"] == "NotThere"
+    assert run("dead", "redrive", topic, "--error", "%b", "--yes").stdout == "redrove 1 dead letter\n"
+    assert run("dead", "redrive", topic, "--yes").stdout == "redrove 2 dead letters\n"
+    # Nothing is asked where there is nothing to do.
+    assert run("dead", "redrive", topic).stdout == "redrove 0 dead letters\n"
+    assert (queue(run, topic)["ready"], queue(run, topic)["dead"]) == (4, 0)
+
+
+def test_dead_letters_are_dropped_for_good(run: Any, topic: str, log: headwater.Headwater) -> None:
+    log.create_group(topic, topic)
+    first, *_ = bury(log, topic, "a", "b", "c")
+    assert ok(run("dead", "discard", topic, str(first), "--yes", "--json")) == {"discarded": 1}
+    assert failed(run("dead", "discard", topic, str(first), "--yes", "--json"), 4)["error"] == "NotThere"
+    assert run("dead", "discard", topic, "--topic", topic, "--yes").stdout == "dropped 2 dead letters\n"
+    assert run("dead", "discard", topic).stdout == "dropped 0 dead letters\n"
+    assert (queue(run, topic)["done"], queue(run, topic)["dead"]) == (3, 0)
+
+
+# --- subscriptions -------------------------------------------------------------------------------------------
+
+
+def test_a_subscription_is_made_listed_peeked_at_and_ended(run: Any, topic: str, log: headwater.Headwater) -> None:
+    big = "(e.data ->> 'cents')::int > (s.params ->> 'min')::int"
+    create = ("sub", "create", topic, big, "--params", '{"min": 500}')
+    made = ok(run(*create, "--topic", topic, "--expires-after", "1d", "--json"))["subscription"]
+    (listed,) = ok(run("sub", "list", topic, "--json"))
+    assert (listed["id"], listed["condition"], listed["params"]) == (made, big, {"min": 500})
+    assert listed["expires_after_seconds"] == 86400.0
+    # Equal subscriptions are one, with the longest life that anybody asked for.
+    assert f"subscription {made}" in run(*create).stdout
+    assert [one["expires_after_seconds"] for one in ok(run("sub", "list", topic, "--json"))] == [None]
+    _, large = log.publish_batch(topic, [NewEvent({"cents": 1}), NewEvent({"cents": 900})])
+    peeked = ok(run("sub", "peek", topic, "--json"))
+    assert peeked["next_position"] == large
+    assert [(e["position"], e["subscription_ids"], e["payload"]) for e in peeked["events"]] == [
+        (large, [made], {"cents": 900})
+    ]
+    assert ok(run("sub", "peek", topic, "--after", str(large), "--json"))["events"] == []
+    assert "matches" in run("sub", "peek", topic, "--after", str(large)).stderr
+    assert str(large) in run("sub", "peek", topic).stdout
+    assert '{"min": 500}' in run("sub", "list", topic).stdout
+    assert made in [one["id"] for one in ok(run("sub", "list", "--json"))]
+    assert ok(run("sub", "delete", str(made), "--yes", "--json")) == {"deleted": made}
+    assert run("sub", "delete", str(made), "--yes").exit_code == 4
+    assert "no subscriptions" in run("sub", "list", topic).stderr
+    assert run("sub", "list", "nope").exit_code == 4
+
+
+def test_a_bad_condition_or_params_are_refused_with_the_reason(run: Any, topic: str) -> None:
+    error = failed(run("sub", "create", topic, "e.nothing = 1", "--json"), 3)
+    assert "nothing" in error["message"]
+    assert run("sub", "create", topic, "(select true)").exit_code == 3
+    assert run("sub", "create", topic, "true", "--params", "{").exit_code == 2
+    assert run("sub", "create", topic, "true", "--params", "[]").exit_code == 2
+    assert run("sub", "create", topic, "true", "--expires-after", "soon").exit_code == 2
+    assert run("sub", "peek", topic).exit_code == 4
+
+
+def test_a_group_that_reads_for_subscriptions_says_what_it_is(run: Any, topic: str, log: headwater.Headwater) -> None:
+    log.subscribe(topic, "true")
+    described = ok(run("group", "describe", topic, "--json"))
+    assert (described["kind"], described["reading"]["subscriptions"]) == ("cursor", 1)
+    assert [one["condition"] for one in described["subscriptions"]] == ["true"]
+    assert "reads for subscriptions" in run("group", "describe", topic).stdout
+    assert (queue(run, topic)["kind"], queue(run, topic)["given_up"]) == ("cursor", 0)
+    assert topic in run("group", "list").stdout
+    for command in (("pause", topic), ("resume", topic), ("bind", topic, "--topic", topic), ("deliveries", topic)):
+        assert "reads for subscriptions" in failed(run("group", *command, "--json"), 3)["message"], command
+    assert "max attempts" in run("group", "alter", topic, "--max-attempts", "2").stdout
+    assert ok(run("group", "delete", topic, "--yes", "--json")) == {"deleted": topic}
+
+
+def test_a_queue_has_no_subscriptions(run: Any, topic: str, log: headwater.Headwater) -> None:
+    log.create_group(topic, topic)
+    assert "queue" in failed(run("sub", "create", topic, "true", "--json"), 3)["message"]
+    assert "queue" in failed(run("sub", "peek", topic, "--json"), 3)["message"]
+
+
+def test_a_group_that_reads_is_rewound_while_nobody_reads(run: Any, topic: str, log: headwater.Headwater) -> None:
+    log.subscribe(topic, "true", topics=topic)
+    log.publish_batch(topic, [NewEvent(1), NewEvent(2)])
+    first = log.read_next(topic, reader="me")
+    log.set_reading(topic, first.next_position, reader="me")
+    before = first.events[0].event.position - 1
+    assert failed(run("group", "rewind", topic, "--position", "1", "--yes", "--json"), 5)["error"] == "ReaderBusy"
+    log.set_reading(topic, first.next_position, reader="me", release=True)
+    assert ok(run("group", "rewind", topic, "--position", str(before), "--yes", "--json"))["position"] == before
+    assert len(log.read_next(topic, reader="you").events) == 2
+
+
+# --- periodic events and tables ------------------------------------------------------------------------------
+
+
+def test_a_periodic_event_is_set_listed_paused_and_forgotten(run: Any, topic: str, log: headwater.Headwater) -> None:
+    berlin = ("0 3 * * *", topic, '{"a": 1}', "--zone", "Europe/Berlin")
+    declared = ok(run("periodic", "set", topic, *berlin, "--json"))
+    assert (declared["cron"], declared["time_zone"], declared["paused"]) == ("0 3 * * *", "Europe/Berlin", False)
+    assert declared["next_at"].endswith("+00:00")
+    assert "next" in run("periodic", "set", topic, "0 4 * * *", topic).stdout
+    (listed,) = [one for one in ok(run("periodic", "list", "--json")) if one["name"] == topic]
+    assert (listed["cron"], listed["topic"]) == ("0 4 * * *", topic)
+    assert ok(run("periodic", "pause", topic, "--json")) == {"name": topic, "paused": True}
+    assert [one.paused for one in log.periodics() if one.name == topic] == [True]
+    assert ok(run("periodic", "resume", topic, "--json")) == {"name": topic, "paused": False}
+    assert topic in run("periodic", "list").stdout
+    assert ok(run("periodic", "delete", topic, "--yes", "--json")) == {"deleted": topic}
+    for verb in ("pause", "resume"):
+        assert run("periodic", verb, topic).exit_code == 4
+    assert run("periodic", "delete", topic, "--yes").exit_code == 4
+
+
+def test_a_periodic_event_that_cannot_be_is_refused(run: Any, topic: str) -> None:
+    assert "cron" in failed(run("periodic", "set", "p", "daily", topic, "--json"), 3)["message"]
+    assert "never" in failed(run("periodic", "set", "p", "0 0 */31 * 1#2", topic, "--json"), 3)["message"]
+    assert "zone" in failed(run("periodic", "set", "p", "* * * * *", topic, "--zone", "Mars", "--json"), 3)["message"]
+    assert run("periodic", "set", "p", "* * * * *", "nope").exit_code == 4
+    assert run("periodic", "set", "p", "* * * * *", topic, "{").exit_code == 2
+
+
+def test_a_table_is_watched_listed_and_no_longer(
+    run: Any, topic: str, log: headwater.Headwater, connection: psycopg.Connection
+) -> None:
+    table = f'public."{topic}"'
+    connection.execute(f"create table {table} (id integer primary key, total integer, secret text)")
+    watched = ok(
+        run(
+            *("table", "watch", table, "--topic", topic, "--column", "id", "--column", "total"),
+            *("--when-changed", "total", "--no-deletes", "--json"),
+        )
+    )
+    assert watched == {"table": table, "topic": topic}
+    connection.execute(f"insert into {table} values (1, 10, 's')")
+    connection.execute(f"update {table} set secret = 't'")
+    connection.execute(f"update {table} set total = 11")
+    connection.execute(f"delete from {table}")
+    assert [(event.type, event.data["after"]) for event in log.read(topic)] == [
+        ("insert", {"id": 1, "total": 10}),
+        ("update", {"id": 1, "total": 11}),
+    ]
+    (listed,) = [one for one in ok(run("table", "list", "--json")) if one["topic"] == topic]
+    assert listed == {
+        "table": table,
+        "topic": topic,
+        "inserts": True,
+        "updates": True,
+        "deletes": False,
+        "truncates": True,
+    }
+    assert topic in run("table", "list").stdout
+    assert ok(run("table", "unwatch", table, "--json")) == {"table": table, "watched": False}
+    assert run("table", "unwatch", table).exit_code == 4
+
+
+@pytest.mark.parametrize("name", ["public.nope", "a.b.c", "no.such.thing.at.all", '"unfinished', ""])
+def test_a_table_that_is_not_there_is_said_to_be_missing(run: Any, name: str) -> None:
+    for verb in ("watch", "unwatch"):
+        assert "no table" in failed(run("table", verb, name, "--json"), 4)["message"]
+
+
+def test_what_cannot_be_watched_is_refused(run: Any, connection: psycopg.Connection, topic: str) -> None:
+    connection.execute(f'create table "{topic}" (id integer)')
+    assert "no column" in failed(run("table", "watch", f'"{topic}"', "--column", "nope", "--json"), 3)["message"]
+    assert run("table", "watch", "headwater.topic").exit_code == 3
+
+
+# --- work ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def workers(tmp_path: Path, topic: str) -> str:
+    """A module with an app on this test's topic, in the directory that the program is started in."""
+    (tmp_path / "shop_workers.py").write_text(WORKERS.format(topic=topic))
+    return "shop_workers:app"
+
+
+def test_work_handles_events_and_a_stop_gives_back_what_is_not_finished(
+    program: Any, workers: str, topic: str, log: headwater.Headwater, run: Any, until: Any
+) -> None:
+    log.publish_batch(topic, [NewEvent("a"), NewEvent("bad")])
+    process = program("work", workers, "--grace-seconds", "0", "--name", "w1")
+    assert [next_line(process) for _ in range(3)] == ["a", "bad", "bad"]
+    until(lambda: queue(run, topic)["dead"] == 1)
+    log.publish_batch(topic, [NewEvent("slow"), NewEvent("waits")])
+    assert next_line(process) == "slow"
+    assert all((one.worker or "").startswith("w1/handle/") for one in log.deliveries(topic, status="processing"))
+    process.send_signal(signal.SIGTERM)
+    stdout, stderr = process.communicate(timeout=WAIT_SECONDS)
+    assert (process.returncode, stdout) == (0, "")
+    assert f"working, Ctrl-C stops  ({topic}: handle)" in stderr
+    assert "given back" in stderr
+    (overview,) = [group for group in log.groups() if group.name == topic]
+    assert (overview.done, overview.dead, overview.ready, overview.processing) == (1, 1, 2, 0)
+    # Given back, not counted as a try.
+    assert {one.attempts for one in log.deliveries(topic, status="ready")} == {0}
+
+
+def test_work_says_in_json_what_it_works_on_and_that_it_stopped(program: Any, workers: str, topic: str) -> None:
+    process = program("work", workers, "--json")
+    assert json.loads(next_line(process)) == {"working": [{"group": topic, "handler": "handle"}]}
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=WAIT_SECONDS)
+    assert (process.returncode, json.loads(stdout), stderr) == (0, {"stopped": True}, "")
+
+
+def test_a_second_stop_does_not_wait_for_handlers(
+    program: Any, workers: str, topic: str, log: headwater.Headwater
+) -> None:
+    log.publish(topic, "slow")
+    process = program("work", workers)
+    assert next_line(process) == "slow"
+    process.send_signal(signal.SIGINT)
+    assert "working" in process.stderr.readline()
+    assert "Ctrl-C again does not wait" in process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(WAIT_SECONDS) == 130
+
+
+@pytest.mark.parametrize(
+    ("target", "code", "message"),
+    [
+        ("shop_workers", 2, "not MODULE:APP"),
+        ("shop_workers:", 2, "not MODULE:APP"),
+        (":app", 2, "not MODULE:APP"),
+        ("./shop_workers.py:app", 2, "not MODULE:APP"),
+        ("shop_workers.py:app", 4, "there is no module shop_workers.py here"),
+        ("nowhere.at_all:app", 4, "there is no module nowhere.at_all here"),
+        ("shop_workers:nothing", 4, "module shop_workers has no nothing"),
+        ("shop_workers:not_an_app", 3, "is not a headwater.App but int"),
+    ],
+)
+def test_a_target_that_is_no_app_is_a_clear_error(
+    program: Any, workers: str, target: str, code: int, message: str
+) -> None:
+    process = program("work", target)
+    stdout, stderr = process.communicate(timeout=WAIT_SECONDS)
+    assert (process.returncode, stdout) == (code, "")
+    assert message in " ".join(stderr.replace("│", " ").split())
+    assert "Traceback" not in stderr
+
+
+def test_an_error_inside_the_app_keeps_its_traceback(program: Any, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import no_such_library\n")
+    process = program("work", "broken:app")
+    _, stderr = process.communicate(timeout=WAIT_SECONDS)
+    assert process.returncode == 1
+    assert "No module named 'no_such_library'" in stderr
+    assert "broken.py" in stderr
+
+
+def test_work_ends_with_the_code_of_what_stopped_it(
+    program: Any, workers: str, topic: str, log: headwater.Headwater
+) -> None:
+    log.publish(topic, "a")
+    process = program("work", workers)
+    assert next_line(process) == "a"
+    log.delete_group(topic)
+    _, stderr = process.communicate(timeout=WAIT_SECONDS)
+    assert process.returncode == 4
+    assert f'error: there is no group "{topic}"' in stderr
+    assert "Traceback" not in stderr
+
+
+def test_work_without_a_topic_or_a_database_says_so(program: Any, tmp_path: Path, workers: str) -> None:
+    (tmp_path / "lost.py").write_text(WORKERS.format(topic="no-such-topic"))
+    for arguments, code in ((("lost:app",), 4), ((workers, "--dsn", "postgresql://127.0.0.1:1/none"), 9)):
+        process = program("work", *arguments, "--json")
+        _, stderr = process.communicate(timeout=WAIT_SECONDS)
+        assert process.returncode == code
+        assert json.loads(stderr)["exit_code"] == code
+
+
+# --- demo ----------------------------------------------------------------------------------------------------
+
+
+def test_the_demo_shows_queues_routing_conditions_and_tables_and_leaves_nothing(
+    run: Any, log: headwater.Headwater
+) -> None:
+    before = {group.name for group in log.groups()}
+    steps = {step["step"]: step for step in ok(run("demo", "--json"))["steps"]}
+    queue_step = steps["share_work_in_a_queue"]
+    assert queue_step["shared"] == [[1, 2, 3], [4, 5, 6]]
+    assert (queue_step["tries"], queue_step["dead"], queue_step["done"]) == (2, "no such address", 6)
+    assert steps["route_to_groups"]["europe"] == ["orders.eu.placed", "orders.eu.paid"]
+    assert len(steps["route_to_groups"]["everything"]) == 3
+    assert steps["subscribe_by_sql"]["matched"] == {"5000": [1000], "500000": [1000, 100000]}
+    assert steps["watch_a_table"]["changes"] == ["update", "delete"]
+    assert {group.name for group in log.groups()} == before
+    assert "examples/worker.py" in run("demo").stdout
+
+
+# --- doctor --------------------------------------------------------------------------------------------------
+
+
+def findings(result: Result, check: str) -> list[Any]:
+    """What one check of `headwater doctor` found, where it is not well."""
+    found = [one for one in json.loads(result.stdout)["findings"] if one["check"] == check]
+    assert found, check
+    return [one for one in found if one["outcome"] != "ok"]
+
+
+def test_doctor_warns_of_paused_groups_dead_letters_and_leases_overdue(
+    run: Any, topic: str, log: headwater.Headwater, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"{topic}-{kind}" for kind in ("paused", "dead", "overdue")]
+    for name in names:
+        log.create_topic(name)
+        log.create_group(name, name, lease_seconds=0.1)
+        log.publish(name, 1)
+    assert not [one for one in findings(run("doctor", "--json"), "groups") if topic in one["message"]]
+    log.pause_group(names[0])
+    bury(log, names[1], *"abc")
+    log.claim(names[2], worker="gone")
+    monkeypatch.setattr(doctor, "MANY_DEAD", 3)
+    monkeypatch.setattr(doctor, "OVERDUE", timedelta(seconds=-60))
+    result = run("doctor", "--json")
+    assert result.exit_code == 0
+    told = {one["message"]: one["action"] for one in findings(result, "groups") if topic in one["message"]}
+    assert len(told) == 3, told
+    assert any("is paused" in message and f"group resume {names[0]}" in action for message, action in told.items())
+    assert any("4 dead letters" in message and f"dead list {names[1]}" in action for message, action in told.items())
+    assert any("1 events in leases that ran out" in message for message in told)
+
+
+def test_doctor_warns_of_conditions_that_are_set_aside(
+    run: Any, topic: str, log: headwater.Headwater, connection: psycopg.Connection
+) -> None:
+    log.subscribe(topic, "e.type = 'slow'")
+    assert findings(run("doctor", "--json"), "conditions") == []
+    connection.execute(
+        "update headwater.condition set broken_at = now(), last_error = 'ran out of time' where expression = %s",
+        ("e.type = 'slow'",),
+    )
+    (told,) = findings(run("doctor", "--json"), "conditions")
+    assert "e.type = 'slow'" in told["message"]
+    assert topic in told["message"]
+    log.subscribe(topic, "e.type = 'slow'")
+    assert findings(run("doctor", "--json"), "conditions") == []
+
+
+def test_doctor_says_what_to_run_where_the_owner_may_not_make_the_condition_role(run: Any, admin_dsn: str) -> None:
+    """What it says is run, and then it is content."""
+    owner = sql.Identifier(f"test_owner_{os.getpid()}")
+    name = f"headwater_owner_{os.getpid()}"
+    owned = psycopg.conninfo.make_conninfo(admin_dsn, dbname=name, user=owner._obj[0])
+    with psycopg.connect(admin_dsn, autocommit=True) as admin:
+        admin.execute(sql.SQL("create role {} login").format(owner))
+        try:
+            admin.execute(sql.SQL("create database {} owner {}").format(sql.Identifier(name), owner))
+            assert run("migrate", "--dsn", owned).exit_code == 0
+            (told,) = findings(run("doctor", "--dsn", owned, "--json"), "conditions")
+            assert "no SQL conditions" in told["message"]
+            assert failed(run("sub", "create", "g", "true", "--dsn", owned, "--json"), 7)["hint"]
+            statements = told["action"].split("run: ")[1].split(" Then ")[0]
+            admin.execute(statements.encode())
+            assert run("migrate", "--dsn", owned).exit_code == 0
+            assert findings(run("doctor", "--dsn", owned, "--json"), "conditions") == []
+            assert run("sub", "create", "g", "true", "--dsn", owned).exit_code == 0
+        finally:
+            admin.execute(sql.SQL("drop database if exists {} with (force)").format(sql.Identifier(name)))
+            admin.execute(sql.SQL("drop role {}").format(owner))
