@@ -90,6 +90,18 @@ class LogUnavailable(HeadwaterError):
     """The database cannot be reached now. Trying again may help."""
 
 
+class CaptureRefused(InvalidRequest):
+    """The server, the role or a table is not set up for change capture. The message says what to do."""
+
+
+class SlotBusy(HeadwaterError):
+    """Another process reads from the replication slot now: stop it, or try again later."""
+
+
+class SlotLost(HeadwaterError):
+    """Changes that were not read yet are gone from the server's log. Make a new slot, and a new snapshot."""
+
+
 class InvalidSettings(HeadwaterError):
     """Settings that cannot be: every problem is in the message."""
 

@@ -12,3 +12,5 @@ GROUP: Final = "group"  # the group's name
 POSITION: Final = "position"  # a place in the log
 WAIT_SECONDS: Final = "wait_seconds"  # how long until the next try
 ERROR: Final = "error"  # what went wrong, as text
+SLOT: Final = "slot"  # the replication slot's name
+RETAINED_BYTES: Final = "retained_bytes"  # what a slot keeps of the server's log

@@ -615,6 +615,23 @@ def test_doctor_warns_of_paused_groups_dead_letters_and_leases_overdue(
     assert any("1 events in leases that ran out" in message for message in told)
 
 
+def test_doctor_warns_of_a_queue_that_holds_retention_back(run: Any, topic: str, log: headwater.Headwater) -> None:
+    log.create_group(topic, topic)
+    log.publish(topic, 1)
+
+    def told() -> list[Any]:
+        return [one for one in findings(run("doctor", "--json"), "groups") if f"group {topic} " in one["message"]]
+
+    assert told() == []
+    log.alter_topic(topic, retention=timedelta(microseconds=1))
+    try:
+        assert "holds retention back" in told()[0]["message"]
+        log.alter_group(topic, must_not_lose=False)
+        assert told() == []
+    finally:
+        log.alter_topic(topic, keep_forever=True)
+
+
 def test_doctor_warns_of_conditions_that_are_set_aside(
     run: Any, topic: str, log: headwater.Headwater, connection: psycopg.Connection
 ) -> None:

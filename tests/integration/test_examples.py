@@ -17,6 +17,11 @@ LAST_LINES = {
     "exactly_once.py": "{'/': 2, '/about': 1}",
     "asynchronous.py": "seen: [0, 1, 2]",
     "later.py": "three tries, 1 event",
+    "worker.py": "mailer: done 3, dead 1",
+    "transactional_worker.py": "{'ada': 700, 'bob': 300}",
+    "routing.py": "complaints: ['parcel.us.ny.late', 'parcel.eu.fr.sent']",
+    "sql_subscription.py": "{'kitchen': ['soup?', 'yes'], 'garden': ['rain']}",
+    "watched_table.py": "table.public.stock: ['insert', 'update', 'delete']",
 }
 
 

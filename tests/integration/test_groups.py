@@ -524,14 +524,15 @@ def test_a_claim_is_refused_where_it_could_miss_events(
     log: headwater.Headwater, topic: str, group: str, connection: psycopg.Connection
 ) -> None:
     log.create_group(group, topic)
+    log.publish_batch(topic, [NewEvent(n) for n in range(5)])
     with connection.transaction():
         connection.execute("set transaction isolation level repeatable read")
         connection.execute("select 1")
-        # The log settles behind the back of this transaction's snapshot.
-        log.publish_batch(topic, [NewEvent(n) for n in range(50)])
+        # The log grows and settles behind the back of this transaction's snapshot.
+        log.publish_batch(topic, [NewEvent(n) for n in range(45)])
         log.create_group(f"{group}-busy", topic)
         drain(log, f"{group}-busy")
         with pytest.raises(headwater.WrongTransaction):
-            log.claim(group, worker="w", connection=connection)
+            log.claim(group, worker="w", batch_size=10, connection=connection)
         raise psycopg.Rollback
     assert len(drain(log, group)) == 50

@@ -374,6 +374,22 @@ def test_releasing_gives_back_what_is_left(log: headwater.Headwater, topic: str,
     assert positions(claim(log, group)) == [p[3]]
 
 
+def test_a_retry_that_was_long_in_committing_still_comes(
+    log: headwater.Headwater, topic: str, group: str, connection: psycopg.Connection
+) -> None:
+    p = publish(log, topic, 6)
+    log.create_group(group, topic)
+    lease = claim(log, group, 2)
+    with connection.transaction():
+        log.settle(lease, {p[0]: Retry(timedelta(0), "x")}, connection=connection)
+        connection.execute("update headwater.redelivery set visible_at = visible_at - interval '1 hour'")
+        # Meanwhile others find that nothing is due, and go on with new events.
+        log.ack(claim(log, group, 2))
+        log.ack(claim(log, group, 2))
+    log.reap(group)
+    assert positions(claim(log, group)) == [p[0]]
+
+
 # --- leases ----------------------------------------------------------------------------------------------------
 
 
@@ -981,8 +997,10 @@ def test_what_retention_took_is_not_tried_again_and_holds_up_nobody(
 ) -> None:
     other = one_log.create_topic(f"{topic}-short").name
     p = [one_log.publish(name, 1, key="k") for name in (other, topic, other)]
+    kept = one_log.publish(other, 1)
     one_log.create_group(group, [topic, other], ordered_keys=True, must_not_lose=False, backoff_seconds=0)
     lease = claim(one_log, group)
+    assert positions(lease) == [*p, kept]
     one_log.settle(lease, {p[0]: Retry(), p[2]: Dead("kept for the record")})
     connection.execute("delete from headwater.event e where position = any (%s)", ([p[0], p[2]],))
     connection.execute("update headwater.topic set expired_to = %s where name = %s", (p[2], other))

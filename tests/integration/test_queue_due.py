@@ -33,8 +33,9 @@ def claimed(log: headwater.Headwater, group: str, batch_size: int = 1) -> list[t
 def look_up_to_now(connection: psycopg.Connection, group: str) -> None:
     """As if a claim had found nothing due up to now, a second after a failure that is not committed yet."""
     connection.execute(
-        "update headwater.ledger l set due_after = clock_timestamp() "
-        "from headwater.consumer_group g where g.id = l.group_id and g.name = %s",
+        "update headwater.ledger set due_after = clock_timestamp() where token = "
+        "(select max(l.token) from headwater.ledger l join headwater.consumer_group g on g.id = l.group_id "
+        "where g.name = %s)",
         (group,),
     )
 

@@ -170,6 +170,6 @@ def translated(error: psycopg.Error) -> BaseException:
         hint=diag.message_hint,
         detail=diag.message_detail,
         constraint=diag.constraint_name if error.sqlstate == "23514" else None,
-        table=diag.table_name,
+        table=diag.table_name or diag.datatype_name,
     )
     return error if ours is None else ours

@@ -234,6 +234,17 @@ def _groups(log: headwater.Headwater, facts: _Facts) -> Iterator[Finding]:
             f"group {name} has {events} events in leases that ran out {output.shown(overdue)} ago",
             "Its workers are gone, and with the next one the events go on: headwater work MODULE:APP",
         )
+    retentions = [topic.retention for topic in log.topics() if topic.retention is not None]
+    for name, oldest in ask(log, "doctor_unworked") if retentions else []:
+        if oldest > min(retentions):
+            worrying = True
+            yield Finding(
+                "groups",
+                "warn",
+                f"group {name} must not lose and has not finished an event of {output.shown(oldest)} ago: "
+                "it holds retention back",
+                f"Run its workers, or headwater group alter {name} --may-lose, or headwater group delete {name}.",
+            )
     if not worrying:
         yield Finding("groups", "ok", f"{len(queues)} queues: none paused, no lease overdue, few dead letters")
 

@@ -731,7 +731,7 @@ begin
     -- there again, through dead rows that vacuum may be kept from. A settle() that was slow to commit may put
     -- something there yet: of up to a second it is waited for, of longer reap() gives it another time.
     if not seen.anything_due then
-        due_after := looked_at - interval '1 second';
+        due_after := greatest(due_after, looked_at - interval '1 second');
     end if;
     if coalesce(pg_sequence_last_value('headwater.position'), 0) <= seen.last_claimed or seen.last_change is null then
         return;

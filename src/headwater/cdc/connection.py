@@ -1,0 +1,83 @@
+"""Connections whose texts are always the same, and results that come as Arrow without being held in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import psycopg
+import pyarrow as pa
+from psycopg import conninfo
+
+try:
+    import adbc_driver_manager
+    from adbc_driver_postgresql import dbapi
+except ImportError:  # slower without
+    adbc_driver_manager = None
+    dbapi = None
+
+# The text of a value must not depend on whose session reads it.
+SESSION: Final = (
+    "-c datestyle=ISO -c intervalstyle=iso_8601 -c timezone=UTC -c extra_float_digits=1 "
+    "-c bytea_output=hex -c lc_monetary=C -c client_min_messages=warning"
+)
+BATCH_BYTES: Final = 4 << 20
+BATCH_ROWS: Final = 20_000
+_CONNECT_SECONDS: Final = 30
+
+
+def fixed(dsn: str) -> str:
+    """The same connection with every setting fixed that the text of a value depends on."""
+    given = conninfo.conninfo_to_dict(dsn)
+    return conninfo.make_conninfo(
+        dsn,
+        options=f"{given.get('options') or ''} {SESSION}".strip(),
+        client_encoding="UTF8",
+        connect_timeout=given.get("connect_timeout") or _CONNECT_SECONDS,
+        application_name=given.get("application_name") or "headwater capture",
+    )
+
+
+def connect(dsn: str) -> psycopg.Connection[tuple[Any, ...]]:
+    """A connection in autocommit."""
+    return psycopg.connect(fixed(dsn), autocommit=True)
+
+
+def stream(dsn: str, query: str, *, before: str | None = None) -> Iterator[Any]:
+    """The result as RecordBatches, one at a time, after the statements in `before`. Values must be bytes or texts.
+
+    Errors are psycopg's, whichever driver is there.
+    """
+    if dbapi is None:
+        return _stream_rows(dsn, query, before)
+    return _stream_arrow(dsn, query, before)
+
+
+def _stream_arrow(dsn: str, query: str, before: str | None) -> Iterator[Any]:
+    try:
+        with dbapi.connect(fixed(dsn), autocommit=True) as connection, connection.cursor() as cursor:
+            if before is not None:
+                cursor.adbc_statement.set_options(**{"adbc.postgresql.use_copy": "false"})
+                for statement in before.split(";"):
+                    cursor.execute(statement)
+                cursor.adbc_statement.set_options(**{"adbc.postgresql.use_copy": "true"})
+            cursor.adbc_statement.set_options(**{"adbc.postgresql.batch_size_hint_bytes": str(BATCH_BYTES)})
+            cursor.execute(query)
+            yield from cursor.fetch_record_batch()
+    except adbc_driver_manager.Error as error:
+        kind = psycopg.errors.lookup(error.sqlstate) if error.sqlstate else psycopg.OperationalError
+        raise kind(str(error)) from error
+
+
+def _stream_rows(dsn: str, query: str, before: str | None) -> Iterator[Any]:
+    with psycopg.connect(fixed(dsn)) as connection:
+        if before is not None:
+            connection.execute(before.encode())
+        with connection.cursor("headwater_capture", binary=True) as cursor:
+            cursor.itersize = BATCH_ROWS
+            cursor.execute(query.encode())
+            names = [column.name for column in cursor.description or ()]
+            kinds = [pa.binary() if column.type_code == 17 else pa.string() for column in cursor.description or ()]
+            while rows := cursor.fetchmany(BATCH_ROWS):
+                columns = [pa.array(values, kind) for values, kind in zip(zip(*rows, strict=True), kinds, strict=True)]
+                yield pa.RecordBatch.from_arrays(columns, names)

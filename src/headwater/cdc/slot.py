@@ -1,0 +1,317 @@
+"""A publication and a replication slot: made when missing, read by whole transactions, advanced when told to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final, TypeVar
+
+import psycopg
+from psycopg import sql
+from psycopg.rows import class_row, namedtuple_row
+
+from headwater import telemetry
+from headwater.cdc.connection import connect, stream
+from headwater.cdc.pgoutput import Decoder
+from headwater.cdc.queries import filled, query
+from headwater.errors import CaptureRefused, SlotBusy, SlotLost
+
+T = TypeVar("T")
+
+WARNING_BYTES: Final = 512 << 20
+CRITICAL_BYTES: Final = 1 << 30
+# Below this, reading the server's log again costs less than one more record in it.
+_REREAD_BYTES: Final = 1 << 20
+_OUTPUT_ROWS: Final = 20_000
+_FIRST_WAIT_SECONDS: Final = 0.02
+_LONGEST_WAIT_SECONDS: Final = 1.0
+_LOG_RUNNING_SINCE: Final = 160_000
+
+
+class Level(Enum):
+    """How urgent it is that somebody looks at a slot."""
+
+    OK = "ok"
+    WARNING = "warning"
+    CRITICAL = "critical"
+
+
+@dataclass(frozen=True, slots=True)
+class SlotState:
+    """Where a slot stands in the server's log."""
+
+    plugin: str
+    database: str
+    active: bool
+    wal_status: str
+    confirmed_lsn: int
+    restart_lsn: int
+    flushed_lsn: int
+    this_database: str
+
+    @property
+    def lag_bytes(self) -> int:
+        """How much of the server's log was not yet confirmed."""
+        return max(0, self.flushed_lsn - self.confirmed_lsn)
+
+    @property
+    def retained_bytes(self) -> int:
+        """How much of the server's log the slot keeps on its disk."""
+        return max(0, self.flushed_lsn - self.restart_lsn)
+
+    @property
+    def reread_bytes(self) -> int:
+        """What each read goes through again before it comes to something new. Grows with long transactions."""
+        return max(0, self.confirmed_lsn - self.restart_lsn)
+
+    def level(self, *, warning_bytes: int = WARNING_BYTES, critical_bytes: int = CRITICAL_BYTES) -> Level:
+        held = self.retained_bytes
+        if held >= critical_bytes or self.wal_status in ("unreserved", "lost"):
+            return Level.CRITICAL
+        return Level.WARNING if held >= warning_bytes else Level.OK
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One replication slot that reads one publication. Holds no connection, so it can be sent anywhere."""
+
+    dsn: str
+    name: str
+    publication: str
+    busy_seconds: float = 30.0
+
+    def prepare(self, tables: Sequence[str] = ()) -> SlotState:
+        """Make the publication of `tables` and the slot where they are missing; refuse what could not work."""
+        with connect(self.dsn) as connection:
+            _check_server(connection)
+            _make_publication(connection, self.publication, tables)
+            _check_identities(connection, self.publication)
+            if self._find(connection) is None:
+                # Waits for the transactions that run now.
+                connection.execute(query("create_slot"), {"slot": self.name})
+            return self._checked(connection)
+
+    def state(self, connection: psycopg.Connection[Any] | None = None) -> SlotState:
+        """Where the slot stands. SlotLost if it is gone, or if what it needs is."""
+        if connection is not None:
+            return self._checked(connection)
+        with connect(self.dsn) as own:
+            return self._checked(own)
+
+    def read(self, *, start: int, end: int) -> Iterator[Any]:
+        """The changes of all transactions whose commit lies at `start` or after and before `end`, as RecordBatches.
+
+        Moves nothing: the same bounds give the same changes until the slot is advanced past them. Holds one batch
+        in memory, however large a transaction is.
+        """
+        state = self.state()
+        if start < state.confirmed_lsn:
+            raise SlotLost(
+                f"the slot {self.name!r} was advanced to {lsn_text(state.confirmed_lsn)}, past {lsn_text(start)} "
+                "where this reader stands: what lies between was not read",
+                hint="Start again from a new snapshot. Never let two readers share a slot.",
+                detail={"confirmed_lsn": state.confirmed_lsn, "start": start},
+            )
+        if end <= start:
+            return
+        with connect(self.dsn) as connection:
+            keys = connection.execute(query("primary_keys"), {"publication": self.publication}).fetchall()
+        decoder = Decoder(start=start, end=end, primary_keys={(row[0], row[1]): row[2] for row in keys})
+        peek = filled(
+            "peek",
+            slot=sql.Literal(self.name),
+            end=sql.Literal(end),
+            publication=sql.Literal(quoted(self.publication)),
+        )
+        for batch in self._patiently_streamed(peek):
+            changes = decoder.decode(batch.column(0))
+            for first in range(0, changes.num_rows, _OUTPUT_ROWS):
+                yield changes.slice(first, _OUTPUT_ROWS)
+        decoder.finish()
+
+    def has_changes(self, connection: psycopg.Connection[Any], *, start: int, end: int) -> bool:
+        """Whether `read` would give anything. Costs as much of the server as reading."""
+        parameters = {"slot": self.name, "start": start, "end": end, "publication": quoted(self.publication)}
+        row = self._patiently(lambda: connection.execute(query("peek_begins"), parameters).fetchone())
+        return bool(row and row[0])
+
+    def advance(self, lsn: int, connection: psycopg.Connection[Any] | None = None) -> None:
+        """Say that everything before `lsn` is durable elsewhere. Never moves back, so repeating it is harmless."""
+        if connection is None:
+            with connect(self.dsn) as own:
+                return self.advance(lsn, own)
+        state = self._checked(connection)
+        if lsn <= state.confirmed_lsn:
+            return None
+        if lsn - state.restart_lsn > _REREAD_BYTES and connection.info.server_version >= _LOG_RUNNING_SINCE:
+            try:
+                connection.execute(query("log_running"))
+            except psycopg.errors.InsufficientPrivilege:
+                pass  # the server does it itself now and then
+        self._patiently(lambda: connection.execute(query("advance_slot"), {"slot": self.name, "lsn": lsn}))
+        return None
+
+    def drop(self) -> None:
+        """Drop the slot, if it is there. The publication stays."""
+        with connect(self.dsn) as connection:
+            if self._find(connection) is not None:
+                self._patiently(lambda: connection.execute("select pg_drop_replication_slot(%s)", (self.name,)))
+
+    # -- how
+
+    def _find(self, connection: psycopg.Connection[Any]) -> SlotState | None:
+        with connection.cursor(row_factory=class_row(SlotState)) as cursor:
+            return cursor.execute(query("slot_state"), {"slot": self.name}).fetchone()
+
+    def _checked(self, connection: psycopg.Connection[Any]) -> SlotState:
+        state = self._find(connection)
+        if state is None:
+            raise SlotLost(
+                f"there is no replication slot {self.name!r}",
+                hint="Changes since it was there are lost to this reader. Make a new slot, and a new snapshot.",
+            )
+        if state.plugin != "pgoutput" or state.database != state.this_database:
+            raise CaptureRefused(
+                f"the slot {self.name!r} is one of {state.plugin} on database {state.database!r}, "
+                f"not one of pgoutput on {state.this_database!r}",
+                hint="Choose another name for the slot.",
+            )
+        if state.wal_status == "lost":
+            raise SlotLost(
+                f"the server threw away changes that the slot {self.name!r} had not read: "
+                "it fell back by more than max_slot_wal_keep_size",
+                hint="Drop the slot, make a new one, and take a new snapshot of the tables.",
+            )
+        return state
+
+    def _patiently(self, action: Callable[[], T]) -> T:
+        """Do it, again and again while another process has the slot."""
+        deadline = time.monotonic() + self.busy_seconds
+        wait = _FIRST_WAIT_SECONDS
+        while True:
+            try:
+                return action()
+            except psycopg.errors.ObjectInUse as error:
+                if time.monotonic() + wait > deadline:
+                    raise SlotBusy(
+                        f"another process has been reading the slot {self.name!r} for {self.busy_seconds:.0f} seconds",
+                        hint="One slot has one reader. Stop the other one, or use a slot of its own.",
+                    ) from error
+            time.sleep(wait)
+            wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
+
+    def _patiently_streamed(self, peek: str) -> Iterator[Any]:
+        """The result of `peek`. A slot that is busy says so before its first row."""
+
+        def start() -> tuple[Iterator[Any], Any]:
+            rows = stream(self.dsn, peek)
+            return rows, next(rows, None)
+
+        rows, first = self._patiently(start)
+        with closing(rows):  # type: ignore[type-var]
+            if first is not None:
+                yield first
+                del first
+                yield from rows
+
+
+def lsn_text(lsn: int) -> str:
+    """An LSN as Postgres writes it."""
+    return f"{lsn >> 32:X}/{lsn & 0xFFFFFFFF:X}"
+
+
+def quoted(name: str) -> str:
+    """A name as an SQL identifier."""
+    return sql.Identifier(name).as_string(None)
+
+
+def watch(state: SlotState, *, slot: str) -> Level:
+    """Log where a slot stands if that needs somebody's attention."""
+    level = state.level()
+    if level is not Level.OK:
+        telemetry.logger.log(
+            40 if level is Level.CRITICAL else 30,
+            "replication slot holds much of the server's log",
+            extra={telemetry.SLOT: slot, telemetry.RETAINED_BYTES: state.retained_bytes},
+        )
+    return level
+
+
+def _check_server(connection: psycopg.Connection[Any]) -> None:
+    with connection.cursor(row_factory=namedtuple_row) as cursor:
+        server = cursor.execute(query("server")).fetchone()
+    assert server is not None
+    if server.wal_level != "logical":
+        raise CaptureRefused(
+            f"the server's wal_level is {server.wal_level!r}; change capture needs 'logical'",
+            hint="Run: alter system set wal_level = logical; then restart Postgres.",
+        )
+    if server.in_recovery:
+        raise CaptureRefused("this server is a standby", hint="Connect to the primary.")
+    if not server.may_replicate:
+        raise CaptureRefused(
+            f"the role {server.role_name!r} may not replicate",
+            hint=f"Run as an administrator: alter role {quoted(server.role_name)} replication;",
+        )
+
+
+def _make_publication(connection: psycopg.Connection[Any], name: str, tables: Sequence[str]) -> None:
+    with connection.cursor(row_factory=namedtuple_row) as cursor:
+        wanted = cursor.execute(query("tables"), {"tables": list(tables)}).fetchall()
+        exists = cursor.execute(query("publication"), {"publication": name}).fetchone() is not None
+    for table in wanted:
+        if table.table_name is None:
+            raise CaptureRefused(f"there is no table {table.given_name!r}")
+        if not table.is_table or not table.is_permanent:
+            raise CaptureRefused(f"{table.given_name!r} is not a table whose changes are logged")
+    if exists:
+        _check_published(connection, name, {(table.schema_name, table.table_name) for table in wanted})
+        return
+    if not wanted:
+        raise CaptureRefused(
+            f"there is no publication {name!r}, and no tables to make one of",
+            hint="Name the tables, or create the publication yourself.",
+        )
+    # Before the publication is made: once it is there, updates of such a table fail for those who make them.
+    _refuse_anonymous([(table.schema_name, table.table_name) for table in wanted if not table.has_identity])
+    listed = sql.SQL(", ").join(sql.Identifier(table.schema_name, table.table_name) for table in wanted)
+    statement = sql.SQL("create publication {} for table {} with (publish_via_partition_root = true)")
+    try:
+        connection.execute(statement.format(sql.Identifier(name), listed))
+    except psycopg.errors.DuplicateObject:
+        return  # another process was quicker
+    except psycopg.errors.InsufficientPrivilege as error:
+        raise CaptureRefused(
+            f"this role may not make a publication of these tables: {str(error).splitlines()[0]}",
+            hint="Make the publication as the tables' owner, or grant: create on the database, ownership of the tables.",
+        ) from error
+
+
+def _check_published(connection: psycopg.Connection[Any], name: str, wanted: set[tuple[str, str]]) -> None:
+    rows = connection.execute(query("published_tables"), {"publication": name}).fetchall()
+    missing = sorted(wanted - {(row[0], row[1]) for row in rows})
+    if missing:
+        listed = ", ".join(f"{quoted(schema)}.{quoted(table)}" for schema, table in missing)
+        raise CaptureRefused(
+            f"the publication {name!r} does not have {listed}",
+            hint=f"Run: alter publication {quoted(name)} add table {listed}; and take a snapshot of what was added.",
+        )
+
+
+def _check_identities(connection: psycopg.Connection[Any], name: str) -> None:
+    row = connection.execute(query("publication"), {"publication": name}).fetchone()
+    if row is not None and row[0]:
+        tables = connection.execute(query("published_tables"), {"publication": name}).fetchall()
+        _refuse_anonymous([(table[0], table[1]) for table in tables if not table[2]])
+
+
+def _refuse_anonymous(tables: Iterable[tuple[str, str]]) -> None:
+    for schema, table in tables:
+        full = f"{quoted(schema)}.{quoted(table)}"
+        raise CaptureRefused(
+            f"the table {full} has nothing that identifies its rows, so that updates and deletes of it would fail",
+            hint=f"Give it a primary key, or run: alter table {full} replica identity full;",
+        )

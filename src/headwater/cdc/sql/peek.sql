@@ -1,0 +1,5 @@
+-- What pgoutput says up to a place in the server's log, without moving the slot.
+select changes.data
+from pg_logical_slot_peek_binary_changes(
+    {slot}, '0/0'::pg_lsn + {end}::numeric, null, 'proto_version', '1', 'publication_names', {publication}
+) as changes

@@ -1,0 +1,505 @@
+"""Captured changes and snapshots as messages of NATS, in ZeBridge's shapes. No I/O here.
+
+A batch of changes has the columns that `headwater.cdc` gives; what comes out has `frames.SCHEMA`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from headwater.nats import frames, payloads, subjects
+from headwater.nats.failure import InvalidMessage
+from headwater.nats.payloads import Encoding
+from headwater.nats.subjects import Table
+
+CHANGE_COLUMNS: Final = (
+    "id", "xid", "commit_lsn", "committed_at", "sequence", "schema", "table", "operation", "before", "after",
+    "unchanged",
+)  # fmt: skip
+OPERATIONS: Final = ("insert", "update", "delete", "truncate")
+
+PACKED_CHANGES: Final = 500
+PACKED_BYTES: Final = 524_288
+CHUNK_ROWS: Final = 10_000
+
+_TIME: Final = "%Y-%m-%dT%H:%M:%SZ"  # Arrow's %S has the fraction of the column's unit
+_TIME_BYTES: Final = len("2026-01-01T00:00:00.000000Z")
+_ID_BYTES: Final = len("0000000000000000-00000000")
+_NO_DATA: Final = {"msgpack": b"\x80", "json": b"{}"}
+
+
+# --- changes -------------------------------------------------------------------------------------------------
+
+
+def each(changes: pa.RecordBatch, *, encoding: Encoding = "msgpack") -> pa.RecordBatch:
+    """One message for each change, in their order."""
+    if changes.num_rows == 0:
+        return _batch([], [], [], [])
+    kinds = _Kinds(changes)
+    return pa.RecordBatch.from_arrays(
+        [
+            kinds.texts(lambda kind: kind.subject),
+            kinds.msg_ids(),
+            pa.nulls(changes.num_rows, pa.binary()),
+            _events(changes, kinds, encoding),
+        ],
+        schema=frames.SCHEMA,
+    )
+
+
+class Packer:
+    """One message for the changes of one transaction to one table, at most so many and so large.
+
+    Where a message ends depends on the changes alone, not on how they are cut into batches, so that a repeated
+    read gives the same message ids. For that the end of a batch is held back until the next one, or `finish`.
+    """
+
+    def __init__(
+        self,
+        *,
+        encoding: Encoding = "msgpack",
+        packed_changes: int = PACKED_CHANGES,
+        packed_bytes: int = PACKED_BYTES,
+    ) -> None:
+        self._encoding: Final[Encoding] = encoding
+        self._packed_changes: Final = packed_changes
+        self._packed_bytes: Final = packed_bytes
+        self._held: pa.RecordBatch | None = None
+
+    def add(self, changes: pa.RecordBatch) -> pa.RecordBatch:
+        """The messages that are complete with these changes."""
+        changes = changes.select(CHANGE_COLUMNS)
+        if self._held is not None and self._held.num_rows:
+            changes = pa.concat_batches([self._held, changes])
+        if changes.num_rows == 0:
+            return _batch([], [], [], [])
+        lsns, spans = self._places(changes)
+        last = np.flatnonzero((lsns != lsns[-1]) | (spans != spans[-1]))
+        complete = int(last[-1]) + 1 if len(last) else 0
+        self._held = changes.slice(complete)
+        return self._packed(changes.slice(0, complete))
+
+    def finish(self) -> pa.RecordBatch:
+        """The messages that were held back."""
+        held, self._held = self._held, None
+        return _batch([], [], [], []) if held is None else self._packed(held)
+
+    def _places(self, changes: pa.RecordBatch) -> tuple[Any, Any]:
+        return (
+            changes.column("commit_lsn").to_numpy(zero_copy_only=False),
+            changes.column("sequence").to_numpy(zero_copy_only=False) // self._packed_changes,
+        )
+
+    def _packed(self, changes: pa.RecordBatch) -> pa.RecordBatch:
+        if changes.num_rows == 0:
+            return _batch([], [], [], [])
+        kinds = _Kinds(changes)
+        lsns, spans = self._places(changes)
+        tables = kinds.table_numbers()
+        # Groups in the order of their first change; within a group the changes stay in theirs.
+        _, first, group = np.unique(np.stack([lsns, spans, tables]), axis=1, return_index=True, return_inverse=True)
+        rank = first[group.reshape(-1)]
+        order = np.argsort(rank, kind="stable")
+        sorted_rank = rank[order]
+        ends = [*(np.flatnonzero(sorted_rank[1:] != sorted_rank[:-1]) + 1).tolist(), len(order)]
+
+        events = _events(changes, kinds, self._encoding).take(pa.array(order))
+        _, offset_buffer, data = events.buffers()
+        offsets = np.frombuffer(offset_buffer, np.int32)[events.offset : events.offset + len(events) + 1]
+        held = memoryview(data)
+        ids = changes.column("id").take(pa.array(order)).to_pylist()
+        codes = kinds.codes[order]
+        out: tuple[list[str], list[str], list[Any], list[bytes]] = ([], [], [], [])
+        start = 0
+        for end in ends:
+            while start < end:
+                limit = offsets[start] + self._packed_bytes
+                stop = min(end, max(start + 1, int(np.searchsorted(offsets, limit, side="right")) - 1))
+                used = {kinds.kinds[code] for code in set(codes[start:stop].tolist())}
+                table = next(iter(used)).table
+                operation = next(iter(used)).operation if len(used) == 1 else "mixed"
+                out[0].append(subjects.packed_subject(table, operation))
+                out[1].append(f"{ids[start]}-to-{ids[stop - 1][17:]}-{table.full_name}-batch")
+                out[2].append(None)
+                out[3].append(self._array(held, offsets, start, stop))
+                start = stop
+        return _batch(*out)
+
+    def _array(self, held: memoryview, offsets: Any, start: int, stop: int) -> bytes:
+        body = bytes(held[offsets[start] : offsets[stop]])
+        if self._encoding == "msgpack":
+            return _array_head(stop - start) + body
+        parts = [bytes(held[offsets[row] : offsets[row + 1]]) for row in range(start, stop)]
+        return b"[" + b",".join(parts) + b"]"
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """One operation on one table: what its changes have in common."""
+
+    table: Table
+    operation: str
+
+    @property
+    def subject(self) -> str:
+        return subjects.change_subject(self.table, self.operation)
+
+    @property
+    def id_end(self) -> str:
+        return f"-{self.table.full_name}-{self.operation}"
+
+
+class _Kinds:
+    """Which kind each change of a batch is. A batch has few kinds, so what they share is made once for each."""
+
+    def __init__(self, changes: pa.RecordBatch) -> None:
+        missing = [name for name in CHANGE_COLUMNS if name not in changes.schema.names]
+        if missing:
+            raise InvalidMessage(f"these columns of a change are missing: {', '.join(missing)}")
+        self._changes = changes
+        named = pc.binary_join_element_wise(
+            changes.column("schema"), changes.column("table"), changes.column("operation"), "\0"
+        )
+        if named.null_count:
+            raise InvalidMessage("a change without a schema, a table or an operation")
+        encoded = named.dictionary_encode()
+        self.codes: Any = encoded.indices.to_numpy(zero_copy_only=False)
+        self.kinds: list[_Kind] = []
+        for text in encoded.dictionary.to_pylist():
+            schema, table, operation = text.split("\0")
+            if operation not in OPERATIONS:
+                raise InvalidMessage(f"{operation!r} is no operation: {', '.join(OPERATIONS)}")
+            self.kinds.append(_Kind(Table(schema, table), operation))
+
+    def of_kind(self, values: Sequence[Any], kind: pa.DataType) -> pa.Array:
+        """For each change the value of its kind."""
+        return pa.array(values, kind).take(pa.array(self.codes))
+
+    def texts(self, text: Any) -> pa.Array:
+        return self.of_kind([text(kind) for kind in self.kinds], pa.string())
+
+    def msg_ids(self) -> pa.Array:
+        return pc.binary_join_element_wise(self._changes.column("id"), self.texts(lambda kind: kind.id_end), "")
+
+    def table_numbers(self) -> Any:
+        tables = {table: number for number, table in enumerate({kind.table: None for kind in self.kinds})}
+        return np.array([tables[kind.table] for kind in self.kinds], np.int64)[self.codes]
+
+
+def _events(changes: pa.RecordBatch, kinds: _Kinds, encoding: Encoding) -> pa.Array:
+    """Each change as the bytes of its event."""
+    ids = changes.column("id")
+    if ids.null_count or not pc.all(pc.equal(pc.binary_length(ids), _ID_BYTES), min_count=0).as_py():
+        raise InvalidMessage(f"the id of a change has {_ID_BYTES} characters")
+    operation = changes.column("operation")
+    gone = pc.equal(operation, "delete")
+    data = pc.if_else(gone, changes.column("before"), changes.column("after"))
+    old = pc.if_else(pc.equal(operation, "update"), changes.column("before"), pa.scalar(None, pa.string()))
+    unchanged = changes.column("unchanged")
+    if encoding == "json":
+        return _json_events(changes, kinds, data, old, unchanged)
+    if encoding == "msgpack":
+        return _msgpack_events(changes, kinds, data, old, unchanged)
+    raise InvalidMessage(f"{encoding!r} is no encoding: {', '.join(payloads.ENCODINGS)}")
+
+
+def _times(changes: pa.RecordBatch) -> pa.Array:
+    # Few different ones: a transaction has one.
+    encoded = changes.column("committed_at").dictionary_encode()
+    times = pc.strftime(pc.cast(encoded.dictionary, pa.timestamp("us", "UTC")), format=_TIME)
+    return times.take(encoded.indices)
+
+
+def _json_events(changes: pa.RecordBatch, kinds: _Kinds, data: Any, old: Any, unchanged: Any) -> pa.Array:
+    def head(kind: _Kind) -> str:
+        shared = {
+            "table": kind.table.name,
+            "schema": kind.table.schema,
+            "operation": kind.operation.upper(),
+            "subject": kind.subject,
+        }
+        return json.dumps(shared, ensure_ascii=False, separators=(",", ":"))[:-1] + ',"msg_id":"'
+
+    parts: list[Any] = [
+        kinds.texts(head),
+        kinds.msg_ids(),
+        '","lsn":',
+        pc.cast(changes.column("commit_lsn"), pa.string()),
+        ',"xid":',
+        pc.cast(changes.column("xid"), pa.string()),
+        ',"sequence":',
+        pc.cast(changes.column("sequence"), pa.string()),
+        ',"committed_at":"',
+        _times(changes),
+        '","data":',
+        pc.fill_null(data, "{}"),
+    ]
+    if old.null_count < len(old):
+        parts.append(pc.fill_null(pc.binary_join_element_wise(',"old":', old, ""), ""))
+    if _any_listed(unchanged):
+        lists = [
+            ',"unchanged":' + json.dumps(names, ensure_ascii=False) if names else "" for names in unchanged.to_pylist()
+        ]
+        parts.append(pa.array(lists, pa.string()))
+    return pc.cast(pc.binary_join_element_wise(*parts, "}", ""), pa.binary())
+
+
+def _msgpack_events(changes: pa.RecordBatch, kinds: _Kinds, data: Any, old: Any, unchanged: Any) -> pa.Array:
+    rows = changes.num_rows
+
+    def shared(kind: _Kind) -> bytes:
+        values = {
+            "table": kind.table.name,
+            "schema": kind.table.schema,
+            "operation": kind.operation.upper(),
+            "subject": kind.subject,
+        }
+        packed = b"".join(payloads.encode(part, "msgpack") for pair in values.items() for part in pair)
+        id_bytes = _ID_BYTES + len(kind.id_end)
+        return packed + payloads.encode("msg_id", "msgpack") + _text_head(id_bytes)
+
+    fields = np.full(rows, 0x80 + 10, np.uint8)  # a map of so many pairs
+    ends: list[Any] = []
+    if old.null_count < len(old):
+        fields += old.is_valid().to_numpy(zero_copy_only=False).astype(np.uint8)
+        old_key = payloads.encode("old", "msgpack")
+        ends.append(pc.fill_null(pc.binary_join_element_wise(old_key, _transcoded(old), b""), b""))
+    if _any_listed(unchanged):
+        key = payloads.encode("unchanged", "msgpack")
+        lists = [key + payloads.encode(names, "msgpack") if names else b"" for names in unchanged.to_pylist()]
+        fields += np.array([bool(listed) for listed in lists]).astype(np.uint8)
+        ends.append(pa.array(lists, pa.binary()))
+    return pc.binary_join_element_wise(
+        _raw(fields.reshape(-1, 1)),
+        kinds.of_kind([shared(kind) for kind in kinds.kinds], pa.binary()),
+        pc.cast(kinds.msg_ids(), pa.binary()),
+        payloads.encode("lsn", "msgpack"),
+        _unsigned(changes.column("commit_lsn")),
+        payloads.encode("xid", "msgpack"),
+        _unsigned(changes.column("xid")),
+        payloads.encode("sequence", "msgpack"),
+        _unsigned(changes.column("sequence")),
+        payloads.encode("committed_at", "msgpack") + _text_head(_TIME_BYTES),
+        pc.cast(_times(changes), pa.binary()),
+        payloads.encode("data", "msgpack"),
+        pc.fill_null(_transcoded(data), _NO_DATA["msgpack"]),
+        *ends,
+        b"",
+    )
+
+
+def _any_listed(lists: Any) -> bool:
+    return bool(pc.any(pc.greater(pc.list_value_length(lists), 0), min_count=0).as_py())
+
+
+def _transcoded(texts: Any) -> pa.Array:
+    """JSON texts as MessagePack; null stays null."""
+    there = texts.drop_null() if texts.null_count else texts
+    # One call for all of them: a call for each would cost more than the parsing.
+    values = json.loads("[" + ",".join(there.to_pylist()) + "]")
+    packed = pa.array(payloads.encode_all(values), pa.binary())
+    if not texts.null_count:
+        return packed
+    valid = texts.is_valid().to_numpy(zero_copy_only=False)
+    return packed.take(pa.array(np.cumsum(valid) - 1, mask=~valid))
+
+
+def _unsigned(column: Any) -> pa.Array:
+    """Numbers as MessagePack's uint 64."""
+    numbers = column.to_numpy(zero_copy_only=False).astype(">u8")
+    block = np.empty((len(numbers), 9), np.uint8)
+    block[:, 0] = 0xCF
+    block[:, 1:] = numbers.view(np.uint8).reshape(-1, 8)
+    return _raw(block)
+
+
+def _raw(block: Any) -> pa.Array:
+    """The rows of a block of bytes as values."""
+    rows, width = block.shape
+    offsets = np.arange(0, (rows + 1) * width, width, dtype=np.int32)
+    return pa.BinaryArray.from_buffers(
+        pa.binary(), rows, [None, pa.py_buffer(offsets), pa.py_buffer(np.ascontiguousarray(block))]
+    )
+
+
+def _text_head(size: int) -> bytes:
+    if size < 32:
+        return bytes([0xA0 | size])
+    return b"\xd9" + bytes([size]) if size < 256 else b"\xda" + size.to_bytes(2, "big")
+
+
+def _array_head(size: int) -> bytes:
+    if size < 16:
+        return bytes([0x90 | size])
+    return b"\xdc" + size.to_bytes(2, "big") if size < 65_536 else b"\xdd" + size.to_bytes(4, "big")
+
+
+def _batch(subject: list[str], msg_id: list[str], headers: list[Any], payload: list[bytes]) -> pa.RecordBatch:
+    columns = (subject, msg_id, headers, payload)
+    arrays = [pa.array(values, field.type) for values, field in zip(columns, frames.SCHEMA, strict=True)]
+    return pa.RecordBatch.from_arrays(arrays, schema=frames.SCHEMA)
+
+
+# --- schemas and snapshots -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column as a schema document describes it."""
+
+    name: str
+    data_type: str
+    is_nullable: bool = True
+    column_default: str | None = None
+    primary_key: bool = False
+
+
+def schema_document(table: Table, columns: Sequence[Column], *, timestamp: int) -> dict[str, Any]:
+    """What the bucket `schemas` says of a table."""
+    return {
+        "table": table.name,
+        "schema": f"{table.schema}.{table.name}",
+        "timestamp": timestamp,
+        "columns": [
+            {
+                "name": column.name,
+                "position": position,
+                "data_type": column.data_type,
+                "is_nullable": column.is_nullable,
+                "column_default": column.column_default,
+                "primary_key": column.primary_key,
+            }
+            for position, column in enumerate(columns, 1)
+        ],
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What is known of a snapshot before its first row is read.
+
+    `visible` is `pg_current_snapshot()` in it: xmin:xmax:xip. `lsn` is the end of the WAL, read after that
+    snapshot was taken. `stream_sequence` is the last sequence of the stream CDC, read before it was taken.
+    """
+
+    table: Table
+    snapshot_id: str
+    lsn: str
+    visible: str
+    stream_sequence: int
+
+
+def chunks(
+    snapshot: Snapshot,
+    rows: Sequence[Sequence[str]],
+    *,
+    first_chunk: int = 1,
+    encoding: Encoding = "msgpack",
+    compressed: bool = False,
+    dictionary: bytes | None = None,
+) -> pa.RecordBatch:
+    """Chunks of a snapshot, each a list of rows as JSON objects, as messages."""
+    headers: dict[str, str] = {}
+    if compressed:
+        headers[payloads.CONTENT_ENCODING] = "zstd"
+        if dictionary is not None:
+            headers[payloads.DICTIONARY] = subjects.dictionary_key(
+                snapshot.table, payloads.dictionary_id(dictionary)
+            )
+    lines = frames.header_lines(headers) if headers else None
+    out: tuple[list[str], list[str], list[Any], list[bytes]] = ([], [], [], [])
+    for number, texts in enumerate(rows, first_chunk):
+        document = {
+            "table": snapshot.table.name,
+            "schema": snapshot.table.schema,
+            "operation": "snapshot",
+            "snapshot_id": snapshot.snapshot_id,
+            "chunk": number,
+            "lsn": snapshot.lsn,
+            "data": json.loads("[" + ",".join(texts) + "]"),
+        }
+        payload = payloads.encode(document, encoding)
+        out[0].append(subjects.chunk_subject(snapshot.table, snapshot.snapshot_id, number))
+        out[1].append(f"snap-{snapshot.table.full_name}-{snapshot.snapshot_id}-{number}")
+        out[2].append(lines)
+        out[3].append(payloads.compress(payload, dictionary) if compressed else payload)
+    return _batch(*out)
+
+
+def meta(
+    snapshot: Snapshot, *, batch_count: int, row_count: int, timestamp: int, encoding: Encoding = "msgpack"
+) -> pa.RecordBatch:
+    """The message that follows the last chunk: the snapshot is complete."""
+    document = {
+        "snapshot_id": snapshot.snapshot_id,
+        "lsn": snapshot.lsn,
+        "timestamp": timestamp,
+        "batch_count": batch_count,
+        "row_count": row_count,
+        "table": snapshot.table.name,
+        "schema": snapshot.table.schema,
+        "snapshot": snapshot.visible,
+        "stream_sequence": snapshot.stream_sequence,
+    }
+    msg_id = f"snap-{snapshot.table.full_name}-{snapshot.snapshot_id}-meta"
+    return _batch([subjects.meta_subject(snapshot.table)], [msg_id], [None], [payloads.encode(document, encoding)])
+
+
+def samples(rows: Sequence[str], encoding: Encoding = "msgpack") -> Iterator[bytes]:
+    """Rows as a dictionary learns from them."""
+    for row in rows:
+        yield payloads.encode(json.loads(row), encoding)
+
+
+# --- what a snapshot sees ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Visibility:
+    """Which transactions a snapshot sees."""
+
+    xmin: int
+    xmax: int
+    open: frozenset[int]
+
+    @staticmethod
+    def parse(text: str) -> Visibility:
+        """Of xmin:xmax:xip, as pg_current_snapshot() writes it."""
+        try:
+            xmin, xmax, listed = text.split(":")
+            return Visibility(int(xmin), int(xmax), frozenset(int(xid) for xid in listed.split(",") if xid))
+        except ValueError as error:
+            raise InvalidMessage(f"{text[:200]!r} is no snapshot of Postgres: xmin:xmax:xip") from error
+
+    def sees(self, xid: int) -> bool:
+        """Whether the snapshot sees a committed transaction, by the 32 bits of its number that the WAL has.
+
+        The number is completed to the one nearest to xmax, which is right for 2**31 transactions either way.
+        """
+        full = (self.xmax & ~0xFFFFFFFF) | (xid & 0xFFFFFFFF)
+        if full - self.xmax > 1 << 31:
+            full -= 1 << 32
+        elif self.xmax - full > 1 << 31:
+            full += 1 << 32
+        return full < self.xmin or (full < self.xmax and full not in self.open)
+
+
+def lsn_number(text: str) -> int:
+    """An LSN as Postgres writes it, such as 0/191BFD0, as a number."""
+    try:
+        high, low = text.split("/")
+        return (int(high, 16) << 32) | int(low, 16)
+    except ValueError as error:
+        raise InvalidMessage(f"{text[:60]!r} is no LSN") from error
+
+
+def is_known(document: Mapping[str, Any], *names: str) -> bool:
+    """Whether a document has all of these fields."""
+    return all(document.get(name) is not None for name in names)

@@ -1,0 +1,101 @@
+"""A Spark session on this machine, from wheels alone, with the settings that were measured to matter."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from pyspark.sql import SparkSession
+
+from headwater.spark.java import prepare
+
+CHECKPOINT_FILES = (
+    "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"  # its whole name
+)
+FAST_JAVA = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+
+
+def settings(
+    *, cores: int, task_attempts: int, heap_mb: int, fast_start: bool, java_options: str
+) -> Mapping[str, str]:
+    """What a local session is started with. Any of it can be overruled by the caller."""
+    chosen = {
+        # One core more or less is one number; without attempts, one lost worker would end a query.
+        "spark.master": f"local[{cores},{task_attempts}]",
+        # No look-up of the machine's own name, which may not resolve, and nothing open to the network.
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.driver.memory": f"{heap_mb}m",
+        "spark.sql.session.timeZone": "UTC",
+        "spark.sql.catalogImplementation": "in-memory",
+        "spark.sql.shuffle.partitions": str(cores),
+        "spark.sql.execution.arrow.maxRecordsPerBatch": "20000",
+        # Sources of ours take conditions; Spark asks only if told so.
+        "spark.sql.python.filterPushdown.enabled": "true",
+        # The default one starts fifteen processes for each micro-batch.
+        "spark.sql.streaming.checkpointFileManagerClass": CHECKPOINT_FILES,
+        "spark.sql.streaming.stateStore.providerClass": (
+            "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
+        ),
+    }
+    chosen["spark.driver.extraJavaOptions"] = f"{java_options} {FAST_JAVA}" if fast_start else java_options
+    return chosen
+
+
+def local_session(
+    app_name: str = "headwater",
+    *,
+    cores: int = 2,
+    task_attempts: int = 4,
+    heap_mb: int = 1024,
+    fast_start: bool = False,
+    extra_settings: Mapping[str, str] | None = None,
+) -> SparkSession:
+    """A session in local mode with Headwater's formats registered; needs no Java on the machine.
+
+    `fast_start` starts in half the time and runs long jobs slower: for tests and short commands. A session that
+    is there already is returned as it is, as Spark does.
+    """
+    from headwater.spark import register
+
+    home = prepare(os.environ, fast_start=fast_start)
+    chosen = dict(
+        settings(
+            cores=cores,
+            task_attempts=task_attempts,
+            heap_mb=heap_mb,
+            fast_start=fast_start,
+            java_options=home.java_options,
+        )
+    ) | dict(extra_settings or {})
+    variables = dict(home.environment(fast_start=fast_start)) | {
+        "SPARK_LOCAL_IP": "127.0.0.1",
+        "PYSPARK_PYTHON": sys.executable,
+        "PYSPARK_DRIVER_PYTHON": sys.executable,
+    }
+    builder = SparkSession.builder.appName(app_name)
+    for name, value in chosen.items():
+        builder = builder.config(name, value)
+    # Spark takes these from the environment, and only while it starts: what is started later is none of its business.
+    with _environment(variables):
+        spark = builder.getOrCreate()
+    register(spark)
+    return spark
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
