@@ -70,6 +70,10 @@ class LeaseLost(HeadwaterError):
     """The lease ended or ran out, and another worker may have its events. Drop the result; claim anew."""
 
 
+class StagedEventsLost(HeadwaterError):
+    """What a batch had staged is gone before it was published. Nothing of it is in the log: run the batch again."""
+
+
 class NotAllowed(HeadwaterError):
     """The database role lacks the right: grant it headwater_publisher, headwater_consumer or headwater_admin."""
 
@@ -119,6 +123,7 @@ BY_SQLSTATE: Mapping[str, type[HeadwaterError]] = {
     "HW013": GroupExists,
     "HW014": ReaderBusy,
     "HW015": NotAllowed,
+    "HW016": StagedEventsLost,
     "22P02": InvalidEvent,  # invalid_text_representation: JSON that is none
     "22P05": InvalidEvent,  # untranslatable_character: \u0000 in JSON
     "22021": InvalidEvent,  # character_not_in_repertoire: a NUL byte in text

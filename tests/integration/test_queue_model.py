@@ -428,7 +428,7 @@ def test_the_life_of_events_is_that_of_the_model(
     run_state_machine_as_test(
         Machine,
         settings=settings(
-            max_examples=30,
+            max_examples=60,
             stateful_step_count=40,
             deadline=None,
             derandomize=True,

@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import suppress
 from typing import Any, Final
 
 import psycopg
 import pyarrow as pa
 from psycopg import conninfo
 
-try:
+dbapi: Any = None
+with suppress(ImportError):  # slower without
     import adbc_driver_manager
-    from adbc_driver_postgresql import dbapi
-except ImportError:  # slower without
-    adbc_driver_manager = None
-    dbapi = None
+    from adbc_driver_postgresql import dbapi  # type: ignore[no-redef]
 
-# The text of a value must not depend on whose session reads it.
+# The text of a value must not depend on whose session reads it; and no limit meant for applications ends a long read.
 SESSION: Final = (
     "-c datestyle=ISO -c intervalstyle=iso_8601 -c timezone=UTC -c extra_float_digits=1 "
-    "-c bytea_output=hex -c lc_monetary=C -c client_min_messages=warning"
+    "-c bytea_output=hex -c lc_monetary=C -c client_min_messages=warning "
+    "-c statement_timeout=0 -c idle_in_transaction_session_timeout=0"
 )
 BATCH_BYTES: Final = 4 << 20
 BATCH_ROWS: Final = 20_000
 _CONNECT_SECONDS: Final = 30
+_KINDS: Final = {
+    kind.sqlstate: kind
+    for kind in (
+        psycopg.errors.ObjectInUse,
+        psycopg.errors.ObjectNotInPrerequisiteState,
+        psycopg.errors.UndefinedObject,
+        psycopg.errors.UndefinedTable,
+        psycopg.errors.InsufficientPrivilege,
+        psycopg.errors.InvalidParameterValue,
+    )
+}
 
 
 def fixed(dsn: str) -> str:
@@ -43,7 +54,7 @@ def connect(dsn: str) -> psycopg.Connection[tuple[Any, ...]]:
     return psycopg.connect(fixed(dsn), autocommit=True)
 
 
-def stream(dsn: str, query: str, *, before: str | None = None) -> Iterator[Any]:
+def stream(dsn: str, query: str, *, before: str | None = None) -> Generator[Any]:
     """The result as RecordBatches, one at a time, after the statements in `before`. Values must be bytes or texts.
 
     Errors are psycopg's, whichever driver is there.
@@ -53,23 +64,21 @@ def stream(dsn: str, query: str, *, before: str | None = None) -> Iterator[Any]:
     return _stream_arrow(dsn, query, before)
 
 
-def _stream_arrow(dsn: str, query: str, before: str | None) -> Iterator[Any]:
+def _stream_arrow(dsn: str, query: str, before: str | None) -> Generator[Any]:
     try:
-        with dbapi.connect(fixed(dsn), autocommit=True) as connection, connection.cursor() as cursor:
-            if before is not None:
-                cursor.adbc_statement.set_options(**{"adbc.postgresql.use_copy": "false"})
-                for statement in before.split(";"):
+        with dbapi.connect(fixed(dsn), autocommit=before is None) as connection, connection.cursor() as cursor:
+            for statement in (before or "").split(";"):
+                if statement:
                     cursor.execute(statement)
-                cursor.adbc_statement.set_options(**{"adbc.postgresql.use_copy": "true"})
             cursor.adbc_statement.set_options(**{"adbc.postgresql.batch_size_hint_bytes": str(BATCH_BYTES)})
             cursor.execute(query)
             yield from cursor.fetch_record_batch()
     except adbc_driver_manager.Error as error:
-        kind = psycopg.errors.lookup(error.sqlstate) if error.sqlstate else psycopg.OperationalError
+        kind = _KINDS.get(error.sqlstate or "", psycopg.OperationalError)
         raise kind(str(error)) from error
 
 
-def _stream_rows(dsn: str, query: str, before: str | None) -> Iterator[Any]:
+def _stream_rows(dsn: str, query: str, before: str | None) -> Generator[Any]:
     with psycopg.connect(fixed(dsn)) as connection:
         if before is not None:
             connection.execute(before.encode())

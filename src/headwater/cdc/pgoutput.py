@@ -174,7 +174,15 @@ class Decoder:
         first[0] -= before.changes
         sequence = np.arange(len(rows)) - first[transactions]
         batch = self._assemble(
-            _Slice(data, at, stop, kinds, numbers), rows, relation_ids, learned, transactions, sequence, lsns, times, xids
+            _Slice(data, at, stop, kinds, numbers),
+            rows,
+            relation_ids,
+            learned,
+            transactions,
+            sequence,
+            lsns,
+            times,
+            xids,
         )
         self._remember(kinds, lsns, times, xids, changes, before)
         return batch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import resources
-from typing import LiteralString, cast
+from typing import LiteralString
 
 from psycopg import sql
 
@@ -13,7 +13,7 @@ from psycopg import sql
 def query(name: str) -> LiteralString:
     """The text of a query, by the name of its file. Such a text is part of the program."""
     folder = resources.files(__package__) / "sql"
-    return cast(LiteralString, (folder / f"{name}.sql").read_text())
+    return (folder / f"{name}.sql").read_text()
 
 
 def filled(name: str, **parts: sql.Composable) -> str:

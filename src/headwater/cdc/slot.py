@@ -1,21 +1,23 @@
-"""A publication and a replication slot: made when missing, read by whole transactions, advanced when told to."""
+"""A replication slot: made when missing, read by whole transactions, advanced when told to."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, TypeVar
 
 import psycopg
 from psycopg import sql
-from psycopg.rows import class_row, namedtuple_row
+from psycopg.rows import class_row
 
 from headwater import telemetry
+from headwater.cdc import publication
 from headwater.cdc.connection import connect, stream
 from headwater.cdc.pgoutput import Decoder
+from headwater.cdc.publication import quoted
 from headwater.cdc.queries import filled, query
 from headwater.errors import CaptureRefused, SlotBusy, SlotLost
 
@@ -86,9 +88,8 @@ class Slot:
     def prepare(self, tables: Sequence[str] = ()) -> SlotState:
         """Make the publication of `tables` and the slot where they are missing; refuse what could not work."""
         with connect(self.dsn) as connection:
-            _check_server(connection)
-            _make_publication(connection, self.publication, tables)
-            _check_identities(connection, self.publication)
+            publication.check_server(connection)
+            publication.ensure(connection, self.publication, tables)
             if self._find(connection) is None:
                 # Waits for the transactions that run now.
                 connection.execute(query("create_slot"), {"slot": self.name})
@@ -147,10 +148,9 @@ class Slot:
         if lsn <= state.confirmed_lsn:
             return None
         if lsn - state.restart_lsn > _REREAD_BYTES and connection.info.server_version >= _LOG_RUNNING_SINCE:
-            try:
+            # Without the right to ask for it, the server does it itself now and then.
+            with suppress(psycopg.errors.InsufficientPrivilege):
                 connection.execute(query("log_running"))
-            except psycopg.errors.InsufficientPrivilege:
-                pass  # the server does it itself now and then
         self._patiently(lambda: connection.execute(query("advance_slot"), {"slot": self.name, "lsn": lsn}))
         return None
 
@@ -206,12 +206,12 @@ class Slot:
     def _patiently_streamed(self, peek: str) -> Iterator[Any]:
         """The result of `peek`. A slot that is busy says so before its first row."""
 
-        def start() -> tuple[Iterator[Any], Any]:
+        def start() -> tuple[Generator[Any], Any]:
             rows = stream(self.dsn, peek)
             return rows, next(rows, None)
 
         rows, first = self._patiently(start)
-        with closing(rows):  # type: ignore[type-var]
+        with closing(rows):
             if first is not None:
                 yield first
                 del first
@@ -221,11 +221,6 @@ class Slot:
 def lsn_text(lsn: int) -> str:
     """An LSN as Postgres writes it."""
     return f"{lsn >> 32:X}/{lsn & 0xFFFFFFFF:X}"
-
-
-def quoted(name: str) -> str:
-    """A name as an SQL identifier."""
-    return sql.Identifier(name).as_string(None)
 
 
 def watch(state: SlotState, *, slot: str) -> Level:
@@ -238,80 +233,3 @@ def watch(state: SlotState, *, slot: str) -> Level:
             extra={telemetry.SLOT: slot, telemetry.RETAINED_BYTES: state.retained_bytes},
         )
     return level
-
-
-def _check_server(connection: psycopg.Connection[Any]) -> None:
-    with connection.cursor(row_factory=namedtuple_row) as cursor:
-        server = cursor.execute(query("server")).fetchone()
-    assert server is not None
-    if server.wal_level != "logical":
-        raise CaptureRefused(
-            f"the server's wal_level is {server.wal_level!r}; change capture needs 'logical'",
-            hint="Run: alter system set wal_level = logical; then restart Postgres.",
-        )
-    if server.in_recovery:
-        raise CaptureRefused("this server is a standby", hint="Connect to the primary.")
-    if not server.may_replicate:
-        raise CaptureRefused(
-            f"the role {server.role_name!r} may not replicate",
-            hint=f"Run as an administrator: alter role {quoted(server.role_name)} replication;",
-        )
-
-
-def _make_publication(connection: psycopg.Connection[Any], name: str, tables: Sequence[str]) -> None:
-    with connection.cursor(row_factory=namedtuple_row) as cursor:
-        wanted = cursor.execute(query("tables"), {"tables": list(tables)}).fetchall()
-        exists = cursor.execute(query("publication"), {"publication": name}).fetchone() is not None
-    for table in wanted:
-        if table.table_name is None:
-            raise CaptureRefused(f"there is no table {table.given_name!r}")
-        if not table.is_table or not table.is_permanent:
-            raise CaptureRefused(f"{table.given_name!r} is not a table whose changes are logged")
-    if exists:
-        _check_published(connection, name, {(table.schema_name, table.table_name) for table in wanted})
-        return
-    if not wanted:
-        raise CaptureRefused(
-            f"there is no publication {name!r}, and no tables to make one of",
-            hint="Name the tables, or create the publication yourself.",
-        )
-    # Before the publication is made: once it is there, updates of such a table fail for those who make them.
-    _refuse_anonymous([(table.schema_name, table.table_name) for table in wanted if not table.has_identity])
-    listed = sql.SQL(", ").join(sql.Identifier(table.schema_name, table.table_name) for table in wanted)
-    statement = sql.SQL("create publication {} for table {} with (publish_via_partition_root = true)")
-    try:
-        connection.execute(statement.format(sql.Identifier(name), listed))
-    except psycopg.errors.DuplicateObject:
-        return  # another process was quicker
-    except psycopg.errors.InsufficientPrivilege as error:
-        raise CaptureRefused(
-            f"this role may not make a publication of these tables: {str(error).splitlines()[0]}",
-            hint="Make the publication as the tables' owner, or grant: create on the database, ownership of the tables.",
-        ) from error
-
-
-def _check_published(connection: psycopg.Connection[Any], name: str, wanted: set[tuple[str, str]]) -> None:
-    rows = connection.execute(query("published_tables"), {"publication": name}).fetchall()
-    missing = sorted(wanted - {(row[0], row[1]) for row in rows})
-    if missing:
-        listed = ", ".join(f"{quoted(schema)}.{quoted(table)}" for schema, table in missing)
-        raise CaptureRefused(
-            f"the publication {name!r} does not have {listed}",
-            hint=f"Run: alter publication {quoted(name)} add table {listed}; and take a snapshot of what was added.",
-        )
-
-
-def _check_identities(connection: psycopg.Connection[Any], name: str) -> None:
-    row = connection.execute(query("publication"), {"publication": name}).fetchone()
-    if row is not None and row[0]:
-        tables = connection.execute(query("published_tables"), {"publication": name}).fetchall()
-        _refuse_anonymous([(table[0], table[1]) for table in tables if not table[2]])
-
-
-def _refuse_anonymous(tables: Iterable[tuple[str, str]]) -> None:
-    for schema, table in tables:
-        full = f"{quoted(schema)}.{quoted(table)}"
-        raise CaptureRefused(
-            f"the table {full} has nothing that identifies its rows, so that updates and deletes of it would fail",
-            hint=f"Give it a primary key, or run: alter table {full} replica identity full;",
-        )

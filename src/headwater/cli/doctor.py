@@ -23,6 +23,8 @@ from headwater.errors import HeadwaterError, NotAllowed
 app = typer.Typer()
 
 OLDEST_SERVER: Final = 150_000
+# From here on a member of a role may be kept from acting as it.
+SET_OPTION_SERVER: Final = 160_000
 OLD_PUBLISHER: Final = timedelta(seconds=60)
 OVERDUE: Final = timedelta(seconds=60)
 MANY_DEAD: Final = 100
@@ -46,7 +48,7 @@ class _Facts(NamedTuple):
     isolation: str
     missing_roles: list[str]
     has_condition_role: bool
-    owner_is_member: bool | None
+    owner_may_act: bool | None
     owner: str | None
     takes_conditions: bool
     server_time: datetime
@@ -261,22 +263,23 @@ def _conditions(log: headwater.Headwater, facts: _Facts) -> Iterator[Finding]:
 
 
 def _condition_role(facts: _Facts) -> Iterator[Finding]:
-    if facts.takes_conditions and facts.owner_is_member:
+    if facts.takes_conditions and facts.owner_may_act:
         yield Finding("conditions", "ok", "SQL conditions run as role headwater_condition")
         return
     if not facts.has_condition_role:
         wrong = "there is no role headwater_condition"
-    elif not facts.owner_is_member:
-        wrong = f"{facts.owner} is no member of role headwater_condition"
+    elif not facts.owner_may_act:
+        wrong = f"{facts.owner} may not act as role headwater_condition"
     else:
         wrong = "there is no schema headwater_condition"
     effect = "no upgrade can renew how conditions run" if facts.takes_conditions else "no SQL conditions"
     make_role = "" if facts.has_condition_role else "create role headwater_condition nologin; "
+    may_act = " with set true" if facts.server_version >= SET_OPTION_SERVER else ""
     yield Finding(
         "conditions",
         "warn",
         f"{wrong}: {effect}",
-        f'Have somebody who may create roles run: {make_role}grant headwater_condition to "{facts.owner}"; '
+        f'Have somebody who may create roles run: {make_role}grant headwater_condition to "{facts.owner}"{may_act}; '
         f"Then run headwater migrate as {facts.owner}.",
     )
 

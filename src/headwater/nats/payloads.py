@@ -73,11 +73,11 @@ def decompress(payload: bytes, dictionary: bytes | None = None) -> bytes:
 
 def train(samples: Iterable[bytes]) -> bytes | None:
     """A dictionary for bytes like these; nothing if they are too few or too alike to learn from."""
-    chosen = [sample for sample in samples if sample]
+    chosen: list[bytes | bytearray | memoryview] = [sample for sample in samples if sample]
     if len(chosen) < _FEWEST_SAMPLES:
         return None
     try:
-        return bytes(zstandard.train_dictionary(DICTIONARY_BYTES, chosen).as_bytes())
+        return bytes(zstandard.train_dictionary(DICTIONARY_BYTES, list(chosen)).as_bytes())
     except zstandard.ZstdError:
         return None
 

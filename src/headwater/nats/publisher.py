@@ -94,6 +94,11 @@ class Publisher:
         self._progress_at = 0.0
         self.reconnects = 0
 
+    @property
+    def progress(self) -> Published:
+        """What came of the messages that were sent since the last flush, so far. May be asked from any thread."""
+        return Published(self._stored, self._duplicates)
+
     # -- what can be done
 
     def publish(self, batch: pa.RecordBatch) -> Published:
@@ -127,7 +132,7 @@ class Publisher:
         """Wait until everything that was sent is acknowledged; says what came of it since the last time."""
         while self._open:
             self._step()
-        published = Published(self._stored, self._duplicates)
+        published = self.progress
         self._stored = self._duplicates = 0
         return published
 
@@ -162,9 +167,7 @@ class Publisher:
 
     def _queue_rows(self, chunk: _Chunk, start: int, end: int) -> None:
         piece = chunk.batch.slice(start, end - start)
-        self._outgoing.append(
-            frames.publish_frames(piece, inbox=self._inbox, first_number=chunk.first_number + start)
-        )
+        self._outgoing.append(frames.publish_frames(piece, inbox=self._inbox, first_number=chunk.first_number + start))
 
     def _step(self, *, wait: bool = True) -> None:
         """Move bytes in either direction once; on a lost connection, make a new one."""

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -138,10 +139,8 @@ def _key(pyspark: Path, wheel: Path | None) -> str:
 
 def _cache(environment: Mapping[str, str]) -> Path:
     cache = Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "headwater" / "spark"
-    try:
+    with suppress(OSError):
         cache.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        pass
     if os.access(cache, os.W_OK | os.X_OK):
         return cache
     fallback = Path(tempfile.gettempdir(), f"headwater-spark-{os.getuid()}")

@@ -17,9 +17,7 @@ CHECKPOINT_FILES = (
 FAST_JAVA = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 
 
-def settings(
-    *, cores: int, task_attempts: int, heap_mb: int, fast_start: bool, java_options: str
-) -> Mapping[str, str]:
+def settings(*, cores: int, task_attempts: int, heap_mb: int, fast_start: bool, java_options: str) -> Mapping[str, str]:
     """What a local session is started with. Any of it can be overruled by the caller."""
     chosen = {
         # One core more or less is one number; without attempts, one lost worker would end a query.

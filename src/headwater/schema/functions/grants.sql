@@ -10,7 +10,7 @@ declare
         'create_missing_topic', 'topic_to_publish', 'key_hash', 'lane_of', 'refuse_too_large', 'lock_lanes',
         'next_offset', 'publish_batch', 'publish_bytes', 'publish', 'schedule_bytes', 'release_due',
         'cancel_scheduled', 'move_scheduled', 'maintain', 'set_periodic', 'due_periodics', 'fire_periodic',
-        'pause_periodic', 'delete_periodic'
+        'pause_periodic', 'delete_periodic', 'publish_epoch', 'discard_staged'
     ];
     consuming constant text[] := array[
         'head', 'settled', 'refresh_settled', 'log_state', 'positions_between', 'raise_topic_not_found',
@@ -19,12 +19,13 @@ declare
         'position_before', 'open_cursor', 'advance_cursor', 'set_cursor', 'delete_cursor', 'release_due', 'maintain',
         'find_group', 'lock_group', 'try_lock_group', 'frontier', 'create_group', 'alter_group', 'pause_group',
         'resume_group', 'delete_group', 'rewind_group', 'pattern_regex', 'bind', 'unbind', 'bound_topics',
-        'bound_events', 'as_multirange', 'key_order_hash', 'backoff', 'in_flight', 'with_try', 'open_claims',
+        'bound_events', 'as_multirange', 'next_token', 'key_order_hash', 'backoff', 'in_flight', 'with_try', 'open_claims',
         'waiting_keys', 'is_next_of_key', 'free_next_of_keys', 'reap', 'pass_over', 'claim_suspect',
         'claim_due', 'claim_selected', 'claim', 'bury', 'settle', 'refuse_lost_lease', 'settle_and_claim', 'extend_lease', 'dead_letters',
         'redrive', 'discard', 'group_low_water', 'due_periodics', 'fire_periodic',
         'as_json', 'subscribe', 'unsubscribe', 'keep_subscriptions', 'hold_reading', 'match', 'read_next',
-        'set_reading', 'retry_later', 'finish_retry', 'install'
+        'set_reading', 'retry_later', 'finish_retry', 'install',
+        'drawn_ranges', 'batch_end', 'scan_topic', 'scan'
     ];
     missing text;
     opened record;
@@ -64,6 +65,8 @@ begin
         grant select, insert, delete on headwater.event_identity, headwater.scheduled to headwater_publisher;
         grant update (due_at) on headwater.scheduled to headwater_publisher;
         grant select, insert, update, delete on headwater.periodic to headwater_publisher;
+        grant select, insert, delete on headwater.staged to headwater_publisher;
+        grant select, insert, update on headwater.writer_epoch to headwater_publisher;
     end if;
 
     if exists (select from pg_roles r where r.rolname = 'headwater_consumer') then

@@ -193,7 +193,7 @@ declare
 begin
     perform headwater.lock_group(target.id);
     update headwater.consumer_group g
-    set start_position = to_position, start_token = nextval('headwater.lease_token')
+    set start_position = to_position, start_token = headwater.next_token()
     where g.id = target.id;
     delete from headwater.redelivery r where r.group_id = target.id and r.position > to_position;
     delete from headwater.dead_letter d where d.group_id = target.id and d.position > to_position;

@@ -74,9 +74,42 @@ begin
 end;
 $$;
 
--- The events of some topics (null: of the whole log) after a position and up to one that the caller knows to be
--- settled, in order, less those that a condition leaves out. One plain query, so that Postgres puts it in the place
--- of its call and sends events as they are found. It does not say what retention took: ask refuse_expired afterwards.
+-- The events of one topic after a position and up to one that the caller knows to be settled, in order, less those
+-- that a condition leaves out. One plain query, so that Postgres puts it in the place of its call and sends events as
+-- the index has them. It does not say what retention took: ask refuse_expired afterwards.
+create or replace function headwater.scan_topic(
+    topic text,
+    after bigint,
+    up_to bigint,
+    types text[] default null,
+    keys bytea[] default null,
+    published_from timestamptz default null,
+    published_before timestamptz default null
+)
+returns setof headwater.stored_event
+language sql
+stable
+begin atomic
+    with single as materialized (
+        select t.id, t.name, greatest(scan_topic.after, t.expired_to) as start_after
+        from headwater.find_topic(scan_topic.topic) as t
+    )
+    select
+        e.position, (select single.name from single), e.partition, e.topic_offset, e.key, e.type, e.routing_key,
+        e.headers, e.content_type, e.payload, e.event_id, e.published_at
+    from headwater.event e
+    where
+        e.topic_id = (select single.id from single)
+        and e.position > (select single.start_after from single)
+        and e.position <= scan_topic.up_to
+        and (types is null or e.type = any (types))
+        and (keys is null or e.key = any (keys))
+        and (published_from is null or e.published_at >= published_from)
+        and (published_before is null or e.published_at < published_before)
+    order by e.position;
+end;
+
+-- The same of several topics; null: of the whole log. These have to be sorted: ask for short ranges.
 create or replace function headwater.scan(
     topics text[],
     after bigint,
@@ -94,11 +127,11 @@ begin atomic
         e.position, t.name, e.partition, e.topic_offset, e.key, e.type, e.routing_key,
         e.headers, e.content_type, e.payload, e.event_id, e.published_at
     from headwater.event e
-    join headwater.topic t on t.id = e.topic_id and t.deleted_at is null
+    join headwater.topic t on t.id = e.topic_id
     where
         e.topic_id = any (headwater.topic_ids(topics))
-        and e.position > after
-        and e.position <= up_to
+        and e.position > scan.after
+        and e.position <= scan.up_to
         and e.position > t.expired_to
         and (types is null or e.type = any (types))
         and (keys is null or e.key = any (keys))

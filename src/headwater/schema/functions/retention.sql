@@ -140,6 +140,7 @@ begin
             busy := true;
     end;
     perform headwater.expire_subscriptions();
+    perform headwater.clear_staged();
     -- Last, since it keeps the groups from claiming until the end of the transaction.
     for group_name in select g.name from headwater.consumer_group g order by g.id loop
         begin

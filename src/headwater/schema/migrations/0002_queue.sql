@@ -5,7 +5,7 @@
 create unlogged sequence headwater.settled_register as bigint minvalue 0 start 0 cache 1;
 
 -- Proves a lease. Drawn under the group's lock, so that within a group the order of tokens is the order of claims.
-create sequence headwater.lease_token as bigint cache 1;
+create sequence headwater.lease_token as bigint maxvalue 549755813887 cache 1;
 
 create table headwater.consumer_group (
     id                  integer     generated always as identity primary key,

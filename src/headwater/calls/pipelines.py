@@ -1,0 +1,100 @@
+"""Calls that read the log by ranges and write it in epochs, as Spark does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from headwater.calls.call import Call, nothing, only_value
+from headwater.calls.encoding import checked_text
+from headwater.calls.reading import decode_events, topic_names
+from headwater.model import Event
+
+STAGED_SCHEMA = "headwater"
+STAGED_TABLE = "staged"
+"""Where tasks put events that an epoch will publish."""
+
+# Plain types, for drivers that know no others.
+_SCANNED = (
+    "position::bigint, topic::text, partition::integer, topic_offset::bigint, key::bytea, type::text, "
+    "routing_key::text, headers::text, content_type::text, payload::bytea, event_id::text, published_at::timestamptz"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """Which events of a range are wanted; None asks nothing. A time range includes its start, not its end."""
+
+    types: tuple[str, ...] | None = None
+    keys: tuple[bytes, ...] | None = None
+    published_from: datetime | None = None
+    published_before: datetime | None = None
+
+
+def scan(
+    topics: Sequence[str] | None, *, after: int, up_to: int, conditions: Conditions | None = None
+) -> Call[list[Event]]:
+    """All events after a position and up to one that is known to be settled, in order."""
+    asked = conditions or Conditions()
+    wanted = (
+        after,
+        up_to,
+        None if asked.types is None else list(asked.types),
+        None if asked.keys is None else list(asked.keys),
+        asked.published_from,
+        asked.published_before,
+    )
+    if topics is not None and len(topics) == 1:
+        return Call(
+            f"select {_SCANNED} from headwater.scan_topic(%s, %s, %s, %s::text[], %s::bytea[], %s, %s)",
+            (checked_text(topics[0], "topic name"), *wanted),
+            decode_events,
+        )
+    return Call(
+        f"select {_SCANNED} from headwater.scan(%s::text[], %s, %s, %s::text[], %s::bytea[], %s, %s)",
+        (topic_names(topics), *wanted),
+        decode_events,
+    )
+
+
+def refuse_expired(topics: Sequence[str] | None, *, after: int) -> Call[None]:
+    """PositionExpired if retention took events of these topics after that position."""
+    return Call("select headwater.refuse_expired(%s::text[], %s::bigint)", (topic_names(topics), after), nothing)
+
+
+def drawn_ranges(*, after: int, up_to: int) -> Call[list[tuple[int, int]]]:
+    """The ranges of positions that were drawn at all, each as (after, up to)."""
+    return Call(
+        "select range_after, range_up_to from headwater.drawn_ranges(%s, %s)",
+        (after, up_to),
+        lambda rows: [(row[0], row[1]) for row in rows],
+    )
+
+
+def batch_end(topics: Sequence[str] | None, *, after: int, settled: int, max_events: int | None) -> Call[int | None]:
+    """How far a batch reaches that starts after a position; None: there is no event for it."""
+    return Call(
+        "select headwater.batch_end(%s::text[], %s, %s, %s)",
+        (topic_names(topics), after, settled, max_events),
+        only_value,
+    )
+
+
+def publish_epoch(
+    writer: str, epoch: int, *, attempts: Sequence[str], expected_events: int, replayable: bool
+) -> Call[int | None]:
+    """Publish what attempts have staged, once; the answer is how many events, None if it was done before."""
+    return Call(
+        "select headwater.publish_epoch(%s, %s, %s::text[], %s, %s)",
+        (checked_text(writer, "writer name"), epoch, list(attempts), expected_events, replayable),
+        only_value,
+    )
+
+
+def discard_staged(writer: str, epoch: int, *, attempts: Sequence[str]) -> Call[None]:
+    return Call(
+        "select headwater.discard_staged(%s, %s, %s::text[])",
+        (checked_text(writer, "writer name"), epoch, list(attempts)),
+        nothing,
+    )

@@ -1,0 +1,372 @@
+"""Keeping a replica of a table: a snapshot first, then each later change, exactly once, for as long as wanted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.js import JetStreamContext
+from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
+from nats.js.errors import APIError, NotFoundError
+
+from headwater.nats import payloads, streams, subjects
+from headwater.nats.failure import InvalidMessage, NatsUnavailable, ReplicaRefused
+from headwater.nats.replica_store import Diverged, ReplicaStore, State
+from headwater.nats.visibility import Visibility, lsn_number
+from headwater.telemetry import logger
+
+_ANSWER_SECONDS: Final = 2.0
+_INACTIVE_SECONDS: Final = 300.0
+_BOOTSTRAPS_IN_A_ROW: Final = 3
+_META_FIELDS: Final = ("snapshot_id", "lsn", "snapshot", "stream_sequence", "batch_count", "row_count")
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a replica did since it was started."""
+
+    snapshots: int = 0
+    rows_loaded: int = 0
+    changes_applied: int = 0
+    changes_skipped: int = 0
+    stream_sequence: int = 0
+    caught_up: bool = False
+
+
+class Replica:
+    """Keeps `store` equal to its table, from the streams of one NATS.
+
+    The rows and the place in the stream change in one transaction of SQLite, so a replica that is killed goes on
+    where its rows are. A gap in the stream, or a change that does not fit, leads to a new snapshot.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        store: ReplicaStore,
+        *,
+        batch_size: int = 500,
+        idle_seconds: float = 0.5,
+        snapshot_seconds: float = 600.0,
+        connect_seconds: float = 5.0,
+        fresh_snapshot: bool = False,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> None:
+        self._url: Final = url
+        self._store: Final = store
+        self._table: Final = store.table
+        self._batch_size: Final = batch_size
+        self._idle_seconds: Final = idle_seconds
+        self._snapshot_seconds: Final = snapshot_seconds
+        self._connect_seconds: Final = connect_seconds
+        self._fresh_snapshot = fresh_snapshot
+        self._on_progress: Final = on_progress
+        self._dictionaries: dict[str, bytes] = {}
+        self.progress = Progress()
+
+    async def run(self, *, stop: asyncio.Event | None = None, once: bool = False) -> Progress:
+        """Keep in sync until `stop` is set; with `once`, until everything in the stream is applied."""
+        stop = stop or asyncio.Event()
+        async with streams.connected(self._url, name="headwater replica", connect_seconds=self._connect_seconds) as nc:
+            js = nc.jetstream()
+            diverged = applied = 0
+            while not stop.is_set():
+                try:
+                    state = await self._resume(js)
+                    if state is None:
+                        state = await self._bootstrap(nc, js, stop)
+                        if state is None:
+                            break
+                    applied = self.progress.changes_applied
+                    await self._follow(js, state, stop, once=once)
+                    if once and self.progress.caught_up:
+                        break
+                except Diverged as error:
+                    diverged = 1 if self.progress.changes_applied > applied else diverged + 1
+                    if diverged >= _BOOTSTRAPS_IN_A_ROW:
+                        raise ReplicaRefused(
+                            f"{self._table.full_name} does not fit its changes after {diverged} snapshots: {error}",
+                            hint="Is the table published by one slot only?",
+                        ) from error
+                    logger.warning("the replica does not fit; it is built anew", extra={"error": str(error)})
+                    self._fresh_snapshot = True
+                    self._store.forget()
+                except NotFoundError as error:
+                    raise ReplicaRefused(
+                        "the streams CDC and INIT are not there", hint="Start what publishes the table first."
+                    ) from error
+                except (nats.errors.Error, APIError, TimeoutError) as error:
+                    # The client reconnects by itself; the consumer is made anew from where the rows are.
+                    logger.warning("NATS did not answer; trying again", extra={"error": str(error)})
+                    if nc.is_closed:
+                        raise NatsUnavailable(f"the connection to NATS ended: {error}") from error
+                    await _pause(stop, self._idle_seconds)
+        return self.progress
+
+    # -- where to go on
+
+    async def _resume(self, js: JetStreamContext) -> State | None:
+        """The replica's state if everything after it is still in the stream."""
+        info = await js.stream_info(subjects.CDC_STREAM)
+        state = self._store.state()
+        if state is None or self._fresh_snapshot:
+            return None
+        if state.stream_created != str(info.created):
+            logger.warning("the stream CDC is another one; the replica is built anew")
+            return None
+        if state.stream_sequence + 1 < info.state.first_seq:
+            logger.warning("the stream CDC lost changes that are needed; the replica is built anew")
+            return None
+        return state
+
+    # -- a snapshot
+
+    async def _bootstrap(self, nc: Client, js: JetStreamContext, stop: asyncio.Event) -> State | None:
+        schema = await streams.get_schema(js, self._table)
+        if schema is None:
+            raise ReplicaRefused(
+                f"the bucket schemas knows no table {self._table.token}",
+                hint="Is it in the publication, and does what publishes it run?",
+            )
+        info = await js.stream_info(subjects.CDC_STREAM)
+        found = await self._last_meta(js)
+        last_id = None if found is None else found["snapshot_id"]
+        if found is None or self._fresh_snapshot or found["stream_sequence"] + 1 < info.state.first_seq:
+            found = await self._request(nc, js, last_id, stop)
+            if found is None:
+                return None
+        state = State(
+            snapshot_id=found["snapshot_id"],
+            visible=found["snapshot"],
+            snapshot_lsn=lsn_number(found["lsn"]),
+            stream_created=str(info.created),
+            stream_sequence=found["stream_sequence"],
+            last_lsn=-1,
+            last_sequence=-1,
+        )
+        Visibility.parse(state.visible)
+        try:
+            await self._load(js, found, schema, state)
+        except _Incomplete as error:
+            # Its chunks are expired or it is another's that is not whole: a new one of our own.
+            self._fresh_snapshot = True
+            logger.warning("the last snapshot is not whole; another is asked for", extra={"error": str(error)})
+            return await self._bootstrap(nc, js, stop)
+        self._fresh_snapshot = False
+        return state
+
+    async def _last_meta(self, js: JetStreamContext) -> dict[str, Any] | None:
+        try:
+            message = await js.get_last_msg(subjects.INIT_STREAM, subjects.meta_subject(self._table))
+        except NotFoundError:
+            await js.stream_info(subjects.INIT_STREAM)  # says so if it is the stream that is not there
+            return None
+        document = payloads.decode(message.data or b"")
+        if not isinstance(document, dict) or any(document.get(name) is None for name in _META_FIELDS):
+            return None
+        return document
+
+    async def _request(
+        self, nc: Client, js: JetStreamContext, last_id: str | None, stop: asyncio.Event
+    ) -> dict[str, Any] | None:
+        """Ask for a snapshot and wait until it is whole."""
+        try:
+            await nc.request(subjects.request_subject(self._table), b"", timeout=_ANSWER_SECONDS)
+        except nats.errors.NoRespondersError as error:
+            raise ReplicaRefused(
+                f"nobody serves snapshots of {self._table.full_name}", hint="Start what publishes the table first."
+            ) from error
+        except TimeoutError:
+            pass  # whoever serves need not answer
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._snapshot_seconds
+        while not stop.is_set():
+            found = await self._last_meta(js)
+            if found is not None and found["snapshot_id"] != last_id:
+                return found
+            if loop.time() > deadline:
+                raise ReplicaRefused(
+                    f"no snapshot of {self._table.full_name} came within {self._snapshot_seconds:g} seconds"
+                )
+            await _pause(stop, 0.05)
+        return None
+
+    async def _load(
+        self, js: JetStreamContext, found: Mapping[str, Any], schema: Mapping[str, Any], state: State
+    ) -> None:
+        """The rows of a snapshot in place of what is there."""
+        wanted = int(found["batch_count"])
+        seen: set[int] = set()
+        rows = 0
+        with self._store.transaction():
+            self._store.rebuild(schema["columns"])
+            if wanted:
+                reader = await _Reader.open(
+                    js, subjects.INIT_STREAM, subjects.chunks_filter(self._table, str(found["snapshot_id"])), 1
+                )
+                try:
+                    while len(seen) < wanted:
+                        messages = await reader.fetch(min(self._batch_size, 16), self._idle_seconds)
+                        if not messages and await reader.pending() == 0:
+                            raise _Incomplete(f"{len(seen)} of {wanted} chunks")
+                        for message in messages:
+                            document = await self._plain(js, message)
+                            if document["chunk"] not in seen:
+                                seen.add(document["chunk"])
+                                rows += self._store.load(document["data"])
+                finally:
+                    await reader.close()
+            if rows != int(found["row_count"]):
+                raise _Incomplete(f"{rows} of {found['row_count']} rows")
+            self._store.save(state)
+        self._tell(snapshots=self.progress.snapshots + 1, rows_loaded=self.progress.rows_loaded + rows)
+
+    async def _plain(self, js: JetStreamContext, message: Msg) -> Any:
+        key = (message.headers or {}).get(payloads.DICTIONARY)
+        if key is not None and key not in self._dictionaries:
+            dictionary = await streams.get_dictionary(js, key)
+            if dictionary is None:
+                raise InvalidMessage(f"the dictionary {key} is not in the bucket {subjects.DICTIONARIES_BUCKET}")
+            self._dictionaries[key] = dictionary
+        return payloads.plain(message.data, message.headers, self._dictionaries)
+
+    # -- changes
+
+    async def _follow(self, js: JetStreamContext, state: State, stop: asyncio.Event, *, once: bool) -> None:
+        visibility = Visibility.parse(state.visible)
+        reader = await _Reader.open(
+            js, subjects.CDC_STREAM, subjects.changes_filter(self._table), state.stream_sequence + 1
+        )
+        try:
+            while not stop.is_set():
+                # Read before the fetch: if that finds nothing, everything up to here is applied.
+                last = (await js.stream_info(subjects.CDC_STREAM)).state.last_seq if not reader.busy else 0
+                messages = await reader.fetch(self._batch_size, self._idle_seconds)
+                if messages:
+                    state = await self._apply(js, messages, state, visibility)
+                    continue
+                if await reader.pending() == 0 and last:
+                    if last > state.stream_sequence:
+                        state = replace(state, stream_sequence=last)
+                        with self._store.transaction():
+                            self._store.save(state)
+                    self._tell(stream_sequence=state.stream_sequence, caught_up=True)
+                    if once:
+                        return
+        finally:
+            await reader.close()
+
+    async def _apply(self, js: JetStreamContext, messages: list[Msg], state: State, visibility: Visibility) -> State:
+        applied = skipped = 0
+        with self._store.transaction():
+            for message in messages:
+                body = await self._plain(js, message)
+                for event in body if isinstance(body, list) else [body]:
+                    if _is_new(event, state, visibility):
+                        data = event.get("data") or {}
+                        if self._store.unknown_columns(data):
+                            await self._learn(js)
+                        self._store.apply(event)
+                        applied += 1
+                    else:
+                        skipped += 1
+                    place = (int(event["lsn"]), int(event["sequence"]))
+                    if place > (state.last_lsn, state.last_sequence):
+                        state = replace(state, last_lsn=place[0], last_sequence=place[1])
+                state = replace(state, stream_sequence=message.metadata.sequence.stream)
+            self._store.save(state)
+        self._tell(
+            changes_applied=self.progress.changes_applied + applied,
+            changes_skipped=self.progress.changes_skipped + skipped,
+            stream_sequence=state.stream_sequence,
+            caught_up=False,
+        )
+        return state
+
+    async def _learn(self, js: JetStreamContext) -> None:
+        """Columns that came since."""
+        schema = await streams.get_schema(js, self._table)
+        if schema is not None:
+            self._store.add_columns(schema["columns"])
+
+    def _tell(self, **changes: Any) -> None:
+        self.progress = replace(self.progress, **changes)
+        if self._on_progress is not None:
+            self._on_progress(self.progress)
+
+
+def _is_new(event: Mapping[str, Any], state: State, visibility: Visibility) -> bool:
+    """Whether a change is neither applied already nor in the snapshot."""
+    try:
+        lsn, sequence, xid = int(event["lsn"]), int(event["sequence"]), int(event["xid"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidMessage(f"a change without lsn, sequence and xid: {str(event)[:200]}") from error
+    if (lsn, sequence) <= (state.last_lsn, state.last_sequence):
+        return False
+    # What the snapshot sees committed before the LSN that was read after it. Later numbers need no look at
+    # the snapshot, which matters when they have come round.
+    return lsn >= state.snapshot_lsn or not visibility.sees(xid)
+
+
+class _Incomplete(Exception):
+    """A snapshot of which something is missing."""
+
+
+class _Reader:
+    """A consumer of a stream from one sequence on, that notices when it missed something."""
+
+    def __init__(self, js: JetStreamContext, subscription: JetStreamContext.PullSubscription) -> None:
+        self._js = js
+        self._subscription = subscription
+        self._delivered = 0
+        self.busy = False
+
+    @staticmethod
+    async def open(js: JetStreamContext, stream: str, subject: str, start_sequence: int) -> _Reader:
+        config = ConsumerConfig(
+            deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
+            opt_start_seq=max(1, start_sequence),
+            ack_policy=AckPolicy.NONE,
+            inactive_threshold=_INACTIVE_SECONDS,
+        )
+        return _Reader(js, await js.pull_subscribe(subject, stream=stream, config=config))
+
+    async def fetch(self, count: int, seconds: float) -> list[Msg]:
+        """What comes within the time; nothing if nothing does."""
+        try:
+            messages = await self._subscription.fetch(count, timeout=seconds)
+        except TimeoutError:
+            messages = []
+        for message in messages:
+            self._delivered += 1
+            if message.metadata.sequence.consumer != self._delivered:
+                raise nats.errors.Error("messages were lost on the way")
+        self.busy = bool(messages)
+        return messages
+
+    async def pending(self) -> int:
+        """How many messages the consumer has not been sent yet."""
+        info = await self._subscription.consumer_info()
+        if info.delivered is not None and info.delivered.consumer_seq != self._delivered:
+            raise nats.errors.Error("messages were lost on the way")
+        return info.num_pending or 0
+
+    async def close(self) -> None:
+        try:
+            info = await self._subscription.consumer_info()
+            await self._subscription.unsubscribe()
+            await self._js.delete_consumer(info.stream_name, info.name)
+        except (nats.errors.Error, APIError, TimeoutError):
+            return  # it goes by itself after a while
+
+
+async def _pause(stop: asyncio.Event, seconds: float) -> None:
+    try:
+        await asyncio.wait_for(stop.wait(), seconds)
+    except TimeoutError:
+        return

@@ -1,0 +1,298 @@
+"""A table's replica in SQLite: its rows, and how far it is, always changed in one transaction."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from headwater.nats.failure import InvalidMessage, ReplicaRefused
+from headwater.nats.subjects import DEFAULT_SCHEMA, Table
+
+_INTEGERS: Final = frozenset({"smallint", "integer", "bigint", "int2", "int4", "int8", "oid"})
+_REALS: Final = frozenset({"real", "double precision", "float4", "float8"})
+_BOOLEANS: Final = frozenset({"boolean", "bool"})
+_DOCUMENTS: Final = frozenset({"json", "jsonb"})
+_BUSY_SECONDS: Final = 30.0
+
+_STATE: Final = """
+create table if not exists _headwater_replica (
+    name            text    not null primary key,
+    snapshot_id     text    not null,
+    visible         text    not null,
+    snapshot_lsn    integer not null,
+    stream_created  text    not null,
+    stream_sequence integer not null,
+    last_lsn        integer not null,
+    last_sequence   integer not null,
+    columns         text    not null
+) strict
+"""
+
+
+class Diverged(Exception):
+    """A change does not fit the rows that are there: the replica is not the table any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """How far a replica is.
+
+    `stream_sequence` is the last one of the stream CDC whose effect is in the rows; `last_lsn` and
+    `last_sequence` are of the last change that was applied.
+    """
+
+    snapshot_id: str
+    visible: str
+    snapshot_lsn: int
+    stream_created: str
+    stream_sequence: int
+    last_lsn: int
+    last_sequence: int
+
+
+class ReplicaStore:
+    """One table's replica in a file of SQLite."""
+
+    def __init__(self, path: Path | str, table: Table) -> None:
+        self.table: Final = table
+        self.name: Final = table.name if table.schema == DEFAULT_SCHEMA else f"{table.schema}.{table.name}"
+        try:
+            # Autocommit: transactions begin and end where `transaction` says.
+            self._connection = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None)
+            self._connection.execute("pragma journal_mode = wal")
+            self._connection.execute(_STATE)
+        except sqlite3.Error as error:
+            raise ReplicaRefused(
+                f"cannot use {path}: {error}", hint="Choose a file of SQLite, or a new one."
+            ) from error
+        self._columns: dict[str, _Column] = {}
+        self._key: tuple[str, ...] = ()
+        self._load_columns()
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All of it or nothing."""
+        self._connection.execute("begin immediate")
+        try:
+            yield
+        except BaseException:
+            self._connection.execute("rollback")
+            self._load_columns()
+            raise
+        self._connection.execute("commit")
+
+    # -- how far it is
+
+    def state(self) -> State | None:
+        """How far the replica is; nothing before its first snapshot."""
+        row = self._connection.execute(
+            "select snapshot_id, visible, snapshot_lsn, stream_created, stream_sequence, last_lsn, last_sequence "
+            "from _headwater_replica where name = ?",
+            (self.name,),
+        ).fetchone()
+        return None if row is None else State(*row)
+
+    def save(self, state: State) -> None:
+        """Say how far the replica is."""
+        columns = json.dumps([(c.name, c.data_type, c.primary_key) for c in self._columns.values()])
+        self._connection.execute(
+            "insert or replace into _headwater_replica values (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                self.name,
+                state.snapshot_id,
+                state.visible,
+                state.snapshot_lsn,
+                state.stream_created,
+                state.stream_sequence,
+                state.last_lsn,
+                state.last_sequence,
+                columns,
+            ),
+        )
+
+    def forget(self) -> None:
+        """The place in the stream is worth nothing any more; the rows stay until the next snapshot."""
+        state = self.state()
+        if state is not None:
+            with self.transaction():
+                self._connection.execute(
+                    "update _headwater_replica set stream_created = '' where name = ?", (self.name,)
+                )
+
+    # -- rows
+
+    def rebuild(self, columns: Sequence[Mapping[str, Any]]) -> None:
+        """An empty table with these columns of a schema document, in place of the replica's earlier one."""
+        described = {
+            str(column["name"]): _Column(
+                str(column["name"]), str(column["data_type"]).lower(), bool(column.get("primary_key"))
+            )
+            for column in columns
+        }
+        key = tuple(column.name for column in described.values() if column.primary_key)
+        if not key:
+            raise ReplicaRefused(
+                f"{self.table.full_name} has no primary key, so changes cannot be told apart",
+                hint="Give the table a primary key.",
+            )
+        if self.state() is None and self._exists():
+            raise ReplicaRefused(
+                f"there is a table {self.name} already that is no replica", hint="Choose another file, or drop it."
+            )
+        self._columns, self._key = described, key
+        self._connection.execute(f"drop table if exists {_quoted(self.name)}")
+        lines = [f"{_quoted(column.name)} {column.affinity}" for column in described.values()]
+        lines.append(f"primary key ({', '.join(map(_quoted, key))})")
+        self._connection.execute(f"create table {_quoted(self.name)} ({', '.join(lines)})")
+
+    def add_columns(self, columns: Sequence[Mapping[str, Any]]) -> None:
+        """Add what a newer schema document has and the replica has not."""
+        for column in columns:
+            name = str(column["name"])
+            if name not in self._columns:
+                added = _Column(name, str(column["data_type"]).lower(), primary_key=False)
+                self._columns[name] = added
+                self._connection.execute(
+                    f"alter table {_quoted(self.name)} add column {_quoted(name)} {added.affinity}"
+                )
+
+    def unknown_columns(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row has columns that the replica has not."""
+        return not row.keys() <= self._columns.keys()
+
+    def load(self, rows: Iterable[Mapping[str, Any]]) -> int:
+        """Put the rows of a snapshot in; says how many."""
+        names = list(self._columns)
+        values = [[self._value(name, row.get(name)) for name in names] for row in rows]
+        places = ", ".join("?" * len(names))
+        try:
+            self._connection.executemany(
+                f"insert into {_quoted(self.name)} ({', '.join(map(_quoted, names))}) values ({places})", values
+            )
+        except sqlite3.IntegrityError as error:
+            raise Diverged(f"the snapshot has a row twice: {error}") from error
+        return len(values)
+
+    def apply(self, event: Mapping[str, Any]) -> None:
+        """Carry one change out; Diverged if it does not fit what is there."""
+        operation = event.get("operation")
+        data = event.get("data")
+        if not isinstance(data, Mapping):
+            raise InvalidMessage(f"a change without data: {str(event)[:200]}")
+        if operation == "INSERT":
+            self._insert(data)
+        elif operation == "UPDATE":
+            self._update(data, event.get("old"))
+        elif operation == "DELETE":
+            self._one(f"delete from {_quoted(self.name)} where {self._where()}", self._key_of(data), "delete")
+        elif operation == "TRUNCATE":
+            self._connection.execute(f"delete from {_quoted(self.name)}")
+        else:
+            raise InvalidMessage(f"{operation!r} is no operation of a change")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Every row, by its key."""
+        cursor = self._connection.execute(
+            f"select * from {_quoted(self.name)} order by {', '.join(map(_quoted, self._key))}"
+        )
+        names = [column[0] for column in cursor.description]
+        return [dict(zip(names, row, strict=True)) for row in cursor]
+
+    # -- how
+
+    def _exists(self) -> bool:
+        found = self._connection.execute(
+            "select 1 from sqlite_master where type in ('table', 'view') and name = ?", (self.name,)
+        )
+        return found.fetchone() is not None
+
+    def _load_columns(self) -> None:
+        row = self._connection.execute("select columns from _headwater_replica where name = ?", (self.name,)).fetchone()
+        self._columns = {} if row is None else {item[0]: _Column(*item) for item in json.loads(row[0])}
+        self._key = tuple(column.name for column in self._columns.values() if column.primary_key)
+
+    def _insert(self, data: Mapping[str, Any]) -> None:
+        names = ", ".join(map(_quoted, data))
+        places = ", ".join("?" * len(data))
+        try:
+            self._connection.execute(
+                f"insert into {_quoted(self.name)} ({names}) values ({places})", self._values(data)
+            )
+        except sqlite3.IntegrityError as error:
+            raise Diverged(f"an insert of a row that is there: {error}") from error
+
+    def _update(self, data: Mapping[str, Any], old: Any) -> None:
+        key = self._key_of(old) if isinstance(old, Mapping) and old.keys() >= set(self._key) else self._key_of(data)
+        changes = ", ".join(f"{_quoted(name)} = ?" for name in data)
+        try:
+            self._one(
+                f"update {_quoted(self.name)} set {changes} where {self._where()}",
+                [*self._values(data), *key],
+                "update",
+            )
+        except sqlite3.IntegrityError as error:
+            raise Diverged(f"an update to the key of another row: {error}") from error
+
+    def _one(self, statement: str, values: Sequence[Any], what: str) -> None:
+        if self._connection.execute(statement, values).rowcount != 1:
+            raise Diverged(f"{what} of a row that is not there")
+
+    def _where(self) -> str:
+        return " and ".join(f"{_quoted(name)} = ?" for name in self._key)
+
+    def _key_of(self, row: Mapping[str, Any]) -> list[Any]:
+        missing = [name for name in self._key if row.get(name) is None]
+        if missing:
+            raise InvalidMessage(f"a change of {self.table.full_name} without its key {', '.join(missing)}")
+        return [self._value(name, row[name]) for name in self._key]
+
+    def _values(self, row: Mapping[str, Any]) -> list[Any]:
+        return [self._value(name, value) for name, value in row.items()]
+
+    def _value(self, name: str, value: Any) -> Any:
+        if value is None:
+            return None
+        column = self._columns[name]
+        if column.data_type in _DOCUMENTS:
+            return json.dumps(value, ensure_ascii=False)
+        if isinstance(value, bool):
+            return int(value) if column.affinity == "integer" else str(value).lower()
+        if column.affinity == "text" and not isinstance(value, str):
+            return json.dumps(value, ensure_ascii=False)
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """A column of the replica."""
+
+    name: str
+    data_type: str
+    primary_key: bool
+
+    @property
+    def affinity(self) -> str:
+        if self.data_type in _INTEGERS or self.data_type in _BOOLEANS:
+            return "integer"
+        return "real" if self.data_type in _REALS else "text"
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'

@@ -1,0 +1,463 @@
+-- Claim: how a worker gets events, for a time.
+
+-- Claim one event whose lease ran out before: alone, so that it can take nobody with it.
+create or replace function headwater.claim_suspect(
+    target headwater.consumer_group, lease bigint, worker text, ends_at timestamptz, leased_keys bigint[],
+    due_after timestamptz, due_to timestamptz
+)
+returns setof headwater.claimed_event
+language sql
+begin atomic
+    with due as (
+        select r.position
+        from headwater.redelivery r
+        join headwater.topic t on t.id = r.topic_id
+        where
+            r.group_id = target.id and r.visible_at > due_after and r.visible_at <= due_to
+            and r.token is null and r.alone
+            and t.deleted_at is null
+            and headwater.is_next_of_key(r, leased_keys)
+            and exists (select from headwater.event e where e.topic_id = r.topic_id and e.position = r.position)
+        order by r.visible_at, r.position
+        limit 1
+        for update of r skip locked
+    ),
+    leased as (
+        update headwater.redelivery r
+        set attempt = r.attempt + 1, token = lease, worker = claim_suspect.worker, visible_at = ends_at
+        where r.group_id = target.id and r.position = any (array(select d.position from due d))
+        returning r.position, r.topic_id, r.attempt
+    )
+    select
+        lease, l.attempt, true, ends_at,
+        e.position, t.name, e.partition, e.topic_offset, e.key, e.type, e.routing_key,
+        e.headers, e.content_type, e.payload, e.event_id, e.published_at
+    from leased l
+    join headwater.topic t on t.id = l.topic_id
+    cross join lateral (
+        select * from headwater.event f where f.topic_id = l.topic_id and f.position = l.position offset 0
+    ) as e;
+end;
+
+-- Claim events that failed and are due again.
+create or replace function headwater.claim_due(
+    target headwater.consumer_group, lease bigint, worker text, room integer, ends_at timestamptz, leased_keys bigint[],
+    due_after timestamptz, due_to timestamptz
+)
+returns setof headwater.claimed_event
+language sql
+begin atomic
+    with due as (
+        select r.position
+        from headwater.redelivery r
+        join headwater.topic t on t.id = r.topic_id
+        where
+            r.group_id = target.id and r.visible_at > due_after and r.visible_at <= due_to
+            and r.token is null and not r.alone
+            and t.deleted_at is null
+            and headwater.is_next_of_key(r, leased_keys)
+            and exists (select from headwater.event e where e.topic_id = r.topic_id and e.position = r.position)
+        order by r.visible_at, r.position
+        limit room
+        for update of r skip locked
+    ),
+    leased as (
+        update headwater.redelivery r
+        set attempt = r.attempt + 1, token = lease, worker = claim_due.worker, visible_at = ends_at
+        where r.group_id = target.id and r.position = any (array(select d.position from due d))
+        returning r.position, r.topic_id, r.attempt
+    )
+    select
+        lease, l.attempt, false, ends_at,
+        e.position, t.name, e.partition, e.topic_offset, e.key, e.type, e.routing_key,
+        e.headers, e.content_type, e.payload, e.event_id, e.published_at
+    from leased l
+    join headwater.topic t on t.id = l.topic_id
+    -- Lateral, so that no plan joins by topic first: that of a small log would read a large one whole.
+    cross join lateral (
+        select * from headwater.event f where f.topic_id = l.topic_id and f.position = l.position offset 0
+    ) as e
+    order by e.position;
+end;
+
+-- Claim new events for a group whose bindings must be looked at event by event, or whose keys are ordered.
+create or replace function headwater.claim_selected(
+    target headwater.consumer_group,
+    lease bigint,
+    worker text,
+    room integer,
+    ends_at timestamptz,
+    last_claimed bigint,
+    settled_to bigint,
+    due_after timestamptz
+)
+returns setof headwater.claimed_event
+language plpgsql
+volatile
+as $$
+declare
+    ids constant integer[] := headwater.bound_topics(target.id, last_claimed);
+    -- Every event of the topics is the group's: nothing to select.
+    plain constant boolean := not target.ordered_keys and not exists (
+        select from headwater.binding b
+        where
+            b.group_id = target.id
+            and (
+                b.topic_id is null or b.type is not null or b.pattern is not null or b.headers is not null
+                or greatest(b.from_position, b.to_position) > last_claimed
+            )
+    );
+    scan_size constant integer := greatest(4 * room, 1000);
+    enough constant integer := case when plain then room else scan_size end;
+    window_end bigint;
+    scanned integer;
+    scanned_to bigint;
+    positions bigint[];
+    topic_ids integer[];
+    key_hashes bigint[];
+    busy_keys bigint[];
+    deferred bigint[];
+begin
+    -- One round, unless bindings match nothing of what was scanned: then on from there, within bounds.
+    for round in 1 .. 20 loop
+        window_end := settled_to;
+        if cardinality(ids) > 4 then
+            -- Many topics: as many positions as are to be scanned hold at most that many events.
+            select min(f.position) - 1 + scan_size into window_end
+            from unnest(ids) as i (id)
+            cross join lateral (
+                select e.position from headwater.event e
+                where e.topic_id = i.id and e.position > last_claimed and e.position <= settled_to
+                order by e.position
+                limit 1
+            ) as f;
+            if window_end is null then
+                return;
+            end if;
+            window_end := least(window_end, settled_to);
+        end if;
+        select count(*), max(s.position) into scanned, scanned_to
+        from (
+            select f.position
+            from unnest(ids) as i (id)
+            cross join lateral (
+                select e.position from headwater.event e
+                where e.topic_id = i.id and e.position > last_claimed and e.position <= window_end
+                order by e.position
+                limit enough
+            ) as f
+            order by f.position
+            limit enough
+        ) as s;
+        if scanned = 0 then
+            return;
+        end if;
+        if scanned < enough then
+            scanned_to := window_end;
+        end if;
+        lease := coalesce(lease, headwater.next_token());
+
+        if plain then
+            return query
+            select
+                lease, 1, false, ends_at,
+                e.position, t.name, e.partition, e.topic_offset, e.key, e.type, e.routing_key,
+                e.headers, e.content_type, e.payload, e.event_id, e.published_at
+            from headwater.event e
+            join headwater.topic t on t.id = e.topic_id
+            where e.topic_id = any (ids) and e.position > last_claimed and e.position <= scanned_to
+            order by e.position;
+            insert into headwater.ledger (group_id, token, lo, hi, events, worker, expires_at, settled, due_after)
+            values (
+                target.id, lease, last_claimed + 1, scanned_to, scanned, claim_selected.worker, ends_at, false,
+                claim_selected.due_after
+            );
+            return;
+        end if;
+
+        if target.ordered_keys then
+            select array_agg(distinct k.key_hash) into busy_keys
+            from (
+                select unnest(headwater.waiting_keys(target.id)) as key_hash
+                union all
+                select unnest(l.keys) from headwater.open_claims(target) l
+            ) as k;
+        end if;
+        select array_agg(c.position order by c.position), array_agg(c.topic_id order by c.position),
+            array_agg(c.key_hash order by c.position)
+        into positions, topic_ids, key_hashes
+        from (
+            select
+                e.position, e.topic_id,
+                case when target.ordered_keys then headwater.key_order_hash(e.key) end as key_hash
+            from headwater.bound_events(target.id, ids, last_claimed + 1, scanned_to) as e
+        ) as c
+        where c.key_hash is null or busy_keys is null or c.key_hash <> all (busy_keys);
+        if cardinality(positions) > room then
+            scanned_to := positions[room];
+            positions := positions[:room];
+            topic_ids := topic_ids[:room];
+            key_hashes := key_hashes[:room];
+        end if;
+        deferred := null;
+        if busy_keys is not null then
+            -- Events of a busy key wait for their turn, outside of this lease.
+            with waiting as (
+                insert into headwater.redelivery (group_id, position, topic_id, attempt, visible_at, key_hash)
+                select target.id, e.position, e.topic_id, 0, 'infinity', headwater.key_order_hash(e.key)
+                from headwater.bound_events(target.id, ids, last_claimed + 1, scanned_to) as e
+                where headwater.key_order_hash(e.key) = any (busy_keys)
+                returning position
+            )
+            select array_agg(w.position) into deferred from waiting w;
+        end if;
+        if positions is null and deferred is null and scanned < least(scan_size, 100) then
+            -- Too little to be worth a row: the next claim looks at it again.
+            return;
+        end if;
+        insert into headwater.ledger
+            (group_id, token, lo, hi, events, worker, expires_at, settled, acked, acked_events, keys, due_after)
+        values (
+            target.id, lease, last_claimed + 1, scanned_to,
+            coalesce(cardinality(positions), 0) + coalesce(cardinality(deferred), 0),
+            claim_selected.worker, ends_at,
+            positions is null,
+            headwater.as_multirange(deferred),
+            coalesce(cardinality(deferred), 0),
+            case
+                when target.ordered_keys then array(select distinct k from unnest(key_hashes) as k where k is not null)
+            end,
+            claim_selected.due_after
+        );
+        if positions is null then
+            last_claimed := scanned_to;
+            lease := headwater.next_token();
+            continue;
+        end if;
+        return query
+        select
+            lease, 1, false, ends_at,
+            e.position, t.name, e.partition, e.topic_offset, e.key, e.type, e.routing_key,
+            e.headers, e.content_type, e.payload, e.event_id, e.published_at
+        from unnest(positions, topic_ids) as c (position, topic_id)
+        join headwater.topic t on t.id = c.topic_id
+        cross join lateral (
+            select * from headwater.event f where f.topic_id = c.topic_id and f.position = c.position offset 0
+        ) as e
+        order by e.position;
+        return;
+    end loop;
+end;
+$$;
+
+-- Settle one batch (null: none) and claim the next: one round trip a batch. See settle() and claim() for the parts.
+create or replace function headwater.settle_and_claim(
+    group_name text,
+    worker text,
+    batch_size integer,
+    lease_seconds float8,
+    token bigint,
+    positions bigint[] default null,
+    verdicts text[] default null,
+    errors text[] default null,
+    delays float8[] default null,
+    relaxed boolean default false
+)
+returns setof headwater.claimed_event
+language plpgsql
+volatile
+-- The shape of the data changes under a plan only in ways that no plan would use; planning anew costs twice the claim.
+set plan_cache_mode = force_generic_plan
+-- A plan made while the ledger was small must not read all of it when it has grown.
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+    target headwater.consumer_group;
+    ends_at timestamptz;
+    room integer := batch_size;
+    tries integer := 0;
+    lease bigint;
+    leased_keys bigint[] := '{}';
+    settled_to bigint;
+    refreshed boolean := false;
+    seen record;
+    looked_at timestamptz;
+    due_after timestamptz;
+    nothing text;
+begin
+    -- Another isolation level would take the frontier from one time and the events from another.
+    if current_setting('transaction_isolation') <> 'read committed' then
+        perform headwater.settled();
+    end if;
+    select * into target from headwater.consumer_group g where g.name = group_name;
+    if not found then
+        target := headwater.find_group(group_name);
+    end if;
+    if batch_size < 1 then
+        raise exception 'a batch is 1 event or more' using errcode = 'HW002';
+    end if;
+    if relaxed then
+        nothing := set_config('synchronous_commit', 'off', true);
+    end if;
+    if token is not null then
+        if positions is null and not target.ordered_keys then
+            -- The happy path, here since a call costs as much again.
+            update headwater.ledger l
+            set settled = true
+            where l.group_id = target.id and l.token = settle_and_claim.token and not l.settled;
+        end if;
+        if positions is not null or target.ordered_keys or not found then
+            perform headwater.settle(group_name, token, positions, verdicts, errors, delays, true, relaxed);
+        end if;
+    end if;
+    if target.paused_at is not null then
+        return;
+    end if;
+    -- Trying beats waiting: waiters would queue up behind each other's commits. (A sleep is whole milliseconds.)
+    while not pg_try_advisory_xact_lock((29290::bigint << 48) | target.id) loop
+        tries := tries + 1;
+        if tries > 40 then
+            return;
+        end if;
+        nothing := pg_sleep(0.001);
+    end loop;
+    -- Read again: it may have been rewound, paused or deleted before the lock was ours.
+    select * into target from headwater.consumer_group g where g.id = target.id and g.paused_at is null;
+    if not found then
+        return;
+    end if;
+    ends_at := clock_timestamp() + make_interval(secs => coalesce(lease_seconds, target.lease_seconds));
+    if target.max_in_flight is not null then
+        room := least(room, target.max_in_flight - headwater.in_flight(target));
+        if room < 1 then
+            return;
+        end if;
+    end if;
+
+    looked_at := clock_timestamp();
+    select
+        coalesce(f.hi, target.start_position) as last_claimed,
+        f.due_after,
+        exists (
+            select from headwater.redelivery r
+            where
+                r.group_id = target.id
+                and r.visible_at > coalesce(f.due_after, '-infinity') and r.visible_at <= looked_at
+        ) as anything_due,
+        b.ids,
+        b.whole_topics,
+        b.last_change
+    into seen
+    from (
+        select
+            array_agg(distinct b.topic_id) filter (where b.to_position is null) as ids,
+            bool_and(b.topic_id is not null and b.type is null and b.pattern is null and b.headers is null)
+                as whole_topics,
+            max(greatest(b.from_position, b.to_position)) as last_change
+        from headwater.binding b
+        where b.group_id = target.id
+    ) as b
+    left join lateral (
+        select l.hi, l.due_after from headwater.ledger l
+        where l.group_id = target.id and l.token > target.start_token
+        order by l.token desc
+        limit 1
+    ) as f on true;
+    due_after := coalesce(seen.due_after, '-infinity');
+
+    if seen.anything_due then
+        if target.ordered_keys then
+            leased_keys := array(select unnest(l.keys) from headwater.open_claims(target) l);
+        end if;
+        lease := headwater.next_token();
+        return query select * from headwater.claim_suspect(target, lease, worker, ends_at, leased_keys, due_after, looked_at);
+        if found then
+            return;
+        end if;
+        return query select * from headwater.claim_due(target, lease, worker, room, ends_at, leased_keys, due_after, looked_at);
+        if found then
+            return;
+        end if;
+    end if;
+
+    -- New events, after the frontier. With them is noted that nothing was due, so that the next claim does not look
+    -- there again, through dead rows that vacuum may be kept from. A settle() that was slow to commit may put
+    -- something there yet: of up to a second it is waited for, of longer reap() gives it another time.
+    if not seen.anything_due then
+        due_after := greatest(due_after, looked_at - interval '1 second');
+    end if;
+    if coalesce(pg_sequence_last_value('headwater.position'), 0) <= seen.last_claimed or seen.last_change is null then
+        return;
+    end if;
+    lease := coalesce(lease, headwater.next_token());
+    if target.ordered_keys or not seen.whole_topics or seen.last_change > seen.last_claimed then
+        return query
+        select * from headwater.claim_selected(
+            target, lease, worker, room, ends_at, seen.last_claimed, headwater.refresh_settled(), due_after
+        );
+        return;
+    end if;
+    settled_to := coalesce(pg_sequence_last_value('headwater.settled_register'), 0);
+    loop
+        -- What somebody noted as settled will do, unless it holds nothing for this group.
+        if settled_to < seen.last_claimed + room then
+            settled_to := headwater.refresh_settled();
+            refreshed := true;
+        end if;
+        if settled_to <= seen.last_claimed then
+            return;
+        end if;
+        if cardinality(seen.ids) > 1 then
+            return query
+            select * from headwater.claim_selected(
+                target, lease, worker, room, ends_at, seen.last_claimed, settled_to, due_after
+            );
+        else
+            return query
+            with picked as materialized (
+                select * from headwater.event e
+                where e.topic_id = seen.ids[1] and e.position > seen.last_claimed and e.position <= settled_to
+                order by e.position
+                limit room
+            ),
+            noted as (
+                insert into headwater.ledger (group_id, token, lo, hi, events, worker, expires_at, settled, due_after)
+                select
+                    target.id, lease, seen.last_claimed + 1,
+                    case when count(*) = room then max(p.position) else settled_to end,
+                    count(*), settle_and_claim.worker, ends_at, false, due_after
+                from picked p
+                having count(*) > 0
+            )
+            select
+                lease, 1, false, ends_at,
+                p.position, (select t.name from headwater.topic t where t.id = seen.ids[1]), p.partition, p.topic_offset,
+                p.key, p.type, p.routing_key, p.headers, p.content_type, p.payload, p.event_id, p.published_at
+            from picked p;
+        end if;
+        exit when found or refreshed;
+        settled_to := 0;
+    end loop;
+end;
+$$;
+
+-- Claim up to `batch_size` events for a worker: those that are due for another try, or else new ones. The lease
+-- ends after `lease_seconds` (null: the group's) unless extended; its token proves it. `relaxed` commits without
+-- waiting for the disk, since a lost claim is only a redelivery: for callers whose transaction is this call alone.
+create or replace function headwater.claim(
+    group_name text,
+    worker text,
+    batch_size integer default 1,
+    lease_seconds float8 default null,
+    relaxed boolean default false
+)
+returns setof headwater.claimed_event
+language plpgsql
+volatile
+as $$
+begin
+    return query
+    select * from headwater.settle_and_claim(group_name, worker, batch_size, lease_seconds, null, relaxed => claim.relaxed);
+end;
+$$;

@@ -1,0 +1,104 @@
+-- Dead letters: look at them, give them another life, or drop them.
+
+-- The dead letters of a group, oldest first: all of them, or those named, of a topic, or whose error is like a pattern.
+create or replace function headwater.dead_letters(
+    group_name text,
+    positions bigint[] default null,
+    topic text default null,
+    error_like text default null,
+    after bigint default 0,
+    batch_size integer default 1000
+)
+returns table (
+    "position" bigint,
+    topic_name text,
+    key bytea,
+    type text,
+    attempts integer,
+    last_error text,
+    history jsonb,
+    died_at timestamptz
+)
+language sql
+stable
+begin atomic
+    select d.position, t.name, e.key, e.type, d.attempts, d.last_error, d.history, d.died_at
+    from headwater.dead_letter d
+    left join headwater.topic t on t.id = d.topic_id
+    left join headwater.event e on e.topic_id = d.topic_id and e.position = d.position
+    where
+        d.group_id = (headwater.find_group(group_name)).id
+        and (positions is null or d.position = any (positions))
+        and (dead_letters.topic is null or t.name = dead_letters.topic)
+        and (error_like is null or d.last_error like error_like)
+        and d.position > after
+    order by d.position
+    limit batch_size;
+end;
+
+-- Give dead letters a fresh set of tries, those whose event is still there. Returns how many.
+create or replace function headwater.redrive(
+    group_name text,
+    positions bigint[] default null,
+    topic text default null,
+    error_like text default null,
+    batch_size integer default 1000000
+)
+returns bigint
+language plpgsql
+as $$
+declare
+    target constant headwater.consumer_group := headwater.find_group(group_name);
+    redriven bigint;
+begin
+    perform headwater.lock_group(target.id);
+    with chosen as (
+        delete from headwater.dead_letter d
+        using
+            headwater.dead_letters(group_name, redrive.positions, redrive.topic, redrive.error_like, 0, batch_size) as c,
+            headwater.event e
+        where
+            d.group_id = target.id and d.position = c.position
+            and e.topic_id = d.topic_id and e.position = d.position
+        returning d.*, e.key
+    ),
+    kept as (
+        insert into headwater.redelivery
+            (group_id, position, topic_id, attempt, visible_at, alone, key_hash, last_error, history)
+        select
+            c.group_id, c.position, c.topic_id, 0,
+            case when target.ordered_keys and c.key is not null then 'infinity' else clock_timestamp() end,
+            c.alone,
+            case when target.ordered_keys then headwater.key_order_hash(c.key) end,
+            c.last_error, c.history
+        from chosen c
+        on conflict (group_id, position) do nothing
+        returning key_hash
+    )
+    select count(*) into redriven from kept;
+    if target.ordered_keys then
+        perform headwater.free_next_of_keys(target.id, headwater.waiting_keys(target.id));
+    end if;
+    return redriven;
+end;
+$$;
+
+-- Drop dead letters for good: the group counts them as done. Returns how many.
+create or replace function headwater.discard(
+    group_name text,
+    positions bigint[] default null,
+    topic text default null,
+    error_like text default null,
+    batch_size integer default 1000000
+)
+returns bigint
+language sql
+begin atomic
+    with gone as (
+        delete from headwater.dead_letter d
+        using headwater.dead_letters(group_name, discard.positions, discard.topic, discard.error_like, 0, batch_size) as c
+        where d.group_id = (headwater.find_group(group_name)).id and d.position = c.position
+        returning 1
+    )
+    select count(*) from gone;
+end;

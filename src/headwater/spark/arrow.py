@@ -1,0 +1,113 @@
+"""Events between Postgres and Spark as Arrow: no Python object per row on the way.
+
+Rows come as binary COPY through ADBC, which takes no parameters with it: a call is sent with its values written out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import adbc_driver_manager
+import psycopg
+import pyarrow as pa
+from adbc_driver_postgresql import dbapi
+from psycopg import sql
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.types import (
+    BinaryType,
+    IntegerType,
+    LongType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
+
+from headwater import errors
+from headwater.calls import Call
+from headwater.errors import LogUnavailable
+
+BATCH_BYTES = 4 * 1024 * 1024
+BATCH_ROWS = 20_000
+
+EVENT = StructType(
+    [
+        StructField("position", LongType(), nullable=False),
+        StructField("topic", StringType(), nullable=False),
+        StructField("partition", IntegerType(), nullable=False),
+        StructField("topic_offset", LongType()),
+        StructField("key", BinaryType()),
+        StructField("type", StringType()),
+        StructField("routing_key", StringType()),
+        StructField("headers", StringType()),
+        StructField("content_type", StringType()),
+        StructField("payload", BinaryType()),
+        StructField("event_id", StringType()),
+        StructField("published_at", TimestampType(), nullable=False),
+    ]
+)
+"""An event as a row of Spark. `headers` is JSON; `topic_offset` is null in an open topic."""
+
+
+def text_of(call: Call[Any]) -> str:
+    """A call as SQL text with its values in it, each quoted by Postgres' own rules."""
+    places = call.sql.split("%s")
+    assert len(places) == len(call.params) + 1
+    parts: list[sql.Composable] = [sql.SQL(places[0])]
+    for value, text in zip(call.params, places[1:], strict=True):
+        parts += [sql.Literal(value), sql.SQL(text)]
+    return sql.Composed(parts).as_string()
+
+
+@contextmanager
+def connect(dsn: str, *, autocommit: bool = True) -> Iterator[dbapi.Connection]:
+    """A connection for Arrow, with errors told as ours."""
+    # ADBC takes conninfo and URLs alike; the name is what `pg_stat_activity` shows.
+    conninfo = psycopg.conninfo.make_conninfo(dsn, application_name="headwater spark")
+    try:
+        with closing(dbapi.connect(conninfo, autocommit=autocommit)) as connection:
+            yield connection
+    except adbc_driver_manager.Error as error:
+        raise translated(error) from error
+
+
+def batches(connection: dbapi.Connection, call: Call[Any], schema: StructType) -> Iterator[pa.RecordBatch]:
+    """What a call answers, as batches of exactly the Arrow types that Spark makes of this schema."""
+    wanted = to_arrow_schema(schema, timezone="UTC")
+    with connection.cursor() as cursor:
+        cursor.adbc_statement.set_options(**{"adbc.postgresql.batch_size_hint_bytes": str(BATCH_BYTES)})
+        cursor.execute(text_of(call))
+        for batch in cursor.fetch_record_batch():
+            columns = [
+                column if column.type == field.type else column.cast(field.type)
+                for column, field in zip(batch.columns, wanted, strict=True)
+            ]
+            fitting = pa.RecordBatch.from_arrays(columns, schema=wanted)
+            for start in range(0, fitting.num_rows, BATCH_ROWS):
+                yield fitting.slice(start, BATCH_ROWS)
+
+
+def run(connection: dbapi.Connection, call: Call[Any]) -> None:
+    """A call whose answer does not matter, on the same connection as the batches."""
+    with connection.cursor() as cursor:
+        cursor.execute(text_of(call))
+        cursor.fetchall()
+
+
+def translated(error: adbc_driver_manager.Error) -> BaseException:
+    """Our error for one of ADBC; one that is not ours to explain passes through."""
+    if error.sqlstate is None:
+        return LogUnavailable(f"no connection to Postgres: {error}") if _is_about_connection(error) else error
+    return errors.from_sqlstate(error.sqlstate, _first_line(str(error))) or error
+
+
+def _is_about_connection(error: adbc_driver_manager.Error) -> bool:
+    return error.status_code == adbc_driver_manager.AdbcStatusCode.IO
+
+
+def _first_line(text: str) -> str:
+    """The message of Postgres without what the driver puts around it."""
+    line = next((line for line in text.splitlines() if "ERROR:" in line), text)
+    return line.partition("ERROR:")[2].strip() or line
