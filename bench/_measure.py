@@ -208,6 +208,11 @@ class Crew:
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
+        # Starting them takes all the CPU there is: nothing is measured meanwhile.
+        for pipe in self._pipes:
+            pipe.send((_call, "start", _nothing, {}, None))
+        for pipe in self._pipes:
+            _answer(pipe, "start")
 
     def __enter__(self) -> Crew:
         return self
@@ -268,6 +273,10 @@ def _client(dsn: str, pipe: Pipe) -> None:
             pipe.send(do(acts, dsn, name, function, options, times))
         except Exception as error:  # noqa: BLE001 - whatever it is, the measuring process shows it
             pipe.send(RuntimeError(f"{name}: {error!r}"))
+
+
+def _nothing(dsn: str) -> None:
+    """What a client is asked first, to see it up."""
 
 
 def _call(

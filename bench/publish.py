@@ -264,8 +264,11 @@ def follow_idle(dsn: str) -> tuple[list[float], float]:
     """Follow the idle topic up to its empty event: latencies in ms, and CPU seconds between the two marks."""
     latencies: list[float] = []
     marks: list[float] = []
-    for event in _log(dsn).follow(IDLE, after=0):
-        if event.payload:
+    log = _log(dsn)
+    for event in log.follow(IDLE, after=0):
+        if event.type == "start":
+            log.publish(IDLE, None, type="ready")
+        elif event.payload:
             latencies.append((time.monotonic_ns() - int.from_bytes(event.payload, "big")) / 1e6)
         elif event.type == "mark":
             marks.append(time.process_time())
@@ -288,8 +291,9 @@ def measure_idle(server: Server, crew: Crew, *, count: int, idle_seconds: float)
     """From the call of publish here, commit included, to the loop of an idle follower in another process."""
     log = _log(server.dsn)
     answer = crew.begin(follow_idle)
-    log.publish(IDLE, None, type="started")
-    time.sleep(1.0)
+    log.publish(IDLE, None, type="start")
+    while not any(event.type == "ready" for event in log.read(IDLE)):
+        time.sleep(0.05)
     for _ in range(count):
         time.sleep(random.uniform(0.02, 0.18))
         log.publish(IDLE, time.monotonic_ns().to_bytes(8, "big"))
@@ -425,7 +429,7 @@ def ratios(found: Sequence[Workload], samples: Samples) -> dict[str, float]:
 def main() -> None:
     options = measure.arguments(__doc__ or "")
     started = time.monotonic()
-    rounds, seconds, followed = (5, 0.12, 30_000) if options.quick else (15, 0.5, 100_000)
+    rounds, seconds, followed = (3, 0.12, 20_000) if options.quick else (15, 0.5, 100_000)
     found = [workload for workload in workloads() if not options.only or workload[0] in options.only]
     with measure.measured_server(options.dsn) as server:
         prepare(server, followed)
@@ -433,7 +437,7 @@ def main() -> None:
             # First, while the server is quiet: later it still writes back what the workloads left.
             measure.say("an idle follower")
             idle = measure_idle(
-                server, crew, count=40 if options.quick else 300, idle_seconds=2.0 if options.quick else 10.0
+                server, crew, count=30 if options.quick else 300, idle_seconds=2.0 if options.quick else 10.0
             )
             samples: Samples = {}
             for _, title, variants in found:

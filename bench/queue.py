@@ -31,6 +31,7 @@ LEASE_SECONDS = 3600.0
 REAP_SECONDS = 1.0
 POLL_SECONDS = 0.002
 START_SECONDS = 1.0
+WARM_UPS = 12
 
 logging.getLogger("procrastinate").setLevel(logging.ERROR)
 
@@ -212,10 +213,7 @@ def work_other(dsn: str, queue: str, size: int, durable: bool = True) -> Act:
 
 def work_procrastinate(dsn: str, seconds: float) -> Act:
     """Its own worker, one job at a time, for some seconds: it cannot be asked for one batch."""
-    loop = asyncio.new_event_loop()
-    app, handled = _app(dsn)
-    loop.run_until_complete(app.open_async())
-    Finalize(None, lambda: loop.run_until_complete(app.close_async()), exitpriority=1)
+    loop, app, handled = _opened_app(dsn)
 
     def act() -> int:
         before = len(handled)
@@ -233,7 +231,7 @@ async def _run_worker(app: procrastinate.App, seconds: float) -> None:
 def _app(dsn: str) -> tuple[procrastinate.App, list[float]]:
     """An application with one task, and the latencies in ms that it notes."""
     handled: list[float] = []
-    app = procrastinate.App(connector=procrastinate.PsycopgConnector(conninfo=dsn))
+    app = procrastinate.App(connector=procrastinate.PsycopgConnector(conninfo=dsn, min_size=1, max_size=4))
 
     @app.task(name="handle")
     async def handle(sent: int, body: str) -> None:
@@ -249,6 +247,15 @@ def _log(dsn: str) -> headwater.Headwater:
 
 
 @cache
+def _opened_app(dsn: str) -> tuple[asyncio.AbstractEventLoop, procrastinate.App, list[float]]:
+    loop = asyncio.new_event_loop()
+    app, handled = _app(dsn)
+    loop.run_until_complete(app.open_async())
+    Finalize(None, lambda: loop.run_until_complete(app.close_async()), exitpriority=1)
+    return loop, app, handled
+
+
+@cache
 def _plain(dsn: str, durable: bool) -> psycopg.Connection:
     connection = psycopg.connect(dsn, autocommit=True)
     if not durable:
@@ -258,7 +265,7 @@ def _plain(dsn: str, durable: bool) -> psycopg.Connection:
 
 def _warm(act: Act) -> Act:
     """Past psycopg's fifth execution, from which on a statement is prepared, and Postgres' choice of a plan."""
-    for _ in range(12):
+    for _ in range(WARM_UPS):
         act()
     return act
 
@@ -309,7 +316,8 @@ def refill_procrastinate(server: Server, count: int) -> Callable[[], None]:
     return refill
 
 
-def prepare(server: Server, count: int) -> None:
+def prepare(server: Server, count: int, warm_up: int) -> None:
+    """The log with so many events, and the others with something to warm up on."""
     measure.say("filling the log")
     server.execute(OTHERS)
     log = _log(server.dsn)
@@ -321,7 +329,7 @@ def prepare(server: Server, count: int) -> None:
         (payload(), count, TOPIC),
     )
     for queue in OTHER_QUEUES:
-        refill_other(server, queue, 200_000)()
+        refill_other(server, queue, warm_up)()
     app, _ = _app(server.dsn)
 
     async def install() -> None:
@@ -449,13 +457,9 @@ def wait_other(dsn: str, queue: str, until: float) -> list[float]:
 
 
 def wait_procrastinate(dsn: str, until: float) -> list[float]:
-    app, handled = _app(dsn)
-
-    async def run() -> None:
-        async with app.open_async():
-            await _run_worker(app, until - time.monotonic())
-
-    asyncio.run(run())
+    loop, app, handled = _opened_app(dsn)
+    handled.clear()
+    loop.run_until_complete(_run_worker(app, until - time.monotonic()))
     return handled
 
 
@@ -511,17 +515,17 @@ def main() -> None:
     options = measure.arguments(__doc__ or "")
     started = time.monotonic()
     if options.quick:
-        rounds, seconds, latency_seconds = 3, 0.15, 1.0
+        rounds, seconds, latency_seconds = 3, 0.15, 0.5
         chosen = [(1, 4), (10, 4), (100, 4), (1000, 4)]
     else:
         rounds, seconds, latency_seconds = 5, 0.5, 10.0
         chosen = [(size, workers) for size in (1, 10, 100, 1000) for workers in (1, 4, 8)]
     with measure.measured_server(options.dsn) as server:
         # As much as stays in the shared buffers, as what was just published does.
-        prepare(server, int(400_000 * seconds))
+        prepare(server, int(400_000 * seconds), WARM_UPS * max(size * workers for size, workers in chosen))
         cells = [cell(server, size, workers, seconds=seconds, quick=options.quick) for size, workers in chosen]
         samples: Samples = {}
-        with measure.Crew(server.dsn, 8) as crew:
+        with measure.Crew(server.dsn, max(workers for _, workers in chosen)) as crew:
             for one in cells:
                 measure.say(f"batch {one.size}, {one.workers} workers")
                 samples |= measure.interleaved(server, crew, one.variants, rounds=rounds, seconds=seconds)

@@ -21,6 +21,14 @@ _numbers = itertools.count()
 T = TypeVar("T")
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Keep a file's tests in one process, and all that need Spark in one: a session takes a gigabyte."""
+    needs_spark = item.path.is_relative_to(Path(__file__).parent / "spark")
+    if needs_spark:
+        item.add_marker(pytest.mark.spark)
+    item.add_marker(pytest.mark.xdist_group("spark" if needs_spark else str(item.path)))
+
+
 def _make_database(admin_dsn: str, name: str, template: str | None = None) -> str:
     with psycopg.connect(admin_dsn, autocommit=True) as connection:
         connection.execute(sql.SQL("drop database if exists {} with (force)").format(sql.Identifier(name)))

@@ -18,7 +18,8 @@ from psycopg import sql
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 CLI_PAGE = ROOT / "docs" / "reference" / "cli.md"
-RUNNABLE = ["README.md", "docs/tutorial.md"]
+RUN = re.compile(r"^```(?:python|sql|console) run$", re.MULTILINE)
+RUNNABLE = [str(page.relative_to(ROOT)) for page in PAGES if RUN.search(page.read_text())]
 
 BLOCK = re.compile(r"^```(python|sql|console) run\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -34,10 +35,16 @@ def fresh_dsn(admin_dsn: str, template: str) -> Iterator[str]:
         admin.execute(sql.SQL("drop database {} with (force)").format(sql.Identifier(name)))
 
 
+def test_the_tour_and_the_tutorial_are_run_in_all_three_languages() -> None:
+    for page in ("README.md", "docs/tutorial.md"):
+        assert {language for language, _ in BLOCK.findall((ROOT / page).read_text())} == {"python", "sql", "console"}
+
+
 @pytest.mark.parametrize("page", RUNNABLE)
 def test_the_runnable_blocks_of_the_page_run(page: str, fresh_dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = BLOCK.findall((ROOT / page).read_text())
-    assert {language for language, _ in blocks} == {"python", "sql", "console"}
+    text = (ROOT / page).read_text()
+    blocks = BLOCK.findall(text)
+    assert len(blocks) == len(RUN.findall(text)), "a block has no end"
     monkeypatch.setenv("HEADWATER_DSN", fresh_dsn)
     names: dict[str, Any] = {"__name__": "a page"}
     try:

@@ -15,13 +15,14 @@ from typing import Any
 import typer.main
 
 import headwater
-from headwater import errors, model, schema, settings
+from headwater import errors, model, schema, settings, worker
 from headwater.cli import app, exit_codes
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "reference"
 FUNCTIONS = ROOT / "src" / "headwater" / "schema" / "functions"
-CALLS = ROOT / "src" / "headwater" / "calls.py"
+MIGRATIONS = ROOT / "src" / "headwater" / "schema" / "migrations"
+CALLS = ROOT / "src" / "headwater" / "calls"
 NOTE = "<!-- Written by tools/reference.py; change the code, then run that. -->\n"
 
 
@@ -100,15 +101,37 @@ def python_page() -> str:
         "## Opening the log",
         described("headwater.connect", headwater.connect),
         "## The log: `Headwater`",
+        paragraph(headwater.Headwater.__doc__),
     ]
-    for name, member in vars(headwater.Headwater).items():
-        if not name.startswith("_") and inspect.isfunction(member):
-            parts.append(described(name, member))
-    parts.append("## Values")
+    # The last ancestor but object is what the others stand on.
+    *_, shell, _ = headwater.Headwater.__mro__
+    for kind in (shell, *headwater.Headwater.__bases__):
+        parts += [f"## {section_title(kind)}", *members_of(kind)]
+    parts += [
+        "## Workers: `App`",
+        paragraph(worker.App.__doc__),
+        *members_of(worker.App),
+        "A handler returns None when it is done, or [Retry](#retry), [Dead](#dead) or [Snooze](#snooze). It gets a "
+        "[ClaimedEvent](#claimedevent), a batch handler a list of them, a subscriber an [Event](#event).",
+        "## Values",
+    ]
     for name, kind in vars(model).items():
         if inspect.isclass(kind) and kind.__module__ == model.__name__:
             parts.append(f"### {name}\n\n{paragraph(kind.__doc__)}\n\n{fields_of(kind)}")
     return "\n\n".join(part.strip() for part in parts)
+
+
+def section_title(kind: type) -> str:
+    """What a part of the log is for, in the words of its docstring."""
+    return paragraph(kind.__doc__).partition("\n")[0].rstrip(".")
+
+
+def members_of(kind: type) -> list[str]:
+    return [
+        described(name, member)
+        for name, member in vars(kind).items()
+        if not name.startswith("_") and inspect.isfunction(member)
+    ]
 
 
 def described(name: str, function: Any) -> str:
@@ -122,12 +145,17 @@ def described(name: str, function: Any) -> str:
             shown.append("*")
             starred = True
         default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
-        shown.append(f"{parameter.name}: {parameter.annotation}{default}")
+        star = ""
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            star, starred = "*", True
+        shown.append(f"{star}{parameter.name}: {parameter.annotation}{default}")
     returns = "" if signature.return_annotation is signature.empty else f" -> {signature.return_annotation}"
     one_line = f"{name}({', '.join(shown)}){returns}"
     if len(one_line) > 100:
         one_line = f"{name}(\n" + "".join(f"    {part},\n" for part in shown) + f"){returns}"
     one_line = one_line.replace("Connection[Any]", "Connection")
+    if inspect.iscoroutinefunction(function):
+        one_line = f"async {one_line}"
     title = name.rpartition(".")[2]
     return f"### {title}\n\n```python\n{one_line}\n```\n\n{paragraph(inspect.unwrap(function).__doc__)}"
 
@@ -139,9 +167,12 @@ def fields_of(kind: type) -> str:
 # --- SQL -----------------------------------------------------------------------------------------------------
 
 DEFINITION = re.compile(
-    r"((?:^-- [^\n]*\n)+)^create or replace (function|view) (headwater\.\w+)(.*?)^(?:language|as|select)\b",
+    r"((?:^-- [^\n]*\n)*)^create or replace (function|view) (headwater\.\w+)(.*?)^(?:language|as|select)\b",
     re.MULTILINE | re.DOTALL,
 )
+
+
+TYPE = re.compile(r"((?:^-- [^\n]*\n)*)^create type (headwater\.\w+) as \((.*?)\);", re.MULTILINE | re.DOTALL)
 
 
 def sql_page() -> str:
@@ -152,20 +183,30 @@ def sql_page() -> str:
         "of ours, see [errors](errors.md). Functions not listed here are internal.",
     ]
     # What the library itself calls is the contract; and the form of publishing that is there for SQL alone.
-    contract = {"publish", *re.findall(r"headwater\.(\w+)", CALLS.read_text())}
+    calls = "".join(path.read_text() for path in sorted(CALLS.glob("*.py")))
+    contract = {"publish", *re.findall(r"headwater\.(\w+)", calls)}
+    shown_heads = ""
     for name in schema.FUNCTION_FILES:
         source = (FUNCTIONS / name).read_text()
         found = [match.groups() for match in DEFINITION.finditer(source)]
         found = [groups for groups in found if groups[2].removeprefix("headwater.") in contract]
         if not found:
             continue
-        about = source.partition("\n")[0].removeprefix("-- ")
-        parts.append(f"## {about}")
+        about = " ".join(line.removeprefix("-- ") for line in source.partition("\n\n")[0].splitlines())
+        parts.append(f"## {about.partition('. ')[0].rstrip('.')}")
         for comment, kind, full_name, rest in found:
             promise = " ".join(line.removeprefix("-- ") for line in comment.strip().splitlines())
             head = f"{full_name}{rest}".strip()
+            shown_heads += f"{head}\n"
             shown = f"```sql\n{head}\n```\n\n" if kind == "function" else ""
             parts.append(f"### {full_name}{' (view)' if kind == 'view' else ''}\n\n{promise}\n\n{shown}")
+    parts.append("## Types")
+    for path in sorted(MIGRATIONS.glob("*.sql")):
+        for comment, name, body in TYPE.findall(path.read_text()):
+            # What conditions see is nobody's result, and yet what people have to know.
+            if name == "headwater.condition_event" or re.search(rf"\b{re.escape(name)}\b", shown_heads):
+                promise = " ".join(line.removeprefix("-- ") for line in comment.strip().splitlines())
+                parts.append(f"### {name}\n\n{promise}\n\n```sql\n{name} ({body})\n```")
     return "\n\n".join(part.strip() for part in parts)
 
 
@@ -227,6 +268,26 @@ def settings_page() -> str:
                     ("`retention`", "none", "how long events are kept at least; none: for ever"),
                     ("`max_payload_bytes`", "1 MiB", "the largest payload, up to 64 MiB"),
                     ("`max_header_bytes`", "64 KiB", "the largest headers, up to 1 MiB"),
+                ],
+            ).strip(),
+            "## Of a group",
+            "Given at `headwater group create` or by `@app.worker`, changed with `headwater group alter`.",
+            table(
+                ("setting", "default", "means"),
+                [
+                    (
+                        "`lease_seconds`",
+                        "30",
+                        "how long a worker has for a batch before others get it; workers extend it",
+                    ),
+                    ("`max_attempts`", "5", "tries until an event is dead"),
+                    ("`backoff_seconds`", "1", "the wait after the first failed try"),
+                    ("`backoff_factor`", "2", "by how much each further wait is longer"),
+                    ("`backoff_max_seconds`", "3600", "the longest wait"),
+                    ("`backoff_jitter`", "0.2", "how much waits differ at random: 0.2 is 20 % either way"),
+                    ("`ordered_keys`", "false", "one event of a key at a time, in the order of the log; cannot change"),
+                    ("`max_in_flight`", "none", "how many events may be leased at once"),
+                    ("`must_not_lose`", "true", "whether retention waits for the group"),
                 ],
             ).strip(),
         )

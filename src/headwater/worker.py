@@ -348,7 +348,9 @@ class _Process:
 
     async def _keep_up(self, groups: set[str]) -> None:
         """This process's share of the upkeep, and once a second the leases of its groups that ran out."""
-        while True:
+        task = asyncio.current_task()
+        # Where Postgres refuses what is being cancelled, the refusal comes instead of the cancellation.
+        while task is not None and not task.cancelling():
             await self.log.do_upkeep()
             for group in groups:
                 try:

@@ -214,7 +214,7 @@ def test_workers_killed_under_load_lose_nothing_and_repeat_only_what_their_lease
 
         # However slow the machine: as long as it goes on, it may take its time.
         while remaining := left():
-            until(lambda: left() < remaining)  # noqa: B023
+            until(lambda: left() < remaining)
     finally:
         crew.stop()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -106,12 +107,13 @@ def plain_row(message: bytes, place: int) -> tuple[list[Any], int]:
 
 def plain_decode(messages: Sequence[bytes], start: int = 0, end: int = 1 << 63) -> Iterator[dict[str, Any]]:
     relations: dict[int, tuple[str, str, list[tuple[str, int, bool]]]] = {}
-    lsn = xid = at = sequence = 0
+    lsn = xid = at = 0
+    counter = itertools.count()
     for message in messages:
         kind = message[:1]
         if kind == b"B":
             lsn, at, xid = struct.unpack_from(">qqI", message, 1)
-            sequence = 0
+            counter = itertools.count()
         elif kind == b"R":
             (oid,) = struct.unpack_from(">I", message, 1)
             _, table, rest = message[5:].split(b"\0", 2)
@@ -129,6 +131,7 @@ def plain_decode(messages: Sequence[bytes], start: int = 0, end: int = 1 << 63) 
             else:
                 oids = struct.unpack_from(">I", message, 1)
             for oid in oids:
+                sequence = next(counter)
                 table, identity, columns = relations[oid]
                 old = new = None
                 marker, place = message[5:6], 6
@@ -154,12 +157,9 @@ def plain_decode(messages: Sequence[bytes], start: int = 0, end: int = 1 << 63) 
                     "before": image(columns, old, only_key=marker == b"K") if old is not None else None,
                     "after": image(columns, new) if new is not None else None,
                     "unchanged": [
-                        name
-                        for (name, *_), value in zip(columns, new or [], strict=False)
-                        if value is UNCHANGED
+                        name for (name, *_), value in zip(columns, new or [], strict=False) if value is UNCHANGED
                     ],
                 }
-                sequence += 1
 
 
 def image(columns: Sequence[tuple[str, int, bool]], values: Sequence[Any], only_key: bool = False) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def decoded(messages: Sequence[bytes], cuts: Sequence[int] = (), **bounds: int) 
     decoder = pgoutput.Decoder(**bounds)
     changes: list[dict[str, Any]] = []
     places = [0, *sorted(cut for cut in cuts if cut <= len(messages)), len(messages)]
-    for here, there in zip(places, places[1:], strict=False):
+    for here, there in itertools.pairwise(places):
         # A slice of a longer array, as readers hand them over.
         changes += decoder.decode(pa.array(messages, pa.binary())[here:there]).to_pylist()
     decoder.finish()
@@ -190,16 +190,26 @@ def parsed(change: Mapping[str, Any]) -> dict[str, Any]:
 
 texts = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20)
 stamps = st.sampled_from(
-    ["2024-02-29 12:00:00", "2024-02-29 12:00:00.123456", "infinity", "-infinity", "10000-01-01 00:00:00"]
-    + ["0044-03-15 10:00:00 BC"]
+    [
+        "2024-02-29 12:00:00",
+        "2024-02-29 12:00:00.123456",
+        "infinity",
+        "-infinity",
+        "10000-01-01 00:00:00",
+        "0044-03-15 10:00:00 BC",
+    ]
 )
 TYPES: dict[int, st.SearchStrategy[str]] = {
     INT4: st.integers(-(2**31), 2**31 - 1).map(str),
     TEXT: texts,
-    FLOAT8: st.one_of(st.floats(allow_nan=False, allow_infinity=False).map(repr), st.sampled_from(["NaN", "Infinity", "-Infinity"])),
+    FLOAT8: st.one_of(
+        st.floats(allow_nan=False, allow_infinity=False).map(repr), st.sampled_from(["NaN", "Infinity", "-Infinity"])
+    ),
     BOOL: st.sampled_from("tf"),
     JSONB: st.recursive(
-        st.one_of(st.none(), st.booleans(), st.integers(), texts), lambda inner: st.lists(inner) | st.dictionaries(texts, inner), max_leaves=5
+        st.one_of(st.none(), st.booleans(), st.integers(), texts),
+        lambda inner: st.lists(inner) | st.dictionaries(texts, inner),
+        max_leaves=5,
     ).map(json.dumps),
     STAMP: stamps,
     STAMPTZ: stamps.map(lambda stamp: stamp if "BC" in stamp or "inf" in stamp else stamp + "+00"),
@@ -267,8 +277,10 @@ def test_it_decodes_as_the_plain_decoder_does_however_the_messages_are_cut(
 
 
 @settings(max_examples=50, deadline=None)
-@given(streams(), st.integers(0, 2**42))
-def test_reads_that_meet_at_any_lsn_tile_into_one(messages: list[bytes], cut: int) -> None:
+@given(streams(), st.data())
+def test_reads_that_meet_at_any_lsn_tile_into_one(messages: list[bytes], data: st.DataObject) -> None:
+    commits = [change["commit_lsn"] for change in plain_decode(messages)]
+    cut = data.draw(st.sampled_from([0, *commits]).flatmap(lambda lsn: st.integers(max(0, lsn - 1), lsn + 1)))
     below, above = decoded(messages, end=cut), decoded(messages, start=cut)
     assert [parsed(change) for change in below + above] == list(plain_decode(messages))
 
@@ -305,7 +317,7 @@ def test_a_truncate_of_two_tables_is_a_change_of_each() -> None:
 def test_a_change_of_columns_is_noticed_and_described_once() -> None:
     one, two = [("id", INT4, True)], [("id", INT4, True), ("name", TEXT, False)]
     messages = [begin(1, 1), relation(9, "t", one), insert(9, ["1"]), insert(9, ["2"]), relation(9, "t", two)]
-    changes = decoded([*messages, insert(9, ["3", "x"]), commit(1)])
+    changes = decoded([*messages, insert(9, ["3", "x"]), commit(1)], cuts=[3])
     first, second, third = changes
     assert first["columns_hash"] == second["columns_hash"] != third["columns_hash"]
     assert [bool(change["columns"]) for change in changes] == [True, False, True]

@@ -41,7 +41,8 @@ def scan(
         after,
         up_to,
         None if asked.types is None else list(asked.types),
-        None if asked.keys is None else list(asked.keys),
+        # As text, which can be written out without a connection; bytes in an array cannot.
+        None if asked.keys is None else [f"\\x{key.hex()}" for key in asked.keys],
         asked.published_from,
         asked.published_before,
     )

@@ -139,7 +139,7 @@ def watch_table(
 ) -> Call[str]:
     """Publish what happens to a table; the answer is the topic."""
     return Call(
-        "select headwater.watch_table(%s::regclass, %s, %s, %s, %s, %s, %s::text[], %s::text[])",
+        "select headwater.watch_table(to_regclass(%s), %s, %s, %s, %s, %s, %s::text[], %s::text[])",
         (
             table,
             optional_text(topic, "topic name"),
@@ -155,4 +155,4 @@ def watch_table(
 
 
 def unwatch_table(table: str) -> Call[bool]:
-    return Call("select headwater.unwatch_table(%s::regclass)", (table,), only_value)
+    return Call("select headwater.unwatch_table(to_regclass(%s))", (table,), only_value)

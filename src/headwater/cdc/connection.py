@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -13,6 +13,7 @@ from psycopg import conninfo
 dbapi: Any = None
 with suppress(ImportError):  # slower without
     import adbc_driver_manager
+    from adbc_driver_manager._reader import AdbcRecordBatchReader
     from adbc_driver_postgresql import dbapi  # type: ignore[no-redef]
 
 # The text of a value must not depend on whose session reads it; and no limit meant for applications ends a long read.
@@ -54,9 +55,10 @@ def connect(dsn: str) -> psycopg.Connection[tuple[Any, ...]]:
     return psycopg.connect(fixed(dsn), autocommit=True)
 
 
-def stream(dsn: str, query: str, *, before: str | None = None) -> Generator[Any]:
-    """The result as RecordBatches, one at a time, after the statements in `before`. Values must be bytes or texts.
+def stream(dsn: str, query: str, *, before: Sequence[str] = ()) -> Generator[Any]:
+    """The result as RecordBatches, one at a time, in one transaction with the statements `before` it.
 
+    Values must be bytes or texts.
     Errors are psycopg's, whichever driver is there.
     """
     if dbapi is None:
@@ -64,24 +66,25 @@ def stream(dsn: str, query: str, *, before: str | None = None) -> Generator[Any]
     return _stream_arrow(dsn, query, before)
 
 
-def _stream_arrow(dsn: str, query: str, before: str | None) -> Generator[Any]:
+def _stream_arrow(dsn: str, query: str, before: Sequence[str]) -> Generator[Any]:
     try:
-        with dbapi.connect(fixed(dsn), autocommit=before is None) as connection, connection.cursor() as cursor:
-            for statement in (before or "").split(";"):
-                if statement:
-                    cursor.execute(statement)
+        with dbapi.connect(fixed(dsn), autocommit=not before) as connection, connection.cursor() as cursor:
+            for statement in before:
+                cursor.execute(statement)
             cursor.adbc_statement.set_options(**{"adbc.postgresql.batch_size_hint_bytes": str(BATCH_BYTES)})
             cursor.execute(query)
-            yield from cursor.fetch_record_batch()
+            # The reader that Cursor.fetch_record_batch gives loses the SQLSTATE of what goes wrong on the way.
+            handle = cursor.fetch_arrow()
+            yield from AdbcRecordBatchReader._import_from_c(handle.address)
     except adbc_driver_manager.Error as error:
         kind = _KINDS.get(error.sqlstate or "", psycopg.OperationalError)
         raise kind(str(error)) from error
 
 
-def _stream_rows(dsn: str, query: str, before: str | None) -> Generator[Any]:
+def _stream_rows(dsn: str, query: str, before: Sequence[str]) -> Generator[Any]:
     with psycopg.connect(fixed(dsn)) as connection:
-        if before is not None:
-            connection.execute(before.encode())
+        for statement in before:
+            connection.execute(statement.encode())
         with connection.cursor("headwater_capture", binary=True) as cursor:
             cursor.itersize = BATCH_ROWS
             cursor.execute(query.encode())

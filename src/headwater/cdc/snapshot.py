@@ -13,8 +13,8 @@ from psycopg import sql
 
 from headwater.cdc.connection import connect, stream
 from headwater.cdc.json_text import TYPE_NAMES, cells_of, objects, render
-from headwater.cdc.pgoutput import Column, Relation
 from headwater.cdc.queries import query
+from headwater.cdc.relation import Column, Relation
 from headwater.errors import CaptureRefused, InvalidRequest
 
 SCHEMA: Final = pa.schema(
@@ -122,6 +122,16 @@ def plan(
     )
 
 
+def plan_at(
+    dsn: str, snapshot: Snapshot, table: str, *, chunk_blocks: int = CHUNK_BLOCKS, needs_key: bool = False
+) -> Plan:
+    """How to read a table at a snapshot that another process has open."""
+    with connect(dsn) as connection, connection.transaction():
+        for statement in _at(snapshot):
+            connection.execute(statement.encode())
+        return plan(connection, snapshot, table, chunk_blocks=chunk_blocks, needs_key=needs_key)
+
+
 def read(dsn: str, plan: Plan, chunk: Chunk) -> Iterator[Any]:
     """The rows of one chunk, as RecordBatches of SCHEMA."""
     described = False
@@ -153,10 +163,10 @@ def _chunks(storage: Sequence[tuple[str, str, int]], chunk_blocks: int) -> Itera
             number += 1
 
 
-def _at(snapshot: Snapshot) -> str:
-    return "set transaction isolation level repeatable read, read only; " + sql.SQL(
-        "set transaction snapshot {}"
-    ).format(sql.Literal(snapshot.name)).as_string(None)
+def _at(snapshot: Snapshot) -> tuple[str, str]:
+    """What a transaction starts with to read at this snapshot."""
+    adopt = sql.SQL("set transaction snapshot {}").format(sql.Literal(snapshot.name)).as_string(None)
+    return "set transaction isolation level repeatable read, read only", adopt
 
 
 def _query(plan: Plan, chunk: Chunk) -> str:

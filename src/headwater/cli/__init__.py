@@ -25,6 +25,7 @@ from headwater.cli import (
     periodic,
     publish,
     read,
+    replica,
     scheduled,
     sub,
     table,
@@ -110,6 +111,7 @@ app.add_typer(sub.app, name="sub")
 app.add_typer(table.app, name="table")
 app.add_typer(scheduled.app, name="scheduled")
 app.add_typer(periodic.app, name="periodic")
+app.add_typer(replica.app)
 app.add_typer(migrate.app)
 app.add_typer(doctor.app)
 app.add_typer(maintain.app)

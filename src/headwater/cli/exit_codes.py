@@ -8,6 +8,7 @@ from typing import Final
 from headwater import errors
 from headwater.embedded import EmbeddedError
 from headwater.errors import HeadwaterError
+from headwater.nats.failure import NatsRefused, NatsUnavailable, ReplicaRefused
 
 OK: Final = 0
 UNEXPECTED: Final = 1
@@ -29,7 +30,7 @@ MEANINGS: Final[Mapping[int, str]] = {
     REFUSED: "the request or the event was refused: fix it, then try again",
     NOT_FOUND: "what was named is not there",
     CONFLICT: "it exists already, or somebody else moved it meanwhile",
-    EXPIRED: "retention took what was asked for",
+    EXPIRED: "what was asked for is gone: retention, or the server's own log, did not keep it",
     NOT_ALLOWED: "the database role lacks the right",
     SCHEMA_MISMATCH: "program and database do not fit each other: run `headwater migrate`",
     UNAVAILABLE: "no database could be reached; trying again may help",
@@ -64,12 +65,18 @@ BY_ERROR: Final[Mapping[type[HeadwaterError], int]] = {
     errors.CursorMoved: CONFLICT,
     errors.LeaseLost: CONFLICT,
     errors.ReaderBusy: CONFLICT,
+    errors.SlotBusy: CONFLICT,
+    errors.StagedEventsLost: CONFLICT,
     errors.TransactionAborted: CONFLICT,
     errors.PositionExpired: EXPIRED,
+    errors.SlotLost: EXPIRED,
     errors.NotAllowed: NOT_ALLOWED,
     errors.SchemaMismatch: SCHEMA_MISMATCH,
     errors.LogUnavailable: UNAVAILABLE,
     EmbeddedError: UNAVAILABLE,
+    NatsUnavailable: UNAVAILABLE,
+    NatsRefused: REFUSED,
+    ReplicaRefused: REFUSED,
     ChecksFailed: UNEXPECTED,
 }
 

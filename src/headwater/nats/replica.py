@@ -23,7 +23,7 @@ from headwater.telemetry import logger
 _ANSWER_SECONDS: Final = 2.0
 _INACTIVE_SECONDS: Final = 300.0
 _BOOTSTRAPS_IN_A_ROW: Final = 3
-_META_FIELDS: Final = ("snapshot_id", "lsn", "snapshot", "stream_sequence", "batch_count", "row_count")
+_META_FIELDS: Final = ("snapshot_id", "after_lsn", "snapshot", "stream_sequence", "batch_count", "row_count")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class Replica:
         state = State(
             snapshot_id=found["snapshot_id"],
             visible=found["snapshot"],
-            snapshot_lsn=lsn_number(found["lsn"]),
+            after_lsn=lsn_number(found["after_lsn"]),
             stream_created=str(info.created),
             stream_sequence=found["stream_sequence"],
             last_lsn=-1,
@@ -308,9 +308,9 @@ def _is_new(event: Mapping[str, Any], state: State, visibility: Visibility) -> b
         raise InvalidMessage(f"a change without lsn, sequence and xid: {str(event)[:200]}") from error
     if (lsn, sequence) <= (state.last_lsn, state.last_sequence):
         return False
-    # What the snapshot sees committed before the LSN that was read after it. Later numbers need no look at
-    # the snapshot, which matters when they have come round.
-    return lsn >= state.snapshot_lsn or not visibility.sees(xid)
+    # What the snapshot sees committed before the LSN that was read after it. From there on nobody asks the
+    # snapshot, which would be wrong as soon as the numbers of transactions have come round.
+    return lsn >= state.after_lsn or not visibility.sees(xid)
 
 
 class _Incomplete(Exception):

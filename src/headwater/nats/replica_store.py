@@ -25,7 +25,7 @@ create table if not exists _headwater_replica (
     name            text    not null primary key,
     snapshot_id     text    not null,
     visible         text    not null,
-    snapshot_lsn    integer not null,
+    after_lsn       integer not null,
     stream_created  text    not null,
     stream_sequence integer not null,
     last_lsn        integer not null,
@@ -49,7 +49,7 @@ class State:
 
     snapshot_id: str
     visible: str
-    snapshot_lsn: int
+    after_lsn: int
     stream_created: str
     stream_sequence: int
     last_lsn: int
@@ -103,7 +103,7 @@ class ReplicaStore:
     def state(self) -> State | None:
         """How far the replica is; nothing before its first snapshot."""
         row = self._connection.execute(
-            "select snapshot_id, visible, snapshot_lsn, stream_created, stream_sequence, last_lsn, last_sequence "
+            "select snapshot_id, visible, after_lsn, stream_created, stream_sequence, last_lsn, last_sequence "
             "from _headwater_replica where name = ?",
             (self.name,),
         ).fetchone()
@@ -118,7 +118,7 @@ class ReplicaStore:
                 self.name,
                 state.snapshot_id,
                 state.visible,
-                state.snapshot_lsn,
+                state.after_lsn,
                 state.stream_created,
                 state.stream_sequence,
                 state.last_lsn,

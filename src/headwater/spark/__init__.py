@@ -31,7 +31,10 @@ def register(spark: SparkSession) -> list[str]:
     for module, name in SOURCES:
         try:
             source = getattr(import_module(module), name)
-        except ModuleNotFoundError:
+        except ModuleNotFoundError as missing:
+            # A package of an extra that is not installed. One of our own would be a mistake.
+            if missing.name != module and (missing.name or "").partition(".")[0] == "headwater":
+                raise
             continue
         spark.dataSource.register(source)
         names.append(source.name())

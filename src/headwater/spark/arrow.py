@@ -6,15 +6,19 @@ Rows come as binary COPY through ADBC, which takes no parameters with it: a call
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import adbc_driver_manager
+import adbc_driver_postgresql
 import psycopg
 import pyarrow as pa
-from adbc_driver_postgresql import dbapi
+from adbc_driver_manager import AdbcConnection, AdbcStatement
+
+# Of the plain driver, not of its `dbapi`, whose import takes a second: a worker's first task would wait for it.
+from adbc_driver_manager._reader import AdbcRecordBatchReader
+from adbc_driver_postgresql import StatementOptions
 from psycopg import sql
-from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import (
     BinaryType,
     IntegerType,
@@ -62,24 +66,32 @@ def text_of(call: Call[Any]) -> str:
 
 
 @contextmanager
-def connect(dsn: str, *, autocommit: bool = True) -> Iterator[dbapi.Connection]:
-    """A connection for Arrow, with errors told as ours."""
-    # ADBC takes conninfo and URLs alike; the name is what `pg_stat_activity` shows.
+def connect(dsn: str, *, autocommit: bool = True) -> Iterator[AdbcConnection]:
+    """A connection for Arrow, with errors told as ours. What is not committed when it ends is undone."""
+    # ADBC takes conninfo as well as URLs; the name is what `pg_stat_activity` shows.
     conninfo = psycopg.conninfo.make_conninfo(dsn, application_name="headwater spark")
     try:
-        with closing(dbapi.connect(conninfo, autocommit=autocommit)) as connection:
+        with (
+            adbc_driver_postgresql.connect(conninfo) as database,
+            AdbcConnection(database) as connection,
+        ):
+            connection.set_autocommit(autocommit)
             yield connection
     except adbc_driver_manager.Error as error:
         raise translated(error) from error
 
 
-def batches(connection: dbapi.Connection, call: Call[Any], schema: StructType) -> Iterator[pa.RecordBatch]:
+def batches(connection: AdbcConnection, call: Call[Any], schema: StructType) -> Iterator[pa.RecordBatch]:
     """What a call answers, as batches of exactly the Arrow types that Spark makes of this schema."""
+    # Here, since it imports pandas, which planning has no use for.
+    from pyspark.sql.pandas.types import to_arrow_schema
+
     wanted = to_arrow_schema(schema, timezone="UTC")
-    with connection.cursor() as cursor:
-        cursor.adbc_statement.set_options(**{"adbc.postgresql.batch_size_hint_bytes": str(BATCH_BYTES)})
-        cursor.execute(text_of(call))
-        for batch in cursor.fetch_record_batch():
+    with AdbcStatement(connection) as statement:
+        statement.set_options(**{StatementOptions.BATCH_SIZE_HINT_BYTES.value: str(BATCH_BYTES)})
+        statement.set_sql_query(text_of(call))
+        stream, _ = statement.execute_query()
+        for batch in AdbcRecordBatchReader._import_from_c(stream.address):
             columns = [
                 column if column.type == field.type else column.cast(field.type)
                 for column, field in zip(batch.columns, wanted, strict=True)
@@ -89,11 +101,27 @@ def batches(connection: dbapi.Connection, call: Call[Any], schema: StructType) -
                 yield fitting.slice(start, BATCH_ROWS)
 
 
-def run(connection: dbapi.Connection, call: Call[Any]) -> None:
+def run(connection: AdbcConnection, call: Call[Any]) -> None:
     """A call whose answer does not matter, on the same connection as the batches."""
-    with connection.cursor() as cursor:
-        cursor.execute(text_of(call))
-        cursor.fetchall()
+    with AdbcStatement(connection) as statement:
+        statement.set_sql_query(text_of(call))
+        stream, _ = statement.execute_query()
+        for _ in AdbcRecordBatchReader._import_from_c(stream.address):
+            pass
+
+
+def add(connection: AdbcConnection, rows: pa.RecordBatch, *, schema: str, table: str) -> None:
+    """Add rows to a table by binary COPY."""
+    with AdbcStatement(connection) as statement:
+        statement.set_options(
+            **{
+                adbc_driver_manager.INGEST_OPTION_TARGET_TABLE: table,
+                adbc_driver_manager.INGEST_OPTION_MODE: adbc_driver_manager.INGEST_OPTION_MODE_APPEND,
+                adbc_driver_manager.StatementOptions.INGEST_TARGET_DB_SCHEMA.value: schema,
+            }
+        )
+        statement.bind(rows)
+        statement.execute_update()
 
 
 def translated(error: adbc_driver_manager.Error) -> BaseException:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from headwater.errors import HeadwaterError
+from headwater.embedded import EmbeddedError
 
 LAYOUT = "1"
 """Part of the cache's name: a program that lays it out differently makes its own."""
@@ -38,7 +38,7 @@ for argument do
     esac
     set -- "$@" "$argument"
 done
-[ $spark = 1 ] && [ -n "${{HEADWATER_FAST_JAVA:-}}" ] || exec {java} "$@"
+[ $spark = 1 ] && [ -n "${{SPARK_FAST_START:-}}" ] || exec {java} "$@"
 
 # Loaded classes are kept in an archive, which halves the next start. The first start writes it, at its end.
 archive={archive}
@@ -61,7 +61,15 @@ appender.console.name = console
 appender.console.target = SYSTEM_ERR
 appender.console.layout.type = PatternLayout
 appender.console.layout.pattern = spark: %p %c{1}: %m%n
-# Workers that end early, and stopped queries, are everyday and told otherwise where they matter.
+# What makes a query or a job fail is raised to the caller; workers that end early, and stopped queries, are everyday.
+logger.executor.name = org.apache.spark.executor
+logger.executor.level = off
+logger.scheduler.name = org.apache.spark.scheduler
+logger.scheduler.level = off
+logger.streaming.name = org.apache.spark.sql.execution.streaming
+logger.streaming.level = off
+logger.v2.name = org.apache.spark.sql.execution.datasources.v2
+logger.v2.level = off
 logger.python.name = org.apache.spark.api.python
 logger.python.level = off
 # Spark sets the root to the level of this one, and says so unless it is the same.
@@ -72,7 +80,7 @@ logger.hadoop.level = off
 """
 
 
-class NoJava(HeadwaterError):
+class NoJava(EmbeddedError):
     """There is no Java to run Spark on: install the wheel, or set JAVA_HOME."""
 
 
@@ -93,7 +101,7 @@ class SparkHome:
         if self.java_home is not None:
             variables["JAVA_HOME"] = str(self.java_home)
         if fast_start and self.can_archive:
-            variables["HEADWATER_FAST_JAVA"] = "1"
+            variables["SPARK_FAST_START"] = "1"
         return variables
 
 

@@ -200,10 +200,10 @@ def stage(
     first = next(parts, None)
     if first is None:
         return Staged(writer, epoch, part, attempt, 0)
-    with arrow.connect(dsn, autocommit=False) as connection, connection.cursor() as cursor:
+    with arrow.connect(dsn, autocommit=False) as connection:
         for place, chunk in enumerate(chain((first,), parts)):
             row = staging_row(chunk, writer=writer, epoch=epoch, attempt=attempt, place=place)
-            cursor.adbc_ingest(calls.STAGED_TABLE, row, mode="append", db_schema_name=calls.STAGED_SCHEMA)
+            arrow.add(connection, row, schema=calls.STAGED_SCHEMA, table=calls.STAGED_TABLE)
             events += len(chunk)
         connection.commit()
     return Staged(writer, epoch, part, attempt, events)

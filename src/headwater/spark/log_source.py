@@ -286,22 +286,23 @@ def windows(ranges: Iterable[Range], size: int) -> Iterator[Range]:
 
 @dataclass(frozen=True)
 class PositionRanges(InputPartition):
-    """What one task reads: positions, in order, and up to where it is no loss if events are gone."""
+    """What one task reads: whose events at which positions, and up to where it is no loss if some are gone."""
 
+    topics: tuple[str, ...] | None
     ranges: tuple[Range, ...]
     gone_to: int
+    conditions: Conditions = field(default_factory=Conditions)
 
 
-def read_ranges(
-    dsn: str, topics: Sequence[str] | None, part: PositionRanges, conditions: Conditions, schema: StructType
-) -> Iterator[pa.RecordBatch]:
+def read_ranges(dsn: str, part: PositionRanges, schema: StructType) -> Iterator[pa.RecordBatch]:
     """The events of some ranges, all of them settled."""
     if not part.ranges:
         return
+    topics = part.topics
     one_topic = topics is not None and len(topics) == 1
     with arrow.connect(dsn) as connection:
         for after, up_to in part.ranges if one_topic else windows(part.ranges, WINDOW):
-            call = calls.scan(topics, after=after, up_to=up_to, conditions=conditions)
+            call = calls.scan(topics, after=after, up_to=up_to, conditions=part.conditions)
             yield from arrow.batches(connection, call, schema)
         # Afterwards, since retention may come between planning and reading.
         arrow.run(connection, calls.refuse_expired(topics, after=max(part.ranges[0][0], part.gone_to)))
@@ -314,47 +315,49 @@ class LogReader(DataSourceReader):
         self.options = options
         self.schema = schema
         self.pushed = Pushed()
-        self.topics: list[str] | None = None
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
         self.pushed, left = push(filters)
         return left
 
     def partitions(self) -> Sequence[InputPartition]:
+        # What is found out here travels with the partitions: tasks may have this object as it was before.
         options, pushed = self.options, self.pushed
         with headwater.connect(options.dsn, pool_size=1) as log:
-            self.topics = chosen_topics(log, options.topics, pushed.topics)
-            if self.topics == []:
-                return [PositionRanges((), 0)]
-            after, gone_to = start_of(log, options, self.topics)
+            topics = chosen_topics(log, options.topics, pushed.topics)
+            if topics == ():
+                return [PositionRanges((), (), 0)]
+            after, gone_to = start_of(log, options, topics)
             if options.after is not None and not options.skip_expired:
-                log.run(calls.refuse_expired(self.topics, after=after))
+                log.run(calls.refuse_expired(topics, after=after))
             conditions = within(pushed.conditions, options.since, options.until)
-            self.pushed = replace(pushed, conditions=conditions)
             up_to = log.run(calls.log_state()).settled
             if conditions.published_from is not None:
-                after = max(after, log.run(calls.position_before(self.topics, conditions.published_from)))
+                after = max(after, log.run(calls.position_before(topics, conditions.published_from)))
             if conditions.published_before is not None:
                 last = conditions.published_before + LONGEST_STATEMENT
-                up_to = min(up_to, log.run(calls.position_before(self.topics, last)))
+                up_to = min(up_to, log.run(calls.position_before(topics, last)))
             after = max(after, pushed.after)
             up_to = min(limit for limit in (up_to, options.up_to, pushed.up_to) if limit is not None)
             ranges = log.run(calls.drawn_ranges(after=after, up_to=up_to)) if after < up_to else []
         shared = divide(ranges, pieces=options.partitions or 64, least=1 if options.partitions else LEAST_PER_PARTITION)
-        return [PositionRanges(tuple(piece), gone_to) for piece in shared] or [PositionRanges((), 0)]
+        # Spark wants one partition at least.
+        return [PositionRanges(topics, tuple(piece), gone_to, conditions) for piece in shared or [[]]]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, PositionRanges)
-        return read_ranges(self.options.dsn, self.topics, partition, self.pushed.conditions, self.schema)
+        return read_ranges(self.options.dsn, partition, self.schema)
 
 
-def chosen_topics(log: Headwater, named: tuple[str, ...] | None, pushed: frozenset[str] | None) -> list[str] | None:
+def chosen_topics(
+    log: Headwater, named: tuple[str, ...] | None, pushed: frozenset[str] | None
+) -> tuple[str, ...] | None:
     """The topics to read: those of the option, less what a condition excludes. None stands for the whole log."""
     if pushed is None:
-        return None if named is None else list(named)
+        return named
     # A condition may name a topic that is not there, which only means that nothing is found.
     there = named if named is not None else [topic.name for topic in log.run(calls.topics())]
-    return [name for name in there if name in pushed]
+    return tuple(name for name in there if name in pushed)
 
 
 def start_of(log: Headwater, options: ReadOptions, topics: Sequence[str] | None) -> tuple[int, int]:
@@ -410,9 +413,7 @@ class LogStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def latestOffset(self, start: dict[str, int], limit: ReadLimit) -> dict[str, int]:
         """The end of the next batch; waits a while for one to begin, since Spark would ask again at once."""
         log = self._connected()
-        max_events = (
-            None if isinstance(limit, ReadAllAvailable) else getattr(limit, "max_rows", self.options.max_events)
-        )
+        max_events = limit.max_rows if isinstance(limit, ReadMaxRows) else None
         deadline = time.monotonic() + (0 if self.target is not None else self.options.wait_seconds)
         pause = 0.01
         while True:
@@ -447,12 +448,12 @@ class LogStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         ranges = log.run(calls.drawn_ranges(after=after, up_to=up_to)) if after < up_to else []
         asked = self.options.partitions
         shared = divide(ranges, pieces=asked or 8, least=1 if asked else LEAST_PER_PARTITION)
-        return [PositionRanges(tuple(piece), gone_to) for piece in shared] or [PositionRanges((), 0)]
+        conditions = within(Conditions(), self.options.since, None)
+        return [PositionRanges(self.options.topics, tuple(piece), gone_to, conditions) for piece in shared or [[]]]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, PositionRanges)
-        conditions = within(Conditions(), self.options.since, None)
-        return read_ranges(self.options.dsn, self.options.topics, partition, conditions, self.schema)
+        return read_ranges(self.options.dsn, partition, self.schema)
 
     def stop(self) -> None:
         if self._log is not None:

@@ -17,7 +17,12 @@ begin
         end;
     end if;
     begin
-        if not pg_has_role(current_user, 'headwater_condition', 'member') then
+        -- Since Postgres 16 who makes a role is its member, but may not become it.
+        if current_setting('server_version_num')::integer >= 160000 then
+            if not pg_has_role(installer, 'headwater_condition', 'set') then
+                execute format('grant headwater_condition to %I with set true', installer);
+            end if;
+        elsif not pg_has_role(installer, 'headwater_condition', 'member') then
             execute format('grant headwater_condition to %I', installer);
         end if;
         if not exists (select from pg_namespace n where n.nspname = 'headwater_condition') then

@@ -17,7 +17,7 @@ declare
         'find_topic', 'topic_ids', 'expired_to', 'refuse_expired', 'page_of_topic', 'read_topic',
         'read_settled', 'read', 'read_backwards',
         'position_before', 'open_cursor', 'advance_cursor', 'set_cursor', 'delete_cursor', 'release_due', 'maintain',
-        'find_group', 'lock_group', 'try_lock_group', 'frontier', 'create_group', 'alter_group', 'pause_group',
+        'find_group', 'find_queue', 'lock_group', 'try_lock_group', 'frontier', 'create_group', 'alter_group', 'pause_group',
         'resume_group', 'delete_group', 'rewind_group', 'pattern_regex', 'bind', 'unbind', 'bound_topics',
         'bound_events', 'as_multirange', 'next_token', 'key_order_hash', 'backoff', 'in_flight', 'with_try', 'open_claims',
         'waiting_keys', 'is_next_of_key', 'free_next_of_keys', 'reap', 'pass_over', 'claim_suspect',

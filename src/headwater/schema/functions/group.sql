@@ -20,6 +20,23 @@ begin
 end;
 $$;
 
+-- The queue of that name; HW002 for a group that reads for subscriptions.
+create or replace function headwater.find_queue(group_name text)
+returns headwater.consumer_group
+language plpgsql
+stable
+as $$
+declare
+    found_group constant headwater.consumer_group := headwater.find_group(group_name);
+begin
+    if found_group.kind <> 'queue' then
+        raise exception 'group "%" reads for subscriptions: it has no bindings and no leases', group_name
+            using errcode = 'HW002';
+    end if;
+    return found_group;
+end;
+$$;
+
 -- Only the holder may claim for a group or move its frontier. Held to the end of the transaction.
 create or replace function headwater.lock_group(group_id integer)
 returns void
@@ -144,7 +161,7 @@ returns void
 language plpgsql
 as $$
 declare
-    target constant headwater.consumer_group := headwater.find_group(group_name);
+    target constant headwater.consumer_group := headwater.find_queue(group_name);
 begin
     update headwater.consumer_group g set paused_at = clock_timestamp() where g.id = target.id and g.paused_at is null;
 end;
@@ -155,7 +172,7 @@ returns void
 language plpgsql
 as $$
 declare
-    target constant headwater.consumer_group := headwater.find_group(group_name);
+    target constant headwater.consumer_group := headwater.find_queue(group_name);
 begin
     update headwater.consumer_group g set paused_at = null where g.id = target.id;
 end;
@@ -189,7 +206,7 @@ returns void
 language plpgsql
 as $$
 declare
-    target constant headwater.consumer_group := headwater.find_group(group_name);
+    target constant headwater.consumer_group := headwater.find_queue(group_name);
 begin
     perform headwater.lock_group(target.id);
     update headwater.consumer_group g
@@ -253,12 +270,12 @@ returns headwater.binding
 language plpgsql
 as $$
 declare
-    target headwater.consumer_group := headwater.find_group(group_name);
+    target headwater.consumer_group := headwater.find_queue(group_name);
     bound headwater.binding;
     leased int8multirange;
 begin
     perform headwater.lock_group(target.id);
-    target := headwater.find_group(group_name);
+    target := headwater.find_queue(group_name);
     if bind.from_position < headwater.frontier(target) then
         select range_agg(int8range(e.position, e.position, '[]')) into leased
         from headwater.ledger l
@@ -307,11 +324,11 @@ returns bigint
 language plpgsql
 as $$
 declare
-    target headwater.consumer_group := headwater.find_group(group_name);
+    target headwater.consumer_group := headwater.find_queue(group_name);
     ended bigint;
 begin
     perform headwater.lock_group(target.id);
-    target := headwater.find_group(group_name);
+    target := headwater.find_queue(group_name);
     update headwater.binding b
     set to_position = greatest(unbind.to_position, headwater.frontier(target), b.from_position)
     where b.group_id = target.id and b.id = binding_id and b.to_position is null

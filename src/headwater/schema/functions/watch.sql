@@ -90,6 +90,9 @@ declare
     key_columns text[];
     unknown text;
 begin
+    if watched is null then
+        raise exception 'there is no such table' using errcode = 'HW002', hint = 'Name it with its schema.';
+    end if;
     select n.nspname, c.relname, c.relkind into source
     from pg_class c join pg_namespace n on n.oid = c.relnamespace
     where c.oid = watched;
