@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psycopg
 import pytest
@@ -21,12 +21,25 @@ _numbers = itertools.count()
 T = TypeVar("T")
 
 
+SPARK_TESTS = Path(__file__).parent / "spark"
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Keep a file's tests in one process, and all that need Spark in one: a session takes a gigabyte."""
-    needs_spark = item.path.is_relative_to(Path(__file__).parent / "spark")
-    if needs_spark:
+    if item.path.is_relative_to(SPARK_TESTS):
         item.add_marker(pytest.mark.spark)
-    item.add_marker(pytest.mark.xdist_group("spark" if needs_spark else str(item.path)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep a file's tests in one process, and all that need Spark in one: a session takes a gigabyte."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class OneSpark(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::")[0]
+            return "spark" if Path(config.rootpath, file).is_relative_to(SPARK_TESTS) else file
+
+    return OneSpark(config, log)
 
 
 def _make_database(admin_dsn: str, name: str, template: str | None = None) -> str:

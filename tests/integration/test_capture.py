@@ -642,14 +642,14 @@ def apply(replica: dict[int, Any], change: Change) -> None:
         replica[key] = change["after"]
 
 
-def churn(dsn: str, table: str, *, seed: int, count: int, started: threading.Event) -> None:
-    """Changes in many small transactions, over keys of this writer's own."""
+def churn(dsn: str, table: str, *, seed: int, count: int, started: threading.Event, enough: threading.Event) -> None:
+    """Changes in many small transactions, over keys of this writer's own, until there are so many and enough."""
     rng = random.Random(seed)
     own: list[int] = []
     fresh = itertools.count(seed * 1_000_000)
     done = 0
     with psycopg.connect(dsn) as connection:
-        while done < count:
+        while done < count or not enough.is_set():
             for _ in range(rng.randrange(1, 20)):
                 kind = rng.random()
                 if kind < 0.5 or not own:
@@ -669,26 +669,29 @@ def test_a_snapshot_and_the_changes_after_it_are_exactly_the_table(
     slot: Slot, table: str, dsn: str, connection: psycopg.Connection
 ) -> None:
     connection.execute(f"insert into {table} select n, 'old', n from generate_series(1, 5000) as n")
-    started = threading.Event()
+    started, enough = threading.Event(), threading.Event()
     start = slot.state().confirmed_lsn
     writers = [
         threading.Thread(
-            target=churn, args=(dsn, table), kwargs={"seed": seed, "count": 5000, "started": started}, daemon=True
+            target=churn,
+            args=(dsn, table),
+            kwargs={"seed": seed, "count": 5000, "started": started, "enough": enough},
+            daemon=True,
         )
         for seed in range(1, 5)
     ]
     for writer in writers:
         writer.start()
     assert started.wait(20)
-    taken = []
-    while any(writer.is_alive() for writer in writers) and len(taken) < 6:
-        taken.append(snapshot_rows(dsn, table, chunk_blocks=10))
+    try:
+        taken = [snapshot_rows(dsn, table, chunk_blocks=50) for _ in range(5)]
+    finally:
+        enough.set()
     for writer in writers:
         writer.join(60)
     found = changes(slot, start)
     assert len(found) >= 25_000
     truth = {row["key"]: row["row"] for row in snapshot_rows(dsn, table)[1]}
-    assert taken
     for snapshot, rows in taken:
         replica = {image(row["key"])["id"]: row["row"] for row in rows}
         for change in found:

@@ -238,6 +238,7 @@ def test_spark_reads_what_was_published(spark: SparkSession, log: headwater.Head
     log.publish(topic, {"ü": [1, None]}, key="k", type="t", routing_key="a.b", headers={"h": 1}, event_id="e-1")
     log.publish(topic, None)
     log.publish(topic, b"\x00\xff", content_type="image/png")
+    publish(log, log.create_topic(f"{topic}-other").name, 1)
     publish(log, lanes, 7)
     rows = frame(spark, dsn, topics=f"{topic},{lanes}", partitions="3").orderBy("position").collect()
     events = log.read([topic, lanes])

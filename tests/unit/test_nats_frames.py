@@ -14,7 +14,7 @@ pytest.importorskip("pyarrow")
 pytest.importorskip("msgpack")
 
 import pyarrow as pa
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headwater.nats import frames, messages, payloads, subjects
@@ -371,6 +371,8 @@ def test_payloads_that_are_garbage_are_refused(data: bytes) -> None:
     opened=st.sets(st.integers(0, 49)),
     distance=st.integers(-(2**31) + 100, 2**31 - 100),
 )
+@example(xmin=2**32 + 5, width=0, opened=set(), distance=-10)
+@example(xmin=2**33 - 5, width=0, opened=set(), distance=10)
 def test_a_snapshot_sees_by_32_bits_what_it_sees_by_64(xmin: int, width: int, opened: set[int], distance: int) -> None:
     xmax = xmin + width
     still_open = sorted(xmin + n for n in opened if n < width)
