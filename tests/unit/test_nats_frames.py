@@ -326,6 +326,33 @@ def test_packed_changes_are_the_same_messages_however_they_are_cut_into_batches(
     assert len(events) == len(rows)
 
 
+@pytest.mark.parametrize("cut", range(31))
+def test_a_batch_that_ends_inside_of_a_packed_message_does_not_cut_it(cut: int) -> None:
+    rows = [
+        {
+            "id": subjects.change_id(5000, n),
+            "xid": 1,
+            "commit_lsn": 5000,
+            "committed_at": datetime(2026, 3, 1, tzinfo=UTC),
+            "sequence": n,
+            "schema": "public",
+            "table": "orders",
+            "operation": "insert",
+            "before": None,
+            "after": "{}",
+            "unchanged": [],
+        }
+        for n in range(30)
+    ]
+    packer = messages.Packer(packed_changes=8)
+    made = [packer.add(pa.RecordBatch.from_pylist(piece, CHANGE)) for piece in (rows[:cut], rows[cut:])]
+    ids = [msg_id for batch in [*made, packer.finish()] for msg_id in batch.column("msg_id").to_pylist()]
+    assert ids == [
+        f"{subjects.change_id(5000, first)}-to-{last:08x}-public.orders-batch"
+        for first, last in ((0, 7), (8, 15), (16, 23), (24, 29))
+    ]
+
+
 @pytest.mark.parametrize("encoding", ["msgpack", "json"])
 @pytest.mark.parametrize("with_dictionary", [False, True])
 def test_compressed_chunks_say_how_to_read_them(encoding: Any, with_dictionary: bool) -> None:

@@ -245,12 +245,13 @@ class Replica:
         try:
             while not stop.is_set():
                 # Read before the fetch: if that finds nothing, everything up to here is applied.
-                last = (await js.stream_info(subjects.CDC_STREAM)).state.last_seq if not reader.busy else 0
+                # An empty stream's last sequence is 0, which is not the same as not having asked.
+                last = None if reader.busy else (await js.stream_info(subjects.CDC_STREAM)).state.last_seq
                 messages = await reader.fetch(self._batch_size, self._idle_seconds)
                 if messages:
                     state = await self._apply(js, messages, state, visibility)
                     continue
-                if await reader.pending() == 0 and last:
+                if last is not None and await reader.pending() == 0:
                     if last > state.stream_sequence:
                         state = replace(state, stream_sequence=last)
                         with self._store.transaction():
