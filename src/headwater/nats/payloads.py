@@ -49,7 +49,7 @@ def decode(payload: bytes) -> Any:
         if payload[:1] in (b"{", b"["):
             return json.loads(payload)
         return msgpack.unpackb(payload, strict_map_key=False)
-    except (ValueError, msgpack.UnpackException, RecursionError) as error:
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:  # TypeError: a map as a key
         raise InvalidMessage(f"the payload is neither MessagePack nor JSON: {payload[:60]!r}") from error
 
 
