@@ -21,6 +21,7 @@ LAYERS = {
     "model": 0,
     "errors": 0,
     "telemetry": 0,
+    "visibility": 1,
     "settings": 1,
     "cron": 1,
     "embedded": 1,
@@ -32,15 +33,18 @@ LAYERS = {
     "subscriber": 5,
     "worker": 6,
     "": 7,
-    **dict.fromkeys(("kafka", "server", "cdc", "nats", "store"), 8),
+    **dict.fromkeys(("kafka", "server", "cdc", "nats", "lake", "store"), 8),
     "spark": 9,
     "cli": 10,
 }
-DOORS = {"kafka", "server", "cdc", "nats", "spark"}
-# Spark moves what these two know how to read and to write.
-NEIGHBOURS = {("spark", "cdc"), ("spark", "nats")}
-PURE = ("model", "errors", "settings", "calls", "subscription", "cron")
-PURE_FILES = tuple(f"cdc/{name}.py" for name in ("images", "json_text", "pgoutput", "relation", "visibility"))
+DOORS = {"kafka", "server", "cdc", "nats", "lake", "spark"}
+# Spark moves what these know how to read and to write.
+NEIGHBOURS = {("spark", "cdc"), ("spark", "nats"), ("spark", "lake")}
+PURE = ("model", "errors", "settings", "calls", "subscription", "cron", "visibility")
+PURE_FILES = (
+    *(f"cdc/{name}.py" for name in ("images", "json_text", "pgoutput", "relation")),
+    *(f"lake/{name}.py" for name in ("columns", "fold")),
+)
 IMPURE = {"asyncio", "socket", "time", "threading", "os", "subprocess", "selectors", "multiprocessing", "random"}
 NO_NAMES = {"util", "utils", "common", "helper", "helpers", "base", "manager", "managers", "misc"}
 

@@ -66,12 +66,24 @@ class ReaderBusy(HeadwaterError):
     """Another reader reads for this group now: try again later."""
 
 
+class PipelineNotFound(HeadwaterError):
+    """No pipeline of that name was ever run on this database, or the file declares none."""
+
+
+class PipelineBusy(HeadwaterError):
+    """Another process runs the pipeline now: stop it, or wait."""
+
+
 class LeaseLost(HeadwaterError):
     """The lease ended or ran out, and another worker may have its events. Drop the result; claim anew."""
 
 
 class StagedEventsLost(HeadwaterError):
     """What a batch had staged is gone before it was published. Nothing of it is in the log: run the batch again."""
+
+
+class ProjectionRebuilt(HeadwaterError):
+    """A table was built anew meanwhile, or its rebuild was given up. Start the pipeline again: it goes on from that."""
 
 
 class NotAllowed(HeadwaterError):
@@ -106,6 +118,10 @@ class SlotLost(HeadwaterError):
     """Changes that were not read yet are gone from the server's log. Make a new slot, and a new snapshot."""
 
 
+class LakeBusy(HeadwaterError):
+    """Other writers changed a table of the lake at every try. Nothing was committed: run it again later."""
+
+
 class InvalidSettings(HeadwaterError):
     """Settings that cannot be: every problem is in the message."""
 
@@ -124,6 +140,9 @@ BY_SQLSTATE: Mapping[str, type[HeadwaterError]] = {
     "HW014": ReaderBusy,
     "HW015": NotAllowed,
     "HW016": StagedEventsLost,
+    "HW017": PipelineNotFound,
+    "HW018": PipelineBusy,
+    "HW020": ProjectionRebuilt,
     "22P02": InvalidEvent,  # invalid_text_representation: JSON that is none
     "22P05": InvalidEvent,  # untranslatable_character: \u0000 in JSON
     "22021": InvalidEvent,  # character_not_in_repertoire: a NUL byte in text

@@ -387,3 +387,44 @@ class Reading:
 
     next_position: int
     events: tuple[MatchedEvent, ...]
+
+
+class PipelineClaim(NamedTuple):
+    """The answer to a runner that asked for a pipeline. Without a token it did not get it."""
+
+    token: int | None
+    place: int | None
+    generation: int
+    held_by: str | None
+    stopped: bool
+
+
+class PipelineSnapshot(NamedTuple):
+    """A table that a pipeline has loaded whole: what of it the snapshot saw, xmin:xmax:xip, and about where."""
+
+    table: str
+    visible: str
+    lsn: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineStatus:
+    """A pipeline as it stands. `place` is a position of the log or an LSN, `behind` positions or bytes of WAL."""
+
+    name: str
+    source: str
+    state: str
+    runner: str | None
+    leased_until: datetime | None
+    started_at: datetime | None
+    place: int | None
+    behind: int | None
+    batches: int
+    rows: int
+    last_batch: Mapping[str, Any] | None
+    last_batch_at: datetime | None
+    failures: int
+    last_error: str | None
+    last_error_at: datetime | None
+    definition: Mapping[str, Any]

@@ -22,9 +22,9 @@ from headwater.cdc import connection as capture_connection
 from headwater.cdc.slot import Level, Slot, SlotState
 from headwater.cdc.snapshot import Snapshot, open_snapshot, plan
 from headwater.cdc.snapshot import read as read_chunk
-from headwater.cdc.visibility import is_visible
 from headwater.embedded import Postgres
 from headwater.errors import CaptureRefused, InvalidRequest, SlotBusy, SlotLost
+from headwater.visibility import is_visible
 
 _numbers = itertools.count()
 Change = dict[str, Any]
@@ -411,7 +411,7 @@ def test_without_the_arrow_driver_the_same_changes_come(
     connection.execute(f"insert into {table} select n, 'name' || n from generate_series(1, 30000) as n")
     end = flushed(slot)
     with_driver = changes(slot, end=end)
-    monkeypatch.setattr(capture_connection, "dbapi", None)
+    monkeypatch.setattr(capture_connection, "adbc_driver_postgresql", None)
     assert changes(slot, end=end) == with_driver
 
 
@@ -548,6 +548,21 @@ def test_a_slot_that_the_server_gave_up_says_to_take_a_snapshot(tmp_path: Path) 
 
 
 @pytest.mark.crash
+def test_the_way_out_of_a_refusal_is_one(connection: psycopg.Connection, new_slot: Callable[..., Slot]) -> None:
+    connection.execute("create table keyless (v text)")
+    with pytest.raises(CaptureRefused, match="replica identity full"):
+        new_slot("keyless")
+    connection.execute("alter table keyless replica identity full")
+    slot = new_slot("keyless")
+    connection.execute("insert into keyless values ('a')")
+    connection.execute("delete from keyless")
+    assert [change["operation"] for change in changes(slot)] == ["insert", "delete"]
+    connection.execute("create table anonymous (id integer primary key)")
+    connection.execute("alter table anonymous replica identity nothing")
+    with pytest.raises(CaptureRefused, match="nothing that identifies its rows"):
+        new_slot("anonymous")
+
+
 def test_a_server_that_does_not_log_for_it_is_refused(tmp_path: Path) -> None:
     server = Postgres(tmp_path / "pg", settings={"wal_level": "replica", "fsync": "off"})
     server.start()
@@ -731,5 +746,5 @@ def test_visibility_survives_the_wrap_of_transaction_ids() -> None:
     young = f"{era - 5}:{era - 1}:"
     assert not is_visible(3, young)  # just after it
     assert is_visible((1 << 32) - 6, young)
-    with pytest.raises(ValueError, match="not a snapshot"):
+    with pytest.raises(InvalidRequest, match="not a snapshot"):
         is_visible(1, "10")

@@ -19,11 +19,11 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes
 
 from headwater.cdc.slot import Slot
-from headwater.cdc.visibility import is_visible
 from headwater.errors import CaptureRefused, InvalidRequest
 from headwater.spark import table_source
 from headwater.spark.changes_source import ChangesReader, ChangesSource
 from headwater.spark.table_source import TableSource
+from headwater.visibility import is_visible
 
 _numbers = itertools.count()
 

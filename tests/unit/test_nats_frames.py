@@ -17,10 +17,11 @@ import pyarrow as pa
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from headwater.errors import InvalidRequest
 from headwater.nats import frames, messages, payloads, subjects
 from headwater.nats.failure import InvalidMessage
 from headwater.nats.subjects import Table
-from headwater.nats.visibility import Visibility, lsn_number
+from headwater.visibility import is_visible, lsn_number
 
 NO_CLOCK = settings(deadline=None, max_examples=60)
 
@@ -404,12 +405,12 @@ def test_payloads_that_are_garbage_are_refused(data: bytes) -> None:
 def test_a_snapshot_sees_by_32_bits_what_it_sees_by_64(xmin: int, width: int, opened: set[int], distance: int) -> None:
     xmax = xmin + width
     still_open = sorted(xmin + n for n in opened if n < width)
-    visibility = Visibility.parse(f"{xmin}:{xmax}:{','.join(map(str, still_open))}")
+    snapshot = f"{xmin}:{xmax}:{','.join(map(str, still_open))}"
     xid = xmax + distance
-    assert visibility.sees(xid & 0xFFFFFFFF) == (xid < xmax and xid not in still_open)
+    assert is_visible(xid & 0xFFFFFFFF, snapshot) == (xid < xmax and xid not in still_open)
 
 
 def test_an_lsn_is_a_number() -> None:
     assert lsn_number("1/191BFD0") == 0x1_0191BFD0
-    with pytest.raises(InvalidMessage):
+    with pytest.raises(InvalidRequest):
         lsn_number("x")

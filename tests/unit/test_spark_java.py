@@ -71,7 +71,15 @@ def test_only_spark_itself_uses_the_archive_of_classes(tmp_path: Path) -> None:
 
 
 def test_a_session_talks_to_this_machine_only_and_tries_tasks_again() -> None:
-    chosen = settings(cores=3, task_attempts=4, heap_mb=700, fast_start=True, java_options="-Dx=y")
+    chosen = settings(master=None, cores=3, task_attempts=4, heap_mb=700, fast_start=True, java_options="-Dx=y")
     assert chosen["spark.master"] == "local[3,4]"
     assert chosen["spark.driver.bindAddress"] == chosen["spark.driver.host"] == "127.0.0.1"
     assert chosen["spark.driver.extraJavaOptions"].startswith("-Dx=y ")
+
+
+def test_a_session_on_a_cluster_is_not_bound_to_this_machine() -> None:
+    chosen = settings(
+        master="spark://spark.example:7077", cores=3, task_attempts=4, heap_mb=700, fast_start=False, java_options=""
+    )
+    assert chosen["spark.master"] == "spark://spark.example:7077"
+    assert "spark.driver.host" not in chosen

@@ -27,7 +27,8 @@ from pyspark.sql.datasource import (
 from headwater.calls import Call, Conditions
 from headwater.errors import InvalidRequest
 from headwater.spark.arrow import text_of
-from headwater.spark.log_source import Pushed, ReadOptions, divide, push, windows
+from headwater.spark.log_ranges import Stretch, common, divide, united, windows
+from headwater.spark.read_options import Pushed, ReadOptions, push
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
@@ -134,7 +135,7 @@ def positions(ranges: Any) -> list[int]:
 def test_dividing_gives_every_position_to_one_task_in_order(
     ranges: list[tuple[int, int]], pieces: int, least: int
 ) -> None:
-    shared = divide(ranges, pieces=pieces, least=least)
+    shared = divide([Stretch(after, up_to, up_to - after) for after, up_to in ranges], pieces=pieces, least=least)
     assert [position for piece in shared for position in positions(piece)] == positions(ranges)
     assert len(shared) <= pieces
     assert all(len(positions(piece)) >= least for piece in shared[:-1])
@@ -145,6 +146,38 @@ def test_windows_are_the_same_positions_in_small_ranges(ranges: list[tuple[int, 
     cut = list(windows(ranges, size))
     assert positions(cut) == positions(ranges)
     assert all(0 < up_to - after <= size for after, up_to in cut)
+
+
+STRETCHES = st.lists(
+    st.tuples(st.integers(0, 40), st.integers(1, 15), st.integers(1, 200)).map(
+        lambda s: Stretch(s[0], s[0] + s[1], s[2])
+    ),
+    max_size=8,
+)
+
+
+@given(STRETCHES, st.integers(1, 6), st.integers(1, 100))
+def test_stretches_that_overlap_are_shared_out_whole_and_once(
+    stretches: list[Stretch], pieces: int, least: int
+) -> None:
+    whole = united(stretches)
+    assert sum(stretch.events for stretch in whole) == sum(stretch.events for stretch in stretches)
+    wanted = sorted(set(positions((stretch.after, stretch.up_to) for stretch in stretches)))
+    assert positions((stretch.after, stretch.up_to) for stretch in whole) == wanted
+    shared = divide(whole, pieces=pieces, least=least)
+    assert [position for piece in shared for position in positions(piece)] == wanted
+    assert len(shared) <= pieces
+
+
+def test_a_sparse_stretch_is_shared_out_by_its_events() -> None:
+    # A file that lies across the hundred million positions that a rotation passed over.
+    shared = divide([Stretch(0, 1000, 1000), Stretch(5000, 100_005_000, 1000)], pieces=4, least=1)
+    assert shared == [[(0, 500)], [(500, 1000)], [(5000, 50_005_000)], [(50_005_000, 100_005_000)]]
+
+
+@given(RANGES, RANGES)
+def test_what_is_common_is_in_both(some: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
+    assert positions(common(some, others)) == sorted(set(positions(some)) & set(positions(others)))
 
 
 def test_a_call_is_written_out_with_its_values_quoted() -> None:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any, Final
 
 import psycopg
 import pyarrow as pa
 from psycopg import conninfo
 
-dbapi: Any = None
+adbc_driver_postgresql: Any = None
 with suppress(ImportError):  # slower without
     import adbc_driver_manager
+    import adbc_driver_postgresql  # type: ignore[no-redef]
+    from adbc_driver_manager import AdbcConnection, AdbcStatement
+
+    # Of the plain driver, not of its `dbapi`, whose import takes a second and whose reader loses SQLSTATEs.
     from adbc_driver_manager._reader import AdbcRecordBatchReader
-    from adbc_driver_postgresql import dbapi  # type: ignore[no-redef]
 
 # The text of a value must not depend on whose session reads it; and no limit meant for applications ends a long read.
 SESSION: Final = (
@@ -61,21 +66,33 @@ def stream(dsn: str, query: str, *, before: Sequence[str] = ()) -> Generator[Any
     Values must be bytes or texts.
     Errors are psycopg's, whichever driver is there.
     """
-    if dbapi is None:
+    if adbc_driver_postgresql is None:
         return _stream_rows(dsn, query, before)
     return _stream_arrow(dsn, query, before)
 
 
+@lru_cache(maxsize=8)
+def arrow_database(conninfo: str, process: int) -> Any:
+    """A driver for this address, for this process to keep: to make one costs the look-up of all types, 50 ms.
+
+    It holds no connection, so a server that restarts is no matter to it.
+    """
+    return adbc_driver_postgresql.connect(conninfo)
+
+
 def _stream_arrow(dsn: str, query: str, before: Sequence[str]) -> Generator[Any]:
     try:
-        with dbapi.connect(fixed(dsn), autocommit=not before) as connection, connection.cursor() as cursor:
+        with AdbcConnection(arrow_database(fixed(dsn), os.getpid())) as connection:
+            connection.set_autocommit(not before)
             for statement in before:
-                cursor.execute(statement)
-            cursor.adbc_statement.set_options(**{"adbc.postgresql.batch_size_hint_bytes": str(BATCH_BYTES)})
-            cursor.execute(query)
-            # The reader that Cursor.fetch_record_batch gives loses the SQLSTATE of what goes wrong on the way.
-            handle = cursor.fetch_arrow()
-            yield from AdbcRecordBatchReader._import_from_c(handle.address)
+                with AdbcStatement(connection) as first:
+                    first.set_sql_query(statement)
+                    first.execute_update()
+            with AdbcStatement(connection) as reading:
+                reading.set_options(**{"adbc.postgresql.batch_size_hint_bytes": str(BATCH_BYTES)})
+                reading.set_sql_query(query)
+                handle, _ = reading.execute_query()
+                yield from AdbcRecordBatchReader._import_from_c(handle.address)
     except adbc_driver_manager.Error as error:
         kind = _KINDS.get(error.sqlstate or "", psycopg.OperationalError)
         raise kind(str(error)) from error

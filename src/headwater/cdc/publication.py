@@ -64,12 +64,14 @@ def check_server(connection: psycopg.Connection[Any]) -> None:
         )
 
 
-def ensure(connection: psycopg.Connection[Any], name: str, tables: Sequence[str]) -> None:
-    """Make sure that the publication is there and has these tables."""
+def ensure(connection: psycopg.Connection[Any], name: str, tables: Sequence[str], *, create: bool = True) -> None:
+    """Make sure that the publication is there and has these tables, or, without `create`, that it could be made."""
     wanted = _find_tables(connection, tables)
     found = connection.execute(query("publication"), {"publication": name}).fetchone()
     if found is None:
-        _create(connection, name, wanted)
+        _refuse_to_create(name, wanted)
+        if create:
+            _create(connection, name, wanted)
         return
     with connection.cursor(row_factory=class_row(_Published)) as cursor:
         published = cursor.execute(query("published_tables"), {"publication": name}).fetchall()
@@ -97,7 +99,7 @@ def _find_tables(connection: psycopg.Connection[Any], names: Sequence[str]) -> l
     return tables
 
 
-def _create(connection: psycopg.Connection[Any], name: str, tables: Sequence[_Table]) -> None:
+def _refuse_to_create(name: str, tables: Sequence[_Table]) -> None:
     if not tables:
         raise CaptureRefused(
             f"there is no publication {name!r}, and no tables to make one of",
@@ -105,6 +107,9 @@ def _create(connection: psycopg.Connection[Any], name: str, tables: Sequence[_Ta
         )
     # Before the publication is made: once it is there, updates of such a table fail for those who make them.
     _refuse_anonymous(table for table in tables if not table.has_identity)
+
+
+def _create(connection: psycopg.Connection[Any], name: str, tables: Sequence[_Table]) -> None:
     listed = sql.SQL(", ").join([sql.SQL(_full_name(table)) for table in tables])
     statement = sql.SQL("create publication {} for table {} with (publish_via_partition_root = true)")
     try:

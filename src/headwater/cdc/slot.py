@@ -95,6 +95,14 @@ class Slot:
                 connection.execute(query("create_slot"), {"slot": self.name})
             return self._checked(connection)
 
+    def check(self, tables: Sequence[str] = ()) -> None:
+        """Refuse what `prepare` would refuse, and make nothing."""
+        with connect(self.dsn) as connection:
+            publication.check_server(connection)
+            publication.ensure(connection, self.publication, tables, create=False)
+            if self._find(connection) is not None:
+                self._checked(connection)
+
     def state(self, connection: psycopg.Connection[Any] | None = None) -> SlotState:
         """Where the slot stands. SlotLost if it is gone, or if what it needs is."""
         if connection is not None:
@@ -132,6 +140,13 @@ class Slot:
             for first in range(0, changes.num_rows, _OUTPUT_ROWS):
                 yield changes.slice(first, _OUTPUT_ROWS)
         decoder.finish()
+
+    def end_of_log(self) -> int:
+        """Where the server's log ends now: whatever can be seen of a table was logged before it."""
+        with connect(self.dsn) as connection:
+            row = connection.execute(query("current_lsn")).fetchone()
+        assert row is not None
+        return int(row[0])
 
     def has_changes(self, connection: psycopg.Connection[Any], *, start: int, end: int) -> bool:
         """Whether `read` would give anything. Costs as much of the server as reading."""

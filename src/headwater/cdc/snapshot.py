@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from headwater.cdc.json_text import TYPE_NAMES, cells_of, objects, render
 from headwater.cdc.queries import query
 from headwater.cdc.relation import Column, Relation
 from headwater.errors import CaptureRefused, InvalidRequest
+from headwater.visibility import parse as parse_snapshot
 
 SCHEMA: Final = pa.schema(
     [
@@ -23,7 +25,7 @@ SCHEMA: Final = pa.schema(
         ("table", pa.string()),
         ("chunk", pa.int32()),
         ("lsn", pa.int64()),  # where the server's log was just before the snapshot; for people, not for deciding
-        ("snapshot", pa.string()),  # xmin:xmax:xip, for `visibility.is_visible`
+        ("snapshot", pa.string()),  # xmin:xmax:xip, for `headwater.visibility`
         ("key", pa.string()),  # JSON; null for a table without a key
         ("row", pa.string()),  # JSON, the same text as in a change
         ("columns_hash", pa.string()),
@@ -33,6 +35,7 @@ SCHEMA: Final = pa.schema(
 
 CHUNK_BLOCKS: Final = 8192
 _OUTPUT_ROWS: Final = 20_000
+_LOOK_SECONDS: Final = 0.01
 # The oids that a type of the server's own may have.
 _FIRST_NAMED_OID: Final = 10_000
 
@@ -65,15 +68,33 @@ class Plan:
     relation: Relation
     texts: tuple[str, ...]  # for each column, the SQL that gives the text pgoutput would send
     chunks: tuple[Chunk, ...]
+    about_rows: int = 0
+    fingerprint: str = ""  # another one if rows may have moved or changed without a change of theirs
+
+
+class TableClaimed(Exception):
+    """Somebody else takes a snapshot of this table for all who want one."""
 
 
 @contextmanager
-def open_snapshot(dsn: str, tables: Sequence[str]) -> Iterator[tuple[Snapshot, psycopg.Connection[Any]]]:
-    """A snapshot that stays open for the block. The tables keep their columns meanwhile."""
+def open_snapshot(
+    dsn: str, tables: Sequence[str], *, claimed: bool = False, commit_seconds: float = 0.0
+) -> Iterator[tuple[Snapshot, psycopg.Connection[Any]]]:
+    """A snapshot that stays open for the block. The tables keep their columns meanwhile.
+
+    With `claimed`, nobody else may have claimed one of the tables, or TableClaimed is raised. Transactions that are
+    just committing are waited for as long as `commit_seconds`: what is logged may be read from a slot, and sent
+    on, before a snapshot sees it.
+    """
     with connect(dsn) as connection:
         names = [_find(connection, table) for table in tables]
-        row = connection.execute(query("current_lsn")).fetchone()
-        assert row is not None
+        for oid, _, table, _ in names if claimed else ():
+            claim = connection.execute(query("claim_table"), {"oid": oid}).fetchone()
+            if claim is None or not claim[0]:
+                raise TableClaimed(table)
+        if commit_seconds > 0:
+            _await_commits(connection, commit_seconds)
+        lsn = current_lsn(connection)
         connection.execute("begin isolation level repeatable read, read only")
         # The lock before the snapshot: a table that was rewritten after it would look empty.
         for _, schema, table, _ in names:
@@ -81,7 +102,7 @@ def open_snapshot(dsn: str, tables: Sequence[str]) -> Iterator[tuple[Snapshot, p
         exported = connection.execute(query("snapshot")).fetchone()
         assert exported is not None
         try:
-            yield Snapshot(name=exported[0], lsn=row[0], visible=exported[1]), connection
+            yield Snapshot(name=exported[0], lsn=lsn, visible=exported[1]), connection
         finally:
             if not connection.closed:
                 connection.rollback()
@@ -93,9 +114,13 @@ def plan(
     table: str,
     *,
     chunk_blocks: int = CHUNK_BLOCKS,
+    most_chunks: int | None = None,
     needs_key: bool = False,
 ) -> Plan:
-    """How to read a table at a snapshot that this connection has open."""
+    """How to read a table at a snapshot that this connection has open.
+
+    Chunks are larger than `chunk_blocks` if there were more than about `most_chunks` of them otherwise.
+    """
     oid, schema, name, identity = _find(connection, table)
     quoted = sql.Identifier(schema, name).as_string(None)
     rows = connection.execute(query("table_columns"), {"table": quoted}).fetchall()
@@ -114,11 +139,18 @@ def plan(
             f"the table {quoted} has no key, and whoever reads this snapshot needs one",
             hint="Give it a primary key, or a replica identity that uses a unique index.",
         )
+    storage = connection.execute(query("table_storage"), {"table": quoted}).fetchall()
+    if most_chunks is not None:
+        chunk_blocks = max(chunk_blocks, -(-sum(blocks for _, _, blocks, _ in storage) // most_chunks))
+    fingerprint = connection.execute(query("table_fingerprint"), {"table": quoted}).fetchone()
+    assert fingerprint is not None
     return Plan(
         snapshot,
         Relation(oid, schema, name, identity, tuple(columns), tuple(key)),
         tuple(texts),
-        tuple(_chunks(connection.execute(query("table_storage"), {"table": quoted}).fetchall(), chunk_blocks)),
+        tuple(_chunks(storage, chunk_blocks)),
+        sum(about_rows for _, _, _, about_rows in storage),
+        fingerprint[0],
     )
 
 
@@ -143,6 +175,29 @@ def read(dsn: str, plan: Plan, chunk: Chunk) -> Iterator[Any]:
                 described = True
 
 
+def current_lsn(connection: psycopg.Connection[Any]) -> int:
+    """Where the server's log is now, also within a snapshot of the past."""
+    row = connection.execute(query("current_lsn")).fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+def _await_commits(connection: psycopg.Connection[Any], seconds: float) -> None:
+    """Wait until every transaction that runs now has ended, or for so long."""
+
+    def running() -> frozenset[int]:
+        row = connection.execute(query("visible_now")).fetchone()
+        assert row is not None
+        return parse_snapshot(row[0]).running
+
+    # Without it, a transaction that is newer than all that ended would not be listed.
+    connection.execute(query("draw_transaction"))
+    before = running()
+    deadline = time.monotonic() + seconds
+    while before & running() and time.monotonic() < deadline:
+        time.sleep(_LOOK_SECONDS)
+
+
 def _find(connection: psycopg.Connection[Any], table: str) -> tuple[int, str, str, str]:
     found = connection.execute(query("table_name"), {"table": table}).fetchone()
     if found is None:
@@ -152,9 +207,9 @@ def _find(connection: psycopg.Connection[Any], table: str) -> tuple[int, str, st
     return found[0], found[1], found[2], found[3]
 
 
-def _chunks(storage: Sequence[tuple[str, str, int]], chunk_blocks: int) -> Iterator[Chunk]:
+def _chunks(storage: Sequence[tuple[str, str, int, int]], chunk_blocks: int) -> Iterator[Chunk]:
     number = 0
-    for schema, table, blocks in storage:
+    for schema, table, blocks, _ in storage:
         bounds = range(0, max(blocks, 1), chunk_blocks)
         for first in bounds:
             # What is visible may lie beyond the size that was seen: the last range has no end.

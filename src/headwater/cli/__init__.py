@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 import headwater
 from headwater.cli import (
+    archive,
     bench,
     cursor,
     dead,
@@ -18,13 +19,16 @@ from headwater.cli import (
     doctor,
     exit_codes,
     group,
+    lake,
     log_settings,
     maintain,
     migrate,
     output,
     periodic,
+    pipeline,
     publish,
     read,
+    replay,
     replica,
     scheduled,
     sub,
@@ -104,6 +108,7 @@ app.add_typer(publish.app)
 app.add_typer(read.app)
 app.add_typer(topic.app, name="topic")
 app.add_typer(cursor.app, name="cursor")
+app.add_typer(archive.app, name="archive")
 app.add_typer(group.app, name="group")
 app.add_typer(dead.app, name="dead")
 app.add_typer(work.app)
@@ -111,6 +116,9 @@ app.add_typer(sub.app, name="sub")
 app.add_typer(table.app, name="table")
 app.add_typer(scheduled.app, name="scheduled")
 app.add_typer(periodic.app, name="periodic")
+app.add_typer(pipeline.app, name="pipeline")
+app.add_typer(lake.app, name="lake")
+app.add_typer(replay.app)
 app.add_typer(replica.app)
 app.add_typer(migrate.app)
 app.add_typer(doctor.app)

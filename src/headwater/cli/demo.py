@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import psycopg
 import typer
 
 import headwater
-from headwater.cli import output
+from headwater.cli import demo_pipeline, output
 from headwater.cli.arguments import Dsn, Json, examples
 from headwater.cli.connection import session
 from headwater.cli.scratch import scratch_log
@@ -261,14 +261,32 @@ STEPS: Final[tuple[Step, ...]] = (
 )
 
 
-@app.command(epilog=examples("headwater demo", "headwater demo --dsn postgresql://localhost/scratch"))
-def demo(context: typer.Context, dsn: Dsn = None, as_json: Json = False) -> None:
+@app.command(
+    epilog=examples(
+        "headwater demo", "headwater demo --pipeline", "headwater demo --dsn postgresql://localhost/scratch"
+    )
+)
+def demo(
+    context: typer.Context,
+    pipeline: Annotated[
+        bool, typer.Option("--pipeline", help="Show pipelines on Spark instead: one change, seen in four places.")
+    ] = False,
+    dsn: Dsn = None,
+    as_json: Json = False,
+) -> None:
     """Show the log at work, in a few seconds, and clean up.
 
     Without a database given it starts a temporary embedded one.
     """
     tell = (lambda text: None) if as_json else output.say
     started = time.monotonic()
+    if pipeline:
+        if dsn is not None:
+            raise typer.BadParameter("the pipelines are shown on servers of their own", param_hint="--dsn")
+        found = demo_pipeline.show(tell)
+        if as_json:
+            output.emit({"steps": found, "seconds": time.monotonic() - started})
+        return
     if not (dsn or session(context).settings.dsn):
         tell("Starting a Postgres of our own in a temporary directory ...")
     results = []
@@ -291,6 +309,7 @@ def demo(context: typer.Context, dsn: Dsn = None, as_json: Json = False) -> None
         output.emit({"steps": results, "seconds": seconds})
         return
     tell(f"\nThat was the log, in {seconds:.1f} s, and all of it is removed again. Where to look next:")
+    tell("   headwater demo --pipeline  capture, NATS, a lake and projections, on Spark")
     tell("   headwater up               a Postgres with the log in it, to keep")
     tell("   headwater --help           all commands, each with examples")
     tell("   docs/tutorial.md           the same by hand, in Python, SQL and on the command line")

@@ -12,6 +12,7 @@ import typer
 from psycopg.rows import namedtuple_row
 
 import headwater
+from headwater import calls
 from headwater.cli import output
 from headwater.cli.arguments import Dsn, Json, examples
 from headwater.cli.connection import Session, session, translated
@@ -207,6 +208,22 @@ def _cursors(log: headwater.Headwater, facts: _Facts) -> Iterator[Finding]:
         yield Finding("cursors", "ok", "no cursor holds retention back")
 
 
+def _archives(log: headwater.Headwater, facts: _Facts) -> Iterator[Finding]:
+    archives = log.run(calls.archives())
+    held = [archive for archive in archives if archive.held_topics]
+    for archive in held:
+        yield Finding(
+            "archives",
+            "warn",
+            f"archive {archive.name} has yet to get events of {output.shown(archive.oldest_unarchived_age)} ago: "
+            f"it holds the retention of {', '.join(archive.held_topics)} back",
+            f"Run its pipeline: headwater pipeline run {archive.name}. "
+            f"Or give it up: headwater archive forget {archive.name}",
+        )
+    if not held:
+        yield Finding("archives", "ok", f"{len(archives)} archives: none holds retention back")
+
+
 def _groups(log: headwater.Headwater, facts: _Facts) -> Iterator[Finding]:
     reading = reading_groups(log)
     queues = [group for group in log.groups() if group.name not in reading]
@@ -302,6 +319,7 @@ LOG_CHECKS: Final[tuple[tuple[str, Callable[[headwater.Headwater, _Facts], Itera
     ("segments", _segments),
     ("publishers", _publishers),
     ("cursors", _cursors),
+    ("archives", _archives),
     ("groups", _groups),
     ("conditions", _conditions),
     ("scheduled", _scheduled),

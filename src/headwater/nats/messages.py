@@ -438,14 +438,17 @@ def meta(
     batch_count: int,
     row_count: int,
     timestamp: int,
+    chunk_runs: Sequence[Sequence[int]] | None = None,
+    settles_at: str | None = None,
     encoding: Encoding = "msgpack",
 ) -> pa.RecordBatch:
     """The message that follows the last chunk: the snapshot is complete.
 
     `after_lsn` is the end of the server's log, read at any time after the snapshot was taken: what commits from
-    there on cannot be in it.
+    there on cannot be in it. `chunk_runs` are the numbers of its chunks, as pairs of the first and the last.
+    `settles_at` is given if some chunks are of later snapshots than `snapshot`, and is an LSN after the last of them.
     """
-    document = {
+    document: dict[str, Any] = {
         "snapshot_id": snapshot.snapshot_id,
         "lsn": snapshot.lsn,
         "timestamp": timestamp,
@@ -457,6 +460,10 @@ def meta(
         "after_lsn": after_lsn,
         "stream_sequence": snapshot.stream_sequence,
     }
+    if chunk_runs is not None:
+        document["chunks"] = chunk_runs
+    if settles_at is not None:
+        document |= {"resumed": True, "settles_at": settles_at}
     msg_id = f"snap-{snapshot.table.full_name}-{snapshot.snapshot_id}-meta"
     return _batch([subjects.meta_subject(snapshot.table)], [msg_id], [None], [payloads.encode(document, encoding)])
 

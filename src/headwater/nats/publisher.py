@@ -99,6 +99,14 @@ class Publisher:
         """What came of the messages that were sent since the last flush, so far. May be asked from any thread."""
         return Published(self._stored, self._duplicates)
 
+    @property
+    def max_payload_bytes(self) -> int:
+        """How many bytes a message may have, headers included; connects if there is no connection yet."""
+        if self._socket is None:
+            self._progress_at = time.monotonic()
+            self._recover(None)
+        return self._max_payload_bytes
+
     # -- what can be done
 
     def publish(self, batch: pa.RecordBatch) -> Published:

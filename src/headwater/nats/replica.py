@@ -17,8 +17,9 @@ from nats.js.errors import APIError, NotFoundError
 from headwater.nats import payloads, streams, subjects
 from headwater.nats.failure import InvalidMessage, NatsUnavailable, ReplicaRefused
 from headwater.nats.replica_store import Diverged, ReplicaStore, State
-from headwater.nats.visibility import Visibility, lsn_number
 from headwater.telemetry import logger
+from headwater.visibility import VisibleTransactions, is_visible, lsn_number
+from headwater.visibility import parse as parse_snapshot
 
 _ANSWER_SECONDS: Final = 2.0
 _INACTIVE_SECONDS: Final = 300.0
@@ -128,7 +129,7 @@ class Replica:
 
     async def _bootstrap(self, nc: Client, js: JetStreamContext, stop: asyncio.Event) -> State | None:
         schema = await streams.get_schema(js, self._table)
-        if schema is None:
+        if schema is None or schema.get("dropped"):
             raise ReplicaRefused(
                 f"the bucket schemas knows no table {self._table.token}",
                 hint="Is it in the publication, and does what publishes it run?",
@@ -148,16 +149,22 @@ class Replica:
             stream_sequence=found["stream_sequence"],
             last_lsn=-1,
             last_sequence=-1,
+            settles_at=lsn_number(found["settles_at"]) if found.get("settles_at") else 0,
         )
-        Visibility.parse(state.visible)
+        parse_snapshot(state.visible)
         try:
             await self._load(js, found, schema, state)
         except _Incomplete as error:
             # Its chunks are expired or it is another's that is not whole: a new one of our own.
+            if self._fresh_snapshot:
+                raise Diverged(f"the snapshot that was asked for is not whole: {error}") from error
             self._fresh_snapshot = True
             logger.warning("the last snapshot is not whole; another is asked for", extra={"error": str(error)})
             return await self._bootstrap(nc, js, stop)
         self._fresh_snapshot = False
+        # While the snapshot was taken and loaded, the stream may have dropped what comes after it.
+        if await self._resume(js) is None:
+            raise Diverged("the stream CDC does not reach back to the snapshot")
         return state
 
     async def _last_meta(self, js: JetStreamContext) -> dict[str, Any] | None:
@@ -171,12 +178,23 @@ class Replica:
             return None
         return document
 
+    async def _last_error(self, js: JetStreamContext) -> tuple[int, str] | None:
+        """The last time that a snapshot of the table failed, and why."""
+        try:
+            message = await js.get_last_msg(subjects.INIT_STREAM, subjects.error_subject(self._table))
+        except NotFoundError:
+            return None
+        document = payloads.decode(message.data or b"")
+        return int(message.seq or 0), str(document.get("error")) if isinstance(document, dict) else ""
+
     async def _request(
         self, nc: Client, js: JetStreamContext, last_id: str | None, stop: asyncio.Event
     ) -> dict[str, Any] | None:
         """Ask for a snapshot and wait until it is whole."""
+        failed_before = await self._last_error(js)
         try:
-            await nc.request(subjects.request_subject(self._table), b"", timeout=_ANSWER_SECONDS)
+            answer = await nc.request(subjects.request_subject(self._table), b"", timeout=_ANSWER_SECONDS)
+            _refuse_if_refused(answer.data)
         except nats.errors.NoRespondersError as error:
             raise ReplicaRefused(
                 f"nobody serves snapshots of {self._table.full_name}", hint="Start what publishes the table first."
@@ -189,6 +207,9 @@ class Replica:
             found = await self._last_meta(js)
             if found is not None and found["snapshot_id"] != last_id:
                 return found
+            failure = await self._last_error(js)
+            if failure is not None and failure != failed_before:
+                raise ReplicaRefused(f"the snapshot of {self._table.full_name} failed: {failure[1]}")
             if loop.time() > deadline:
                 raise ReplicaRefused(
                     f"no snapshot of {self._table.full_name} came within {self._snapshot_seconds:g} seconds"
@@ -201,6 +222,8 @@ class Replica:
     ) -> None:
         """The rows of a snapshot in place of what is there."""
         wanted = int(found["batch_count"])
+        # A snapshot that was resumed may have left chunks behind that are none of it.
+        chunk_runs = found.get("chunks")
         seen: set[int] = set()
         rows = 0
         with self._store.transaction():
@@ -216,9 +239,11 @@ class Replica:
                             raise _Incomplete(f"{len(seen)} of {wanted} chunks")
                         for message in messages:
                             document = await self._plain(js, message)
-                            if document["chunk"] not in seen:
-                                seen.add(document["chunk"])
-                                rows += self._store.load(document["data"])
+                            number = int(document["chunk"])
+                            if number in seen or not _is_listed(number, chunk_runs):
+                                continue
+                            seen.add(number)
+                            rows += self._store.load(document["data"], leniently=state.settles_at > 0)
                 finally:
                     await reader.close()
             if rows != int(found["row_count"]):
@@ -238,7 +263,7 @@ class Replica:
     # -- changes
 
     async def _follow(self, js: JetStreamContext, state: State, stop: asyncio.Event, *, once: bool) -> None:
-        visibility = Visibility.parse(state.visible)
+        visible = parse_snapshot(state.visible)
         reader = await _Reader.open(
             js, subjects.CDC_STREAM, subjects.changes_filter(self._table), state.stream_sequence + 1
         )
@@ -249,7 +274,7 @@ class Replica:
                 last = None if reader.busy else (await js.stream_info(subjects.CDC_STREAM)).state.last_seq
                 messages = await reader.fetch(self._batch_size, self._idle_seconds)
                 if messages:
-                    state = await self._apply(js, messages, state, visibility)
+                    state = await self._apply(js, messages, state, visible)
                     continue
                 if last is not None and await reader.pending() == 0:
                     if last > state.stream_sequence:
@@ -262,17 +287,19 @@ class Replica:
         finally:
             await reader.close()
 
-    async def _apply(self, js: JetStreamContext, messages: list[Msg], state: State, visibility: Visibility) -> State:
+    async def _apply(
+        self, js: JetStreamContext, messages: list[Msg], state: State, visible: VisibleTransactions
+    ) -> State:
         applied = skipped = 0
         with self._store.transaction():
             for message in messages:
                 body = await self._plain(js, message)
                 for event in body if isinstance(body, list) else [body]:
-                    if _is_new(event, state, visibility):
+                    if _is_new(event, state, visible):
                         data = event.get("data") or {}
                         if self._store.unknown_columns(data):
                             await self._learn(js)
-                        self._store.apply(event)
+                        self._store.apply(event, leniently=int(event["lsn"]) < state.settles_at)
                         applied += 1
                     else:
                         skipped += 1
@@ -301,7 +328,7 @@ class Replica:
             self._on_progress(self.progress)
 
 
-def _is_new(event: Mapping[str, Any], state: State, visibility: Visibility) -> bool:
+def _is_new(event: Mapping[str, Any], state: State, visible: VisibleTransactions) -> bool:
     """Whether a change is neither applied already nor in the snapshot."""
     try:
         lsn, sequence, xid = int(event["lsn"]), int(event["sequence"]), int(event["xid"])
@@ -311,7 +338,18 @@ def _is_new(event: Mapping[str, Any], state: State, visibility: Visibility) -> b
         return False
     # What the snapshot sees committed before the LSN that was read after it. From there on nobody asks the
     # snapshot, which would be wrong as soon as the numbers of transactions have come round.
-    return lsn >= state.after_lsn or not visibility.sees(xid)
+    return lsn >= state.after_lsn or not is_visible(xid, visible)
+
+
+def _refuse_if_refused(answer: bytes) -> None:
+    """Whoever serves snapshots says whether it will; ZeBridge answers nothing."""
+    document = payloads.decode(answer) if answer else None
+    if isinstance(document, dict) and document.get("accepted") is False:
+        raise ReplicaRefused(str(document.get("error") or "the snapshot was refused"), hint=document.get("hint"))
+
+
+def _is_listed(number: int, chunk_runs: Any) -> bool:
+    return chunk_runs is None or any(first <= number <= last for first, last in chunk_runs)
 
 
 class _Incomplete(Exception):

@@ -30,7 +30,8 @@ create table if not exists _headwater_replica (
     stream_sequence integer not null,
     last_lsn        integer not null,
     last_sequence   integer not null,
-    columns         text    not null
+    columns         text    not null,
+    settles_at      integer not null default 0
 ) strict
 """
 
@@ -44,7 +45,7 @@ class State:
     """How far a replica is.
 
     `stream_sequence` is the last one of the stream CDC whose effect is in the rows; `last_lsn` and
-    `last_sequence` are of the last change that was applied.
+    `last_sequence` are of the last change that was applied. Before `settles_at`, rows may be ahead of the changes.
     """
 
     snapshot_id: str
@@ -54,6 +55,7 @@ class State:
     stream_sequence: int
     last_lsn: int
     last_sequence: int
+    settles_at: int = 0
 
 
 class ReplicaStore:
@@ -67,6 +69,7 @@ class ReplicaStore:
             self._connection = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None)
             self._connection.execute("pragma journal_mode = wal")
             self._connection.execute(_STATE)
+            self._add_settles_at()
         except sqlite3.Error as error:
             raise ReplicaRefused(
                 f"cannot use {path}: {error}", hint="Choose a file of SQLite, or a new one."
@@ -103,8 +106,8 @@ class ReplicaStore:
     def state(self) -> State | None:
         """How far the replica is; nothing before its first snapshot."""
         row = self._connection.execute(
-            "select snapshot_id, visible, after_lsn, stream_created, stream_sequence, last_lsn, last_sequence "
-            "from _headwater_replica where name = ?",
+            "select snapshot_id, visible, after_lsn, stream_created, stream_sequence, last_lsn, last_sequence, "
+            "settles_at from _headwater_replica where name = ?",
             (self.name,),
         ).fetchone()
         return None if row is None else State(*row)
@@ -113,7 +116,7 @@ class ReplicaStore:
         """Say how far the replica is."""
         columns = json.dumps([(c.name, c.data_type, c.primary_key) for c in self._columns.values()])
         self._connection.execute(
-            "insert or replace into _headwater_replica values (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "insert or replace into _headwater_replica values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 self.name,
                 state.snapshot_id,
@@ -124,6 +127,7 @@ class ReplicaStore:
                 state.last_lsn,
                 state.last_sequence,
                 columns,
+                state.settles_at,
             ),
         )
 
@@ -177,29 +181,39 @@ class ReplicaStore:
         """Whether a row has columns that the replica has not."""
         return not row.keys() <= self._columns.keys()
 
-    def load(self, rows: Iterable[Mapping[str, Any]]) -> int:
-        """Put the rows of a snapshot in; says how many."""
+    def load(self, rows: Iterable[Mapping[str, Any]], *, leniently: bool = False) -> int:
+        """Put the rows of a snapshot in; says how many. `leniently`: a row that is there already is replaced."""
         names = list(self._columns)
         values = [[self._value(name, row.get(name)) for name in names] for row in rows]
         places = ", ".join("?" * len(names))
         try:
             self._connection.executemany(
-                f"insert into {_quoted(self.name)} ({', '.join(map(_quoted, names))}) values ({places})", values
+                f"insert {'or replace ' if leniently else ''}into {_quoted(self.name)} "
+                f"({', '.join(map(_quoted, names))}) values ({places})",
+                values,
             )
         except sqlite3.IntegrityError as error:
             raise Diverged(f"the snapshot has a row twice: {error}") from error
         return len(values)
 
-    def apply(self, event: Mapping[str, Any]) -> None:
-        """Carry one change out; Diverged if it does not fit what is there."""
+    def apply(self, event: Mapping[str, Any], *, leniently: bool = False) -> None:
+        """Carry one change out; Diverged if it does not fit what is there.
+
+        `leniently`: rows may be ahead of the changes, or not there yet. Diverged only if the change alone does not
+        say what the row is.
+        """
         operation = event.get("operation")
         data = event.get("data")
         if not isinstance(data, Mapping):
             raise InvalidMessage(f"a change without data: {str(event)[:200]}")
         if operation == "INSERT":
-            self._insert(data)
+            self._insert(data, replace=leniently)
+        elif operation == "UPDATE" and leniently:
+            self._update_leniently(data, event.get("old"), partial=bool(event.get("unchanged")))
         elif operation == "UPDATE":
             self._update(data, event.get("old"))
+        elif operation == "DELETE" and leniently:
+            self._connection.execute(f"delete from {_quoted(self.name)} where {self._where()}", self._key_of(data))
         elif operation == "DELETE":
             self._one(f"delete from {_quoted(self.name)} where {self._where()}", self._key_of(data), "delete")
         elif operation == "TRUNCATE":
@@ -228,18 +242,25 @@ class ReplicaStore:
         self._columns = {} if row is None else {item[0]: _Column(*item) for item in json.loads(row[0])}
         self._key = tuple(column.name for column in self._columns.values() if column.primary_key)
 
-    def _insert(self, data: Mapping[str, Any]) -> None:
+    def _add_settles_at(self) -> None:
+        """A file of an earlier version lacks the column."""
+        names = [row[1] for row in self._connection.execute("pragma table_info(_headwater_replica)")]
+        if "settles_at" not in names:
+            self._connection.execute("alter table _headwater_replica add column settles_at integer not null default 0")
+
+    def _insert(self, data: Mapping[str, Any], *, replace: bool = False) -> None:
         names = ", ".join(map(_quoted, data))
         places = ", ".join("?" * len(data))
         try:
             self._connection.execute(
-                f"insert into {_quoted(self.name)} ({names}) values ({places})", self._values(data)
+                f"insert {'or replace ' if replace else ''}into {_quoted(self.name)} ({names}) values ({places})",
+                self._values(data),
             )
         except sqlite3.IntegrityError as error:
             raise Diverged(f"an insert of a row that is there: {error}") from error
 
     def _update(self, data: Mapping[str, Any], old: Any) -> None:
-        key = self._key_of(old) if isinstance(old, Mapping) and old.keys() >= set(self._key) else self._key_of(data)
+        key = self._old_key(data, old)
         changes = ", ".join(f"{_quoted(name)} = ?" for name in data)
         try:
             self._one(
@@ -249,6 +270,25 @@ class ReplicaStore:
             )
         except sqlite3.IntegrityError as error:
             raise Diverged(f"an update to the key of another row: {error}") from error
+
+    def _update_leniently(self, data: Mapping[str, Any], old: Any, *, partial: bool) -> None:
+        key, old_key = self._key_of(data), self._old_key(data, old)
+        if not partial:
+            if old_key != key:
+                self._connection.execute(f"delete from {_quoted(self.name)} where {self._where()}", old_key)
+            self._insert(data, replace=True)
+        elif old_key == key and self._there(key):
+            self._update(data, None)
+        else:
+            # What has the old key now may be another row, which got it later.
+            raise Diverged("an update that does not say all of a row, which is not there")
+
+    def _there(self, key: Sequence[Any]) -> bool:
+        found = self._connection.execute(f"select 1 from {_quoted(self.name)} where {self._where()}", key)
+        return found.fetchone() is not None
+
+    def _old_key(self, data: Mapping[str, Any], old: Any) -> list[Any]:
+        return self._key_of(old if isinstance(old, Mapping) and old.keys() >= set(self._key) else data)
 
     def _one(self, statement: str, values: Sequence[Any], what: str) -> None:
         if self._connection.execute(statement, values).rowcount != 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -15,7 +15,7 @@ from nats.js.api import DiscardPolicy, KeyValueConfig, RetentionPolicy, StorageT
 from nats.js.errors import BucketNotFoundError, KeyNotFoundError, NotFoundError
 
 from headwater.nats import payloads, subjects
-from headwater.nats.failure import NatsRefused, NatsUnavailable
+from headwater.nats.failure import InvalidMessage, NatsRefused, NatsUnavailable
 from headwater.nats.payloads import Encoding
 from headwater.nats.subjects import Table
 
@@ -32,6 +32,9 @@ class Limits:
 
 
 _DAY: Final = 86_400.0
+_ANSWER_SECONDS: Final = 5.0
+# How many subjects a server lists of a stream.
+MOST_SUBJECTS: Final = 100_000
 _GIB: Final = 1 << 30
 
 STREAMS: Final[Mapping[str, tuple[str, Limits]]] = {
@@ -39,7 +42,11 @@ STREAMS: Final[Mapping[str, tuple[str, Limits]]] = {
     subjects.INIT_STREAM: ("init.>", Limits(max_age_seconds=7 * _DAY, max_bytes=8 * _GIB)),
 }
 # How many versions of a value a bucket keeps.
-BUCKETS: Final[Mapping[str, int]] = {subjects.SCHEMAS_BUCKET: 10, subjects.DICTIONARIES_BUCKET: 1}
+BUCKETS: Final[Mapping[str, int]] = {
+    subjects.SCHEMAS_BUCKET: 10,
+    subjects.DICTIONARIES_BUCKET: 1,
+    subjects.SNAPSHOTS_BUCKET: 1,
+}
 
 
 @asynccontextmanager
@@ -137,6 +144,93 @@ async def _value(js: JetStreamContext, bucket: str, key: str) -> bytes | None:
     except (KeyNotFoundError, BucketNotFoundError):
         return None
     return entry.value
+
+
+async def get_snapshot(js: JetStreamContext, table: Table) -> dict[str, Any] | None:
+    """What is known of the last snapshot of a table, or of the one that runs."""
+    value = await _value(js, subjects.SNAPSHOTS_BUCKET, table.token)
+    document = None if value is None else payloads.decode(value)
+    return document if isinstance(document, dict) else None
+
+
+async def put_snapshot(js: JetStreamContext, table: Table, document: Mapping[str, Any]) -> None:
+    """Say how a table's snapshot stands."""
+    bucket = await js.key_value(subjects.SNAPSHOTS_BUCKET)
+    await bucket.put(table.token, payloads.encode(dict(document), "json"))
+
+
+async def get_ranges(js: JetStreamContext, table: Table, snapshot_id: str) -> list[dict[str, Any]]:
+    """What was noted of the ranges of a snapshot that are done."""
+    found = await _values(js, subjects.SNAPSHOTS_BUCKET, f"{table.token}.{snapshot_id}.*")
+    return [payloads.decode(value) for value in found.values()]
+
+
+async def put_range(
+    js: JetStreamContext, table: Table, snapshot_id: str, number: int, document: Mapping[str, Any]
+) -> None:
+    """Note that a range of a snapshot is done."""
+    bucket = await js.key_value(subjects.SNAPSHOTS_BUCKET)
+    await bucket.put(subjects.range_key(table, snapshot_id, number), payloads.encode(dict(document), "json"))
+
+
+async def forget_ranges(js: JetStreamContext, table: Table, snapshot_id: str) -> None:
+    """Drop the notes of a snapshot that needs them no more."""
+    await js.purge_stream(
+        f"KV_{subjects.SNAPSHOTS_BUCKET}", subject=f"$KV.{subjects.SNAPSHOTS_BUCKET}.{table.token}.{snapshot_id}.*"
+    )
+
+
+async def drop_chunks(
+    js: JetStreamContext, table: Table, snapshot_id: str, *, but: Sequence[Sequence[int]] = ()
+) -> int:
+    """Drop the chunks of a snapshot but those with numbers in these runs; says how many."""
+    wanted = subjects.chunks_filter(table, snapshot_id)
+    info = await js.stream_info(subjects.INIT_STREAM, subjects_filter=wanted)
+    numbers = [int(subject.rpartition(".")[2]) for subject in info.state.subjects or ()]
+    stray = [number for number in numbers if not any(first <= number <= last for first, last in but)]
+    for number in stray:
+        await js.purge_stream(subjects.INIT_STREAM, subject=subjects.chunk_subject(table, snapshot_id, number))
+    return len(stray)
+
+
+async def count_chunks(js: JetStreamContext, table: Table, snapshot_id: str) -> int:
+    """How many different chunks of a snapshot the stream has, as far as it says: at most MOST_SUBJECTS."""
+    wanted = subjects.chunks_filter(table, snapshot_id)
+    info = await js.stream_info(subjects.INIT_STREAM, subjects_filter=wanted)
+    return len(info.state.subjects or ())
+
+
+async def publish_error(
+    js: JetStreamContext, table: Table, document: Mapping[str, Any], *, encoding: Encoding = "msgpack"
+) -> None:
+    """Say that a snapshot failed, and why."""
+    await js.publish(subjects.error_subject(table), payloads.encode(dict(document), encoding))
+
+
+async def schemas(js: JetStreamContext) -> dict[Table, dict[str, Any]]:
+    """Everything that the bucket says of tables. What others keep there is passed over."""
+    documents = {}
+    for key, value in (await _values(js, subjects.SCHEMAS_BUCKET, ">")).items():
+        try:
+            table, document = Table.of_token(key), payloads.decode(value)
+        except InvalidMessage:
+            continue
+        if isinstance(document, dict):
+            documents[table] = document
+    return documents
+
+
+async def _values(js: JetStreamContext, bucket: str, keys: str) -> dict[str, bytes]:
+    """The values of all keys that match."""
+    watcher = await (await js.key_value(bucket)).watch(keys, ignore_deletes=True)
+    found: dict[str, bytes] = {}
+    try:
+        # It says None when it has told everything that is there.
+        while (entry := await watcher.updates(timeout=_ANSWER_SECONDS)) is not None:  # type: ignore[no-untyped-call]
+            found[entry.key] = entry.value or b""
+    finally:
+        await watcher.stop()  # type: ignore[no-untyped-call]
+    return found
 
 
 def _stream(name: str, subject: str, limits: Limits) -> StreamConfig:

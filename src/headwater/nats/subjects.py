@@ -12,6 +12,7 @@ CDC_STREAM: Final = "CDC"
 INIT_STREAM: Final = "INIT"
 SCHEMAS_BUCKET: Final = "schemas"
 DICTIONARIES_BUCKET: Final = "dictionaries"
+SNAPSHOTS_BUCKET: Final = "snapshots"
 
 REQUESTS: Final = "snapshot.request"
 DEFAULT_SCHEMA: Final = "public"
@@ -88,6 +89,16 @@ def chunks_filter(table: Table, snapshot_id: str) -> str:
 
 def meta_subject(table: Table) -> str:
     return f"init.meta.{table.token}"
+
+
+def error_subject(table: Table) -> str:
+    """Where it is said that a snapshot failed."""
+    return f"init.error.{table.token}"
+
+
+def range_key(table: Table, snapshot_id: str, number: int) -> str:
+    """Where it is noted that a range of a running snapshot is done."""
+    return f"{table.token}.{snapshot_id}.{number}"
 
 
 def request_subject(table: Table) -> str:

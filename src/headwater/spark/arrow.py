@@ -5,12 +5,12 @@ Rows come as binary COPY through ADBC, which takes no parameters with it: a call
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import adbc_driver_manager
-import adbc_driver_postgresql
 import psycopg
 import pyarrow as pa
 from adbc_driver_manager import AdbcConnection, AdbcStatement
@@ -31,7 +31,10 @@ from pyspark.sql.types import (
 
 from headwater import errors
 from headwater.calls import Call
+from headwater.cdc.connection import arrow_database
 from headwater.errors import LogUnavailable
+
+T = TypeVar("T")
 
 BATCH_BYTES = 4 * 1024 * 1024
 BATCH_ROWS = 20_000
@@ -71,10 +74,7 @@ def connect(dsn: str, *, autocommit: bool = True) -> Iterator[AdbcConnection]:
     # ADBC takes conninfo as well as URLs; the name is what `pg_stat_activity` shows.
     conninfo = psycopg.conninfo.make_conninfo(dsn, application_name="headwater spark")
     try:
-        with (
-            adbc_driver_postgresql.connect(conninfo) as database,
-            AdbcConnection(database) as connection,
-        ):
+        with AdbcConnection(arrow_database(conninfo, os.getpid())) as connection:
             connection.set_autocommit(autocommit)
             yield connection
     except adbc_driver_manager.Error as error:
@@ -108,6 +108,19 @@ def run(connection: AdbcConnection, call: Call[Any]) -> None:
         stream, _ = statement.execute_query()
         for _ in AdbcRecordBatchReader._import_from_c(stream.address):
             pass
+
+
+def answer(connection: AdbcConnection, call: Call[T]) -> T:
+    """What a call with a short answer says, on the same connection as the batches."""
+    with AdbcStatement(connection) as statement:
+        statement.set_sql_query(text_of(call))
+        stream, _ = statement.execute_query()
+        rows = [
+            tuple(row.values())
+            for batch in AdbcRecordBatchReader._import_from_c(stream.address)
+            for row in batch.to_pylist()
+        ]
+    return call.decode(rows)
 
 
 def add(connection: AdbcConnection, rows: pa.RecordBatch, *, schema: str, table: str) -> None:

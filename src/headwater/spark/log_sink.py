@@ -29,7 +29,7 @@ from headwater.calls import JSON_TYPE, encode_payload
 from headwater.errors import InvalidEvent, InvalidRequest, TransactionAborted
 from headwater.spark import arrow
 
-WRITE_OPTIONS = ("dsn", "topic", "writer")
+WRITE_OPTIONS = ("dsn", "topic", "writer", "epoch")
 TEXT = ("topic", "data", "type", "routing_key", "headers", "event_id", "content_type")
 TEXT_OR_BYTES = ("payload", "key")
 COLUMNS = TEXT + TEXT_OR_BYTES
@@ -46,6 +46,7 @@ class WriteOptions:
     dsn: str
     topic: str | None
     writer: str | None
+    epoch: int
 
     @classmethod
     def parse(cls, options: Mapping[str, str], schema: StructType) -> WriteOptions:
@@ -61,7 +62,10 @@ class WriteOptions:
             )
         topic = options.get("topic")
         refuse_misfit(schema, topic)
-        return cls(options["dsn"], topic, options.get("writer"))
+        epoch = options.get("epoch", "0")
+        if not epoch.isdecimal() or ("epoch" in options and "writer" not in options):
+            raise InvalidRequest("an epoch is a whole number, and it is of a writer", hint="Give both, or neither.")
+        return cls(options["dsn"], topic, options.get("writer"), int(epoch))
 
 
 def refuse_misfit(schema: StructType, topic: str | None) -> None:
@@ -245,7 +249,10 @@ def _staged(messages: Iterable[WriterCommitMessage | None]) -> list[Staged]:
 
 
 class LogWriter(DataSourceArrowWriter):
-    """A batch write. With the option `writer` it can be repeated and still happens once."""
+    """A batch write. With the option `writer` it can be repeated and still happens once.
+
+    A writer with several batches gives each an `epoch`, each above the last.
+    """
 
     def __init__(self, options: Mapping[str, str], schema: StructType, *, overwrite: bool) -> None:
         if overwrite:
@@ -262,7 +269,7 @@ class LogWriter(DataSourceArrowWriter):
             iterator,
             topic=self.options.topic,
             writer=self.writer,
-            epoch=0,
+            epoch=self.options.epoch,
             part=task.partitionId(),
         )
 

@@ -1,56 +1,36 @@
-"""The format "headwater": the log as a table and a stream of Spark, to read and to write."""
+"""The format "headwater": the log as a table and a stream of Spark, to read and to write.
+
+What retention took and an archive has is read from there. Where the one ends and the other begins is found out by each
+task when it starts, and looked at again when it ends: who was overtaken by retention says so, and is run again.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-from pyspark.sql.datasource import (
-    DataSource,
-    DataSourceReader,
-    DataSourceStreamReader,
-    EqualTo,
-    Filter,
-    GreaterThan,
-    GreaterThanOrEqual,
-    In,
-    InputPartition,
-    LessThan,
-    LessThanOrEqual,
-)
+from adbc_driver_manager import AdbcConnection
+from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, Filter, InputPartition
 from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from pyspark.sql.types import StructType
 
 import headwater
 from headwater import calls
-from headwater.calls import Conditions
-from headwater.errors import InvalidRequest
-from headwater.spark import arrow
+from headwater.calls import Conditions, KeptTopic
+from headwater.errors import InvalidRequest, PositionExpired
+from headwater.spark import archive_reader, arrow
+from headwater.spark.archive_reader import Wanted, archived_ranges, merged
+from headwater.spark.log_ranges import Range, Stretch, common, divide, united, windows
 from headwater.spark.log_sink import LogStreamWriter, LogWriter
+from headwater.spark.read_options import Pushed, ReadOptions, push, within
 
 if TYPE_CHECKING:
     from headwater import Headwater
-
-Range = tuple[int, int]
-"""Positions after the first number, up to the second."""
-
-READ_OPTIONS = (
-    "dsn",
-    "topics",
-    "after",
-    "since",
-    "fromEnd",
-    "upTo",
-    "until",
-    "skipExpired",
-    "partitions",
-    "maxEventsPerTrigger",
-    "waitSeconds",
-)
 
 # A task of fewer positions costs more to start than to run.
 LEAST_PER_PARTITION = 50_000
@@ -58,230 +38,8 @@ LEAST_PER_PARTITION = 50_000
 WINDOW = 50_000
 # An event gets its position and its time in one statement. Longer than this, no statement publishes.
 LONGEST_STATEMENT = timedelta(hours=1)
-
-
-@dataclass(frozen=True, slots=True)
-class ReadOptions:
-    """What the options of a read say."""
-
-    dsn: str
-    topics: tuple[str, ...] | None
-    after: int | None
-    since: datetime | None
-    from_end: bool
-    up_to: int | None
-    until: datetime | None
-    skip_expired: bool
-    partitions: int | None
-    max_events: int
-    wait_seconds: float
-
-    @classmethod
-    def parse(cls, options: Mapping[str, str]) -> ReadOptions:
-        known = {name.lower() for name in READ_OPTIONS}
-        # Spark adds a path where one was given to load(), and nothing else.
-        unknown = sorted(name for name in options if name.lower() not in known)
-        if unknown:
-            raise InvalidRequest(
-                f"unknown options for reading: {', '.join(unknown)}", hint=f"Known are {', '.join(READ_OPTIONS)}."
-            )
-        given = {name: options[name] for name in READ_OPTIONS if name in options}
-        parsed = cls(
-            dsn=required_dsn(options),
-            topics=_names(given.get("topics")),
-            after=_whole_number("after", given.get("after"), least=0),
-            since=_time("since", given.get("since")),
-            from_end=_truth("fromEnd", given.get("fromEnd")),
-            up_to=_whole_number("upTo", given.get("upTo"), least=0),
-            until=_time("until", given.get("until")),
-            skip_expired=_truth("skipExpired", given.get("skipExpired")),
-            partitions=_whole_number("partitions", given.get("partitions"), least=1),
-            max_events=_whole_number("maxEventsPerTrigger", given.get("maxEventsPerTrigger"), least=1) or 1_000_000,
-            wait_seconds=float(_whole_number("waitSeconds", given.get("waitSeconds"), least=0, default=5) or 0),
-        )
-        if (parsed.after is not None) + (parsed.since is not None) + parsed.from_end > 1:
-            raise InvalidRequest("say where to start once: after, since or fromEnd")
-        return parsed
-
-
-def required_dsn(options: Mapping[str, str]) -> str:
-    if "dsn" not in options:
-        raise InvalidRequest(
-            'the format "headwater" needs the option dsn', hint='Add .option("dsn", "postgresql://...").'
-        )
-    return options["dsn"]
-
-
-def _names(text: str | None) -> tuple[str, ...] | None:
-    if text is None:
-        return None
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    if not names:
-        raise InvalidRequest("the option topics names none", hint="Leave it out to read the whole log.")
-    return names
-
-
-def _whole_number(name: str, text: str | None, *, least: int, default: int | None = None) -> int | None:
-    if text is None:
-        return default
-    if not text.isdecimal() or int(text) < least:
-        raise InvalidRequest(f"the option {name} is {text!r}, not a whole number from {least}")
-    return int(text)
-
-
-def _truth(name: str, text: str | None) -> bool:
-    if text is None or text.lower() in ("true", "false"):
-        return (text or "").lower() == "true"
-    raise InvalidRequest(f"the option {name} is {text!r}, neither true nor false")
-
-
-def _time(name: str, text: str | None) -> datetime | None:
-    if text is None:
-        return None
-    try:
-        at = datetime.fromisoformat(text)
-    except ValueError:
-        raise InvalidRequest(f"the option {name} is {text!r}, not a time like 2026-01-31T12:00:00Z") from None
-    if at.tzinfo is None:
-        raise InvalidRequest(f"the option {name} needs a time zone: {text}Z, if it is UTC")
-    return at
-
-
-@dataclass(frozen=True, slots=True)
-class Pushed:
-    """The part of a query's conditions that Postgres can answer."""
-
-    topics: frozenset[str] | None = None
-    after: int = 0
-    up_to: int | None = None
-    conditions: Conditions = field(default_factory=Conditions)
-
-
-def push(filters: Iterable[Filter]) -> tuple[Pushed, list[Filter]]:
-    """What of these conditions, all of which must hold, Postgres takes over; and which Spark has to see to."""
-    pushed = Pushed()
-    left: list[Filter] = []
-    for condition in filters:
-        taken = _take(pushed, condition)
-        if taken is None:
-            left.append(condition)
-        else:
-            pushed = taken
-    return pushed, left
-
-
-def _take(pushed: Pushed, condition: Filter) -> Pushed | None:
-    attribute: tuple[str, ...] = getattr(condition, "attribute", ())
-    if len(attribute) != 1:
-        return None
-    column = attribute[0]
-    if column == "position":
-        return _take_position(pushed, condition)
-    if column == "published_at":
-        return _take_time(pushed, condition)
-    values: Sequence[Any]
-    if isinstance(condition, EqualTo):
-        values = (condition.value,)
-    elif isinstance(condition, In):
-        values = tuple(condition.value)
-    else:
-        return None
-    asked = pushed.conditions
-    if column == "key" and all(isinstance(value, (bytes, bytearray)) for value in values):
-        keys = {bytes(value) for value in values}
-        keys = keys if asked.keys is None else keys & set(asked.keys)
-        return replace(pushed, conditions=replace(asked, keys=tuple(sorted(keys))))
-    if not all(isinstance(value, str) for value in values):
-        return None
-    if column == "topic":
-        names = frozenset(values)
-        return replace(pushed, topics=names if pushed.topics is None else pushed.topics & names)
-    if column == "type":
-        types = set(values) if asked.types is None else set(values) & set(asked.types)
-        return replace(pushed, conditions=replace(asked, types=tuple(sorted(types))))
-    return None
-
-
-def _take_position(pushed: Pushed, condition: Filter) -> Pushed | None:
-    value = getattr(condition, "value", None)
-    if not isinstance(value, int):
-        return None
-    after, up_to = pushed.after, pushed.up_to
-
-    def not_above(limit: int) -> int:
-        return limit if up_to is None else min(up_to, limit)
-
-    match condition:
-        case EqualTo():
-            return replace(pushed, after=max(after, value - 1), up_to=not_above(value))
-        case GreaterThan():
-            return replace(pushed, after=max(after, value))
-        case GreaterThanOrEqual():
-            return replace(pushed, after=max(after, value - 1))
-        case LessThan():
-            return replace(pushed, up_to=not_above(value - 1))
-        case LessThanOrEqual():
-            return replace(pushed, up_to=not_above(value))
-    return None
-
-
-def _take_time(pushed: Pushed, condition: Filter) -> Pushed | None:
-    value = getattr(condition, "value", None)
-    if not isinstance(value, datetime):
-        return None
-    # Spark's own times are UTC, whether they say so or not.
-    at = value if value.tzinfo is not None else value.replace(tzinfo=UTC)
-    asked = pushed.conditions
-    tick = timedelta(microseconds=1)
-    match condition:
-        case GreaterThan():
-            asked = replace(asked, published_from=_later(asked.published_from, at + tick))
-        case GreaterThanOrEqual():
-            asked = replace(asked, published_from=_later(asked.published_from, at))
-        case LessThan():
-            asked = replace(asked, published_before=_earlier(asked.published_before, at))
-        case LessThanOrEqual():
-            asked = replace(asked, published_before=_earlier(asked.published_before, at + tick))
-        case _:
-            return None
-    return replace(pushed, conditions=asked)
-
-
-def _later(one: datetime | None, other: datetime) -> datetime:
-    return other if one is None else max(one, other)
-
-
-def _earlier(one: datetime | None, other: datetime) -> datetime:
-    return other if one is None else min(one, other)
-
-
-def divide(ranges: Iterable[Range], *, pieces: int, least: int) -> list[list[Range]]:
-    """Ranges shared out in order among at most so many pieces, alike in size and none without need below `least`."""
-    whole = list(ranges)
-    total = sum(up_to - after for after, up_to in whole)
-    if total == 0:
-        return []
-    size = max(least, -(-total // pieces))
-    shared: list[list[Range]] = [[]]
-    room = size
-    for start, up_to in whole:
-        after = start
-        while after < up_to:
-            if room == 0:
-                shared.append([])
-                room = size
-            end = min(up_to, after + room)
-            shared[-1].append((after, end))
-            room -= end - after
-            after = end
-    return shared
-
-
-def windows(ranges: Iterable[Range], size: int) -> Iterator[Range]:
-    """The same positions in ranges of at most this size."""
-    for start, up_to in ranges:
-        for after in range(start, up_to, size):
-            yield after, min(up_to, after + size)
+# Above every position: whatever is gone, it is no loss.
+EVERYTHING = 2**62
 
 
 @dataclass(frozen=True)
@@ -290,22 +48,129 @@ class PositionRanges(InputPartition):
 
     topics: tuple[str, ...] | None
     ranges: tuple[Range, ...]
+    """Where the log has had events."""
     gone_to: int
     conditions: Conditions = field(default_factory=Conditions)
+    span: Range | None = None
+    """All that is this task's to read, in the log or in an archive; None: no more than the ranges."""
+    archive: bool = True
+
+    @property
+    def whole(self) -> Range | None:
+        if self.span is not None or not self.ranges:
+            return self.span
+        return self.ranges[0][0], self.ranges[-1][1]
 
 
-def read_ranges(dsn: str, part: PositionRanges, schema: StructType) -> Iterator[pa.RecordBatch]:
-    """The events of some ranges, all of them settled."""
-    if not part.ranges:
+def read_part(dsn: str, part: PositionRanges, schema: StructType) -> Iterator[pa.RecordBatch]:
+    """The events of one task, settled and in order: from archives what retention took, from the log the rest."""
+    if part.whole is None:
         return
-    topics = part.topics
-    one_topic = topics is not None and len(topics) == 1
+    after, up_to = part.whole
     with arrow.connect(dsn) as connection:
-        for after, up_to in part.ranges if one_topic else windows(part.ranges, WINDOW):
-            call = calls.scan(topics, after=after, up_to=up_to, conditions=part.conditions)
-            yield from arrow.batches(connection, call, schema)
-        # Afterwards, since retention may come between planning and reading.
-        arrow.run(connection, calls.refuse_expired(topics, after=max(part.ranges[0][0], part.gone_to)))
+        kept = _kept(connection, part)
+        if part.topics is not None and len(part.topics) == 1:
+            # One after the other, and retention may go on meanwhile.
+            while archived := archived_ranges(kept, after=after, up_to=up_to):
+                for location, ranges in archived.items():
+                    yield from _archived(location, ranges, part.conditions, schema)
+                after = min(up_to, max(topic.expired_to for topic in kept))
+                kept = _kept(connection, part)
+            scans = common(part.ranges, [(after, up_to)])
+            yield from _scanned(connection, part, scans, schema)
+        else:
+            archived = archived_ranges(kept, after=after, up_to=up_to)
+            streams = [_archived(location, ranges, part.conditions, schema) for location, ranges in archived.items()]
+            yield from reduce(merged, [*streams, _scanned(connection, part, windows(part.ranges, WINDOW), schema)])
+        refuse_overtaken(kept, _kept(connection, part), after=after, up_to=up_to)
+
+
+def _kept(connection: AdbcConnection, part: PositionRanges) -> list[KeptTopic]:
+    """What there is of the topics now, or PositionExpired if something that this task is to read is nowhere."""
+    assert part.whole is not None
+    kept = known_archives(arrow.answer(connection, calls.kept_topics(part.topics)), use=part.archive)
+    refuse_lost(kept, after=max(part.whole[0], part.gone_to))
+    return kept
+
+
+def _archived(
+    location: str, ranges: dict[str, Range], conditions: Conditions, schema: StructType
+) -> Iterator[pa.RecordBatch]:
+    # Here, since it imports pandas, which planning has no use for.
+    from pyspark.sql.pandas.types import to_arrow_schema
+
+    return archive_reader.events_of(location, Wanted(ranges, conditions), to_arrow_schema(schema, timezone="UTC"))
+
+
+def _scanned(
+    connection: AdbcConnection, part: PositionRanges, ranges: Iterable[Range], schema: StructType
+) -> Iterator[pa.RecordBatch]:
+    for after, up_to in ranges:
+        call = calls.scan(part.topics, after=after, up_to=up_to, conditions=part.conditions)
+        yield from arrow.batches(connection, call, schema)
+
+
+def known_archives(kept: list[KeptTopic], *, use: bool) -> list[KeptTopic]:
+    """The same, as it is for somebody who does not look into archives unless `use`."""
+    return kept if use else [replace(topic, location=None, lost_to=topic.expired_to) for topic in kept]
+
+
+def refuse_lost(kept: Iterable[KeptTopic], *, after: int) -> None:
+    """PositionExpired if events after this position are nowhere any more."""
+    lost = max((topic for topic in kept if topic.lost_to > after), key=lambda topic: topic.lost_to, default=None)
+    if lost is not None:
+        raise PositionExpired(
+            f'events of topic "{lost.topic}" after position {after} are gone, up to {lost.lost_to}',
+            hint="Go on from the earliest position, or read with the option skipExpired.",
+            detail={"earliest_position": lost.lost_to + 1, "topic": lost.topic},
+        )
+
+
+def refuse_overtaken(before: Iterable[KeptTopic], now: Iterable[KeptTopic], *, after: int, up_to: int) -> None:
+    """PositionExpired if retention took, meanwhile, events that were to be read from the log and are in an archive."""
+    expired_before = {topic.topic: topic.expired_to for topic in before}
+    for topic in now:
+        passed = expired_before.get(topic.topic, 0)
+        if topic.location is not None and topic.expired_to > max(passed, after) and passed < up_to:
+            raise PositionExpired(
+                f'retention took events of topic "{topic.topic}" while they were read',
+                hint="They are in the archive: read again.",
+                detail={"earliest_position": topic.lost_to + 1, "topic": topic.topic},
+            )
+
+
+def plan(
+    log: Headwater, part: PositionRanges, kept: list[KeptTopic], *, after: int, up_to: int, pieces: int, least: int
+) -> list[PositionRanges]:
+    """A range shared out among tasks that are otherwise like this one. Spark wants one at least."""
+    if after >= up_to:
+        return [part]
+    drawn = log.run(calls.drawn_ranges(after=after, up_to=up_to))
+    whole = united([*_of_log(drawn), *_of_archives(kept, after=after, up_to=up_to)])
+    shared = divide(whole, pieces=pieces, least=least)
+    return [
+        replace(part, ranges=tuple(common(piece, drawn)), span=(piece[0][0], piece[-1][1])) for piece in shared
+    ] or [part]
+
+
+def stretches(log: Headwater, kept: Sequence[KeptTopic], *, after: int, up_to: int) -> list[Stretch]:
+    """Where in a range there may be events, and how many."""
+    if after >= up_to:
+        return []
+    drawn = log.run(calls.drawn_ranges(after=after, up_to=up_to))
+    return united([*_of_log(drawn), *_of_archives(kept, after=after, up_to=up_to)])
+
+
+def _of_log(drawn: Iterable[Range]) -> Iterator[Stretch]:
+    return (Stretch(start, end, end - start) for start, end in drawn)
+
+
+def _of_archives(kept: Iterable[KeptTopic], *, after: int, up_to: int) -> Iterator[Stretch]:
+    for location, ranges in archived_ranges(kept, after=after, up_to=up_to).items():
+        low, high = Wanted(ranges, Conditions()).hull
+        for file in archive_reader.files_of(location, after=low, up_to=high):
+            start, end = max(file.first - 1, low), min(file.last, high)
+            yield Stretch(start, end, max(1, file.events * (end - start) // (file.last - file.first + 1)))
 
 
 class LogReader(DataSourceReader):
@@ -327,26 +192,33 @@ class LogReader(DataSourceReader):
             topics = chosen_topics(log, options.topics, pushed.topics)
             if topics == ():
                 return [PositionRanges((), (), 0)]
-            after, gone_to = start_of(log, options, topics)
-            if options.after is not None and not options.skip_expired:
-                log.run(calls.refuse_expired(topics, after=after))
-            conditions = within(pushed.conditions, options.since, options.until)
+            # Before what is kept, since retention may go on meanwhile: a task looks again.
             up_to = log.run(calls.log_state()).settled
+            kept = known_archives(log.run(calls.kept_topics(topics)), use=options.archive)
+            after, gone_to = start_of(log, options, topics, kept)
+            if options.after is not None and not options.skip_expired:
+                refuse_lost(kept, after=after)
+            conditions = within(pushed.conditions, options.since, options.until)
             if conditions.published_from is not None:
-                after = max(after, log.run(calls.position_before(topics, conditions.published_from)))
+                after = max(after, position_before(log, topics, kept, conditions.published_from))
             if conditions.published_before is not None:
                 last = conditions.published_before + LONGEST_STATEMENT
                 up_to = min(up_to, log.run(calls.position_before(topics, last)))
             after = max(after, pushed.after)
             up_to = min(limit for limit in (up_to, options.up_to, pushed.up_to) if limit is not None)
-            ranges = log.run(calls.drawn_ranges(after=after, up_to=up_to)) if after < up_to else []
-        shared = divide(ranges, pieces=options.partitions or 64, least=1 if options.partitions else LEAST_PER_PARTITION)
-        # Spark wants one partition at least.
-        return [PositionRanges(topics, tuple(piece), gone_to, conditions) for piece in shared or [[]]]
+            return plan(
+                log,
+                PositionRanges(topics, (), gone_to, conditions, archive=options.archive),
+                kept,
+                after=after,
+                up_to=up_to,
+                pieces=options.partitions or 64,
+                least=1 if options.partitions else LEAST_PER_PARTITION,
+            )
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, PositionRanges)
-        return read_ranges(self.options.dsn, partition, self.schema)
+        return read_part(self.options.dsn, partition, self.schema)
 
 
 def chosen_topics(
@@ -360,25 +232,28 @@ def chosen_topics(
     return tuple(name for name in there if name in pushed)
 
 
-def start_of(log: Headwater, options: ReadOptions, topics: Sequence[str] | None) -> tuple[int, int]:
+def start_of(
+    log: Headwater, options: ReadOptions, topics: Sequence[str] | None, kept: Sequence[KeptTopic]
+) -> tuple[int, int]:
     """Where a read begins, and up to where it knows that events are gone."""
     if options.from_end:
         settled = log.run(calls.log_state()).settled
         return settled, settled
     if options.after is not None:
-        return options.after, 2**62 if options.skip_expired else 0
-    gone_to = 2**62 if options.skip_expired else log.run(calls.expired_to(topics))
-    after = 0 if options.since is None else log.run(calls.position_before(topics, options.since))
+        return options.after, EVERYTHING if options.skip_expired else 0
+    gone_to = EVERYTHING if options.skip_expired else max((topic.lost_to for topic in kept), default=0)
+    after = 0 if options.since is None else position_before(log, topics, kept, options.since)
     return after, gone_to
 
 
-def within(conditions: Conditions, since: datetime | None, until: datetime | None) -> Conditions:
-    """The conditions, and the times that the options name."""
-    if since is not None:
-        conditions = replace(conditions, published_from=_later(conditions.published_from, since))
-    if until is not None:
-        conditions = replace(conditions, published_before=_earlier(conditions.published_before, until))
-    return conditions
+def position_before(log: Headwater, topics: Sequence[str] | None, kept: Sequence[KeptTopic], at: datetime) -> int:
+    """A position to read after in order to get every event published at that time or later, from wherever it is."""
+    found = log.run(calls.position_before(topics, at))
+    for location, ranges in archived_ranges(kept, after=0, up_to=found).items():
+        low, high = Wanted(ranges, Conditions()).hull
+        archived = archive_reader.position_before(archive_reader.files_of(location, after=low, up_to=high), at)
+        found = found if archived is None else min(found, archived)
+    return found
 
 
 class LogStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -400,8 +275,11 @@ class LogStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._log = headwater.connect(self.options.dsn, pool_size=1)
         return self._log
 
+    def _kept(self) -> list[KeptTopic]:
+        return known_archives(self._connected().run(calls.kept_topics(self.options.topics)), use=self.options.archive)
+
     def initialOffset(self) -> dict[str, int]:
-        position, gone_to = start_of(self._connected(), self.options, self.options.topics)
+        position, gone_to = start_of(self._connected(), self.options, self.options.topics, self._kept())
         return {"position": position, "gone_to": gone_to}
 
     def getDefaultReadLimit(self) -> ReadLimit:
@@ -420,11 +298,7 @@ class LogStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             state = log.run(calls.log_state())
             settled = state.settled if self.target is None else min(state.settled, self.target)
             if settled > start["position"]:
-                end = log.run(
-                    calls.batch_end(
-                        self.options.topics, after=start["position"], settled=settled, max_events=max_events
-                    )
-                )
+                end = self._batch_end(log, after=start["position"], settled=settled, max_events=max_events)
                 if end is not None:
                     return {**start, "position": end}
             # Only the head is asked for while nothing is in flight: that takes no snapshot and looks at no lock.
@@ -437,23 +311,49 @@ class LogStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             else:
                 return start
 
+    def _batch_end(self, log: Headwater, *, after: int, settled: int, max_events: int | None) -> int | None:
+        """How far a batch reaches, by both limits; None: there is nothing for it."""
+        topics, max_bytes = self.options.topics, self.options.max_bytes
+        most = max_events
+        if max_bytes is not None:
+            # As many events as fit if they are as large as the next ones.
+            average = log.run(calls.average_bytes(topics, after=after, up_to=settled))
+            fitting = max(1, max_bytes // max(1, average))
+            most = fitting if max_events is None else min(max_events, fitting)
+        end = log.run(calls.batch_end(topics, after=after, settled=settled, max_events=most))
+        if not self.options.archive or after >= log.run(calls.expired_to(topics)):
+            return end
+        for location, ranges in archived_ranges(self._kept(), after=after, up_to=settled).items():
+            limited = archive_reader.batch_end(location, ranges, max_events=max_events, max_bytes=max_bytes)
+            if limited is None and end is None:
+                # All of it fits, and the log has nothing more.
+                limited = Wanted(ranges, Conditions()).hull[1]
+            end = min(bound for bound in (limited, end) if bound is not None)
+        return end
+
     def reportLatestOffset(self) -> dict[str, int]:
         return {"position": self._connected().run(calls.log_state()).settled}
 
     def partitions(self, start: dict[str, int], end: dict[str, int]) -> Sequence[InputPartition]:
-        log = self._connected()
         after, up_to = start["position"], end["position"]
-        gone_to = 2**62 if self.options.skip_expired else start["gone_to"]
-        log.run(calls.refuse_expired(self.options.topics, after=max(after, gone_to)))
-        ranges = log.run(calls.drawn_ranges(after=after, up_to=up_to)) if after < up_to else []
+        gone_to = EVERYTHING if self.options.skip_expired else start["gone_to"]
+        kept = self._kept()
+        refuse_lost(kept, after=max(after, gone_to))
         asked = self.options.partitions
-        shared = divide(ranges, pieces=asked or 8, least=1 if asked else LEAST_PER_PARTITION)
         conditions = within(Conditions(), self.options.since, None)
-        return [PositionRanges(self.options.topics, tuple(piece), gone_to, conditions) for piece in shared or [[]]]
+        return plan(
+            self._connected(),
+            PositionRanges(self.options.topics, (), gone_to, conditions, archive=self.options.archive),
+            kept,
+            after=after,
+            up_to=up_to,
+            pieces=asked or 8,
+            least=1 if asked else LEAST_PER_PARTITION,
+        )
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, PositionRanges)
-        return read_ranges(self.options.dsn, partition, self.schema)
+        return read_part(self.options.dsn, partition, self.schema)
 
     def stop(self) -> None:
         if self._log is not None:

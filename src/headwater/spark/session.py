@@ -17,14 +17,13 @@ CHECKPOINT_FILES = (
 FAST_JAVA = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 
 
-def settings(*, cores: int, task_attempts: int, heap_mb: int, fast_start: bool, java_options: str) -> Mapping[str, str]:
-    """What a local session is started with. Any of it can be overruled by the caller."""
+def settings(
+    *, master: str | None, cores: int, task_attempts: int, heap_mb: int, fast_start: bool, java_options: str
+) -> Mapping[str, str]:
+    """What a session is started with. Any of it can be overruled by the caller."""
     chosen = {
         # One core more or less is one number; without attempts, one lost worker would end a query.
-        "spark.master": f"local[{cores},{task_attempts}]",
-        # No look-up of the machine's own name, which may not resolve, and nothing open to the network.
-        "spark.driver.host": "127.0.0.1",
-        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.master": master or f"local[{cores},{task_attempts}]",
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
         "spark.driver.memory": f"{heap_mb}m",
@@ -40,6 +39,9 @@ def settings(*, cores: int, task_attempts: int, heap_mb: int, fast_start: bool, 
             "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
         ),
     }
+    if master is None or master.startswith("local"):
+        # No look-up of the machine's own name, which may not resolve, and nothing open to the network.
+        chosen |= {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
     chosen["spark.driver.extraJavaOptions"] = f"{java_options} {FAST_JAVA}" if fast_start else java_options
     return chosen
 
@@ -47,6 +49,7 @@ def settings(*, cores: int, task_attempts: int, heap_mb: int, fast_start: bool, 
 def local_session(
     app_name: str = "headwater",
     *,
+    master: str | None = None,
     cores: int = 2,
     task_attempts: int = 4,
     heap_mb: int = 1024,
@@ -54,6 +57,9 @@ def local_session(
     extra_settings: Mapping[str, str] | None = None,
 ) -> SparkSession:
     """A session in local mode with Headwater's formats registered; needs no Java on the machine.
+
+    With a `master`, such as spark://host:7077, the driver is here and the tasks run there, where `headwater[spark]`
+    has to be installed for the Python of `PYSPARK_PYTHON`, which is this one unless it is set.
 
     `fast_start` starts in half the time and runs long jobs slower: for tests and short commands. A session that
     is there already is returned as it is, as Spark does.
@@ -63,6 +69,7 @@ def local_session(
     home = prepare(os.environ, fast_start=fast_start)
     chosen = dict(
         settings(
+            master=master,
             cores=cores,
             task_attempts=task_attempts,
             heap_mb=heap_mb,
@@ -71,10 +78,13 @@ def local_session(
         )
     ) | dict(extra_settings or {})
     variables = dict(home.environment(fast_start=fast_start)) | {
-        "SPARK_LOCAL_IP": "127.0.0.1",
         "PYSPARK_PYTHON": sys.executable,
         "PYSPARK_DRIVER_PYTHON": sys.executable,
     }
+    if "spark.driver.host" in chosen:
+        variables["SPARK_LOCAL_IP"] = chosen["spark.driver.host"]
+    elif "PYSPARK_PYTHON" in os.environ:
+        variables["PYSPARK_PYTHON"] = os.environ["PYSPARK_PYTHON"]
     builder = SparkSession.builder.appName(app_name)
     for name, value in chosen.items():
         builder = builder.config(name, value)

@@ -1,8 +1,9 @@
--- What a table is stored in: itself, or the leaves of its partitions, with their sizes in blocks.
+-- What a table is stored in: itself, or the leaves of its partitions, with their sizes in blocks and about in rows.
 select
     leaf_namespace.nspname::text as leaf_schema,
     leaf.relname::text as leaf_table,
-    pg_relation_size(leaf.oid) / current_setting('block_size')::bigint as blocks
+    pg_relation_size(leaf.oid) / current_setting('block_size')::bigint as blocks,
+    greatest(leaf.reltuples, 0)::bigint as about_rows
 from pg_class as root
 cross join lateral (
     select root.oid as relid where root.relkind = 'r'

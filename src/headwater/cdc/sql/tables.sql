@@ -1,4 +1,5 @@
--- Tables by their names: what they are, and what identifies their rows. Of a partitioned table, its leaves count.
+-- Tables by their names: what they are, and what identifies their rows. Of a partitioned table, its leaves count, or
+-- its own key while it has none.
 select
     wanted.name as given_name,
     namespace.nspname as schema_name,
@@ -15,9 +16,12 @@ select
                 select from pg_index as key where key.indrelid = leaf.oid and key.indisprimary
             ))
         )
-        from pg_partition_tree(root.oid) as tree
-        join pg_class as leaf on leaf.oid = tree.relid
-        where tree.isleaf
+        from (
+            select root.oid as relid where root.relkind <> 'p'
+            union all
+            select tree.relid::oid from pg_partition_tree(root.oid) as tree where root.relkind = 'p' and tree.isleaf
+        ) as storage
+        join pg_class as leaf on leaf.oid = storage.relid
     ), exists (
         select from pg_index as key where key.indrelid = root.oid and key.indisprimary
     )) as has_identity

@@ -25,7 +25,15 @@ declare
         'redrive', 'discard', 'group_low_water', 'due_periodics', 'fire_periodic',
         'as_json', 'subscribe', 'unsubscribe', 'keep_subscriptions', 'hold_reading', 'match', 'read_next',
         'set_reading', 'retry_later', 'finish_retry', 'install',
-        'drawn_ranges', 'batch_end', 'scan_topic', 'scan'
+        'drawn_ranges', 'batch_end', 'average_bytes', 'scan_topic', 'scan', 'kept_topics', 'register_archive', 'note_archived',
+        'forget_archive', 'start_replay', 'advance_replay', 'forget_replay',
+        'claim_pipeline', 'take_pipeline', 'refuse_lost_pipeline', 'renew_pipeline', 'renew_generation', 'record_batch', 'record_failure',
+        'release_pipeline', 'find_pipeline', 'stop_pipeline', 'reset_pipeline', 'delete_pipeline',
+        'pipeline_writer', 'record_snapshot',
+        'beside', 'table_named', 'refuse_rebuilt', 'create_projection_table', 'write_projection_rows',
+        'prepare_projection', 'refuse_foreign_table', 'merge_projection', 'empty_staging', 'projection_generation',
+        'begin_rebuild', 'abandon_rebuild', 'drop_projection_tables', 'switch_rebuilt', 'reshape_projection',
+        'forget_projections'
     ];
     missing text;
     opened record;
@@ -66,7 +74,7 @@ begin
         grant update (due_at) on headwater.scheduled to headwater_publisher;
         grant select, insert, update, delete on headwater.periodic to headwater_publisher;
         grant select, insert, delete on headwater.staged to headwater_publisher;
-        grant select, insert, update on headwater.writer_epoch to headwater_publisher;
+        grant select, insert, update, delete on headwater.writer_epoch to headwater_publisher;
     end if;
 
     if exists (select from pg_roles r where r.rolname = 'headwater_consumer') then
@@ -74,15 +82,16 @@ begin
         grant select on
             headwater.topic, headwater.event, headwater.setting, headwater.segment, headwater.migration,
             headwater.installed, headwater.topic_overview, headwater.cursor_lag, headwater.publisher_in_flight,
-            headwater.delivery, headwater.group_overview
+            headwater.delivery, headwater.group_overview, headwater.pipeline_status, headwater.archive_overview
             to headwater_consumer;
         grant select, insert, update, delete on
             headwater.cursor, headwater.consumer_group, headwater.binding, headwater.ledger, headwater.group_progress,
             headwater.redelivery, headwater.dead_letter,
-            headwater.condition, headwater.subscription, headwater.reading, headwater.subscription_retry
+            headwater.condition, headwater.subscription, headwater.reading, headwater.subscription_retry,
+            headwater.projection, headwater.pipeline, headwater.pipeline_snapshot, headwater.archive, headwater.archive_start, headwater.replay
             to headwater_consumer;
         grant select on sequence headwater.position, headwater.settled_register to headwater_consumer;
-        grant usage on sequence headwater.lease_token to headwater_consumer;
+        grant usage on sequence headwater.lease_token, headwater.pipeline_generation to headwater_consumer;
         if to_regnamespace('headwater_condition') is not null then
             grant usage on schema headwater_condition to headwater_consumer;
         end if;

@@ -43,7 +43,13 @@ begin
                 order by e.position desc
                 limit 1
             ) as e
-            where t.deleted_at is not null or old.closed_at < clock_timestamp() - t.retention
+            where
+                t.deleted_at is not null
+                or (
+                    old.closed_at < clock_timestamp() - t.retention
+                    -- What an archive has yet to get waits for it.
+                    and e.position <= headwater.archived_to(t)
+                )
         loop
             -- A lane whose tail goes away must not start to count again.
             insert into headwater.lane as l (topic_id, partition, next_offset)

@@ -47,14 +47,15 @@ as $$
 declare
     created headwater.topic;
 begin
-    insert into headwater.topic (name, kind, partitions, retention, max_payload_bytes, max_header_bytes)
+    insert into headwater.topic (name, kind, partitions, retention, max_payload_bytes, max_header_bytes, created_after)
     values (
         create_topic.name,
         coalesce(create_topic.kind, 'open'),
         coalesce(create_topic.partitions, 1),
         create_topic.retention,
         coalesce(create_topic.max_payload_bytes, 1048576),
-        coalesce(create_topic.max_header_bytes, 65536)
+        coalesce(create_topic.max_header_bytes, 65536),
+        headwater.head()
     )
     on conflict do nothing
     returning * into created;

@@ -1,4 +1,4 @@
-"""Which transactions a snapshot has seen, decided from its text. No I/O here.
+"""Which transactions a snapshot of Postgres has seen, decided from its text. No I/O here.
 
 A snapshot of a table and the changes of a slot meet without a gap and without an overlap only by transaction: LSNs
 tell when a commit was logged, not when it became visible, and the two do not come in one order.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+
+from headwater.errors import InvalidRequest
 
 _WRAP = 1 << 32
 
@@ -28,16 +30,26 @@ def parse(text: str) -> VisibleTransactions:
         xmin, xmax, running = text.split(":")
         return VisibleTransactions(int(xmin), int(xmax), frozenset(int(xid) for xid in running.split(",") if xid))
     except ValueError:
-        raise ValueError(f"{text!r} is not a snapshot like 10:20:10,14") from None
+        raise InvalidRequest(f"{text[:200]!r} is not a snapshot like 10:20:10,14") from None
 
 
 def is_visible(xid: int, snapshot: VisibleTransactions | str) -> bool:
     """Whether the snapshot has what this committed transaction did: then its changes must be skipped after it.
 
-    `xid` may be the transaction id of 32 bits that changes carry; it is taken for the one nearest to the snapshot.
+    `xid` may be the transaction id of 32 bits that changes carry; it is taken for the one nearest to the snapshot,
+    which is right for 2**31 transactions either way.
     """
     seen = parse(snapshot) if isinstance(snapshot, str) else snapshot
     if xid < _WRAP:
         # How far behind or ahead of xmax it is, in a circle.
         xid = seen.xmax + (xid - seen.xmax + _WRAP // 2) % _WRAP - _WRAP // 2
     return xid < seen.xmin or (xid < seen.xmax and xid not in seen.running)
+
+
+def lsn_number(text: str) -> int:
+    """An LSN as Postgres writes it, such as 0/191BFD0, as a number."""
+    try:
+        high, low = text.split("/")
+        return (int(high, 16) << 32) | int(low, 16)
+    except ValueError:
+        raise InvalidRequest(f"{text[:60]!r} is no LSN") from None

@@ -1,0 +1,2 @@
+-- Which transactions can be seen now.
+select pg_current_snapshot()::text;

@@ -1,0 +1,215 @@
+"""`headwater demo --pipeline`: one change of a table, seen everywhere that pipelines on Spark take it."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+import psycopg
+
+import headwater
+from headwater.cli.exit_codes import NotThere
+from headwater.cli.up import prepare
+from headwater.embedded import Postgres
+from headwater.embedded.nats import Nats
+from headwater.errors import HeadwaterError
+
+WAIT_SECONDS: Final = 60.0
+
+PIPELINES: Final = """\
+pipelines:
+  to-nats:                                       # every change, as a message of JetStream
+    from: {changes: {tables: [public.orders]}}
+    to: {nats: {}}
+    every_seconds: 0
+  to-topic:                                      # every change, as an event of the log
+    from: {changes: {tables: [public.orders]}}
+    to: {topic: {name: order-changes}}
+    every_seconds: 0
+  to-lake:                                       # the table as it is, as a Delta table
+    from: {changes: {tables: [public.orders], snapshot: true}}
+    to: {lake: {path: lake, keep: current}}
+    every_seconds: 0
+  totals:                                        # a table made of events by SQL
+    from: {log: {topics: [order-changes]}}
+    transform:
+      sql: >
+        select data:after:customer::string as customer, count(*) as changes, max(data:after:cents::bigint) as most
+        from events where data:after:customer is not null group by 1
+    to: {table: {name: public.order_totals, key: [customer]}}
+    every_seconds: 0
+"""
+MAKE_TABLE: Final = """
+create table orders (id integer primary key, customer text not null, cents integer not null);
+insert into orders values (1, 'ada', 1200), (2, 'bob', 550);
+"""
+
+
+def show(tell: Callable[[str], None]) -> list[Mapping[str, Any]]:
+    """Start everything in a temporary directory, change a row, and look at each place that it reaches."""
+    with tempfile.TemporaryDirectory(prefix="headwater-", ignore_cleanup_errors=True) as path:
+        directory = Path(path)
+        tell("Starting Postgres, NATS and Spark in a temporary directory ...")
+        with _servers(directory) as (dsn, nats_url):
+            with psycopg.connect(dsn, autocommit=True) as connection:
+                connection.execute(MAKE_TABLE)
+            with headwater.connect(dsn) as log:
+                log.create_topic("order-changes")
+                with _running(directory, dsn, nats_url, tell):
+                    return _change_and_look(directory, dsn, nats_url, log, tell)
+
+
+def _change_and_look(
+    directory: Path, dsn: str, nats_url: str, log: headwater.Headwater, tell: Callable[[str], None]
+) -> list[Mapping[str, Any]]:
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        # The first batch of a query takes longest, since Spark starts its workers with it.
+        connection.execute("insert into orders values (3, 'cleo', 100)")
+        _wait_for(lambda: _total_rows(dsn, customer="cleo"))
+        _wait_for(lambda: _lake_rows(directory / "lake" / "public.orders", cents=100))
+        tell("\n1. A row changes in Postgres")
+        connection.execute("update orders set cents = 9900 where id = 2")
+    changed = time.monotonic()
+    tell("   update orders set cents = 9900 where id = 2")
+
+    def took() -> float:
+        return round(time.monotonic() - changed, 2)
+
+    message = _wait_for(lambda: asyncio.run(_message(nats_url)))
+    tell(f"\n2. In NATS, after {took()} s, on the subject cdc.orders.update")
+    tell(f"   {message['data']}")
+    results: list[Mapping[str, Any]] = [{"place": "nats", "seconds": took(), "found": message["data"]}]
+
+    _, event = _wait_for(lambda: _both(log.read("order-changes")))
+    tell(f"\n3. In the log, after {took()} s, for queues, followers and every other door")
+    tell(f"   position {event.position}  {event.type}  after {event.data['after']}")
+    results.append({"place": "log", "seconds": took(), "found": event.data["after"]})
+
+    rows = _wait_for(lambda: _lake_rows(directory / "lake" / "public.orders", cents=9900))
+    tell(f"\n4. In the lake, after {took()} s: a Delta table that is equal to the table")
+    for row in rows:
+        tell(f"   {row}")
+    results.append({"place": "lake", "seconds": took(), "found": rows})
+
+    totals = _wait_for(lambda: _total_rows(dsn, customer="bob"))
+    tell(f"\n5. In a projection, after {took()} s: a table made of the events by SQL")
+    for row in totals:
+        tell(f"   {row}")
+    results.append({"place": "projection", "seconds": took(), "found": totals})
+    tell("\nThe pipelines are the four of this file, run by `headwater pipeline run`:\n")
+    for line in PIPELINES.splitlines():
+        tell(f"   {line}")
+    tell("\nWhere to look next: docs/how-to/pipelines.md, docs/how-to/lake.md, docs/how-to/projections.md")
+    return results
+
+
+@contextmanager
+def _servers(directory: Path) -> Iterator[tuple[str, str]]:
+    server, broker = Postgres(directory / "postgres"), Nats(directory / "nats")
+    try:
+        server.start()
+        broker.start()
+        yield prepare(server), broker.url
+    finally:
+        broker.kill()
+        server.stop(mode="immediate")
+
+
+@contextmanager
+def _running(directory: Path, dsn: str, nats_url: str, tell: Callable[[str], None]) -> Iterator[None]:
+    """The pipelines, running, for the block."""
+    try:
+        from headwater.spark import local_session
+        from headwater.spark.pipeline_file import parse
+        from headwater.spark.runner import Report, Runner, Settings
+    except ModuleNotFoundError as error:
+        raise NotThere(f"{error.name} is not installed", hint="Run: pip install 'headwater[spark,nats]'") from error
+    started: set[str] = set()
+    failed: list[str] = []
+
+    def note(report: Report) -> None:
+        if report.what == "started":
+            started.add(report.pipeline)
+        elif report.what in ("failed", "ended"):
+            failed.append(f"{report.pipeline}: {report.details['error']}")
+
+    spark = local_session("headwater demo", fast_start=True)
+    spark.sparkContext.setLogLevel("OFF")
+    try:
+        specs = parse(PIPELINES, {}).pipelines
+        settings = Settings(dsn=dsn, nats_url=nats_url, directory=directory, checkpoints="checkpoints")
+        runner = Runner(spark, specs, settings, report=note)
+        thread = threading.Thread(target=_until_stopped, args=(runner,), daemon=True)
+        thread.start()
+        _wait_for(lambda: len(started) == len(specs) or failed)
+        if failed:
+            raise HeadwaterError(failed[0])
+        tell(f"{len(specs)} pipelines run.")
+        yield
+        runner.stop()
+        thread.join(WAIT_SECONDS)
+    finally:
+        spark.stop()
+
+
+def _until_stopped(runner: Any) -> None:
+    # What goes wrong was reported.
+    with suppress(HeadwaterError):
+        runner.run()
+
+
+def _wait_for(look: Callable[[], Any]) -> Any:
+    """What is found once it is there."""
+    until = time.monotonic() + WAIT_SECONDS
+    while not (found := look()):
+        if time.monotonic() > until:
+            raise HeadwaterError(
+                f"nothing came within {WAIT_SECONDS:g} seconds", hint="Run it again on a machine with less to do."
+            )
+        time.sleep(0.02)
+    return found
+
+
+async def _message(url: str) -> dict[str, Any] | None:
+    from nats.js.errors import NotFoundError
+
+    from headwater.nats import payloads, streams
+
+    async with streams.connected(url) as client:
+        try:
+            message = await client.jetstream().get_last_msg("CDC", "cdc.orders.update")
+        except NotFoundError:
+            return None
+    found = payloads.decode(message.data or b"")
+    assert isinstance(found, dict)
+    return found
+
+
+def _lake_rows(path: Path, *, cents: int) -> list[dict[str, Any]]:
+    from deltalake import DeltaTable
+    from deltalake.exceptions import TableNotFoundError
+
+    try:
+        rows: list[dict[str, Any]] = DeltaTable(path).to_pyarrow_table(columns=["id", "customer", "cents"]).to_pylist()
+    except TableNotFoundError:
+        return []
+    return sorted(rows, key=lambda row: row["id"]) if any(row["cents"] == cents for row in rows) else []
+
+
+def _total_rows(dsn: str, *, customer: str) -> list[tuple[Any, ...]]:
+    with psycopg.connect(dsn) as connection:
+        try:
+            rows = connection.execute("select customer, changes, most from order_totals order by 1").fetchall()
+        except psycopg.errors.UndefinedTable:
+            return []
+    return rows if any(row[0] == customer for row in rows) else []
+
+
+def _both(events: list[headwater.Event]) -> list[headwater.Event]:
+    return events if len(events) == 2 else []

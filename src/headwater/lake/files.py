@@ -1,0 +1,178 @@
+"""Parquet files below a table that are to become part of it: found, and described by what their footers say."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, date, datetime
+from hashlib import sha256
+from typing import Any, Final
+from urllib.parse import unquote, urlsplit
+from urllib.request import url2pathname
+from uuid import uuid4
+
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+from deltalake import DeltaTable
+from deltalake.fs import DeltaStorageHandler
+
+from headwater.errors import InvalidRequest
+
+# Longer texts are no use as bounds, and every reader of the table's log has to carry them.
+LONGEST_TEXT_BOUND: Final = 64
+BATCHES: Final = "batches"
+_JOB_DONE: Final = "_SUCCESS"
+# Delta's own name for the partition of rows that have no value there.
+_NO_VALUE: Final = "__HIVE_DEFAULT_PARTITION__"
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """One Parquet file as a commit describes it. `path` is below the table, and needs no escaping."""
+
+    path: str
+    size: int
+    rows: int
+    partition: Mapping[str, str | None]
+    statistics: str
+
+
+def filesystem(table: DeltaTable) -> Any:
+    """The table's own directory as a file system of Arrow, reached just as the table is."""
+    return filesystem_at(table.table_uri, table._storage_options or {})
+
+
+def filesystem_at(uri: str, storage_options: Mapping[str, str]) -> Any:
+    """A directory, or what a URI names, as a file system of Arrow."""
+    if uri.startswith("file:"):
+        uri = url2pathname(urlsplit(uri).path)
+    if "://" not in uri:
+        return pafs.SubTreeFileSystem(uri, pafs.LocalFileSystem())
+    return pafs.PyFileSystem(DeltaStorageHandler(uri, dict(storage_options)))
+
+
+def directory_name(app: str) -> str:
+    """A writer's name as part of a path that needs no escaping anywhere; two writers never share one."""
+    plain = re.sub(r"[^A-Za-z0-9_.-]", "_", app).lstrip("._") or "writer"
+    return plain if plain == app else f"{plain}-{sha256(app.encode()).hexdigest()[:8]}"
+
+
+def app_directory(app: str) -> str:
+    """Where a writer's batches are, below the table."""
+    return f"{BATCHES}/{directory_name(app)}"
+
+
+def attempt_directory(app: str, version: int) -> str:
+    """A new directory for one try to write one batch, below the table.
+
+    Each try has its own: whoever comes late, with a lease that ran out, can neither overwrite nor delete what another
+    try has committed.
+    """
+    return f"{app_directory(app)}/{version:020d}-{uuid4().hex[:12]}"
+
+
+def remove_leftovers(table: DeltaTable, app: str, *, after: int, up_to: int, keep: str) -> int:
+    """Remove what tries left behind that never came to their commit: those for a version in (after, up_to] but `keep`.
+
+    Only for the writer that has just noted `up_to`, having found `after`: nothing between can be committed any more.
+    """
+    files = filesystem(table)
+    removed = 0
+    for info in files.get_file_info(pafs.FileSelector(app_directory(app), allow_not_found=True)):
+        number, _, attempt = info.base_name.partition("-")
+        if attempt and number.isdecimal() and after < int(number) <= up_to and not keep.endswith(info.base_name):
+            files.delete_dir(info.path)
+            removed += 1
+    return removed
+
+
+def written_files(table: DeltaTable, directory: str) -> list[DataFile]:
+    """The Parquet files that a job of Spark has written to a directory below the table, in the order of their names."""
+    files = filesystem(table)
+    if files.get_file_info([f"{directory}/{_JOB_DONE}"])[0].type != pafs.FileType.File:
+        # Without this look, a job that wrote to some other place would pass for one that had nothing to write.
+        raise InvalidRequest(
+            f"no job has finished writing to {directory} below {table.table_uri}",
+            hint="Are Spark's settings for this storage and the sink's `storage` those of the same place?",
+        )
+    found = files.get_file_info(pafs.FileSelector(directory, recursive=True, allow_not_found=True))
+    described = (_described(files, info) for info in sorted(found, key=lambda info: info.path) if _is_data(info))
+    return [file for file in described if file.rows]
+
+
+def remove_tree(files: Any, directory: str) -> None:
+    """Remove a directory with all that is in it, if it is there."""
+    if files.get_file_info([directory])[0].type == pafs.FileType.Directory:
+        files.delete_dir(directory)
+
+
+def _is_data(info: Any) -> bool:
+    name = info.path.rsplit("/", 1)[-1]
+    return info.type == pafs.FileType.File and name.endswith(".parquet") and not name.startswith(("_", "."))
+
+
+def _described(files: Any, info: Any) -> DataFile:
+    with files.open_input_file(info.path) as opened:
+        footer = pq.read_metadata(opened)
+        # What was really written, rather than what a listing says that may be late.
+        size = opened.size()
+    pairs = [part.split("=", 1) for part in info.path.split("/")[:-1] if "=" in part]
+    partition = {name: None if value == _NO_VALUE else unquote(value) for name, value in pairs}
+    return DataFile(info.path, size, footer.num_rows, partition, statistics(footer))
+
+
+def statistics(footer: Any) -> str:
+    """What a commit says of the values in a file: bounds of whole numbers, times and short texts; counts of nulls."""
+    lowest: dict[str, Any] = {}
+    highest: dict[str, Any] = {}
+    nulls: dict[str, int] = {}
+    unbounded: set[str] = set()
+    uncounted: set[str] = set()
+    for name, found in _columns(footer):
+        if found is None or not found.has_null_count:
+            uncounted.add(name)
+        else:
+            nulls[name] = nulls.get(name, 0) + found.null_count
+        if found is not None and found.has_min_max:
+            low, high = found.min, found.max
+            if _is_bound(low) and _is_bound(high):
+                lowest[name] = low if name not in lowest else min(lowest[name], low)
+                highest[name] = high if name not in highest else max(highest[name], high)
+                continue
+        if found is None or not found.has_null_count or found.num_values:
+            unbounded.add(name)
+    return json.dumps(
+        {
+            "numRecords": footer.num_rows,
+            "minValues": {name: _written(value) for name, value in lowest.items() if name not in unbounded},
+            "maxValues": {name: _written(value) for name, value in highest.items() if name not in unbounded},
+            "nullCount": {name: count for name, count in nulls.items() if name not in uncounted},
+        }
+    )
+
+
+def _columns(footer: Any) -> Iterator[tuple[str, Any]]:
+    """The statistics of each plain column in each row group; None where there are none."""
+    for group in range(footer.num_row_groups):
+        row_group = footer.row_group(group)
+        for number in range(row_group.num_columns):
+            column = row_group.column(number)
+            if footer.schema.column(number).max_repetition_level == 0 and "." not in column.path_in_schema:
+                yield column.path_in_schema, column.statistics
+
+
+def _is_bound(value: object) -> bool:
+    # Not floats: footers leave NaN out of their bounds, and for some readers it is larger than all numbers.
+    if isinstance(value, str):
+        return len(value) <= LONGEST_TEXT_BOUND
+    return isinstance(value, int | date) and not isinstance(value, bool)
+
+
+def _written(value: Any) -> Any:
+    if isinstance(value, datetime):
+        if value.tzinfo is None:
+            return value.isoformat(timespec="microseconds")
+        return value.astimezone(UTC).replace(tzinfo=None).isoformat(timespec="microseconds") + "Z"
+    return value.isoformat() if isinstance(value, date) else value

@@ -1,0 +1,428 @@
+-- Projections: tables that pipelines keep. A batch and the note of it are one transaction.
+
+-- The name of a table that stands beside another: its staging table, or the one that a rebuild fills.
+create or replace function headwater.beside(name text, purpose text)
+returns text
+language sql
+immutable
+return case
+    when octet_length(name) + 2 + octet_length(purpose) <= 63 then name || '__' || purpose
+    else 'projection_' || md5(name) || '__' || purpose
+end;
+
+-- A table by its name; null if there is none.
+create or replace function headwater.table_named(schema_name text, table_name text)
+returns regclass
+language sql
+stable
+return to_regclass(format('%I.%I', schema_name, table_name));
+
+-- HW020: the table is of another generation now.
+create or replace function headwater.refuse_rebuilt(pipeline text, schema_name text, table_name text)
+returns void
+language plpgsql
+as $$
+begin
+    raise exception 'table %.% was rebuilt meanwhile, or its rebuild was given up', schema_name, table_name
+        using errcode = 'HW020',
+              detail = json_build_object('pipeline', pipeline, 'table', schema_name || '.' || table_name)::text,
+              hint = 'Start the pipeline again: it goes on from what holds now.';
+end;
+$$;
+
+-- Make the table of a projection.
+create or replace function headwater.create_projection_table(
+    schema_name text, table_name text, columns text[], types text[], key_columns text[]
+)
+returns void
+language plpgsql
+as $$
+begin
+    execute format(
+        'create table %I.%I (%s%s)',
+        schema_name,
+        table_name,
+        (select string_agg(format('%I %s', u.c, u.t), ', ' order by u.n)
+         from unnest(columns, types) with ordinality as u (c, t, n)),
+        (select format(', primary key (%s)', string_agg(format('%I', u.c), ', ' order by u.n))
+         from unnest(key_columns) with ordinality as u (c, n)
+         having count(*) > 0)
+    );
+end;
+$$;
+
+-- Write rows into a table by `mode`: 'upsert' (the rows' keys become as they are), 'append' (rows are added; one whose
+-- key is there is left out) or 'replace' (the table becomes the rows). `source` is a query that has the columns and a
+-- boolean headwater_gone, with each key once unless the mode is append. What would not change is not touched.
+create or replace function headwater.write_projection_rows(
+    target regclass,
+    source text,
+    columns text[],
+    key_columns text[],
+    mode text,
+    out written bigint,
+    out removed bigint
+)
+language plpgsql
+as $$
+declare
+    names text;
+    casts text;
+    same_key text;
+    unchanged text;
+    conflict text := '';
+    removal text := 'select where false';
+begin
+    select
+        string_agg(format('%I', u.c), ', ' order by u.n),
+        string_agg(format('s.%I::%s as %I', u.c, format_type(a.atttypid, a.atttypmod), u.c), ', ' order by u.n),
+        string_agg(format('t.%I = r.%I', u.c, u.c), ' and ' order by u.n) filter (where u.c = any (key_columns)),
+        format(
+            'row(%s) is not distinct from row(%s)',
+            string_agg(format('t.%I', u.c), ', ' order by u.n),
+            string_agg(format('r.%I', u.c), ', ' order by u.n)
+        )
+    into names, casts, same_key, unchanged
+    from unnest(columns) with ordinality as u (c, n)
+    join pg_attribute a on a.attrelid = target and a.attname = u.c and a.attnum > 0 and not a.attisdropped;
+
+    if mode = 'append' then
+        unchanged := 'false';
+        if same_key is not null then
+            conflict := format(
+                'on conflict (%s) do nothing', (select string_agg(format('%I', k), ', ') from unnest(key_columns) as k)
+            );
+        end if;
+    elsif same_key is null then
+        -- Without a key there is nothing to compare by.
+        unchanged := 'false';
+        removal := format('delete from %s as t returning 1', target);
+    else
+        unchanged := format('exists (select from %s as t where %s and %s)', target, same_key, unchanged);
+        conflict := format(
+            'on conflict (%s) do %s',
+            (select string_agg(format('%I', k), ', ') from unnest(key_columns) as k),
+            coalesce(
+                (select 'update set ' || string_agg(format('%I = excluded.%I', c, c), ', ')
+                 from unnest(columns) as c where c <> all (key_columns)),
+                'nothing'
+            )
+        );
+        removal := case mode
+            when 'replace' then
+                format('delete from %s as t where not exists (select from r where %s and not r.headwater_gone) returning 1', target, same_key)
+            else
+                format('delete from %s as t using r where %s and r.headwater_gone returning 1', target, same_key)
+        end;
+    end if;
+    -- One statement, one snapshot: what is removed and what is written are different keys.
+    execute format(
+        'with r as (select %s, s.headwater_gone from (%s) as s), '
+        'removed as (%s), '
+        'written as (insert into %s (%s) select %s from r where not r.headwater_gone and not %s %s returning 1) '
+        'select (select count(*) from written), (select count(*) from removed)',
+        casts, source, removal, target, names, names, unchanged, conflict
+    ) into written, removed;
+end;
+$$;
+
+-- Get a table ready for rows of this shape: make it, or see that the one that is there fits; make its staging table.
+-- With `rebuild` it is the table that the running rebuild fills. Returns where the table stands.
+create or replace function headwater.prepare_projection(
+    pipeline text,
+    schema_name text,
+    table_name text,
+    generation bigint,
+    rebuild boolean,
+    columns text[],
+    types text[],
+    staged_columns text[],
+    staged_types text[],
+    key_columns text[]
+)
+returns headwater.projection
+language plpgsql
+set lock_timeout = '5s'
+as $$
+declare
+    target_name constant text := case when rebuild then headwater.beside(table_name, 'rebuild') else table_name end;
+    staging_name constant text := headwater.beside(target_name, 'staged');
+    shown constant text := format('%I.%I', schema_name, target_name);
+    rebuild_hint constant text := format('Build it anew: headwater pipeline rebuild %s', pipeline);
+    target regclass;
+    kept headwater.projection;
+    misfit text;
+begin
+    if to_regnamespace(quote_ident(schema_name)) is null then
+        raise exception 'there is no schema "%"', schema_name
+            using errcode = 'HW002', hint = format('Create it: create schema %I', schema_name);
+    end if;
+    if not rebuild then
+        insert into headwater.projection (schema_name, table_name, pipeline)
+        values (prepare_projection.schema_name, target_name, prepare_projection.pipeline)
+        on conflict on constraint projection_pkey do nothing;
+    end if;
+    select p.* into kept
+    from headwater.projection p
+    where p.schema_name = prepare_projection.schema_name and p.table_name = target_name
+    for update;
+    if not found then
+        perform headwater.refuse_rebuilt(pipeline, schema_name, table_name);
+    elsif kept.pipeline <> prepare_projection.pipeline then
+        raise exception 'table % is kept by the pipeline "%"', shown, kept.pipeline
+            using errcode = 'HW002', hint = 'Let each pipeline keep a table of its own.';
+    elsif kept.generation <> prepare_projection.generation then
+        perform headwater.refuse_rebuilt(pipeline, schema_name, table_name);
+    end if;
+
+    target := headwater.table_named(schema_name, target_name);
+    if kept.columns = '{}' then
+        if target is null then
+            perform headwater.create_projection_table(schema_name, target_name, columns, types, key_columns);
+            target := headwater.table_named(schema_name, target_name);
+        elsif rebuild then
+            raise exception 'there is a table % that no pipeline made', shown
+                using errcode = 'HW002', hint = 'Rename it: a rebuild needs that name for a while.';
+        else
+            perform headwater.refuse_foreign_table(target, columns, key_columns);
+        end if;
+    else
+        if target is null then
+            raise exception 'table %, which this pipeline kept, is gone', shown
+                using errcode = 'HW002', hint = rebuild_hint;
+        end if;
+        if kept.columns <> prepare_projection.columns
+            or kept.column_types <> prepare_projection.types
+            or kept.key_columns <> prepare_projection.key_columns
+        then
+            raise exception 'table % has (%), key (%); the rows now have (%), key (%)', shown,
+                (select string_agg(c || ' ' || t, ', ') from unnest(kept.columns, kept.column_types) as u (c, t)),
+                array_to_string(kept.key_columns, ', '),
+                (select string_agg(c || ' ' || t, ', ') from unnest(columns, types) as u (c, t)),
+                array_to_string(prepare_projection.key_columns, ', ')
+                using errcode = 'HW002', hint = rebuild_hint;
+        end if;
+        select string_agg(c, ', ') into misfit
+        from unnest(columns) as c
+        where not exists (
+            select from pg_attribute a where a.attrelid = target and a.attname = c and not a.attisdropped
+        );
+        if misfit is not null then
+            raise exception 'table % has lost its columns %', shown, misfit
+                using errcode = 'HW002', hint = rebuild_hint;
+        end if;
+    end if;
+
+    if headwater.table_named(schema_name, staging_name) is not null then
+        if not kept.has_staging then
+            raise exception 'there is a table %.% that no pipeline made', schema_name, staging_name
+                using errcode = 'HW002', hint = 'Rename it: rows are staged under that name.';
+        end if;
+        execute format('drop table %I.%I', schema_name, staging_name);
+    end if;
+    -- Unlogged: a crash of the server empties it, the count at the merge notices, and the batch is run again.
+    execute format(
+        'create unlogged table %I.%I (headwater_attempt text, headwater_part integer, headwater_place bigint%s)',
+        schema_name,
+        staging_name,
+        (select string_agg(format(', %I %s', u.c, u.t), '' order by u.n)
+         from unnest(staged_columns, staged_types) with ordinality as u (c, t, n))
+    );
+    -- Without rows, to see that they could be written.
+    begin
+        perform headwater.write_projection_rows(
+            target,
+            format('select s.*, false as headwater_gone from %I.%I as s limit 0', schema_name, staging_name),
+            columns,
+            key_columns,
+            case when key_columns = '{}' then 'append' else 'upsert' end
+        );
+    exception
+        when cannot_coerce or undefined_function or datatype_mismatch or invalid_column_reference then
+            raise exception 'such rows cannot be written to %: %', shown, sqlerrm
+                using errcode = 'HW002', hint = 'Change the table, or cast the columns in the transform.';
+    end;
+
+    update headwater.projection p
+    set columns = prepare_projection.columns,
+        column_types = types,
+        key_columns = prepare_projection.key_columns,
+        has_staging = true
+    where p.schema_name = prepare_projection.schema_name and p.table_name = target_name
+    returning p.* into kept;
+    return kept;
+exception
+    when insufficient_privilege then
+        raise exception 'the role % may not keep the table %: %', current_user, shown, sqlerrm
+            using errcode = 'HW015',
+                  hint = format(
+                      'It needs a schema to make tables in, and a table of its own: '
+                      'grant usage, create on schema %I to %I', schema_name, current_user
+                  );
+end;
+$$;
+
+-- HW002 unless a table that somebody else made has exactly these columns, and the key.
+create or replace function headwater.refuse_foreign_table(target regclass, columns text[], key_columns text[])
+returns void
+language plpgsql
+as $$
+declare
+    there constant text[] := array(
+        select a.attname::text from pg_attribute a
+        where a.attrelid = target and a.attnum > 0 and not a.attisdropped
+        order by a.attnum
+    );
+begin
+    if (select c.relkind not in ('r', 'p') from pg_class c where c.oid = target) then
+        raise exception '% is not a table', target
+            using errcode = 'HW002', hint = 'Name a table, or a name that is free.';
+    end if;
+    if not (there <@ columns and columns <@ there) then
+        raise exception 'the table % has the columns (%), the rows have (%)',
+            target, array_to_string(there, ', '), array_to_string(columns, ', ')
+            using errcode = 'HW002', hint = 'Name another table, or one that is not there yet: it will be made.';
+    end if;
+    if key_columns <> '{}' and not exists (
+        select from pg_index i
+        where
+            i.indrelid = target and i.indisunique and i.indpred is null and i.indexprs is null
+            and array(
+                select a.attname::text
+                from unnest(i.indkey[0 : i.indnkeyatts - 1]) as k (attnum)
+                join pg_attribute a on a.attrelid = target and a.attnum = k.attnum
+                order by 1
+            ) = array(select k from unnest(key_columns) as k order by 1)
+    ) then
+        raise exception 'the table % has no primary key or unique index on (%)', target, array_to_string(key_columns, ', ')
+            using errcode = 'HW002', hint = 'Add it, or name another key.';
+    end if;
+end;
+$$;
+
+-- Put what the named attempts have staged into the table and note the batch, both or neither. `written` is null if
+-- the table has that batch. `gone` names a boolean column that says "remove this key". `place_column` is where rows
+-- carry their place in the source; those that the table has are left out (`place_reached`: places at `done_to`
+-- itself are still to come, as LSNs are).
+create or replace function headwater.merge_projection(
+    pipeline text,
+    schema_name text,
+    table_name text,
+    generation bigint,
+    rebuild boolean,
+    attempts text[],
+    expected_rows bigint,
+    batch_end bigint,
+    batch_number bigint,
+    mode text,
+    gone text,
+    place_column text,
+    place_reached boolean,
+    stateful boolean,
+    out written bigint,
+    out removed bigint
+)
+language plpgsql
+as $$
+declare
+    target_name constant text := case when rebuild then headwater.beside(table_name, 'rebuild') else table_name end;
+    staging constant regclass := headwater.table_named(schema_name, headwater.beside(target_name, 'staged'));
+    rebuild_hint constant text := format('Build the table anew: headwater pipeline rebuild %s', pipeline);
+    kept headwater.projection;
+    mine text;
+    key_list text;
+    place_order text := '';
+    going constant text := case when gone is null then 'false' else format('coalesce(s.%I, false)', gone) end;
+    found_rows bigint;
+    lacks_key boolean;
+begin
+    select p.* into kept
+    from headwater.projection p
+    where
+        p.schema_name = merge_projection.schema_name
+        and p.table_name = target_name
+        and p.pipeline = merge_projection.pipeline
+        and p.generation = merge_projection.generation
+    for update;
+    if not found or staging is null then
+        perform headwater.refuse_rebuilt(pipeline, schema_name, table_name);
+    end if;
+    if kept.done_to >= batch_end then
+        perform headwater.empty_staging(staging, attempts);
+        return;
+    end if;
+    -- Numbers begin again with a new checkpoint only.
+    if kept.done_batch >= batch_number then
+        if stateful then
+            raise exception 'the state of pipeline "%" is gone with its checkpoint, and the rest of the log cannot bring it back', pipeline
+                using errcode = 'HW002', hint = rebuild_hint;
+        elsif mode = 'append' and kept.key_columns = '{}' and place_column is null then
+            raise exception 'with a new checkpoint, pipeline "%" cannot tell which rows the table has', pipeline
+                using errcode = 'HW002',
+                      hint = rebuild_hint || '. To be safe from this, select the position too, or give the table a key.';
+        end if;
+    end if;
+
+    mine := format('s.headwater_attempt = any (%L::text[])', attempts);
+    execute format('select count(*) from %s as s where %s', staging, mine) into found_rows;
+    if found_rows <> expected_rows then
+        raise exception 'of % staged rows % are left', expected_rows, found_rows
+            using errcode = 'HW016',
+                  detail = json_build_object('expected', expected_rows, 'found', found_rows)::text,
+                  hint = 'The server has restarted since, or another runner was here. Run the batch again.';
+    end if;
+    if place_column is not null then
+        place_order := format('s.%I desc, ', place_column);
+        if kept.done_to is not null and not stateful then
+            mine := format(
+                '%s and s.%I %s %s', mine, place_column, case when place_reached then '>=' else '>' end, kept.done_to
+            );
+        end if;
+    end if;
+    if kept.key_columns <> '{}' then
+        select string_agg(format('s.%I', k), ', ') into key_list from unnest(kept.key_columns) as k;
+        execute format('select exists (select from %s as s where %s and num_nulls(%s) > 0)', staging, mine, key_list)
+        into lacks_key;
+        if lacks_key then
+            raise exception 'a row for %.% has no %', schema_name, table_name, array_to_string(kept.key_columns, ', ')
+                using errcode = 'HW002', hint = 'The columns of the key must not be null: leave such rows out by `where`.';
+        end if;
+    end if;
+    select w.written, w.removed into written, removed
+    from headwater.write_projection_rows(
+        headwater.table_named(schema_name, target_name),
+        case
+            -- Of several rows for a key the last one in the source counts.
+            when key_list is not null and mode <> 'append' then format(
+                'select distinct on (%s) s.*, %s as headwater_gone from %s as s where %s '
+                'order by %s, %ss.headwater_part desc, s.headwater_place desc',
+                key_list, going, staging, mine, key_list, place_order
+            )
+            else format(
+                'select s.*, false as headwater_gone from %s as s where %s order by s.headwater_part, s.headwater_place',
+                staging, mine
+            )
+        end,
+        kept.columns, kept.key_columns, mode
+    ) as w;
+    update headwater.projection p
+    set done_to = batch_end, done_batch = batch_number, done_at = clock_timestamp()
+    where p.schema_name = merge_projection.schema_name and p.table_name = target_name;
+    perform headwater.empty_staging(staging, attempts);
+end;
+$$;
+
+-- Take staged rows away that nobody needs any more.
+create or replace function headwater.empty_staging(staging regclass, attempts text[])
+returns void
+language plpgsql
+as $$
+begin
+    execute format('lock table %s in access exclusive mode nowait', staging);
+    -- With it goes what dead tasks left. A live one of another runner would notice by the count.
+    execute format('truncate %s', staging);
+exception
+    when lock_not_available then
+        execute format('delete from %s as s where s.headwater_attempt = any ($1)', staging) using attempts;
+end;
+$$;

@@ -1,0 +1,84 @@
+"""What a query's checkpoint says: where each of its batches ends. Read as Spark wrote it, wherever it lies."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from headwater.errors import HeadwaterError
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+_OFFSET_NAMES: Final = ("position", "lsn")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The directory of one query, on any file system that Spark knows."""
+
+    spark: SparkSession
+    directory: str
+
+    def end_of(self, batch: int) -> int:
+        """Where a batch ends that Spark has planned: it writes that down before it runs the batch."""
+        end = end_in(self._text(f"offsets/{batch}"))
+        if end is None:
+            raise HeadwaterError(f"the checkpoint {self.directory} does not say where batch {batch} ends")
+        return end
+
+    def last_end(self) -> int | None:
+        """Where the last batch that was planned ends; None if there is none."""
+        path = self._path("offsets")
+        files = path.getFileSystem(self._configuration())
+        if not files.exists(path):
+            return None
+        names = [status.getPath().getName() for status in files.listStatus(path)]
+        numbers = [int(name) for name in names if name.isdecimal()]
+        return self.end_of(max(numbers)) if numbers else None
+
+    def delete_older(self) -> None:
+        """Remove the checkpoints of earlier generations, which lie beside this one."""
+        own = self._path()
+        parent = own.getParent()
+        files = parent.getFileSystem(self._configuration())
+        if files.exists(parent):
+            for status in files.listStatus(parent):
+                name = status.getPath().getName()
+                if name.isdecimal() and int(name) < int(own.getName()):
+                    files.delete(status.getPath(), True)
+
+    def _text(self, name: str) -> str:
+        path = self._path(name)
+        stream = path.getFileSystem(self._configuration()).open(path)
+        try:
+            return str(self._jvm().org.apache.commons.io.IOUtils.toString(stream, "UTF-8"))
+        finally:
+            stream.close()
+
+    def _path(self, name: str = "") -> Any:
+        return self._hadoop().fs.Path(f"{self.directory}/{name}".rstrip("/"))
+
+    def _jvm(self) -> Any:
+        return self.spark.sparkContext._jvm
+
+    def _hadoop(self) -> Any:
+        return self._jvm().org.apache.hadoop
+
+    def _configuration(self) -> Any:
+        return self.spark.sparkContext._jsc.hadoopConfiguration()
+
+
+def end_in(text: str) -> int | None:
+    """The end that a file of offsets names: its last line is the source's offset."""
+    for line in reversed(text.strip().splitlines()):
+        try:
+            offset = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(offset, dict):
+            for name in _OFFSET_NAMES:
+                if isinstance(offset.get(name), int):
+                    return int(offset[name])
+    return None

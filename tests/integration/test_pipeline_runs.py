@@ -1,0 +1,244 @@
+"""May one runner at a time run a pipeline, and does the command line say how it stands?"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from typer.testing import CliRunner, Result
+
+pytest.importorskip("pyspark")
+
+import headwater
+from headwater import calls, errors
+from headwater.cli import app
+from headwater.cli.exit_codes import CONFLICT, NOT_FOUND, REFUSED
+from headwater.cli.pipeline import place_text
+from headwater.model import PipelineClaim, PipelineSnapshot, PipelineStatus
+
+_numbers = itertools.count()
+LONG = timedelta(minutes=5)
+NO_TIME = timedelta(0)
+
+
+@pytest.fixture(scope="module")
+def log(dsn: str) -> Iterator[headwater.Headwater]:
+    with headwater.connect(dsn) as log:
+        yield log
+
+
+@pytest.fixture
+def name() -> str:
+    return f"pipeline-{next(_numbers)}"
+
+
+def claim(
+    log: headwater.Headwater,
+    name: str,
+    runner: str = "a",
+    *,
+    lease: timedelta = LONG,
+    start: bool = True,
+    source: str = "log",
+) -> PipelineClaim:
+    return log.run(calls.claim_pipeline(name, runner, lease=lease, source=source, definition={}, start=start))
+
+
+def status(log: headwater.Headwater, name: str) -> PipelineStatus:
+    (found,) = [one for one in log.run(calls.pipeline_statuses()) if one.name == name]
+    return found
+
+
+def test_one_runner_at_a_time(log: headwater.Headwater, name: str) -> None:
+    first = claim(log, name)
+    assert first.token is not None
+    second = claim(log, name, "b")
+    assert (second.token, second.held_by) == (None, "a")
+    log.run(calls.release_pipeline(name, first.token))
+    third = claim(log, name, "b")
+    assert third.token == first.token + 1
+    assert third.generation == first.generation
+
+
+def test_a_lease_that_ran_out_goes_to_another_and_the_first_can_record_nothing(
+    log: headwater.Headwater, name: str
+) -> None:
+    late = claim(log, name, lease=NO_TIME).token
+    assert late is not None
+    assert status(log, name).state == "lost"
+    assert claim(log, name, "b").token == late + 1
+    for call in (
+        calls.renew_pipeline(name, late, lease=LONG),
+        calls.record_batch(name, late, place=5, rows=1, details={}),
+        calls.renew_generation(name, late),
+        calls.record_snapshot(name, late, PipelineSnapshot("t", "1:1:", 1, 1)),
+    ):
+        with pytest.raises(errors.LeaseLost, match="run by another"):
+            log.run(call)
+    # Too late to be heard, and no harm.
+    log.run(calls.release_pipeline(name, late))
+    assert log.run(calls.record_failure(name, late, "x")) is None
+    assert (status(log, name).state, status(log, name).place) == ("running", None)
+
+
+def test_a_place_never_goes_back(log: headwater.Headwater, name: str) -> None:
+    token = claim(log, name).token
+    assert token is not None
+    for place in (5, 3):
+        log.run(calls.record_batch(name, token, place=place, rows=2, details={"batch": place}))
+    found = status(log, name)
+    assert (found.place, found.rows, found.batches, found.last_batch) == (5, 4, 2, {"batch": 3})
+    log.run(calls.release_pipeline(name, token))
+    assert claim(log, name).place == 5
+
+
+def test_failures_are_counted_until_a_batch_succeeds(log: headwater.Headwater, name: str) -> None:
+    token = claim(log, name).token
+    assert token is not None
+    assert [log.run(calls.record_failure(name, token, "no\0 luck")) for _ in range(2)] == [1, 2]
+    assert (status(log, name).state, status(log, name).last_error) == ("failing", "no luck")
+    log.run(calls.record_batch(name, token, place=1, rows=0, details={}))
+    assert (status(log, name).state, status(log, name).failures) == ("running", 0)
+
+
+def test_who_is_told_to_stop_stops_and_nobody_takes_over(log: headwater.Headwater, name: str) -> None:
+    token = claim(log, name).token
+    assert token is not None
+    assert log.run(calls.renew_pipeline(name, token, lease=LONG)) is False
+    assert log.run(calls.stop_pipeline(name)) is True
+    assert log.run(calls.renew_pipeline(name, token, lease=LONG)) is True
+    assert status(log, name).state == "stopping"
+    log.run(calls.release_pipeline(name, token))
+    assert log.run(calls.stop_pipeline(name)) is False
+    waiting = claim(log, name, start=False)
+    assert (waiting.token, waiting.stopped) == (None, True)
+    assert status(log, name).state == "stopped"
+    assert claim(log, name, start=True).token is not None
+
+
+def test_reset_begins_anew_and_only_while_nobody_runs_it(log: headwater.Headwater, name: str) -> None:
+    first = claim(log, name)
+    assert first.token is not None
+    log.run(calls.record_batch(name, first.token, place=5, rows=2, details={}))
+    log.run(calls.record_snapshot(name, first.token, PipelineSnapshot("t", "1:1:", 7, 3)))
+    assert log.run(calls.pipeline_snapshots(name)) == [PipelineSnapshot("t", "1:1:", 7, 3)]
+    with pytest.raises(errors.PipelineBusy, match="is run by a now"):
+        log.run(calls.reset_pipeline(name))
+    log.run(calls.release_pipeline(name, first.token))
+    log.run(calls.reset_pipeline(name, place=2))
+    again = claim(log, name)
+    assert again.place == 2
+    assert again.generation > first.generation
+    assert log.run(calls.pipeline_snapshots(name)) == []
+
+
+def test_a_place_in_the_log_is_none_in_the_servers(log: headwater.Headwater, name: str) -> None:
+    token = claim(log, name).token
+    assert token is not None
+    log.run(calls.record_batch(name, token, place=5, rows=2, details={}))
+    log.run(calls.release_pipeline(name, token))
+    with pytest.raises(errors.InvalidRequest, match="read from log before"):
+        claim(log, name, source="changes")
+    log.run(calls.reset_pipeline(name))
+    assert claim(log, name, source="changes").token is not None
+
+
+def test_a_consumer_may_run_pipelines(log: headwater.Headwater, dsn: str, name: str) -> None:
+    role = f"runner_{os.getpid()}"
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute(f"create role {role} in role headwater_consumer, headwater_publisher")
+        try:
+            connection.execute(f"set role {role}")
+            connection.execute("select headwater.claim_pipeline(%s, 'r', interval '1 min', 'log', '{}')", (name,))
+            connection.execute("select headwater.record_batch(%s, 1, 5, 1, '{}')", (name,))
+            connection.execute("select headwater.release_pipeline(%s, 1)", (name,))
+            connection.execute("select headwater.reset_pipeline(%s, null, true)", (name,))
+            assert connection.execute("select count(*) > 0 from headwater.pipeline_status").fetchone() == (True,)
+        finally:
+            connection.execute("reset role")
+            connection.execute(f"drop role {role}")
+
+
+# --- the command line ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(dsn: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.chdir(tmp_path)
+    for variable in os.environ:
+        if variable.startswith("HEADWATER_"):
+            monkeypatch.delenv(variable)
+    environment = {"HEADWATER_DSN": dsn, "HEADWATER_HOME": str(tmp_path / "home"), "COLUMNS": "200"}
+
+    def run_it(*arguments: str) -> Result:
+        return CliRunner(env=environment).invoke(app, ["pipeline", *arguments])
+
+    return run_it
+
+
+def test_a_file_is_listed_and_checked(run: Any, tmp_path: Path, log: headwater.Headwater, dsn: str) -> None:
+    assert run("list").exit_code == NOT_FOUND
+    file = tmp_path / "pipelines.yaml"
+    file.write_text("pipelines: {a: {from: log, to: {topic: {name: b}}}}")
+    assert json.loads(run("list", "--json").stdout)[0]["to"] == [{"topic": {"name": "b"}}]
+    assert "log" in run("list").stdout
+    assert run("validate").exit_code == 0
+
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute("create table no_key (v text)")
+    wrong = {
+        "one": {"from": {"log": {"topics": ["nope"]}}, "to": {"topic": {"colour": "red"}}},
+        "two": {"from": {"changes": {"tables": ["no_key"]}}, "to": {"nats": {}}},
+        "three": {"from": "log", "transform": {"python": "nowhere:f"}, "to": {"lake": {}}},
+        "four": {"from": "log", "to": {"table": {}}},
+    }
+    file.write_text(json.dumps({"pipelines": wrong}))
+    refused = run("validate", "--json")
+    assert refused.exit_code == REFUSED
+    for said in (
+        'one: there is no topic \\"nope\\"',
+        "one: to topic: the sink topic takes no colour",
+        "two: the table",
+        "two: to nats: the sink nats needs an address",
+        "three: transform: the transform nowhere:f cannot be imported",
+        "three: to lake: the sink lake needs a path",
+        "four: to table:",
+    ):
+        assert said in refused.stderr
+
+
+def test_a_pipeline_is_shown_stopped_reset_and_forgotten(
+    run: Any, tmp_path: Path, log: headwater.Headwater, name: str
+) -> None:
+    (tmp_path / "pipelines.yaml").write_text(f"pipelines: {{{name}: {{from: log, to: {{topic: {{name: b}}}}}}}}")
+    assert run("status", name).exit_code == NOT_FOUND
+    assert run("stop", name).exit_code == NOT_FOUND
+    token = claim(log, name).token
+    assert token is not None
+    log.run(calls.record_batch(name, token, place=1234, rows=2, details={}))
+    assert "1,234" in run("status").stdout
+    (shown,) = json.loads(run("status", name, "--json").stdout)
+    assert (shown["state"], shown["place"], shown["runner"]) == ("running", 1234, "a")
+    busy = run("reset", name, "--yes")
+    assert busy.exit_code == CONFLICT
+    assert "still running" in run("stop", name, "--wait", "0").stdout
+    log.run(calls.release_pipeline(name, token))
+    assert "has stopped" in run("stop", name).stdout
+    assert run("reset", name).exit_code != 0
+    assert run("reset", name, "--to", "7", "--yes").exit_code == 0
+    assert status(log, name).place == 7
+    assert run("delete", name, "--yes").exit_code == 0
+    assert run("status", name).exit_code == NOT_FOUND
+
+
+def test_a_place_is_written_as_its_source_does() -> None:
+    assert place_text("log", 1_234_567) == "1,234,567"
+    assert place_text("changes", (2 << 32) + 0xABC) == "2/ABC"
+    assert place_text("log", None) == "-"

@@ -1,0 +1,127 @@
+"""Is a replica equal to its table when it was loaded while the table changed?
+
+`SNAPSHOT_ROWS` and `SNAPSHOT_CHANGES` say how large; what is shown in the docs was run with 1000000 and 50000.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+from psycopg import conninfo
+from pyspark.sql import SparkSession
+
+pytest.importorskip("nats")
+
+from headwater import schema
+from headwater.cdc.slot import Slot
+from headwater.embedded.nats import Nats
+from headwater.nats.replica import Replica
+from headwater.nats.replica_store import ReplicaStore
+from headwater.nats.subjects import Table
+from headwater.spark.pipeline_file import parse
+from headwater.spark.runner import Runner, Settings
+
+ROWS = int(os.environ.get("SNAPSHOT_ROWS", "20000"))
+CHANGES = int(os.environ.get("SNAPSHOT_CHANGES", "2000"))
+PIPELINE = "pipelines: {big: {from: {changes: {tables: [public.big]}}, to: {nats: {shape: packed}}, every_seconds: 0}}"
+
+
+@pytest.fixture
+def dsn(admin_dsn: str) -> Iterator[str]:
+    name = f"headwater_replica_{os.getpid()}"
+    with psycopg.connect(admin_dsn, autocommit=True) as connection:
+        connection.execute(f"create database {name} template template0")
+        own = conninfo.make_conninfo(admin_dsn, dbname=name)
+        with psycopg.connect(own, autocommit=True) as inside:
+            schema.upgrade(inside)
+        yield own
+        connection.execute(f"drop database {name} with (force)")
+
+
+def change(dsn: str, loading: threading.Event, done: threading.Event) -> None:
+    """So many changes in transactions of all sizes, the first half of them before and while the table is read."""
+    chosen = random.Random(7)
+    made = 0
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        while made < CHANGES:
+            size = min(chosen.choice((1, 3, 10, 100)), CHANGES - made)
+            with connection.transaction():
+                for _ in range(size):
+                    number = chosen.randrange(ROWS * 2)
+                    match chosen.randrange(4):
+                        case 0:
+                            connection.execute("delete from big where id = %s", (number,))
+                        case 1:
+                            connection.execute(
+                                "insert into big values (%s, 'new', 0) on conflict do nothing", (number,)
+                            )
+                        case _:
+                            connection.execute("update big set n = n + 1, v = v || '.' where id = %s", (number % ROWS,))
+            made += size
+            if made >= CHANGES // 2:
+                loading.set()
+    done.set()
+
+
+def test_a_replica_is_equal_to_its_table(spark: SparkSession, dsn: str, tmp_path: Path) -> None:
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute("create table big (id integer primary key, v text, n integer)")
+        connection.execute(
+            "insert into big select n, repeat(md5(n::text), 3), 0 from generate_series(0, %s) n", (ROWS - 1,)
+        )
+    with Nats(tmp_path / "nats") as broker, ReplicaStore(tmp_path / "big.db", Table("public", "big")) as store:
+        started = threading.Event()
+        settings = Settings(dsn=dsn, nats_url=broker.url, directory=tmp_path, checkpoints="checkpoints")
+        runner = Runner(
+            spark,
+            parse(PIPELINE, {}).pipelines,
+            settings,
+            report=lambda r: started.set() if r.what == "started" else None,
+        )
+        running = threading.Thread(target=runner.run, daemon=True)
+        running.start()
+        assert started.wait(120)
+        loading, done = threading.Event(), threading.Event()
+        changing = threading.Thread(target=change, args=(dsn, loading, done), daemon=True)
+        changing.start()
+
+        async def replicate() -> float:
+            stop = asyncio.Event()
+            copying = asyncio.create_task(Replica(broker.url, store, snapshot_seconds=600).run(stop=stop))
+            begun = time.monotonic()
+            until = begun + 900
+            while not copying.done() and time.monotonic() < until:
+                await asyncio.sleep(0.5)
+                if done.is_set() and await asyncio.to_thread(equal, dsn, tmp_path / "big.db"):
+                    break
+            stop.set()
+            await copying
+            return time.monotonic() - begun
+
+        seconds = asyncio.run(replicate())
+        runner.stop()
+        running.join(120)
+        changing.join(60)
+    Slot(dsn, "big", "big").drop()
+    assert done.is_set()
+    assert equal(dsn, tmp_path / "big.db")
+    print(f"{ROWS} rows and {CHANGES} changes were equal after {seconds:.1f} s")
+
+
+def equal(dsn: str, copy: Path) -> bool:
+    with psycopg.connect(dsn) as connection:
+        wanted = connection.execute("select id, v, n from big order by id").fetchall()
+    with sqlite3.connect(copy) as connection:
+        try:
+            return connection.execute('select id, v, n from "big" order by id').fetchall() == wanted
+        except sqlite3.OperationalError:
+            return False

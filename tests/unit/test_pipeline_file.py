@@ -1,0 +1,127 @@
+"""Is a file of pipelines read as it is meant, and everything wrong with it said at once?"""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("pyspark")
+
+from headwater.errors import InvalidRequest, PipelineNotFound, SlotLost
+from headwater.spark.checkpoint import end_in
+from headwater.spark.pipeline_file import parse
+from headwater.spark.runner import explained, is_final, place_in
+
+GOOD = """
+postgres: postgresql://${DB_USER}@db/shop
+nats: nats://127.0.0.1:4222
+pipelines:
+  orders-to-nats:
+    from: {changes: {tables: public.orders}}
+    to: {nats: {shape: packed, url: "nats://secret@host"}}
+  totals:
+    from: log
+    transform: {sql: select 1}
+    to: [{table: {name: t, key: [a]}}, topic]
+    every_seconds: 0
+"""
+
+
+def test_a_file_says_what_runs_where() -> None:
+    declared = parse(GOOD, {"DB_USER": "ada"})
+    assert declared.postgres == "postgresql://ada@db/shop"
+    first, second = declared.pipelines
+    assert (first.source, first.source_options, first.slot) == (
+        "changes",
+        {"tables": ["public.orders"]},
+        "orders_to_nats",
+    )
+    assert [sink.kind for sink in second.sinks] == ["table", "topic"]
+    assert (first.every_seconds, second.every_seconds) == (1.0, 0.0)
+
+
+def test_what_is_shown_of_a_pipeline_has_no_addresses() -> None:
+    assert "secret" not in str(parse(GOOD, {"DB_USER": ""}).pipelines[0].definition)
+
+
+def test_pipelines_are_chosen_by_name() -> None:
+    declared = parse(GOOD, {"DB_USER": ""})
+    assert [spec.name for spec in declared.chosen(["totals"])] == ["totals"]
+    assert len(declared.chosen([])) == 2
+    with pytest.raises(PipelineNotFound, match="declares no pipeline nope"):
+        declared.chosen(["nope"])
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("{from: log}", "p.to: names no sink"),
+        ("{from: log, to: kafka}", "'kafka' is no sink"),
+        ("{from: {log: {topics: []}}, to: topic}", "topics: is a list of names"),
+        ("{from: {log: {topic: a}}, to: topic}", "p.from.log.topic: is not known here"),
+        ("{from: {log: {after: -1}}, to: topic}", "after: is -1, not a whole number"),
+        ("{from: {changes: {}}, to: topic}", "needs tables, or a publication"),
+        ("{from: {changes: {publication: x, snapshot: true}}, to: lake}", "needs to be told its tables"),
+        ("{from: {changes: {tables: [t], snapshot: maybe}}, to: lake}", "neither true nor false"),
+        ("{from: {log: {}, changes: {}}, to: topic}", "names one source"),
+        ("{from: log, to: topic, transform: {sql: a, python: b}}", "has either sql or python"),
+        ("{from: log, to: topic, transform: {sql: ''}}", "transform.sql: is not a text"),
+        ("{from: log, to: topic, every_seconds: true}", "not a number of seconds"),
+        ("{from: log, to: topic, when: now}", "p.when: is not known here"),
+        (
+            "{from: log, transform: {sql: select 1}, to: {lake: {path: x, archive: true}}}",
+            "an archive holds events as they are",
+        ),
+        ("[]", "is not a mapping"),
+        ("{from: log, to: {topic: {name: '${GONE}'}}}", "the environment has no GONE"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(body: str, said: str) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        parse(f"pipelines: {{p: {body}}}", {})
+    assert said in refusal.value.message
+
+
+def test_all_problems_are_told_together() -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        parse("nets: x\npipelines: {a: {from: log}, 'b c': {from: nowhere, to: topic}}", {})
+    assert len(refusal.value.detail["problems"]) == 4
+
+
+@pytest.mark.parametrize("text", ["", "[]", "a: {", "pipelines: {}"])
+def test_a_file_without_pipelines_is_refused(text: str) -> None:
+    with pytest.raises(InvalidRequest):
+        parse(text, {})
+
+
+def test_two_pipelines_may_not_share_a_slot() -> None:
+    one = "{from: {changes: {tables: [t], slot: s}}, to: topic}"
+    with pytest.raises(InvalidRequest, match="shares the slot 's' with a"):
+        parse(f"pipelines: {{a: {one}, b: {one}}}", {})
+
+
+def test_the_end_of_a_batch_is_in_its_file_of_offsets() -> None:
+    assert end_in('v1\n{"batchWatermarkMs":0}\n{"position":42,"gone_to":0}\n') == 42
+    assert end_in('v1\n{"batchWatermarkMs":0}\n{"lsn":7}') == 7
+    assert end_in("v1\n{}\n-") is None
+
+
+def test_the_place_is_where_the_source_stands() -> None:
+    assert place_in({"sources": [{"endOffset": '{"lsn": 5}'}]}) == 5
+    assert place_in({"sources": [{"endOffset": {"position": 6}}]}) == 6
+    assert place_in({"sources": [{"endOffset": None}]}) is None
+    assert place_in({"sources": []}) is None
+
+
+def test_the_error_behind_javas_is_told() -> None:
+    text = (
+        "[STREAM_FAILED] Query terminated with exception: org.apache.spark.SparkException\n"
+        'Traceback (most recent call last):\n  File "x"\n'
+        "headwater.errors.SlotLost: there is no replication slot 's'\n  Make a new one.\n\tat org.apache.spark.Foo\n"
+    )
+    error = explained(text)
+    assert type(error) is SlotLost
+    assert (error.message, error.hint) == ("there is no replication slot 's'", "Make a new one.")
+    assert is_final(error)
+    other = explained("a\nValueError: no good\n\tat java.lang.Thread")
+    assert other.message == "ValueError: no good"
+    assert not is_final(other)

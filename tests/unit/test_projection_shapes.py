@@ -1,0 +1,155 @@
+"""What is decided about projections without Spark and Postgres: options, shapes of rows, what a refusal shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pyspark")
+
+from pyspark.sql import types as t
+
+from headwater.errors import InvalidRequest
+from headwater.spark import pipeline_file, transform
+from headwater.spark.to_table import Shape, TableOptions
+from headwater.spark.transform import Transform, shown_place
+
+KEYED = {"name": "totals", "key": ["id"]}
+
+
+def shape(frame: t.StructType, **options: Any) -> Shape:
+    return Shape.of(frame, TableOptions.parse(KEYED | options))
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("totals", ("public", "totals")),
+        ("sales.totals", ("sales", "totals")),
+        ('My Sales.To"tals', ("My Sales", 'To"tals')),
+        (["a.b", "c.d"], ("a.b", "c.d")),
+    ],
+)
+def test_a_name_is_taken_as_it_is_written(name: Any, meant: tuple[str, str]) -> None:
+    options = TableOptions.parse({"name": name, "key": "id"})
+    assert (options.schema, options.table) == meant
+    assert (options.key, options.mode, options.deletes) == (("id",), "upsert", None)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "the name of a table is None"),
+        ({"name": "a.b.c"}, "the name of a table is 'a.b.c'"),
+        ({"name": ".b"}, "the name of a table"),
+        ({"name": ["a", 1]}, "the name of a table"),
+        ({"name": "headwater.event"}, "the schema headwater is the log's own"),
+        ({"name": "ä" * 32}, "longer than the 63 bytes"),
+        ({"name": "t"}, "needs a key"),
+        ({"name": "t", "key": [1]}, "the key of a table"),
+        ({"name": "t", "key": ["a", "a"]}, "twice"),
+        ({"name": "t", "key": ["a"], "mode": "merge"}, "the mode of a table is 'merge'"),
+        ({"name": "t", "key": ["a"], "deletes": "a"}, "cannot be of the key"),
+        ({"name": "t", "key": ["a"], "deletes": True}, "deletes is True"),
+        ({"name": "t", "mode": "append", "deletes": "gone"}, "no meaning with mode append"),
+        ({"name": "t", "keys": ["a"]}, "takes no keys"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        TableOptions.parse(options)
+    assert said in refusal.value.message
+
+
+def test_every_type_has_its_like_in_postgres_and_what_is_nested_is_json() -> None:
+    kinds: dict[str, tuple[t.DataType, str]] = {
+        "id": (t.LongType(), "bigint"),
+        "small": (t.ByteType(), "smallint"),
+        "price": (t.DecimalType(20, 4), "numeric(20,4)"),
+        "at": (t.TimestampType(), "timestamptz"),
+        "local": (t.TimestampNTZType(), "timestamp"),
+        "day": (t.DateType(), "date"),
+        "took": (t.DayTimeIntervalType(), "interval"),
+        "raw": (t.BinaryType(), "bytea"),
+        "tags": (t.ArrayType(t.StringType()), "jsonb"),
+        "sizes": (t.MapType(t.StringType(), t.LongType()), "jsonb"),
+        "data": (t.VariantType(), "jsonb"),
+    }
+    made = shape(t.StructType([t.StructField(name, kind) for name, (kind, _) in kinds.items()]))
+    assert dict(made.columns) == {name: wanted for name, (_, wanted) in kinds.items()}
+    assert {name for name, kind in made.staged if kind != dict(made.columns)[name]} == {"tags", "sizes", "data"}
+
+
+def test_the_column_that_says_what_goes_is_staged_and_not_kept() -> None:
+    made = shape(t.StructType().add("id", "long").add("gone", "boolean"), deletes="gone")
+    assert [name for name, _ in made.columns] == ["id"]
+    assert [name for name, _ in made.staged] == ["id", "gone"]
+
+
+@pytest.mark.parametrize(
+    ("frame", "options", "said"),
+    [
+        (t.StructType().add("total", "long"), {}, "the rows have no column id"),
+        (t.StructType().add("id", "long"), {"deletes": "gone"}, "the rows have no column gone"),
+        (t.StructType().add("id", "long").add("gone", "string"), {"deletes": "gone"}, "no boolean but text"),
+        (t.StructType().add("id", "long").add("ID", "long"), {}, "two columns have one name"),
+        (t.StructType().add("id", "long").add("headwater_part", "long"), {}, "cannot be the name of a column"),
+        (t.StructType().add("id", "long").add("x" * 64, "long"), {}, "cannot be the name of a column"),
+        (t.StructType().add("id", t.VariantType()), {}, "is JSON and cannot be of the key"),
+        (t.StructType().add("id", "long").add("nothing", t.NullType()), {}, "nothing is void"),
+    ],
+)
+def test_rows_that_cannot_be_a_table_are_refused(frame: t.StructType, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        shape(frame, **options)
+    assert said in refusal.value.message
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("select 1", "the transform is 'select 1'"),
+        ({}, "either sql or python"),
+        ({"sql": "select 1", "python": "a:b"}, "either sql or python"),
+        ({"sql": " "}, "the transform's sql is ' '"),
+        ({"python": "totals.by_customer"}, "the transform's python"),
+        ({"sql": "select 1", "mode": "replace"}, "the transform's mode is 'replace'"),
+        ({"query": "select 1"}, "takes no query"),
+    ],
+)
+def test_a_transform_that_makes_no_sense_is_refused(options: Any, said: str) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        Transform.parse(options)
+    assert said in refusal.value.message
+
+
+def test_a_function_is_found_beside_the_file_or_its_absence_is_told(tmp_path: Path) -> None:
+    (tmp_path / "projection_found.py").write_text("def pass_on(rows):\n    return rows\nNUMBER = 1\n")
+    (tmp_path / "projection_broken.py").write_text("def (")
+    assert Transform.parse({"python": "projection_found:pass_on"}, directory=tmp_path).function()(7) == 7
+    for place, said in (
+        ("projection_nowhere:x", "cannot be imported"),
+        ("projection_broken:x", "cannot be imported"),
+        ("projection_found:missing", "has no function missing"),
+        ("projection_found:NUMBER", "has no function NUMBER"),
+    ):
+        with pytest.raises(InvalidRequest) as refusal:
+            transform.check({"python": place}, directory=tmp_path)
+        assert said in refusal.value.message
+
+
+def test_a_refusal_shows_the_line_and_the_place() -> None:
+    assert shown_place("select a,\n  nope\nfrom events", 12) == "line 2:   nope\n            ^"
+    assert shown_place("select 1", None) == "select 1"
+
+
+def test_the_example_declares_what_can_run() -> None:
+    folder = Path(__file__).parents[2] / "examples" / "pipelines"
+    declared = pipeline_file.parse((folder / "pipelines.yaml").read_text(), {})
+    assert [spec.name for spec in declared.pipelines] == ["totals", "running-totals"]
+    for spec in declared.pipelines:
+        transform.check(spec.transform, directory=folder)
+        for sink in spec.sinks:
+            TableOptions.parse(sink.options)
