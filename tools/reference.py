@@ -15,8 +15,10 @@ from typing import Any
 import typer.main
 
 import headwater
-from headwater import errors, model, schema, settings, worker
+from headwater import errors, model, query, schema, settings, worker
 from headwater.cli import app, exit_codes
+from headwater.client.store import EventStore
+from headwater.client.subscribing import Subscribing
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "reference"
@@ -108,6 +110,12 @@ def python_page() -> str:
     for kind in (shell, *headwater.Headwater.__bases__):
         parts += [f"## {section_title(kind)}", *members_of(kind)]
     parts += [
+        "## An event store: `EventStore`",
+        paragraph(EventStore.__doc__),
+        *members_of(EventStore),
+        *members_of(Subscribing),
+        "### open",
+        paragraph(headwater.open.__doc__),
         "## Workers: `App`",
         paragraph(worker.App.__doc__),
         *members_of(worker.App),
@@ -115,8 +123,8 @@ def python_page() -> str:
         "[ClaimedEvent](#claimedevent), a batch handler a list of them, a subscriber an [Event](#event).",
         "## Values",
     ]
-    for name, kind in vars(model).items():
-        if inspect.isclass(kind) and kind.__module__ == model.__name__:
+    for name, kind in (vars(model) | vars(query)).items():
+        if not name.startswith("_") and inspect.isclass(kind) and kind.__module__ in (model.__name__, query.__name__):
             parts.append(f"### {name}\n\n{paragraph(kind.__doc__)}\n\n{fields_of(kind)}")
     return "\n\n".join(part.strip() for part in parts)
 
@@ -294,7 +302,60 @@ def settings_page() -> str:
     )
 
 
+def kafka_page() -> str:
+    from kio.index import api_key_map
+
+    from headwater.kafka.apis import OFFERED
+    from headwater.kafka.configs import TOPIC_CONFIGS
+
+    apis = [
+        (str(api), api_key_map[api].replace("_", " "), f"{oldest} to {newest}" if newest > oldest else str(oldest))
+        for api, (oldest, newest) in sorted(OFFERED.items())
+    ]
+    configs = [
+        (f"`{name}`", f"`{config.default}`", "no" if config.fixed else "yes", config.documentation)
+        for name, config in TOPIC_CONFIGS.items()
+    ]
+    return "\n\n".join(
+        (
+            "# Kafka: what is offered, and what is different",
+            "## APIs and versions",
+            "A request for anything else ends the connection, but for ApiVersions, which then tells this table. "
+            "Produce 0 to 2 are told, since old librdkafka would not compress without them, and refused when used.",
+            table(("number", "API", "versions"), apis).strip(),
+            "## Settings of a topic",
+            table(("setting", "default", "can be changed", "means"), configs).strip(),
+            "## Differences from Kafka",
+            "\n".join(f"- {difference}" for difference in KAFKA_DIFFERENCES),
+        )
+    )
+
+
+KAFKA_DIFFERENCES = (
+    "Not there: retention by size, share groups, quotas, delegation tokens, DeleteRecords, `transaction.version` 2, a "
+    "schema registry.",
+    "Compaction, every 15 seconds, waits for readers that must not lose an event, and for archives. With "
+    "`cleanup.policy=compact` alone `retention.ms` is -1.",
+    "A consumer group with members of one protocol, classic or that of KIP-848, refuses members of the other. In the "
+    "latter topics are named; patterns are refused.",
+    "An open topic can be consumed and not produced to. Its offsets are positions, with gaps.",
+    "The records of a transaction enter the log when it commits. Their acknowledgements carry no offset, and "
+    "`read_uncommitted` does not see them before either.",
+    "A key has up to 65535 bytes. `max.message.bytes` is also the limit of one value after unpacking.",
+    "Records are stored one by one, not as the batches that came. What fetched records are packed with, the topic's "
+    "`compression.type` says; `producer` is as good as `uncompressed`.",
+    "Fetch sessions are not kept: every fetch is a whole one.",
+    "Any broker serves any partition. Metadata names one leader for each, to spread the work; the leader epoch is 0.",
+    "There are no replicas: Postgres replicates. `acks=1` and `acks=all` both mean committed in Postgres.",
+    "Looking for an offset by time reads through the partition.",
+    "Offsets of groups and their names are kept until they are deleted.",
+    "When another broker takes over a consumer group, its members join anew.",
+    "Permissions only allow; `DENY` and hosts other than `*` are refused.",
+)
+
+
 PAGES = {
+    "kafka.md": kafka_page,
     "cli.md": cli_page,
     "python.md": python_page,
     "sql.md": sql_page,

@@ -27,6 +27,7 @@ WORDS = {
     "AsyncConnection": "Connection",
     "AsyncCursor": "Cursor",
     "AsyncConnectionPool": "ConnectionPool",
+    "AsyncTurn": "Turn",
     "AsyncIterator": "Iterator",
     "asynccontextmanager": "contextmanager",
     "__aenter__": "__enter__",

@@ -2,6 +2,7 @@
 
 from headwater.client import Headwater, connect
 from headwater.errors import (
+    AppendConflict,
     CursorMoved,
     EventTooLarge,
     GroupExists,
@@ -15,17 +16,22 @@ from headwater.errors import (
     PositionExpired,
     ReaderBusy,
     SchemaMismatch,
+    StoreBusy,
     TopicExists,
     TopicNotFound,
     TransactionAborted,
     WrongTransaction,
 )
 from headwater.model import ClaimedEvent, Cursor, Dead, Event, Lease, LogState, NewEvent, Retry, Snooze, Topic
+from headwater.query import Appended, Item, LatestMatchIs, NewStoreEvent, NoMatchAfter, Query, StoreEvent
 from headwater.schema import VERSION as __version__
+from headwater.store import open
 from headwater.worker import App
 
 __all__ = [
     "App",
+    "AppendConflict",
+    "Appended",
     "ClaimedEvent",
     "Cursor",
     "CursorMoved",
@@ -38,17 +44,24 @@ __all__ = [
     "HeadwaterError",
     "InvalidEvent",
     "InvalidRequest",
+    "Item",
+    "LatestMatchIs",
     "Lease",
     "LeaseLost",
     "LogState",
     "LogUnavailable",
     "NewEvent",
+    "NewStoreEvent",
+    "NoMatchAfter",
     "NotAllowed",
     "PositionExpired",
+    "Query",
     "ReaderBusy",
     "Retry",
     "SchemaMismatch",
     "Snooze",
+    "StoreBusy",
+    "StoreEvent",
     "Topic",
     "TopicExists",
     "TopicNotFound",
@@ -56,4 +69,5 @@ __all__ = [
     "WrongTransaction",
     "__version__",
     "connect",
+    "open",
 ]

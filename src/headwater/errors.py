@@ -54,6 +54,23 @@ class CursorMoved(HeadwaterError):
         return position
 
 
+class AppendConflict(HeadwaterError):
+    """The context moved on, and nothing was appended. Read it again, decide again, append again."""
+
+    @property
+    def actual_position(self) -> int:
+        """Where the latest match is; 0: there is none."""
+        return int(self.detail["actual_position"])
+
+
+class OrderBroken(HeadwaterError):
+    """What was read cannot follow on what was read before: a bug of ours, or events changed by hand."""
+
+
+class StoreBusy(HeadwaterError):
+    """Another process has these event stores open: stop it, or keep them in Postgres."""
+
+
 class GroupNotFound(HeadwaterError):
     """No group, binding or subscription is what was named: create it first."""
 
@@ -127,6 +144,7 @@ class InvalidSettings(HeadwaterError):
 
 
 BY_SQLSTATE: Mapping[str, type[HeadwaterError]] = {
+    "HW001": AppendConflict,
     "HW002": InvalidRequest,
     "HW003": EventTooLarge,
     "HW004": TopicNotFound,

@@ -10,6 +10,7 @@ from headwater.aio.following import Following
 from headwater.aio.groups import Groups
 from headwater.aio.publishing import Publishing
 from headwater.aio.shell import PooledConnection
+from headwater.aio.store import Stores
 from headwater.aio.subscriptions import Subscriptions
 from headwater.errors import LogUnavailable
 
@@ -48,5 +49,5 @@ async def connect(
     return log
 
 
-class AsyncHeadwater(Publishing, Following, Groups, Subscriptions, Administration):
+class AsyncHeadwater(Publishing, Following, Groups, Subscriptions, Stores, Administration):
     """The log. Every method takes `connection=` to run inside the caller's own transaction."""

@@ -33,7 +33,7 @@ SCHEMA: Final = pa.schema(
     ]
 )
 
-CHUNK_BLOCKS: Final = 8192
+CHUNK_BLOCKS: Final = 2048
 _OUTPUT_ROWS: Final = 20_000
 _LOOK_SECONDS: Final = 0.01
 # The oids that a type of the server's own may have.

@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 import headwater
 from headwater.cli import (
+    account,
     archive,
     bench,
     cursor,
@@ -31,6 +32,7 @@ from headwater.cli import (
     replay,
     replica,
     scheduled,
+    serve,
     sub,
     table,
     topic,
@@ -120,6 +122,8 @@ app.add_typer(pipeline.app, name="pipeline")
 app.add_typer(lake.app, name="lake")
 app.add_typer(replay.app)
 app.add_typer(replica.app)
+app.add_typer(serve.app)
+app.add_typer(account.app, name="account")
 app.add_typer(migrate.app)
 app.add_typer(doctor.app)
 app.add_typer(maintain.app)

@@ -11,6 +11,7 @@ from headwater.client.following import Following
 from headwater.client.groups import Groups
 from headwater.client.publishing import Publishing
 from headwater.client.shell import PooledConnection
+from headwater.client.store import Stores
 from headwater.client.subscriptions import Subscriptions
 from headwater.errors import LogUnavailable
 
@@ -49,5 +50,5 @@ def connect(
     return log
 
 
-class Headwater(Publishing, Following, Groups, Subscriptions, Administration):
+class Headwater(Publishing, Following, Groups, Subscriptions, Stores, Administration):
     """The log. Every method takes `connection=` to run inside the caller's own transaction."""

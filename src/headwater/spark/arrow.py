@@ -6,7 +6,7 @@ Rows come as binary COPY through ADBC, which takes no parameters with it: a call
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -81,33 +81,37 @@ def connect(dsn: str, *, autocommit: bool = True) -> Iterator[AdbcConnection]:
         raise translated(error) from error
 
 
-def batches(connection: AdbcConnection, call: Call[Any], schema: StructType) -> Iterator[pa.RecordBatch]:
-    """What a call answers, as batches of exactly the Arrow types that Spark makes of this schema."""
+def batches(
+    connection: AdbcConnection, call: Call[Any], schema: StructType, *, constants: Mapping[str, Any] | None = None
+) -> Iterator[pa.RecordBatch]:
+    """What a call answers, as batches of exactly the Arrow types that Spark makes of this schema.
+
+    Columns that are the same in every row are named in `constants`, and not asked for.
+    """
     # Here, since it imports pandas, which planning has no use for.
     from pyspark.sql.pandas.types import to_arrow_schema
 
     wanted = to_arrow_schema(schema, timezone="UTC")
+    same = constants or {}
     with AdbcStatement(connection) as statement:
         statement.set_options(**{StatementOptions.BATCH_SIZE_HINT_BYTES.value: str(BATCH_BYTES)})
         statement.set_sql_query(text_of(call))
         stream, _ = statement.execute_query()
         for batch in AdbcRecordBatchReader._import_from_c(stream.address):
+            answered = iter(batch.columns)
             columns = [
-                column if column.type == field.type else column.cast(field.type)
-                for column, field in zip(batch.columns, wanted, strict=True)
+                pa.repeat(pa.scalar(same[field.name], field.type), batch.num_rows)
+                if field.name in same
+                else fitted(next(answered), field.type)
+                for field in wanted
             ]
             fitting = pa.RecordBatch.from_arrays(columns, schema=wanted)
             for start in range(0, fitting.num_rows, BATCH_ROWS):
                 yield fitting.slice(start, BATCH_ROWS)
 
 
-def run(connection: AdbcConnection, call: Call[Any]) -> None:
-    """A call whose answer does not matter, on the same connection as the batches."""
-    with AdbcStatement(connection) as statement:
-        statement.set_sql_query(text_of(call))
-        stream, _ = statement.execute_query()
-        for _ in AdbcRecordBatchReader._import_from_c(stream.address):
-            pass
+def fitted(column: Any, kind: Any) -> Any:
+    return column if column.type == kind else column.cast(kind)
 
 
 def answer(connection: AdbcConnection, call: Call[T]) -> T:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from headwater import Headwater
 
 # A task of fewer positions costs more to start than to run.
-LEAST_PER_PARTITION = 50_000
+LEAST_PER_PARTITION = 250_000
 # Events of several topics are sorted by Postgres: this many fit into its memory, or nearly.
 WINDOW = 50_000
 # An event gets its position and its time in one statement. Longer than this, no statement publishes.
@@ -106,8 +106,13 @@ def _scanned(
     connection: AdbcConnection, part: PositionRanges, ranges: Iterable[Range], schema: StructType
 ) -> Iterator[pa.RecordBatch]:
     for after, up_to in ranges:
-        call = calls.scan(part.topics, after=after, up_to=up_to, conditions=part.conditions)
-        yield from arrow.batches(connection, call, schema)
+        if part.topics is not None and len(part.topics) == 1:
+            (topic,) = part.topics
+            columns = calls.scan_columns(topic, after=after, up_to=up_to, conditions=part.conditions)
+            yield from arrow.batches(connection, columns, schema, constants={"topic": topic})
+        else:
+            call = calls.scan(part.topics, after=after, up_to=up_to, conditions=part.conditions)
+            yield from arrow.batches(connection, call, schema)
 
 
 def known_archives(kept: list[KeptTopic], *, use: bool) -> list[KeptTopic]:

@@ -76,7 +76,10 @@ def local_session(
             fast_start=fast_start,
             java_options=home.java_options,
         )
-    ) | dict(extra_settings or {})
+    )
+    # Where tables without a place of their own would go: never into the directory that somebody happens to be in.
+    chosen["spark.sql.warehouse.dir"] = str(home.spark_home.parent / "warehouse")
+    chosen |= dict(extra_settings or {})
     variables = dict(home.environment(fast_start=fast_start)) | {
         "PYSPARK_PYTHON": sys.executable,
         "PYSPARK_DRIVER_PYTHON": sys.executable,

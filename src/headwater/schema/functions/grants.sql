@@ -10,7 +10,8 @@ declare
         'create_missing_topic', 'topic_to_publish', 'key_hash', 'lane_of', 'refuse_too_large', 'lock_lanes',
         'next_offset', 'publish_batch', 'publish_bytes', 'publish', 'schedule_bytes', 'release_due',
         'cancel_scheduled', 'move_scheduled', 'maintain', 'set_periodic', 'due_periodics', 'fire_periodic',
-        'pause_periodic', 'delete_periodic', 'publish_epoch', 'discard_staged'
+        'pause_periodic', 'delete_periodic', 'publish_epoch', 'discard_staged',
+        'append_group', 'append', 'refuse_bad_query', 'mark_fields'
     ];
     consuming constant text[] := array[
         'head', 'settled', 'refresh_settled', 'log_state', 'positions_between', 'raise_topic_not_found',
@@ -33,7 +34,9 @@ declare
         'beside', 'table_named', 'refuse_rebuilt', 'create_projection_table', 'write_projection_rows',
         'prepare_projection', 'refuse_foreign_table', 'merge_projection', 'empty_staging', 'projection_generation',
         'begin_rebuild', 'abandon_rebuild', 'drop_projection_tables', 'switch_rebuilt', 'reshape_projection',
-        'forget_projections'
+        'forget_projections',
+        'find_event_store', 'refuse_bad_query', 'fields_match', 'store_json', 'field_mark', 'item_matches', 'read_matching', 'read_at', 'count_matching',
+        'latest_matching', 'event_store_head'
     ];
     missing text;
     opened record;
@@ -74,13 +77,14 @@ begin
         grant update (due_at) on headwater.scheduled to headwater_publisher;
         grant select, insert, update, delete on headwater.periodic to headwater_publisher;
         grant select, insert, delete on headwater.staged to headwater_publisher;
+        grant insert on headwater.event_mark to headwater_publisher;
         grant select, insert, update, delete on headwater.writer_epoch to headwater_publisher;
     end if;
 
     if exists (select from pg_roles r where r.rolname = 'headwater_consumer') then
         grant usage on schema headwater to headwater_consumer;
         grant select on
-            headwater.topic, headwater.event, headwater.setting, headwater.segment, headwater.migration,
+            headwater.topic, headwater.event, headwater.event_mark, headwater.field_index, headwater.field_index_overview, headwater.setting, headwater.segment, headwater.migration,
             headwater.installed, headwater.topic_overview, headwater.cursor_lag, headwater.publisher_in_flight,
             headwater.delivery, headwater.group_overview, headwater.pipeline_status, headwater.archive_overview
             to headwater_consumer;
@@ -106,9 +110,18 @@ begin
         grant usage on schema headwater to headwater_admin;
         grant select on all tables in schema headwater to headwater_admin;
         grant insert, update on headwater.topic to headwater_admin;
+        grant insert, update on headwater.field_index to headwater_admin;
         grant update on headwater.setting to headwater_admin;
         grant delete on headwater.scheduled to headwater_admin;
         grant execute on all functions in schema headwater to headwater_admin;
+        -- A broker of the Kafka door runs as an administrator: it makes topics for its clients.
+        grant insert (published_at, produced_ms, record_headers) on headwater.event to headwater_admin;
+        grant usage on sequence headwater.kafka_incarnation, headwater.kafka_producer_id to headwater_admin;
+        grant insert, update, delete on
+            headwater.kafka_topic, headwater.kafka_broker, headwater.kafka_producer_lane, headwater.kafka_group,
+            headwater.kafka_offset, headwater.kafka_transaction, headwater.kafka_staged, headwater.kafka_staged_offset,
+            headwater.account, headwater.permission
+            to headwater_admin;
     end if;
 end;
 $$;

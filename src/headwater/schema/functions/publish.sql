@@ -256,6 +256,14 @@ begin
         payload, key, type, routing_key, headers, content_type, event_id, lane, topic_offset, position, first_position
     )
     where r.first_position = r.position;
+    if destination.event_store then
+        -- An event store finds its events by their marks, whichever way they came in.
+        insert into headwater.event_mark (topic_id, mark, position)
+        select destination.id, ':' || r.type, r.position
+        from unnest(types, positions, first_positions) as r (type, position, first_position)
+        where r.first_position = r.position and r.type is not null;
+        perform headwater.mark_fields(destination.id, positions);
+    end if;
     return first_positions;
 end;
 $$;

@@ -1,0 +1,155 @@
+"""Who comes in by a door, and what they may do there: one model for every door that listens. Pure.
+
+Passwords are never stored: an account has the verifiers of SCRAM, from which neither the password nor what a client
+proves can be made. Whoever has none and no permission may do nothing; there are no denials, so order means nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+ITERATIONS: Final = 8192
+EVERYBODY: Final = "*"
+ACTIONS: Final = ("read", "write", "create", "delete", "alter", "describe", "all")
+KINDS: Final = ("topic", "group", "transaction", "log")
+MECHANISMS: Final = {"SCRAM-SHA-256": "sha256", "SCRAM-SHA-512": "sha512"}
+
+
+class Verifiers(NamedTuple):
+    """What is kept of a password."""
+
+    salt: bytes
+    iterations: int
+    stored_key_256: bytes
+    server_key_256: bytes
+    stored_key_512: bytes
+    server_key_512: bytes
+
+    def keys(self, mechanism: str) -> tuple[bytes, bytes]:
+        """The stored key and the server key of a mechanism."""
+        if mechanism == "SCRAM-SHA-256":
+            return self.stored_key_256, self.server_key_256
+        return self.stored_key_512, self.server_key_512
+
+
+class Permission(NamedTuple):
+    """One thing that an account may do, to one name, to all that begin with it, or, for `*`, to all."""
+
+    account: str
+    action: str
+    kind: str
+    name: str
+    prefix: bool = False
+
+
+class Access:
+    """What all accounts may do, as of one moment."""
+
+    def __init__(self, administrators: Iterable[str], permissions: Iterable[Permission]) -> None:
+        self._administrators = frozenset(administrators)
+        self._exact: set[tuple[str, str, str, str]] = set()
+        self._prefixes: dict[tuple[str, str, str], list[str]] = {}
+        for account, action, kind, name, prefix in permissions:
+            if prefix:
+                self._prefixes.setdefault((account, action, kind), []).append(name)
+            else:
+                self._exact.add((account, action, kind, name))
+
+    def allows(self, account: str, action: str, kind: str, name: str) -> bool:
+        """Whether the account may do this. Who may do anything at all to something may also look at it."""
+        if account in self._administrators:
+            return True
+        actions = ACTIONS if action == "describe" else (action, "all")
+        return any(self._given(holder, one, kind, name) for holder in (account, EVERYBODY) for one in actions)
+
+    def _given(self, account: str, action: str, kind: str, name: str) -> bool:
+        return (
+            (account, action, kind, name) in self._exact
+            or (account, action, kind, "*") in self._exact
+            or any(name.startswith(prefix) for prefix in self._prefixes.get((account, action, kind), ()))
+        )
+
+
+def verifiers(password: str, salt: bytes, iterations: int = ITERATIONS) -> Verifiers:
+    """What is kept of a password; the salt is random, for each account its own."""
+    keys = []
+    for algorithm in MECHANISMS.values():
+        salted = hashlib.pbkdf2_hmac(algorithm, password.encode(), salt, iterations)
+        client_key = hmac.digest(salted, b"Client Key", algorithm)
+        keys += [hashlib.new(algorithm, client_key).digest(), hmac.digest(salted, b"Server Key", algorithm)]
+    return Verifiers(salt, iterations, *keys)
+
+
+def password_fits(password: str, kept: Verifiers) -> bool:
+    """Whether this is the password. Takes as long for a wrong one."""
+    found = verifiers(password, kept.salt, kept.iterations)
+    return hmac.compare_digest(found.stored_key_256, kept.stored_key_256)
+
+
+class AuthenticationFailed(Exception):
+    """The client is not who it says, or does not speak the mechanism."""
+
+
+class Scram:
+    """The server's side of one SCRAM exchange: two messages of the client, two of ours."""
+
+    def __init__(self, mechanism: str, nonce: str) -> None:
+        self._mechanism = mechanism
+        self._algorithm = MECHANISMS[mechanism]
+        self._nonce = nonce
+        self._first_bare = ""
+        self._server_first = ""
+        self.account = ""
+
+    def name_of(self, first: bytes) -> str:
+        """The account that the client's first message is for."""
+        try:
+            text = first.decode()
+            header, authorized, bare = text.split(",", 2)
+            fields = dict(part.split("=", 1) for part in bare.split(","))
+            name, client_nonce = fields["n"], fields["r"]
+        except (UnicodeDecodeError, ValueError, KeyError):
+            raise AuthenticationFailed("the first message is not SCRAM") from None
+        if header not in ("n", "y") or authorized.startswith("a=") or not client_nonce or not name:
+            raise AuthenticationFailed("channel binding and acting for others are not offered")
+        self._first_bare = bare
+        self._nonce = client_nonce + self._nonce
+        self.account = name.replace("=2C", ",").replace("=3D", "=")
+        return self.account
+
+    def challenge(self, kept: Verifiers) -> bytes:
+        """Our answer to it."""
+        salt = base64.b64encode(kept.salt).decode()
+        self._server_first = f"r={self._nonce},s={salt},i={kept.iterations}"
+        return self._server_first.encode()
+
+    def finish(self, final: bytes, kept: Verifiers) -> bytes:
+        """Our proof to the client, once it has given its own; or AuthenticationFailed."""
+        stored_key, server_key = kept.keys(self._mechanism)
+        try:
+            text = final.decode()
+            without_proof, _, encoded = text.rpartition(",p=")
+            fields = dict(part.split("=", 1) for part in without_proof.split(","))
+            proof = base64.b64decode(encoded, validate=True)
+            binding = base64.b64decode(fields["c"], validate=True)
+        except (UnicodeDecodeError, ValueError, KeyError):
+            raise AuthenticationFailed("the last message is not SCRAM") from None
+        if fields.get("r") != self._nonce or binding not in (b"n,,", b"y,,") or len(proof) != len(stored_key):
+            raise AuthenticationFailed("the last message does not belong to the first")
+        signed = f"{self._first_bare},{self._server_first},{without_proof}".encode()
+        signature = hmac.digest(stored_key, signed, self._algorithm)
+        client_key = bytes(a ^ b for a, b in zip(proof, signature, strict=True))
+        if not hmac.compare_digest(hashlib.new(self._algorithm, client_key).digest(), stored_key):
+            raise AuthenticationFailed("the name or the password is wrong")
+        return b"v=" + base64.b64encode(hmac.digest(server_key, signed, self._algorithm))
+
+
+def stranger(name: str, secret: bytes) -> Verifiers:
+    """Verifiers for a name that nobody has: always the same, so that a challenge does not tell who exists."""
+    salt = hmac.digest(secret, name.encode(), "sha256")[:16]
+    nothing = bytes(32)
+    return Verifiers(salt, ITERATIONS, nothing, nothing, nothing * 2, nothing * 2)

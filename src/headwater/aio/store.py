@@ -1,0 +1,281 @@
+"""The event store on Postgres: append under a condition, read by query, subscribe, compete."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Sequence,
+)
+from functools import partial
+from typing import Any, TypeVar
+
+from psycopg import AsyncConnection
+from psycopg_pool import AsyncConnectionPool
+
+from headwater import calls
+from headwater.aio.appending import Verdicts, new_event_ids
+from headwater.aio.shell import PooledConnection, Shell
+from headwater.aio.subscribing import Subscribing
+from headwater.aio.tailing import StoreEvents
+from headwater.errors import CursorMoved, LeaseLost
+from headwater.model import Lease
+from headwater.query import (
+    EVERYTHING,
+    Appended,
+    Condition,
+    FieldIndex,
+    Latest,
+    NewStoreEvent,
+    Query,
+    StoreEvent,
+    outcome,
+)
+
+T = TypeVar("T")
+StoreHandler = Callable[[AsyncConnection[Any], Sequence[StoreEvent]], Awaitable[None]]
+
+SHORTEST_WAIT_SECONDS = 0.001
+REAP_SECONDS = 1.0
+
+
+class EventStore(Subscribing):
+    """One event store of the log. All who use it in this process share one group commit and one live reader."""
+
+    def __init__(self, log: Shell, topic: str) -> None:
+        super().__init__(topic)
+        self._log = log
+        # What was empty and settled when last looked at: the position read after, and the head of the log.
+        self._quiet: tuple[int, int] | None = None
+
+    async def append(
+        self,
+        events: NewStoreEvent | Sequence[NewStoreEvent],
+        condition: Condition | None = None,
+        *,
+        connection: AsyncConnection[Any] | None = None,
+        patience_seconds: float = 30.0,
+    ) -> Appended:
+        """Append events, all of them or none, if the condition holds; AppendConflict says that it does not.
+
+        Events that have ids may be appended again without harm: an append that was done is not done twice.
+        A lost database is waited for. With `connection`, they are appended when that transaction commits, and until
+        then nobody else can append; a conflict leaves the transaction as it was.
+        """
+        batch = [events] if isinstance(events, NewStoreEvent) else list(events)
+        encoded = calls.encode_append(batch, condition, new_event_ids(len(batch)))
+        if connection is not None:
+            (verdict,) = await self._log._run(calls.append_group(self.topic, [encoded]), connection)
+        else:
+            verdict = await self._patiently(
+                partial(self._lane.append, encoded, timeout_seconds=patience_seconds), patience_seconds
+            )
+        return outcome(verdict, condition)
+
+    async def read(
+        self,
+        query: Query = EVERYTHING,
+        *,
+        after: int = 0,
+        before: int | None = None,
+        backwards: bool = False,
+        batch_size: int = 100,
+        max_bytes: int = 16_777_216,
+        connection: AsyncConnection[Any] | None = None,
+    ) -> list[StoreEvent]:
+        """A batch of the events that match, after one position and before another; backwards: the newest first."""
+        call = calls.read_matching(
+            self.topic,
+            query,
+            after=after,
+            before=before,
+            batch_size=batch_size,
+            max_bytes=max_bytes,
+            backwards=backwards,
+        )
+        return await self._log._run(call, connection)
+
+    async def count(
+        self,
+        query: Query = EVERYTHING,
+        *,
+        after: int = 0,
+        before: int | None = None,
+        connection: AsyncConnection[Any] | None = None,
+    ) -> int:
+        """How many events match."""
+        return await self._log._run(calls.count_matching(self.topic, query, after=after, before=before), connection)
+
+    async def latest(self, query: Query, *, connection: AsyncConnection[Any] | None = None) -> Latest:
+        """The latest event of each item of the query, and the position of the latest of all."""
+        return await self._log._run(calls.latest_matching(self.topic, query), connection)
+
+    async def head(self, *, connection: AsyncConnection[Any] | None = None) -> int:
+        """The position of the last event; 0 if there is none."""
+        return await self._log._run(calls.event_store_head(self.topic), connection)
+
+    async def create_index(self, name: str, fields: Sequence[str], *, batch_size: int = 1000) -> None:
+        """Let queries on all of these fields, and maybe more, find their events as by a tag. Appends go on meanwhile.
+
+        Returns when it is filled. If that is interrupted, call it again: it goes on where it was.
+        """
+        await self._log._run(calls.create_field_index(self.topic, name, fields))
+        while await self._log.run(calls.fill_field_index(self.topic, name, batch_size=batch_size)):
+            pass
+
+    async def drop_index(self, name: str) -> bool:
+        """Do without an index from now on; upkeep gives its room back. False if there was none."""
+        return await self._log._run(calls.drop_field_index(self.topic, name))
+
+    async def indexes(self) -> list[FieldIndex]:
+        """The indexes on fields."""
+        return await self._log._run(calls.field_indexes(self.topic))
+
+    async def process(
+        self,
+        query: Query,
+        handler: StoreHandler,
+        *,
+        cursor: str,
+        after: int | None = None,
+        from_end: bool = False,
+        batch_size: int = 1000,
+        stop_when_caught_up: bool = False,
+        patience_seconds: float | None = 60.0,
+    ) -> None:
+        """Run `handler(connection, events)` on every batch that matches, its transaction moving the cursor too.
+
+        What the handler writes on that connection and the position commit together, so each event has its
+        effect exactly once.
+        """
+        place = saved = await self._begin(after, from_end, cursor)
+        while True:
+            place, events = await self._next(query, place, batch_size, stop_when_caught_up, patience_seconds)
+            try:
+                if events:
+                    move = calls.advance_cursor(cursor, from_position=saved, to_position=place)
+                    await self._patiently(partial(self._apply, handler, events, move), patience_seconds)
+                    saved = place
+                elif stop_when_caught_up:
+                    return
+                elif (found := await self._look_at(cursor, patience_seconds)) != saved:
+                    place = saved = found
+            except CursorMoved:
+                place = saved = await self._look_at(cursor, patience_seconds)
+            await self._do_upkeep()
+
+    async def compete(
+        self,
+        group: str,
+        query: Query = EVERYTHING,
+        *,
+        worker: str,
+        batch_size: int = 100,
+        lease_seconds: float | None = None,
+        stop_when_caught_up: bool = False,
+        poll_seconds: float = 0.05,
+    ) -> AsyncIterator[Sequence[StoreEvent]]:
+        """Batches of events that match, each given to one of all who compete in the group, which is made if missing.
+
+        A batch is done when the next one is asked for. Whoever dies or takes too long loses its batch to another;
+        what is no match is done at once.
+        """
+        await self._log._run(calls.create_group(group, topics=[self.topic], start_position=None, if_missing=True))
+        wait = SHORTEST_WAIT_SECONDS
+        reap_at = time.monotonic()
+        while True:
+            await self._do_upkeep()
+            if time.monotonic() >= reap_at:
+                # What the dead have left goes to the living.
+                await self._log.run(calls.reap(group))
+                reap_at = time.monotonic() + REAP_SECONDS
+            claim = calls.claim(group, worker=worker, batch_size=batch_size, lease_seconds=lease_seconds, relaxed=True)
+            lease: Lease | None = await self._log.run(claim)
+            if lease is None:
+                if stop_when_caught_up:
+                    return
+                await asyncio.sleep(wait)
+                wait = min(wait * 2, poll_seconds)
+                continue
+            wait = SHORTEST_WAIT_SECONDS
+            found = await self._log.run(calls.read_at(self.topic, [event.position for event in lease.events]))
+            events = [event for event in found if query.matches(event)]
+            if events:
+                yield events
+            try:
+                await self._log.run(calls.settle(lease, {}, rest_done=True, relaxed=True))
+            except LeaseLost:
+                # Too late: the events are another's now.
+                continue
+
+    async def _send(self, appends: Sequence[calls.EncodedAppend]) -> Verdicts:
+        return await self._log._run(calls.append_group(self.topic, appends))
+
+    async def _read_after(self, position: int, batch_size: int) -> StoreEvents:
+        if self._quiet is not None and self._quiet == (position, await self._log._run(calls.head())):
+            return []
+        # While somebody publishes, events may appear without the head moving.
+        state = await self._log._run(calls.log_state())
+        events = await self._log._run(calls.read_matching(self.topic, after=position, batch_size=batch_size))
+        self._quiet = (position, state.drawn) if not events and state.settled >= state.drawn else None
+        return events
+
+    async def _read_batch(
+        self, query: Query, after: int, before: int | None, backwards: bool, batch_size: int
+    ) -> StoreEvents:
+        return await self.read(query, after=after, before=before, backwards=backwards, batch_size=batch_size)
+
+    async def _last_position(self) -> int:
+        return await self.head()
+
+    async def _open_cursor(self, name: str, start_after: int) -> int:
+        call = calls.open_cursor(name, topics=[self.topic], start_after=start_after)
+        return (await self._log._run(call)).position
+
+    async def _find_cursor(self, name: str) -> int | None:
+        found = await self._log._run(calls.find_cursor(name))
+        return None if found is None else found.position
+
+    async def _move_cursor(self, name: str, from_position: int, to_position: int) -> None:
+        await self._log._run(calls.advance_cursor(name, from_position=from_position, to_position=to_position))
+
+    async def _do_upkeep(self) -> None:
+        await self._log.do_upkeep()
+
+    async def _patiently(self, act: Callable[[], Awaitable[T]], patience_seconds: float | None) -> T:
+        return await self._log._patiently(act, patience_seconds)
+
+    async def _apply(self, handler: StoreHandler, events: Sequence[StoreEvent], move: calls.Call[None]) -> None:
+        async with self._log.transaction() as connection:
+            await self._log._run(move, connection)
+            await handler(connection, events)
+
+
+class Stores(Shell):
+    """The event stores of the log."""
+
+    def __init__(self, pool: AsyncConnectionPool[PooledConnection]) -> None:
+        super().__init__(pool)
+        self._stores: dict[str, EventStore] = {}
+
+    async def create_store(
+        self,
+        name: str,
+        *,
+        max_payload_bytes: int | None = None,
+        max_header_bytes: int | None = None,
+        if_missing: bool = False,
+    ) -> EventStore:
+        """Create an event store: a topic whose events are found by query and appended under conditions."""
+        call = calls.create_event_store(
+            name, max_payload_bytes=max_payload_bytes, max_header_bytes=max_header_bytes, if_missing=if_missing
+        )
+        await self._run(call)
+        return self.store(name)
+
+    def store(self, name: str) -> EventStore:
+        """An event store that exists. Asks nothing of the database: a wrong name shows at its first use."""
+        return self._stores.setdefault(name, EventStore(self, name))

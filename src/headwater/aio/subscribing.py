@@ -1,0 +1,193 @@
+"""Subscribing to an event store: catch up from its log, then follow it live. The same on Postgres and on SQLite."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Sequence,
+)
+from functools import partial
+from typing import TypeVar
+
+from headwater.aio.appending import Lane, Verdicts
+from headwater.aio.tailing import Feed, StoreEvents
+from headwater.calls import EncodedAppend
+from headwater.errors import CursorMoved, InvalidRequest
+from headwater.query import EVERYTHING, Query, StoreEvent
+
+T = TypeVar("T")
+
+# How long a subscriber waits for live events before it looks after its cursor and the log's upkeep.
+LIVE_SECONDS = 0.5
+IDLE_SAVE_SECONDS = 30.0
+
+
+class Subscribing(ABC):
+    """What every event store can do once it can append a group, read a batch and keep a cursor."""
+
+    def __init__(self, topic: str) -> None:
+        self.topic = topic
+        self._lane = Lane(self._send)
+        self._feed = Feed(self._read_after)
+
+    @abstractmethod
+    async def _send(self, appends: Sequence[EncodedAppend]) -> Verdicts:
+        """Append a group in one transaction."""
+
+    @abstractmethod
+    async def _read_after(self, position: int, batch_size: int) -> StoreEvents:
+        """The next events of the store, whatever they are. Asks for little while there can be none."""
+
+    @abstractmethod
+    async def _read_batch(
+        self, query: Query, after: int, before: int | None, backwards: bool, batch_size: int
+    ) -> StoreEvents:
+        """Events that match, between two positions."""
+
+    @abstractmethod
+    async def _last_position(self) -> int:
+        """The position of the last event; 0 if there is none."""
+
+    @abstractmethod
+    async def _open_cursor(self, name: str, start_after: int) -> int:
+        """Where the cursor stands; made if there is none."""
+
+    @abstractmethod
+    async def _find_cursor(self, name: str) -> int | None:
+        """Where the cursor stands; None if there is none."""
+
+    @abstractmethod
+    async def _move_cursor(self, name: str, from_position: int, to_position: int) -> None:
+        """Move the cursor on; CursorMoved if it is elsewhere."""
+
+    @abstractmethod
+    async def _do_upkeep(self) -> None:
+        """This process's share of the log's upkeep."""
+
+    @abstractmethod
+    async def _patiently(self, act: Callable[[], Awaitable[T]], patience_seconds: float | None) -> T:
+        """Do it, again and again while the database cannot be reached, until patience ends."""
+
+    async def read_all(
+        self,
+        query: Query = EVERYTHING,
+        *,
+        after: int = 0,
+        before: int | None = None,
+        backwards: bool = False,
+        batch_size: int = 1000,
+    ) -> AsyncIterator[StoreEvent]:
+        """All events that match and are there now, batch by batch."""
+        if before is None:
+            before = await self._last_position() + 1
+        while True:
+            events = await self._read_batch(query, after, before, backwards, batch_size)
+            for event in events:
+                yield event
+            if not events:
+                return
+            if backwards:
+                before = events[-1].position
+            else:
+                after = events[-1].position
+
+    async def subscribe(
+        self,
+        query: Query = EVERYTHING,
+        *,
+        after: int | None = None,
+        from_end: bool = False,
+        cursor: str | None = None,
+        batch_size: int = 1000,
+        stop_when_caught_up: bool = False,
+        patience_seconds: float | None = 60.0,
+    ) -> AsyncIterator[StoreEvent]:
+        """Every event that matches, one by one: catches up, then stays live. See subscribe_batches."""
+        async for events in self.subscribe_batches(
+            query,
+            after=after,
+            from_end=from_end,
+            cursor=cursor,
+            batch_size=batch_size,
+            stop_when_caught_up=stop_when_caught_up,
+            patience_seconds=patience_seconds,
+        ):
+            for event in events:
+                yield event
+
+    async def subscribe_batches(
+        self,
+        query: Query = EVERYTHING,
+        *,
+        after: int | None = None,
+        from_end: bool = False,
+        cursor: str | None = None,
+        batch_size: int = 1000,
+        stop_when_caught_up: bool = False,
+        patience_seconds: float | None = 60.0,
+    ) -> AsyncIterator[Sequence[StoreEvent]]:
+        """Every event that matches, in order, in batches: catches up, then stays live.
+
+        A named cursor is where to start if it exists, and is saved when the next batch is asked for: a crash
+        repeats at most the batch in hand. However many subscribe, one of them reads for all; one that is slow
+        reads the log by itself.
+        """
+        place = saved = await self._begin(after, from_end, cursor)
+        save_at = time.monotonic() + IDLE_SAVE_SECONDS
+        while True:
+            place, events = await self._next(query, place, batch_size, stop_when_caught_up, patience_seconds)
+            if events:
+                yield events
+            if cursor is not None:
+                try:
+                    # A cursor that sees no match still moves on, or the next start would read all of it again.
+                    if events or stop_when_caught_up or time.monotonic() > save_at:
+                        await self._patiently(partial(self._move_cursor, cursor, saved, place), patience_seconds)
+                        saved = place
+                        save_at = time.monotonic() + IDLE_SAVE_SECONDS
+                    elif (found := await self._look_at(cursor, patience_seconds)) != saved:
+                        place = saved = found
+                except CursorMoved:
+                    # Somebody set it, or our own move was done and its answer lost.
+                    place = saved = await self._look_at(cursor, patience_seconds)
+            if stop_when_caught_up and not events:
+                return
+            await self._do_upkeep()
+
+    async def _begin(self, after: int | None, from_end: bool, cursor: str | None) -> int:
+        if after is not None and from_end:
+            raise InvalidRequest("say where to start once: after or from_end")
+        start = await self._last_position() if from_end else after or 0
+        return start if cursor is None else await self._open_cursor(cursor, start)
+
+    async def _next(
+        self, query: Query, place: int, batch_size: int, only_caught_up: bool, patience_seconds: float | None
+    ) -> tuple[int, Sequence[StoreEvent]]:
+        """How far it is read now, and what matched on the way. None: none came in time, or the end is reached."""
+        if only_caught_up or not self._feed.holds(place):
+            # Not at hand: look in the log, and wait only at its end.
+            head = await self._patiently(self._last_position, patience_seconds)
+            if head > place:
+                read = partial(self._read_batch, query, place, head + 1, False, batch_size)
+                events = await self._patiently(read, patience_seconds)
+                return (events[-1].position if events else head), events
+            if only_caught_up:
+                return place, ()
+        live = await self._patiently(partial(self._live, place, batch_size), patience_seconds)
+        if not live:
+            return place, ()
+        return live[-1].position, [event for event in live if query.matches(event)]
+
+    async def _live(self, place: int, batch_size: int) -> Sequence[StoreEvent] | None:
+        return await self._feed.after(place, limit=batch_size, seconds=LIVE_SECONDS)
+
+    async def _look_at(self, cursor: str, patience_seconds: float | None) -> int:
+        """Where the cursor stands. One that was deleted ends its subscriber, which must not make it anew."""
+        found = await self._patiently(partial(self._find_cursor, cursor), patience_seconds)
+        if found is None:
+            raise CursorMoved(f'cursor "{cursor}" was deleted', detail={"cursor": cursor, "actual_position": None})
+        return found

@@ -1,0 +1,55 @@
+"""Calls about accounts of the doors that listen, and what they may do."""
+
+from __future__ import annotations
+
+from headwater.access import Permission, Verifiers
+from headwater.calls.call import Call, nothing, only_value
+from headwater.calls.encoding import checked_text
+
+_VERIFIERS = "salt, iterations, stored_key_256, server_key_256, stored_key_512, server_key_512"
+
+
+def set_account(name: str, verifiers: Verifiers, *, administrator: bool | None = None) -> Call[None]:
+    """Make an account, or give it a new password. None leaves as it is whether it administers."""
+    return Call(
+        "select headwater.set_account(%s, %s, %s, %s, %s, %s, %s, %s)",
+        (checked_text(name, "account name"), *verifiers, administrator),
+        nothing,
+    )
+
+
+def delete_account(name: str) -> Call[bool]:
+    return Call("select headwater.delete_account(%s)", (checked_text(name, "account name"),), only_value)
+
+
+def find_account(name: str) -> Call[Verifiers | None]:
+    return Call(
+        f"select {_VERIFIERS} from headwater.account where name = %s",
+        (checked_text(name, "account name"),),
+        lambda rows: Verifiers(*rows[0]) if rows else None,
+    )
+
+
+def accounts() -> Call[list[tuple[str, bool]]]:
+    """The names of all accounts, and whether each administers."""
+    return Call(
+        "select name, administrator from headwater.account order by name",
+        (),
+        lambda rows: [(name, administrator) for name, administrator in rows],
+    )
+
+
+def permissions() -> Call[list[Permission]]:
+    return Call(
+        "select account, action, kind, name, prefix from headwater.permission order by account, kind, name, action",
+        (),
+        lambda rows: [Permission(*row) for row in rows],
+    )
+
+
+def allow(permission: Permission) -> Call[None]:
+    return Call("select headwater.allow(%s, %s, %s, %s, %s)", tuple(permission), nothing)
+
+
+def disallow(permission: Permission) -> Call[bool]:
+    return Call("select headwater.disallow(%s, %s, %s, %s, %s)", tuple(permission), only_value)

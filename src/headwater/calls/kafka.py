@@ -1,0 +1,487 @@
+"""Calls of the Kafka door: brokers, topics, records and consumer groups."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+from uuid import UUID
+
+import psycopg
+from psycopg.adapt import Dumper
+from psycopg.pq import Format
+
+from headwater.calls.call import Call, nothing, only_value
+from headwater.calls.encoding import PackedBytes, pack, packed_bytes, packed_text
+
+
+class KafkaTopic(NamedTuple):
+    """A topic as the Kafka door sees it."""
+
+    id: int
+    name: str
+    kind: str
+    writable: bool
+    partitions: int
+    retention: timedelta | None
+    max_payload_bytes: int
+    max_header_bytes: int
+    timestamp_type: str
+    compression_type: str
+    compacted: bool
+    tombstones_kept: timedelta
+
+
+class KafkaBroker(NamedTuple):
+    """A broker process that is alive."""
+
+    node_id: int
+    incarnation: int
+    host: str
+    port: int
+
+
+class Lane(NamedTuple):
+    """A partition of a topic."""
+
+    topic_id: int
+    partition: int
+
+
+class Bounds(NamedTuple):
+    """The first offset of a lane that is kept, and the one after the last that can be read."""
+
+    start: int
+    end: int
+
+
+class AppendBatch(NamedTuple):
+    """A batch of records for one lane, in columns. A producer id below 0: the producer is not idempotent."""
+
+    lane: Lane
+    producer_id: int
+    producer_epoch: int
+    first_sequence: int
+    payloads: list[bytes | None]
+    keys: list[bytes | None]
+    types: list[str | None] | None
+    routing_keys: list[str | None] | None
+    headers: list[str | None] | None
+    content_types: list[str | None] | None
+    produced_ms: list[int] | None
+    record_headers: list[bytes | None] | None
+
+
+class Appended(NamedTuple):
+    """What became of a batch: appended, duplicate, out of order, fenced, no topic; its offset; when."""
+
+    outcome: str
+    base_offset: int | None
+    appended_ms: int
+
+
+class FetchedEvent(NamedTuple):
+    """An event as a fetch reads it."""
+
+    offset: int
+    position: int
+    time_ms: int
+    key: bytes | None
+    payload: bytes | None
+    record_headers: bytes | None
+    headers: dict[str, Any] | None
+    type: str | None
+    routing_key: str | None
+    content_type: str | None
+    event_id: str | None
+
+
+class CommittedOffset(NamedTuple):
+    """How far a group has read a lane."""
+
+    topic: str
+    topic_id: int
+    partition: int
+    offset: int
+    leader_epoch: int
+    metadata: str
+
+
+class OffsetToCommit(NamedTuple):
+    """How far a group says it has read a lane."""
+
+    lane: Lane
+    offset: int
+    leader_epoch: int
+    metadata: str
+
+
+class OpenTransaction(NamedTuple):
+    """A transactional producer, since when its transaction is open, how the last one ended, and what it writes to."""
+
+    transactional_id: str
+    producer_id: int
+    epoch: int
+    timeout_ms: int
+    began_ms: int | None
+    last_outcome: str | None
+    lanes: list[Lane]
+
+
+class ActiveProducer(NamedTuple):
+    """An idempotent producer of a lane, and when it was last heard of."""
+
+    lane: Lane
+    producer_id: int
+    epoch: int
+    last_sequence: int
+    heard_ms: int
+
+
+class PackedIntegers(bytes):
+    """A bigint[] already in Postgres' binary form."""
+
+
+class _PackedIntegersDumper(Dumper):
+    format = Format.BINARY
+    oid = 1016
+
+    def dump(self, obj: Any) -> bytes:
+        return bytes(obj)
+
+
+psycopg.adapters.register_dumper(PackedIntegers, _PackedIntegersDumper)
+
+
+def _packed_integers(values: Sequence[int | None]) -> PackedIntegers | None:
+    if all(value is None for value in values):
+        return None
+    return PackedIntegers(pack([None if value is None else struct.pack("!q", value) for value in values], 20))
+
+
+def kafka_cluster_id() -> Call[UUID]:
+    return Call("select id from headwater.kafka_cluster", (), only_value)
+
+
+def kafka_register(host: str, port: int, *, lease_seconds: float) -> Call[tuple[int, int]]:
+    """A broker's node id and incarnation."""
+    return Call(
+        "select node_id, incarnation from headwater.kafka_register(%s, %s, %s)",
+        (host, port, lease_seconds),
+        lambda rows: (rows[0][0], rows[0][1]),
+    )
+
+
+def kafka_renew(incarnation: int, *, lease_seconds: float) -> Call[bool]:
+    return Call("select headwater.kafka_renew(%s, %s)", (incarnation, lease_seconds), only_value)
+
+
+def kafka_brokers() -> Call[list[KafkaBroker]]:
+    return Call(
+        "select node_id, incarnation, host, port from headwater.kafka_live_broker order by node_id",
+        (),
+        lambda rows: [KafkaBroker(*row) for row in rows],
+    )
+
+
+def kafka_topics() -> Call[list[KafkaTopic]]:
+    return Call(
+        "select id, name, kind, writable, partitions, retention, max_payload_bytes, max_header_bytes, "
+        "timestamp_type, compression_type, compacted, tombstones_kept "
+        "from headwater.kafka_topic_overview order by name",
+        (),
+        lambda rows: [KafkaTopic(*row) for row in rows],
+    )
+
+
+def kafka_create_topic(
+    name: str,
+    partitions: int,
+    *,
+    retention: timedelta | None = None,
+    max_payload_bytes: int | None = None,
+    timestamp_type: str | None = None,
+    compression_type: str | None = None,
+    compacted: bool | None = None,
+    tombstones_kept: timedelta | None = None,
+) -> Call[int]:
+    return Call(
+        "select headwater.kafka_create_topic(%s, %s, %s, %s, %s, %s, %s, %s)",
+        (
+            name,
+            partitions,
+            retention,
+            max_payload_bytes,
+            timestamp_type,
+            compression_type,
+            compacted,
+            tombstones_kept,
+        ),
+        only_value,
+    )
+
+
+def kafka_create_missing(name: str, partitions: int) -> Call[int | None]:
+    """The id of a topic that is made now, if the log is set to make missing ones."""
+    return Call("select headwater.kafka_create_missing(%s, %s)", (name, partitions), only_value)
+
+
+def kafka_alter_topic(
+    name: str,
+    *,
+    timestamp_type: str | None = None,
+    compression_type: str | None = None,
+    compacted: bool | None = None,
+    tombstones_kept: timedelta | None = None,
+) -> Call[None]:
+    return Call(
+        "select headwater.kafka_alter_topic(%s, %s, %s, %s, %s)",
+        (name, timestamp_type, compression_type, compacted, tombstones_kept),
+        nothing,
+    )
+
+
+def kafka_compact() -> Call[int]:
+    """How many events went because newer ones of their key are there."""
+    return Call("select headwater.kafka_compact()", (), only_value)
+
+
+def kafka_new_producer() -> Call[int]:
+    return Call("select nextval('headwater.kafka_producer_id')", (), only_value)
+
+
+def _record_params(batches: Sequence[AppendBatch]) -> tuple[Any, ...]:
+    def joined(part: str) -> list[Any]:
+        return [value for batch in batches for value in (getattr(batch, part) or (None,) * len(batch.payloads))]
+
+    return (
+        PackedBytes(pack(joined("payloads"), 17)),
+        packed_bytes(joined("keys")),
+        packed_text(joined("types"), "type"),
+        packed_text(joined("routing_keys"), "routing key"),
+        packed_text(joined("headers"), "header"),
+        packed_text(joined("content_types"), "content type"),
+        _packed_integers(joined("produced_ms")),
+        packed_bytes(joined("record_headers")),
+    )
+
+
+def kafka_append(batches: Sequence[AppendBatch]) -> Call[list[Appended]]:
+    """Append batches in order, each producer's batch once, in one transaction."""
+    return Call(
+        "select outcome, base_offset, appended_ms from headwater.kafka_append("
+        "%s::int[], %s::int[], %s::int[], %s::bigint[], %s::int[], %s::int[], %b, %b, %b, %b, %b, %b, %b, %b)",
+        (
+            [batch.lane.topic_id for batch in batches],
+            [batch.lane.partition for batch in batches],
+            [len(batch.payloads) for batch in batches],
+            [batch.producer_id for batch in batches],
+            [batch.producer_epoch for batch in batches],
+            [batch.first_sequence for batch in batches],
+            *_record_params(batches),
+        ),
+        lambda rows: [Appended(*row) for row in rows],
+    )
+
+
+def kafka_bounds(lanes: Sequence[Lane]) -> Call[dict[Lane, Bounds]]:
+    """Where lanes begin and end; one that does not exist is left out."""
+    return Call(
+        "select topic_id, lane, start_offset, end_offset from headwater.kafka_bounds(%s::int[], %s::int[])",
+        ([lane.topic_id for lane in lanes], [lane.partition for lane in lanes]),
+        lambda rows: {Lane(topic_id, lane): Bounds(start, end) for topic_id, lane, start, end in rows},
+    )
+
+
+_FETCHED = (
+    "topic_offset, position, time_ms, key, payload, record_headers, headers, type, routing_key, content_type, event_id"
+)
+
+
+def kafka_fetch_sequenced(
+    lane: Lane, *, from_offset: int, after_position: int, max_events: int, max_bytes: int
+) -> Call[list[FetchedEvent]]:
+    return Call(
+        f"select {_FETCHED} from headwater.kafka_fetch_sequenced(%s, %s, %s, %s, %s, %s)",
+        (lane.topic_id, lane.partition, from_offset, after_position, max_events, max_bytes),
+        lambda rows: list(map(FetchedEvent._make, rows)),
+    )
+
+
+def kafka_fetch_open(
+    lane: Lane, *, from_offset: int, end_offset: int, max_events: int, max_bytes: int
+) -> Call[list[FetchedEvent]]:
+    return Call(
+        f"select {_FETCHED} from headwater.kafka_fetch_open(%s, %s, %s, %s, %s, %s)",
+        (lane.topic_id, lane.partition, from_offset, end_offset, max_events, max_bytes),
+        lambda rows: list(map(FetchedEvent._make, rows)),
+    )
+
+
+def kafka_offset_at(lane: Lane, at_ms: int | None, *, before_offset: int) -> Call[tuple[int, int] | None]:
+    """The offset and time of the first event at or after a time; without one, of the event with the latest time."""
+    return Call(
+        "select topic_offset, time_ms from headwater.kafka_offset_at(%s, %s, %s, %s)",
+        (lane.topic_id, lane.partition, at_ms, before_offset),
+        lambda rows: (rows[0][0], rows[0][1]) if rows else None,
+    )
+
+
+def kafka_coordinator(group: str) -> Call[int | None]:
+    """The node id of the broker that coordinates a group."""
+    return Call("select headwater.kafka_coordinator(%s)", (group,), only_value)
+
+
+def kafka_take_up(group: str, incarnation: int) -> Call[int | None]:
+    """The generation to count on from; None: another broker coordinates the group."""
+    return Call("select headwater.kafka_take_up(%s, %s)", (group, incarnation), only_value)
+
+
+def kafka_note_generation(group: str, incarnation: int, *, generation: int, protocol_type: str) -> Call[bool]:
+    return Call(
+        "select headwater.kafka_note_generation(%s, %s, %s, %s)",
+        (group, incarnation, generation, protocol_type),
+        only_value,
+    )
+
+
+def _offset_params(offsets: Sequence[OffsetToCommit]) -> tuple[list[Any], ...]:
+    return (
+        [one.lane.topic_id for one in offsets],
+        [one.lane.partition for one in offsets],
+        [one.offset for one in offsets],
+        [one.leader_epoch for one in offsets],
+        [one.metadata for one in offsets],
+    )
+
+
+def kafka_commit_offsets(group: str, incarnation: int, offsets: Sequence[OffsetToCommit]) -> Call[bool]:
+    """False: the broker does not coordinate the group any more, and nothing was written."""
+    return Call(
+        "select headwater.kafka_commit_offsets(%s, %s, %s::int[], %s::int[], %s::bigint[], %s::int[], %s::text[])",
+        (group, incarnation, *_offset_params(offsets)),
+        only_value,
+    )
+
+
+def kafka_committed(group: str) -> Call[list[CommittedOffset]]:
+    return Call(
+        "select topic, topic_id, partition, committed_offset, leader_epoch, metadata "
+        "from headwater.kafka_committed where group_name = %s order by topic, partition",
+        (group,),
+        lambda rows: [CommittedOffset(*row) for row in rows],
+    )
+
+
+def kafka_forget_offsets(group: str, incarnation: int, lanes: Sequence[Lane]) -> Call[bool]:
+    return Call(
+        "select headwater.kafka_forget_offsets(%s, %s, %s::int[], %s::int[])",
+        (group, incarnation, [lane.topic_id for lane in lanes], [lane.partition for lane in lanes]),
+        only_value,
+    )
+
+
+def kafka_delete_group(group: str, incarnation: int) -> Call[bool]:
+    return Call("select headwater.kafka_delete_group(%s, %s)", (group, incarnation), only_value)
+
+
+def kafka_groups(incarnation: int) -> Call[list[tuple[str, str]]]:
+    """The groups that a broker coordinates, with their kind of protocol."""
+    return Call(
+        # One that was only looked for has neither, and is none.
+        "select g.name, g.protocol_type from headwater.kafka_group g where g.coordinator = %s and (g.generation > 0 "
+        "or exists (select from headwater.kafka_offset o where o.group_name = g.name)) order by g.name",
+        (incarnation,),
+        lambda rows: [(name, protocol_type) for name, protocol_type in rows],
+    )
+
+
+def kafka_init_transactions(
+    transactional_id: str, *, timeout_ms: int, known_id: int, known_epoch: int
+) -> Call[tuple[str, int, int]]:
+    """The outcome, and the producer's id and epoch."""
+    return Call(
+        "select outcome, producer_id, epoch from headwater.kafka_init_transactions(%s, %s, %s, %s)",
+        (transactional_id, timeout_ms, known_id, known_epoch),
+        lambda rows: (rows[0][0], rows[0][1], rows[0][2]),
+    )
+
+
+def kafka_begin(transactional_id: str, producer_id: int, epoch: int) -> Call[str]:
+    return Call("select headwater.kafka_begin(%s, %s, %s)", (transactional_id, producer_id, epoch), only_value)
+
+
+def kafka_stage(transactional_id: str, batch: AppendBatch) -> Call[str]:
+    """Put a batch aside for the open transaction of its producer."""
+    return Call(
+        "select headwater.kafka_stage(%s, %s, %s, %s, %s, %s, %s, %b, %b, %b, %b, %b, %b, %b, %b)",
+        (
+            transactional_id,
+            batch.lane.topic_id,
+            batch.lane.partition,
+            len(batch.payloads),
+            batch.producer_id,
+            batch.producer_epoch,
+            batch.first_sequence,
+            *_record_params([batch]),
+        ),
+        only_value,
+    )
+
+
+def kafka_stage_offsets(
+    transactional_id: str, producer_id: int, epoch: int, group: str, offsets: Sequence[OffsetToCommit]
+) -> Call[str]:
+    return Call(
+        "select headwater.kafka_stage_offsets("
+        "%s, %s, %s, %s, %s::int[], %s::int[], %s::bigint[], %s::int[], %s::text[])",
+        (transactional_id, producer_id, epoch, group, *_offset_params(offsets)),
+        only_value,
+    )
+
+
+def kafka_staged_offsets(group: str) -> Call[set[Lane]]:
+    """The lanes of a group whose offsets are part of an open transaction."""
+    return Call(
+        "select topic_id, partition from headwater.kafka_staged_offset where group_name = %s",
+        (group,),
+        lambda rows: {Lane(*row) for row in rows},
+    )
+
+
+def kafka_end_transaction(transactional_id: str, producer_id: int, epoch: int, *, committed: bool) -> Call[str]:
+    return Call(
+        "select headwater.kafka_end_transaction(%s, %s, %s, %s)",
+        (transactional_id, producer_id, epoch, committed),
+        only_value,
+    )
+
+
+def kafka_transactions() -> Call[list[OpenTransaction]]:
+    return Call(
+        "select t.transactional_id, t.producer_id, t.epoch, t.timeout_ms, "
+        "(extract(epoch from t.began_at) * 1000)::bigint, t.last_outcome, "
+        "array(select distinct s.topic_id::bigint << 16 | s.partition from headwater.kafka_staged s "
+        "where s.producer_id = t.producer_id order by 1) from headwater.kafka_transaction t order by 1",
+        (),
+        lambda rows: [OpenTransaction._make((*row[:6], [Lane(o >> 16, o & 65535) for o in row[6]])) for row in rows],
+    )
+
+
+def kafka_producers(topic_id: int) -> Call[list[ActiveProducer]]:
+    return Call(
+        "select topic_id, partition, producer_id, epoch, last_sequences[cardinality(last_sequences)], "
+        "(extract(epoch from updated_at) * 1000)::bigint from headwater.kafka_producer_lane where topic_id = %s "
+        "order by partition, producer_id",
+        (topic_id,),
+        lambda rows: [ActiveProducer(Lane(row[0], row[1]), *row[2:]) for row in rows],
+    )
+
+
+def kafka_reap_transactions() -> Call[int]:
+    return Call("select headwater.kafka_reap_transactions()", (), only_value)
+
+
+def kafka_upkeep() -> Call[None]:
+    return Call("select headwater.kafka_upkeep()", (), nothing)

@@ -1,0 +1,133 @@
+"""`headwater account`: who may come in by the doors that listen, and what they may do there."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+from headwater import access
+from headwater.access import Permission
+from headwater.calls import access as calls
+from headwater.cli import output
+from headwater.cli.arguments import Dsn, Json, examples
+from headwater.cli.connection import session
+from headwater.cli.exit_codes import NotThere
+from headwater.errors import InvalidRequest
+
+app = typer.Typer(no_args_is_help=True, help="Who may come in by the doors that listen, and what they may do there.")
+
+Name = Annotated[str, typer.Argument(metavar="ACCOUNT", help="The account's name; * is everybody.", show_default=False)]
+Action = Annotated[str, typer.Argument(metavar="ACTION", help=f"One of {', '.join(access.ACTIONS)}.")]
+Kind = Annotated[str, typer.Argument(metavar="KIND", help=f"One of {', '.join(access.KINDS)}.")]
+Of = Annotated[str, typer.Argument(metavar="[NAME]", help="Of what; a* is all that begin with a, * is all.")]
+
+
+@app.command(epilog=examples("headwater account create shop", "headwater account create root --administrator"))
+def create(
+    context: typer.Context,
+    name: Name,
+    password: Annotated[
+        str, typer.Option(prompt=True, hide_input=True, confirmation_prompt=True, help="Asked for if not given.")
+    ],
+    administrator: Annotated[
+        bool | None, typer.Option("--administrator/--no-administrator", help="May do everything.")
+    ] = None,
+    dsn: Dsn = None,
+    as_json: Json = False,
+) -> None:
+    """Make an account, or give one that there is a new password."""
+    if name == access.EVERYBODY:
+        raise InvalidRequest("* stands for everybody and is no account")
+    if not password:
+        raise InvalidRequest("a password has at least one character")
+    kept = access.verifiers(password, os.urandom(16))
+    with session(context).log(dsn) as log:
+        log.run(calls.set_account(name, kept, administrator=administrator))
+    _said({"account": name}, f"account {name} is there", as_json=as_json)
+
+
+@app.command(epilog=examples("headwater account delete shop"))
+def delete(context: typer.Context, name: Name, dsn: Dsn = None, as_json: Json = False) -> None:
+    """Delete an account and what it was allowed to do."""
+    with session(context).log(dsn) as log:
+        if not log.run(calls.delete_account(name)):
+            raise NotThere(f"there is no account {name}", hint="See headwater account list.")
+    _said({"deleted": name}, f"account {name} is gone", as_json=as_json)
+
+
+@app.command(
+    epilog=examples(
+        "headwater account allow shop write topic orders", "headwater account allow shop read group 'shop-*'"
+    )
+)
+def allow(
+    context: typer.Context,
+    name: Name,
+    action: Action,
+    kind: Kind,
+    of: Of = "*",
+    dsn: Dsn = None,
+    as_json: Json = False,
+) -> None:
+    """Allow an account to do something. What nobody allowed is denied."""
+    permission = _permission(name, action, kind, of)
+    with session(context).log(dsn) as log:
+        log.run(calls.allow(permission))
+    _said({"allowed": permission._asdict()}, f"{name} may {action} {kind} {of}", as_json=as_json)
+
+
+@app.command(epilog=examples("headwater account disallow shop write topic orders"))
+def disallow(
+    context: typer.Context,
+    name: Name,
+    action: Action,
+    kind: Kind,
+    of: Of = "*",
+    dsn: Dsn = None,
+    as_json: Json = False,
+) -> None:
+    """Take back what was allowed."""
+    permission = _permission(name, action, kind, of)
+    with session(context).log(dsn) as log:
+        if not log.run(calls.disallow(permission)):
+            raise NotThere("that was not allowed", hint="See headwater account list.")
+    _said({"disallowed": permission._asdict()}, f"{name} may no longer {action} {kind} {of}", as_json=as_json)
+
+
+@app.command("list", epilog=examples("headwater account list"))
+def list_accounts(context: typer.Context, dsn: Dsn = None, as_json: Json = False) -> None:
+    """Show accounts and what they may do."""
+    with session(context).log(dsn) as log:
+        accounts = log.run(calls.accounts())
+        permissions = log.run(calls.permissions())
+    if as_json:
+        output.emit(
+            {
+                "accounts": [{"name": name, "administrator": administrator} for name, administrator in accounts],
+                "permissions": [permission._asdict() for permission in permissions],
+            }
+        )
+        return
+    rows = [(name, "everything", "", "") for name, administrator in accounts if administrator]
+    rows += [(p.account, p.action, p.kind, p.name + "*" * p.prefix) for p in permissions]
+    held = {row[0] for row in rows}
+    rows += [(name, "nothing", "", "") for name, _ in accounts if name not in held]
+    output.table(("account", "may", "of", "name"), sorted(rows))
+
+
+def _permission(account: str, action: str, kind: str, of: str) -> Permission:
+    if action not in access.ACTIONS:
+        raise typer.BadParameter(f"{action!r} is none of {', '.join(access.ACTIONS)}", param_hint="ACTION")
+    if kind not in access.KINDS:
+        raise typer.BadParameter(f"{kind!r} is none of {', '.join(access.KINDS)}", param_hint="KIND")
+    prefix = of.endswith("*") and of != "*"
+    return Permission(account, action, kind, of.removesuffix("*") if prefix else of, prefix)
+
+
+def _said(told: dict[str, object], text: str, *, as_json: bool) -> None:
+    if as_json:
+        output.emit(told)
+    else:
+        output.say(text)

@@ -1,0 +1,280 @@
+"""The event store on Postgres: append under a condition, read by query, subscribe, compete."""
+# Generated from aio/store.py by tools/unasync.py: write there.
+
+from __future__ import annotations
+
+import time
+from collections.abc import (
+    Callable,
+    Iterator,
+    Sequence,
+)
+from functools import partial
+from typing import Any, TypeVar
+
+from psycopg import Connection
+from psycopg_pool import ConnectionPool
+
+from headwater import calls
+from headwater.client.appending import Verdicts, new_event_ids
+from headwater.client.shell import PooledConnection, Shell
+from headwater.client.subscribing import Subscribing
+from headwater.client.tailing import StoreEvents
+from headwater.errors import CursorMoved, LeaseLost
+from headwater.model import Lease
+from headwater.query import (
+    EVERYTHING,
+    Appended,
+    Condition,
+    FieldIndex,
+    Latest,
+    NewStoreEvent,
+    Query,
+    StoreEvent,
+    outcome,
+)
+
+T = TypeVar("T")
+StoreHandler = Callable[[Connection[Any], Sequence[StoreEvent]], None]
+
+SHORTEST_WAIT_SECONDS = 0.001
+REAP_SECONDS = 1.0
+
+
+class EventStore(Subscribing):
+    """One event store of the log. All who use it in this process share one group commit and one live reader."""
+
+    def __init__(self, log: Shell, topic: str) -> None:
+        super().__init__(topic)
+        self._log = log
+        # What was empty and settled when last looked at: the position read after, and the head of the log.
+        self._quiet: tuple[int, int] | None = None
+
+    def append(
+        self,
+        events: NewStoreEvent | Sequence[NewStoreEvent],
+        condition: Condition | None = None,
+        *,
+        connection: Connection[Any] | None = None,
+        patience_seconds: float = 30.0,
+    ) -> Appended:
+        """Append events, all of them or none, if the condition holds; AppendConflict says that it does not.
+
+        Events that have ids may be appended again without harm: an append that was done is not done twice.
+        A lost database is waited for. With `connection`, they are appended when that transaction commits, and until
+        then nobody else can append; a conflict leaves the transaction as it was.
+        """
+        batch = [events] if isinstance(events, NewStoreEvent) else list(events)
+        encoded = calls.encode_append(batch, condition, new_event_ids(len(batch)))
+        if connection is not None:
+            (verdict,) = self._log._run(calls.append_group(self.topic, [encoded]), connection)
+        else:
+            verdict = self._patiently(
+                partial(self._lane.append, encoded, timeout_seconds=patience_seconds), patience_seconds
+            )
+        return outcome(verdict, condition)
+
+    def read(
+        self,
+        query: Query = EVERYTHING,
+        *,
+        after: int = 0,
+        before: int | None = None,
+        backwards: bool = False,
+        batch_size: int = 100,
+        max_bytes: int = 16_777_216,
+        connection: Connection[Any] | None = None,
+    ) -> list[StoreEvent]:
+        """A batch of the events that match, after one position and before another; backwards: the newest first."""
+        call = calls.read_matching(
+            self.topic,
+            query,
+            after=after,
+            before=before,
+            batch_size=batch_size,
+            max_bytes=max_bytes,
+            backwards=backwards,
+        )
+        return self._log._run(call, connection)
+
+    def count(
+        self,
+        query: Query = EVERYTHING,
+        *,
+        after: int = 0,
+        before: int | None = None,
+        connection: Connection[Any] | None = None,
+    ) -> int:
+        """How many events match."""
+        return self._log._run(calls.count_matching(self.topic, query, after=after, before=before), connection)
+
+    def latest(self, query: Query, *, connection: Connection[Any] | None = None) -> Latest:
+        """The latest event of each item of the query, and the position of the latest of all."""
+        return self._log._run(calls.latest_matching(self.topic, query), connection)
+
+    def head(self, *, connection: Connection[Any] | None = None) -> int:
+        """The position of the last event; 0 if there is none."""
+        return self._log._run(calls.event_store_head(self.topic), connection)
+
+    def create_index(self, name: str, fields: Sequence[str], *, batch_size: int = 1000) -> None:
+        """Let queries on all of these fields, and maybe more, find their events as by a tag. Appends go on meanwhile.
+
+        Returns when it is filled. If that is interrupted, call it again: it goes on where it was.
+        """
+        self._log._run(calls.create_field_index(self.topic, name, fields))
+        while self._log.run(calls.fill_field_index(self.topic, name, batch_size=batch_size)):
+            pass
+
+    def drop_index(self, name: str) -> bool:
+        """Do without an index from now on; upkeep gives its room back. False if there was none."""
+        return self._log._run(calls.drop_field_index(self.topic, name))
+
+    def indexes(self) -> list[FieldIndex]:
+        """The indexes on fields."""
+        return self._log._run(calls.field_indexes(self.topic))
+
+    def process(
+        self,
+        query: Query,
+        handler: StoreHandler,
+        *,
+        cursor: str,
+        after: int | None = None,
+        from_end: bool = False,
+        batch_size: int = 1000,
+        stop_when_caught_up: bool = False,
+        patience_seconds: float | None = 60.0,
+    ) -> None:
+        """Run `handler(connection, events)` on every batch that matches, its transaction moving the cursor too.
+
+        What the handler writes on that connection and the position commit together, so each event has its
+        effect exactly once.
+        """
+        place = saved = self._begin(after, from_end, cursor)
+        while True:
+            place, events = self._next(query, place, batch_size, stop_when_caught_up, patience_seconds)
+            try:
+                if events:
+                    move = calls.advance_cursor(cursor, from_position=saved, to_position=place)
+                    self._patiently(partial(self._apply, handler, events, move), patience_seconds)
+                    saved = place
+                elif stop_when_caught_up:
+                    return
+                elif (found := self._look_at(cursor, patience_seconds)) != saved:
+                    place = saved = found
+            except CursorMoved:
+                place = saved = self._look_at(cursor, patience_seconds)
+            self._do_upkeep()
+
+    def compete(
+        self,
+        group: str,
+        query: Query = EVERYTHING,
+        *,
+        worker: str,
+        batch_size: int = 100,
+        lease_seconds: float | None = None,
+        stop_when_caught_up: bool = False,
+        poll_seconds: float = 0.05,
+    ) -> Iterator[Sequence[StoreEvent]]:
+        """Batches of events that match, each given to one of all who compete in the group, which is made if missing.
+
+        A batch is done when the next one is asked for. Whoever dies or takes too long loses its batch to another;
+        what is no match is done at once.
+        """
+        self._log._run(calls.create_group(group, topics=[self.topic], start_position=None, if_missing=True))
+        wait = SHORTEST_WAIT_SECONDS
+        reap_at = time.monotonic()
+        while True:
+            self._do_upkeep()
+            if time.monotonic() >= reap_at:
+                # What the dead have left goes to the living.
+                self._log.run(calls.reap(group))
+                reap_at = time.monotonic() + REAP_SECONDS
+            claim = calls.claim(group, worker=worker, batch_size=batch_size, lease_seconds=lease_seconds, relaxed=True)
+            lease: Lease | None = self._log.run(claim)
+            if lease is None:
+                if stop_when_caught_up:
+                    return
+                time.sleep(wait)
+                wait = min(wait * 2, poll_seconds)
+                continue
+            wait = SHORTEST_WAIT_SECONDS
+            found = self._log.run(calls.read_at(self.topic, [event.position for event in lease.events]))
+            events = [event for event in found if query.matches(event)]
+            if events:
+                yield events
+            try:
+                self._log.run(calls.settle(lease, {}, rest_done=True, relaxed=True))
+            except LeaseLost:
+                # Too late: the events are another's now.
+                continue
+
+    def _send(self, appends: Sequence[calls.EncodedAppend]) -> Verdicts:
+        return self._log._run(calls.append_group(self.topic, appends))
+
+    def _read_after(self, position: int, batch_size: int) -> StoreEvents:
+        if self._quiet is not None and self._quiet == (position, self._log._run(calls.head())):
+            return []
+        # While somebody publishes, events may appear without the head moving.
+        state = self._log._run(calls.log_state())
+        events = self._log._run(calls.read_matching(self.topic, after=position, batch_size=batch_size))
+        self._quiet = (position, state.drawn) if not events and state.settled >= state.drawn else None
+        return events
+
+    def _read_batch(
+        self, query: Query, after: int, before: int | None, backwards: bool, batch_size: int
+    ) -> StoreEvents:
+        return self.read(query, after=after, before=before, backwards=backwards, batch_size=batch_size)
+
+    def _last_position(self) -> int:
+        return self.head()
+
+    def _open_cursor(self, name: str, start_after: int) -> int:
+        call = calls.open_cursor(name, topics=[self.topic], start_after=start_after)
+        return (self._log._run(call)).position
+
+    def _find_cursor(self, name: str) -> int | None:
+        found = self._log._run(calls.find_cursor(name))
+        return None if found is None else found.position
+
+    def _move_cursor(self, name: str, from_position: int, to_position: int) -> None:
+        self._log._run(calls.advance_cursor(name, from_position=from_position, to_position=to_position))
+
+    def _do_upkeep(self) -> None:
+        self._log.do_upkeep()
+
+    def _patiently(self, act: Callable[[], T], patience_seconds: float | None) -> T:
+        return self._log._patiently(act, patience_seconds)
+
+    def _apply(self, handler: StoreHandler, events: Sequence[StoreEvent], move: calls.Call[None]) -> None:
+        with self._log.transaction() as connection:
+            self._log._run(move, connection)
+            handler(connection, events)
+
+
+class Stores(Shell):
+    """The event stores of the log."""
+
+    def __init__(self, pool: ConnectionPool[PooledConnection]) -> None:
+        super().__init__(pool)
+        self._stores: dict[str, EventStore] = {}
+
+    def create_store(
+        self,
+        name: str,
+        *,
+        max_payload_bytes: int | None = None,
+        max_header_bytes: int | None = None,
+        if_missing: bool = False,
+    ) -> EventStore:
+        """Create an event store: a topic whose events are found by query and appended under conditions."""
+        call = calls.create_event_store(
+            name, max_payload_bytes=max_payload_bytes, max_header_bytes=max_header_bytes, if_missing=if_missing
+        )
+        self._run(call)
+        return self.store(name)
+
+    def store(self, name: str) -> EventStore:
+        """An event store that exists. Asks nothing of the database: a wrong name shows at its first use."""
+        return self._stores.setdefault(name, EventStore(self, name))

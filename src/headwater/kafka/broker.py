@@ -1,0 +1,205 @@
+"""One broker process: who it is, which others live, which topics there are. All of it is read from Postgres."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Final, NamedTuple
+from uuid import UUID
+
+import psycopg
+
+from headwater.access import Access
+from headwater.aio import AsyncHeadwater
+from headwater.calls import access as access_calls
+from headwater.calls import kafka as calls
+from headwater.calls.kafka import KafkaBroker, KafkaTopic, Lane
+from headwater.errors import HeadwaterError
+from headwater.kafka.tails import Tails
+from headwater.telemetry import ERROR, logger
+
+LEASE_SECONDS: Final = 6.0
+RENEW_SECONDS: Final = 1.5
+TOPICS_AGE_SECONDS: Final = 1.0
+"""How long after a change elsewhere this broker may still go by what it knew."""
+BROKERS_AGE_SECONDS: Final = 0.3
+UPKEEP_SECONDS: Final = 600.0
+COMPACT_SECONDS: Final = 15.0
+
+
+class Settings(NamedTuple):
+    """What a broker is told at its start."""
+
+    host: str
+    port: int
+    default_partitions: int = 1
+    max_frame_bytes: int = 104_857_600
+    max_connections: int = 2_000
+    rebalance_delay_seconds: float = 0.2
+    # Whether clients must say who they are, and whether only those of this machine come at all.
+    authenticate: bool = False
+    loopback: bool = True
+
+
+class Broker:
+    """This process among the brokers of the log."""
+
+    def __init__(self, log: AsyncHeadwater, settings: Settings) -> None:
+        self.log = log
+        self.settings = settings
+        self.cluster_id = UUID(int=0)
+        self.node_id = 0
+        self.incarnation = 0
+        self.brokers: list[KafkaBroker] = []
+        self.tails = Tails(log)
+        self.access = Access((), ())
+        self._lease_ends = 0.0
+        self._brokers_read_at = -BROKERS_AGE_SECONDS
+        self._by_name: dict[str, KafkaTopic] = {}
+        self._by_id: dict[int, KafkaTopic] = {}
+        self._topics_read_at = -TOPICS_AGE_SECONDS
+        self._refreshing = asyncio.Lock()
+        self._tasks: list[asyncio.Task[None]] = []
+        # Set when something that must run for ever ended: then the broker is of no use any more.
+        self.failed = asyncio.Event()
+
+    async def start(self) -> None:
+        """Register with the others and keep the lease until `stop`."""
+        self.cluster_id = await self.log.run(calls.kafka_cluster_id())
+        await self._register()
+        await self.refresh_topics()
+        await self.refresh_access()
+        self._tasks = [
+            asyncio.create_task(self._keep_lease(), name="kafka lease"),
+            asyncio.create_task(self.tails.watch(), name="kafka tails"),
+            asyncio.create_task(self._compact(), name="kafka compaction"),
+        ]
+        self.watch_over(self._tasks)
+
+    def watch_over(self, tasks: Iterable[asyncio.Task[None]]) -> None:
+        """Notice if one of these ends, which only a bug of ours can bring about."""
+        for task in tasks:
+            task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            logger.error("kafka task ended", exc_info=task.exception(), extra={ERROR: task.get_name()})
+            self.failed.set()
+
+    async def stop(self) -> None:
+        """Give up the lease, so that others take over at once."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._lease_ends = 0.0
+        with suppress(HeadwaterError, psycopg.Error):
+            await self.log.run(calls.kafka_renew(self.incarnation, lease_seconds=0), patience_seconds=0)
+
+    # The lease
+
+    @property
+    def holds_lease(self) -> bool:
+        """Whether no other broker can have taken this one for dead."""
+        return time.monotonic() < self._lease_ends
+
+    async def _register(self) -> None:
+        asked_at = time.monotonic()
+        self.node_id, self.incarnation = await self.log.run(
+            calls.kafka_register(self.settings.host, self.settings.port, lease_seconds=LEASE_SECONDS)
+        )
+        self._lease_ends = asked_at + LEASE_SECONDS
+        await self.refresh_brokers()
+
+    async def refresh_brokers(self) -> None:
+        """Learn who lives, unless that was just learnt."""
+        if time.monotonic() - self._brokers_read_at > BROKERS_AGE_SECONDS:
+            self._brokers_read_at = time.monotonic()
+            self.brokers = await self.log.run(calls.kafka_brokers(), patience_seconds=5)
+
+    async def _keep_lease(self) -> None:
+        upkeep_at = time.monotonic() + UPKEEP_SECONDS
+        while True:
+            await asyncio.sleep(RENEW_SECONDS)
+            asked_at = time.monotonic()
+            try:
+                call = calls.kafka_renew(self.incarnation, lease_seconds=LEASE_SECONDS)
+                if await self.log.run(call, patience_seconds=0):
+                    self._lease_ends = asked_at + LEASE_SECONDS
+                    await self.refresh_brokers()
+                else:
+                    await self._register()
+                await self.refresh_access()
+                await self.log.run(calls.kafka_reap_transactions(), patience_seconds=0)
+                if asked_at > upkeep_at:
+                    upkeep_at = asked_at + UPKEEP_SECONDS
+                    await self.log.run(calls.kafka_upkeep(), patience_seconds=0)
+                await self.log.do_upkeep()
+            except (HeadwaterError, psycopg.Error) as error:
+                # Until the lease ends nothing is lost; after it, `holds_lease` says so.
+                logger.warning("broker lease not renewed", extra={ERROR: str(error)})
+
+    async def _compact(self) -> None:
+        """Compact topics now and then. Apart from the lease, which must not wait for it."""
+        while True:
+            await asyncio.sleep(COMPACT_SECONDS)
+            try:
+                await self.log.run(calls.kafka_compact(), patience_seconds=0)
+            except (HeadwaterError, psycopg.Error) as error:
+                logger.warning("topics not compacted", extra={ERROR: str(error)})
+
+    async def refresh_access(self) -> None:
+        """Learn what accounts may do. A change elsewhere counts here when the lease is next renewed."""
+        if self.settings.authenticate:
+            accounts = await self.log.run(access_calls.accounts(), patience_seconds=5)
+            permissions = await self.log.run(access_calls.permissions(), patience_seconds=5)
+            self.access = Access((name for name, administrator in accounts if administrator), permissions)
+
+    # Topics
+
+    async def refresh_topics(self) -> None:
+        asked_at = time.monotonic()
+        topics = await self.log.run(calls.kafka_topics(), patience_seconds=5)
+        self._by_name = {topic.name: topic for topic in topics}
+        self._by_id = {topic.id: topic for topic in topics}
+        self._topics_read_at = asked_at
+
+    async def topics(self) -> list[KafkaTopic]:
+        """All topics, as of a moment ago."""
+        async with self._refreshing:
+            if time.monotonic() - self._topics_read_at > TOPICS_AGE_SECONDS:
+                await self.refresh_topics()
+        return list(self._by_name.values())
+
+    async def topic_named(self, name: str) -> KafkaTopic | None:
+        return await self._found(lambda: self._by_name.get(name))
+
+    async def topic_with_uuid(self, uuid: UUID | None) -> KafkaTopic | None:
+        if uuid is None or uuid.bytes[:12] != self.cluster_id.bytes[:12]:
+            return None
+        topic_id = int.from_bytes(uuid.bytes[12:], "big")
+        return await self._found(lambda: self._by_id.get(topic_id))
+
+    async def _found(self, look: Callable[[], KafkaTopic | None]) -> KafkaTopic | None:
+        asked_at = time.monotonic()
+        topic = look()
+        if topic is None or asked_at - self._topics_read_at > TOPICS_AGE_SECONDS:
+            # A topic that is not known may be new. One look serves all who asked before it began.
+            async with self._refreshing:
+                if self._topics_read_at < asked_at:
+                    await self.refresh_topics()
+            topic = look()
+        return topic
+
+    def uuid_of(self, topic: KafkaTopic) -> UUID:
+        """A topic's id for Kafka: that of the cluster with the topic's own, which never comes again, at its end."""
+        return self.uuid_of_id(topic.id)
+
+    def uuid_of_id(self, topic_id: int) -> UUID:
+        return UUID(bytes=self.cluster_id.bytes[:12] + topic_id.to_bytes(4, "big"))
+
+    def leader_of(self, lane: Lane) -> int:
+        """The broker that clients should ask for a lane. Any could serve it: this only spreads the work."""
+        living = self.brokers or [KafkaBroker(self.node_id, self.incarnation, self.settings.host, self.settings.port)]
+        return living[(lane.topic_id + lane.partition) % len(living)].node_id

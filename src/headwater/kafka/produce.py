@@ -1,0 +1,333 @@
+"""Produce: batches of records become events. Requests that come together share one transaction."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+import psycopg
+
+from headwater.calls import kafka as calls
+from headwater.calls.kafka import AppendBatch, Appended, KafkaTopic, Lane
+from headwater.errors import EventTooLarge, HeadwaterError, InvalidRequest, LogUnavailable, TransactionAborted
+from headwater.kafka.broker import Broker
+from headwater.kafka.events import NO_PARTS, Parts, parts_of
+from headwater.kafka.records import (
+    TRANSACTIONAL,
+    BadBatch,
+    BatchHeader,
+    Columns,
+    read_header,
+    read_records,
+)
+from headwater.kafka.wire import ErrorCode, Request
+from headwater.telemetry import ERROR, logger
+
+MAX_RECORDS: Final = 20_000
+MAX_BYTES: Final = 16 * 1024 * 1024
+"""What one transaction takes, unless a single batch is larger."""
+MAX_KEY_BYTES: Final = 65_535
+MAX_PENDING_BYTES: Final = 64 * 1024 * 1024
+"""What may wait to be written. While there is more, no further request is begun."""
+UNPACKED_LIMIT_BYTES: Final = 64 * 1024 * 1024
+_INT64: Final = 2**63
+
+OUTCOMES: Final = {
+    "appended": ErrorCode.none,
+    "staged": ErrorCode.none,
+    "duplicate": ErrorCode.none,
+    "out of order": ErrorCode.out_of_order_sequence_number,
+    "fenced": ErrorCode.invalid_producer_epoch,
+    "no topic": ErrorCode.unknown_topic_or_partition,
+    "no transaction": ErrorCode.invalid_txn_state,
+    "unknown": ErrorCode.invalid_producer_id_mapping,
+}
+
+
+class Refused(Exception):
+    """A batch that is not taken, with the code that says why."""
+
+    def __init__(self, code: ErrorCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+class _Pending(NamedTuple):
+    batch: AppendBatch
+    bytes: int
+    done: asyncio.Future[Appended]
+
+
+class Appender:
+    """Appends batches in the order they come, as many to a transaction as wait when it begins."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self._pending: deque[_Pending] = deque()
+        self._wanted = asyncio.Event()
+        self.pending_bytes = 0
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+        self._apart = asyncio.Semaphore(2)
+
+    async def room(self) -> None:
+        """Wait until there is room for more."""
+        await self._has_room.wait()
+
+    def submit(self, batch: AppendBatch, size_bytes: int) -> asyncio.Future[Appended]:
+        done: asyncio.Future[Appended] = asyncio.get_running_loop().create_future()
+        self._pending.append(_Pending(batch, size_bytes, done))
+        self.pending_bytes += size_bytes
+        if self.pending_bytes > MAX_PENDING_BYTES:
+            self._has_room.clear()
+        self._wanted.set()
+        return done
+
+    async def run(self) -> None:
+        """Append what is submitted, for ever."""
+        while True:
+            while not self._pending:
+                self._wanted.clear()
+                await self._wanted.wait()
+            taken = self._take()
+            try:
+                await self._append(taken)
+            finally:
+                self.pending_bytes -= sum(one.bytes for one in taken)
+                if self.pending_bytes <= MAX_PENDING_BYTES:
+                    self._has_room.set()
+                for one in taken:
+                    # Whoever waits must hear something, also when this task is ended.
+                    if not one.done.done():
+                        one.done.set_exception(LogUnavailable("the broker stops"))
+
+    def _take(self) -> list[_Pending]:
+        taken: list[_Pending] = []
+        records = size = 0
+        while self._pending:
+            ahead = self._pending[0]
+            records += len(ahead.batch.payloads)
+            size += ahead.bytes
+            if taken and (records > MAX_RECORDS or size > MAX_BYTES):
+                break
+            taken.append(self._pending.popleft())
+        return taken
+
+    async def _append(self, taken: Sequence[_Pending]) -> None:
+        try:
+            answers = await self._run([one.batch for one in taken])
+        except (HeadwaterError, psycopg.Error) as error:
+            lanes = list(dict.fromkeys(one.batch.lane for one in taken))
+            # That somebody holds the lane is true of all of its batches: trying each would take as long each time.
+            held = isinstance(error, psycopg.errors.LockNotAvailable) and len(lanes) == 1
+            if len(taken) == 1 or held or isinstance(error, LogUnavailable):
+                for one in taken:
+                    if not one.done.done():
+                        one.done.set_exception(error)
+            elif len(lanes) == 1:
+                # One batch is at fault: the others must not pay for it.
+                for one in taken:
+                    await self._append([one])
+            else:
+                # Or one lane, that somebody holds.
+                await asyncio.gather(*(self._append_apart(lane, taken) for lane in lanes))
+            return
+        for one, answer in zip(taken, answers, strict=True):
+            if not one.done.done():
+                one.done.set_result(answer)
+            if answer.outcome == "appended" and answer.base_offset is not None:
+                self._broker.tails.advance(one.batch.lane, answer.base_offset + len(one.batch.payloads))
+
+    async def _append_apart(self, lane: Lane, taken: Sequence[_Pending]) -> None:
+        # A few at a time: the lease and others who read need connections too.
+        async with self._apart:
+            await self._append([one for one in taken if one.batch.lane == lane])
+
+    async def _run(self, batches: Sequence[AppendBatch]) -> list[Appended]:
+        for _ in range(5):
+            try:
+                # No patience: whether a lost commit happened is not known, and only the client may decide to repeat.
+                return await self._broker.log.run(calls.kafka_append(batches), patience_seconds=0)
+            except TransactionAborted as error:
+                logger.warning("append runs again", extra={ERROR: error.message})
+        raise LogUnavailable("an append was ended by Postgres again and again")
+
+
+class _Answer(NamedTuple):
+    """What is said of one partition."""
+
+    partition: int
+    code: ErrorCode = ErrorCode.none
+    message: str | None = None
+    base_offset: int = -1
+    log_append_ms: int = -1
+
+    def fields(self) -> dict[str, Any]:
+        return {
+            "index": self.partition,
+            "error_code": self.code,
+            "error_message": self.message,
+            "base_offset": self.base_offset,
+            "log_append_time": self.log_append_ms,
+            "log_start_offset": -1,
+            "record_errors": (),
+        }
+
+
+Staging = Callable[[str, AppendBatch], Awaitable[Appended]]
+
+
+class Producing:
+    """The API Produce."""
+
+    def __init__(self, broker: Broker, *, appenders: int = 2) -> None:
+        self._broker = broker
+        self._appenders = [Appender(broker) for _ in range(appenders)]
+
+    def tasks(self) -> list[asyncio.Task[None]]:
+        return [asyncio.create_task(appender.run(), name="kafka appender") for appender in self._appenders]
+
+    async def begin(self, request: Request, stage: Staging) -> Awaitable[dict[str, Any] | None]:
+        """Queue the batches of a request, in order, and return what waits for them; that gives the answer."""
+        fields = request.fields
+        for appender in self._appenders:
+            await appender.room()
+        waiting: list[tuple[dict[str, Any], list[Awaitable[_Answer]]]] = []
+        for asked in fields.topic_data or ():
+            by_id = request.version >= 13
+            topic = await (
+                self._broker.topic_with_uuid(asked.topic_id) if by_id else self._broker.topic_named(asked.name)
+            )
+            missing = ErrorCode.unknown_topic_id if by_id else ErrorCode.unknown_topic_or_partition
+            answers: list[Awaitable[_Answer]] = []
+            for part in asked.partition_data or ():
+                try:
+                    answers.append(self._queue(request, topic, missing, part, stage))
+                except Refused as refused:
+                    answers.append(_now(_Answer(part.index, refused.code, refused.message)))
+            named: dict[str, Any] = {"topic_id": asked.topic_id} if by_id else {"name": asked.name}
+            waiting.append((named, answers))
+        return _answered(waiting, silent=fields.acks == 0)
+
+    def _queue(
+        self, request: Request, topic: KafkaTopic | None, missing: ErrorCode, part: Any, stage: Staging
+    ) -> Awaitable[_Answer]:
+        if request.fields.acks not in (-1, 0, 1):
+            raise Refused(ErrorCode.invalid_required_acks, "acks is -1, 0 or 1")
+        if topic is not None and not request.allowed("write", "topic", topic.name):
+            raise Refused(ErrorCode.topic_authorization_failed, f'topic "{topic.name}" may not be written to')
+        if topic is None or not 0 <= part.index < topic.partitions:
+            raise Refused(missing, "there is no such topic or partition")
+        if not topic.writable:
+            kind = "open" if topic.kind == "open" else "an event store"
+            raise Refused(
+                ErrorCode.invalid_request,
+                f'topic "{topic.name}" is {kind}: it can be read here, and written by SQL and the library only',
+            )
+        batch, transactional = _as_batch(topic, part, version=request.version)
+        # Unpacked, since that is what waits.
+        size = sum(map(len, filter(None, batch.payloads)))
+        if transactional:
+            if not request.fields.transactional_id:
+                raise Refused(ErrorCode.invalid_txn_state, "the batch is of a transaction, the request is not")
+            if not request.allowed("write", "transaction", request.fields.transactional_id):
+                raise Refused(ErrorCode.transactional_id_authorization_failed, "the transactional id may not be used")
+            landing: asyncio.Future[Appended] = asyncio.ensure_future(stage(request.fields.transactional_id, batch))
+        else:
+            appender = self._appenders[hash(batch.lane) % len(self._appenders)]
+            landing = appender.submit(batch, size)
+        return _landed(part.index, landing, log_append=topic.timestamp_type == "LogAppendTime")
+
+
+async def _answered(
+    waiting: list[tuple[dict[str, Any], list[Awaitable[_Answer]]]], *, silent: bool
+) -> dict[str, Any] | None:
+    responses = [
+        {**named, "partition_responses": [(await answer).fields() for answer in answers]} for named, answers in waiting
+    ]
+    return None if silent else {"responses": responses}
+
+
+async def _now(answer: _Answer) -> _Answer:
+    return answer
+
+
+async def _landed(index: int, landing: Awaitable[Appended], *, log_append: bool) -> _Answer:
+    try:
+        appended = await landing
+    except LogUnavailable as error:
+        return _Answer(index, ErrorCode.request_timed_out, error.message)
+    except EventTooLarge as error:
+        return _Answer(index, ErrorCode.message_too_large, error.message)
+    except InvalidRequest as error:
+        return _Answer(index, ErrorCode.invalid_record, error.message)
+    except psycopg.errors.LockNotAvailable:
+        return _Answer(index, ErrorCode.request_timed_out, "another transaction holds the partition")
+    except (HeadwaterError, psycopg.Error) as error:
+        logger.error("append failed", extra={ERROR: str(error)})
+        return _Answer(index, ErrorCode.unknown_server_error, str(error))
+    code = OUTCOMES[appended.outcome]
+    offset = -1 if appended.base_offset is None else appended.base_offset
+    fresh = log_append and appended.outcome == "appended"
+    return _Answer(index, code, None, offset, appended.appended_ms if fresh else -1)
+
+
+def _as_batch(topic: KafkaTopic, part: Any, *, version: int) -> tuple[AppendBatch, bool]:
+    """The batch that a client sent for a partition, checked, and whether it is of a transaction."""
+    if part.records is None:
+        raise Refused(ErrorCode.invalid_record, "there are no records")
+    if len(part.records) > topic.max_payload_bytes:
+        raise Refused(
+            ErrorCode.message_too_large,
+            f"a batch of {len(part.records)} bytes is above max.message.bytes, {topic.max_payload_bytes}",
+        )
+    try:
+        header = read_header(part.records)
+        if header.codec == 4 and version < 7:
+            raise Refused(ErrorCode.unsupported_compression_type, "zstd needs Produce version 7 or newer")
+        columns = read_records(part.records, header, limit_bytes=UNPACKED_LIMIT_BYTES)
+        return _checked(topic, Lane(topic.id, part.index), header, columns), bool(header.attributes & TRANSACTIONAL)
+    except BadBatch as error:
+        code = ErrorCode.corrupt_message if error.corrupt else ErrorCode.invalid_record
+        raise Refused(code, str(error)) from None
+
+
+def _checked(topic: KafkaTopic, lane: Lane, header: BatchHeader, columns: Columns) -> AppendBatch:
+    if header.producer_id >= 0 and (header.producer_epoch < 0 or header.first_sequence < 0):
+        raise BadBatch("an idempotent batch needs an epoch and a sequence")
+    if any(key is not None and len(key) > MAX_KEY_BYTES for key in columns.keys):
+        raise BadBatch(f"a key is up to {MAX_KEY_BYTES} bytes")
+    if any(value is not None and len(value) > topic.max_payload_bytes for value in columns.values):
+        raise Refused(ErrorCode.message_too_large, f"a value is up to {topic.max_payload_bytes} bytes")
+    if not all(-_INT64 <= time_ms < _INT64 for time_ms in (min(columns.times_ms), max(columns.times_ms))):
+        raise BadBatch("a timestamp is outside of 64 bits")
+    if topic.compacted and None in columns.keys:
+        raise BadBatch("a compacted topic takes no record without a key")
+    parts = _parts(topic, columns)
+    # The order of Columns is that of a record; that of AppendBatch is the database's.
+    return AppendBatch(
+        lane,
+        header.producer_id,
+        header.producer_epoch,
+        header.first_sequence,
+        columns.values,
+        columns.keys,
+        None if parts is None else [part.type for part in parts],
+        None if parts is None else [part.routing_key for part in parts],
+        None if parts is None else [part.headers for part in parts],
+        None if parts is None else [part.content_type for part in parts],
+        None if topic.timestamp_type == "LogAppendTime" else columns.times_ms,
+        None if parts is None else [part.kept for part in parts],
+    )
+
+
+def _parts(topic: KafkaTopic, columns: Columns) -> list[Parts] | None:
+    if not any(columns.headers):
+        return None
+    parts = [NO_PARTS if section is None else parts_of(section) for section in columns.headers]
+    if any(section is not None and len(section) > topic.max_header_bytes for section in columns.headers):
+        raise Refused(ErrorCode.message_too_large, f"headers are up to {topic.max_header_bytes} bytes")
+    return parts

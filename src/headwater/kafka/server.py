@@ -1,0 +1,306 @@
+"""Connections of Kafka clients: frames in, answers out in the same order, with a limit on everything."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import struct
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from logging import INFO, WARNING
+from typing import Any, Final
+
+import psycopg
+
+from headwater.aio import AsyncHeadwater
+from headwater.errors import HeadwaterError
+from headwater.kafka.apis import OFFERED, Answer, Apis, api_versions
+from headwater.kafka.broker import Broker, Settings
+from headwater.kafka.security import AUTHENTICATE, HANDSHAKE, Session
+from headwater.kafka.wire import (
+    API_VERSIONS,
+    PRODUCE,
+    ErrorCode,
+    Malformed,
+    Request,
+    Unsupported,
+    encode_response,
+    read_request,
+)
+from headwater.telemetry import ERROR, logger
+
+FIRST_BUFFER_BYTES: Final = 64 * 1024
+MAX_OTHER_FRAME_BYTES: Final = 16 * 1024 * 1024
+"""Only a produce request may be larger."""
+WAITING_FRAMES: Final = 32
+WAITING_BYTES: Final = 64 * 1024 * 1024
+UNANSWERED: Final = 64
+MAX_STRANGER_FRAME_BYTES: Final = 64 * 1024
+"""Of a client that has yet to say who it is."""
+WRITE_HIGH_WATER_BYTES: Final = 4 * 1024 * 1024
+IDLE_SECONDS: Final = 600.0
+
+
+class Connection(asyncio.BufferedProtocol):
+    """One client. A frame that is none ends it, and no other connection notices."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._transport: asyncio.Transport | None = None
+        self._buffer = bytearray(FIRST_BUFFER_BYTES)
+        self._filled = 0
+        self._frames: deque[memoryview] = deque()
+        self._frames_bytes = 0
+        self._arrived = asyncio.Event()
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self._paused = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self._answers: asyncio.Queue[tuple[Request | Unsupported, asyncio.Future[Answer]]] = asyncio.Queue(UNANSWERED)
+        self.host = ""
+        self._session: Session | None = None
+
+    # What asyncio calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.set_write_buffer_limits(high=WRITE_HIGH_WATER_BYTES)
+        peer = transport.get_extra_info("peername")
+        self.host = f"/{peer[0]}" if isinstance(peer, tuple) else "/"
+        encrypted = transport.get_extra_info("ssl_object") is not None
+        self._session = Session(self._server.broker, encrypted=encrypted)
+        if not self._server.admit(self):
+            transport.abort()
+            return
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._serve()), loop.create_task(self._write())]
+        for task in self._tasks:
+            task.add_done_callback(self._stopped)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._server.dismiss(self)
+        for task in self._tasks:
+            task.cancel()
+
+    def get_buffer(self, size_hint: int) -> memoryview:
+        return memoryview(self._buffer)[self._filled :]
+
+    def buffer_updated(self, count: int) -> None:
+        self._filled += count
+        try:
+            self._cut()
+        except Malformed as error:
+            self._end(error)
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+
+    # Frames
+
+    def _cut(self) -> None:
+        """Take the whole frames out of the buffer; make room for the rest of one that is not whole yet."""
+        place = 0
+        needed = 4
+        view = memoryview(self._buffer)
+        while self._filled - place >= 4:
+            (size,) = struct.unpack_from(">i", view, place)
+            known = self._session is not None and self._session.admitted
+            if not 8 <= size <= (self._server.broker.settings.max_frame_bytes if known else MAX_STRANGER_FRAME_BYTES):
+                raise Malformed(f"a frame of {size} bytes")
+            if size > MAX_OTHER_FRAME_BYTES and self._filled - place >= 6:
+                (api,) = struct.unpack_from(">h", view, place + 4)
+                if api != PRODUCE:
+                    raise Malformed(f"a frame of {size} bytes for API {api}")
+            needed = 4 + size
+            if self._filled - place < needed:
+                break
+            self._frames.append(view[place + 4 : place + needed])
+            self._frames_bytes += size
+            place += needed
+            needed = 4
+        if place:
+            # The frames keep the old buffer; the rest goes on in a new one.
+            rest = view[place : self._filled]
+            self._buffer = bytearray(max(FIRST_BUFFER_BYTES, min(needed, 2 * len(rest))))
+            self._buffer[: len(rest)] = rest
+            self._filled = len(rest)
+            self._arrived.set()
+            if len(self._frames) >= WAITING_FRAMES or self._frames_bytes >= WAITING_BYTES:
+                self._pause()
+        elif self._filled == len(self._buffer):
+            # It grows with what has come, not with what was announced.
+            grown = bytearray(min(needed, 4 * len(self._buffer)))
+            grown[: self._filled] = self._buffer
+            self._buffer = grown
+
+    def _pause(self) -> None:
+        if self._transport is not None and not self._paused:
+            self._paused = True
+            self._transport.pause_reading()
+
+    async def _next_frame(self) -> memoryview:
+        while not self._frames:
+            self._arrived.clear()
+            async with asyncio.timeout(IDLE_SECONDS):
+                await self._arrived.wait()
+        frame = self._frames.popleft()
+        self._frames_bytes -= len(frame)
+        if self._paused and len(self._frames) < WAITING_FRAMES // 2 and self._frames_bytes < WAITING_BYTES // 2:
+            self._paused = False
+            assert self._transport is not None
+            self._transport.resume_reading()
+        return frame
+
+    # Requests and answers
+
+    async def _introduced(self, request: Request) -> Answer:
+        assert self._session is not None
+        act = self._session.handshake if request.api == HANDSHAKE else self._session.authenticate
+        return await act(request)
+
+    async def _serve(self) -> None:
+        session = self._session
+        assert session is not None
+        try:
+            while True:
+                request = read_request(await self._next_frame(), OFFERED)
+                if isinstance(request, Unsupported):
+                    await self._answers.put((request, _known(_refusal(request))))
+                    continue
+                if request.api in (HANDSHAKE, AUTHENTICATE):
+                    await self._answers.put((request, _known(await self._introduced(request))))
+                    continue
+                if not session.admitted and request.api != API_VERSIONS:
+                    raise Malformed("the client did not say who it is")
+                # Begun one after the other: records of one connection are queued in the order they came.
+                answer = await self._server.apis.begin(request._replace(allowed=session.allowed), self.host)
+                if request.api == PRODUCE:
+                    await self._answers.put((request, asyncio.ensure_future(answer)))
+                else:
+                    await self._answers.put((request, _known(await answer)))
+        except (Malformed, TimeoutError, HeadwaterError, psycopg.Error) as error:
+            self._end(error)
+
+    async def _write(self) -> None:
+        """Send the answers in the order of their requests."""
+        assert self._transport is not None
+        try:
+            while True:
+                request, answer = await self._answers.get()
+                fields = await answer
+                if fields is None:
+                    if isinstance(request, Unsupported):
+                        raise Malformed(f"API {request.api} version {request.version} is not offered")
+                    continue
+                version = 0 if isinstance(request, Unsupported) else request.version
+                self._transport.write(encode_response(request.api, version, request.correlation_id, fields))
+                if self._session is not None and self._session.failed and request.api == AUTHENTICATE:
+                    raise Malformed("the client is not who it says")
+                async with asyncio.timeout(IDLE_SECONDS):
+                    await self._writable.wait()
+        except (Malformed, TimeoutError, HeadwaterError, psycopg.Error) as error:
+            self._end(error)
+
+    def _end(self, error: BaseException) -> None:
+        # What was answered before still goes out. A client takes it as: connect and try again.
+        if self._transport is not None and not self._transport.is_closing():
+            lost = isinstance(error, HeadwaterError | psycopg.Error)
+            logger.log(WARNING if lost else INFO, "kafka connection ended", extra={ERROR: str(error)})
+            self._transport.close()
+
+    def _stopped(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is not None:
+            # A bug of ours: it costs one connection, and is not kept quiet.
+            logger.error("kafka connection failed", exc_info=error)
+            self._end(error)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+
+def _known(fields: Answer) -> asyncio.Future[Answer]:
+    known: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+    known.set_result(fields)
+    return known
+
+
+def _refusal(request: Unsupported) -> Answer:
+    if request.api == API_VERSIONS:
+        # In the oldest form, so that a client of any age can read which versions there are.
+        return api_versions(ErrorCode.unsupported_version)
+    return None
+
+
+class Server:
+    """The listening side of a broker."""
+
+    def __init__(self, broker: Broker) -> None:
+        self.broker = broker
+        self.apis = Apis(broker)
+        self._connections: set[Connection] = set()
+
+    def admit(self, connection: Connection) -> bool:
+        if len(self._connections) >= self.broker.settings.max_connections:
+            logger.warning("kafka connection refused", extra={ERROR: "there are too many"})
+            return False
+        self._connections.add(connection)
+        return True
+
+    def dismiss(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+
+    def close_all(self) -> None:
+        for connection in list(self._connections):
+            connection.close()
+
+
+@asynccontextmanager
+async def serving(
+    log: AsyncHeadwater,
+    *,
+    listen_host: str,
+    port: int,
+    advertised_host: str | None = None,
+    context: ssl.SSLContext | None = None,
+    **settings: Any,
+) -> AsyncIterator[Broker]:
+    """A broker that listens, until the block is left. Port 0: any free one; the broker's settings say which."""
+    loop = asyncio.get_running_loop()
+    server: Server | None = None
+
+    def connected() -> Connection:
+        assert server is not None
+        return Connection(server)
+
+    # Bound first, so that the address that is registered is ours, and accepting last, when there is a broker.
+    listener = await loop.create_server(connected, listen_host, port, ssl=context, start_serving=False)
+    tasks: list[asyncio.Task[None]] = []
+    try:
+        bound: int = listener.sockets[0].getsockname()[1]
+        broker = Broker(log, Settings(advertised_host or listen_host, bound, **settings))
+        await broker.start()
+        try:
+            server = Server(broker)
+            tasks = server.apis.tasks()
+            broker.watch_over(tasks)
+            await listener.start_serving()
+            yield broker
+        finally:
+            listener.close()
+            if server is not None:
+                server.close_all()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await broker.stop()
+    finally:
+        listener.close()

@@ -1,0 +1,328 @@
+"""What is asked of an event store and what it answers: events, queries, conditions, and whether an event matches.
+
+No I/O here. A query means the same in Postgres (`schema/functions/event_store.sql`), in SQLite and here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from decimal import Decimal
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from headwater.errors import AppendConflict, InvalidEvent, InvalidRequest
+
+JSON_TYPE = "application/json"
+MAX_TAGS = 100
+MAX_TAG_CHARACTERS = 255
+MAX_TYPE_CHARACTERS = 200
+MAX_ITEMS = 100
+# What Postgres can hold of a number, in digits before and behind its point.
+MAX_INTEGER_DIGITS = 131_072
+MAX_FRACTION_DIGITS = 16_383
+
+FieldValue = str | int | float | bool | Decimal
+"""What a field may be compared with. The comparison is of text: `5` and `"5"` are equal, `1` and `1.0` are not."""
+
+
+class NewStoreEvent(NamedTuple):
+    """An event as it is handed to an event store. Without an id it gets one."""
+
+    type: str
+    data: Any = None
+    tags: Sequence[str] = ()
+    metadata: Mapping[str, Any] | None = None
+    event_id: str | None = None
+    content_type: str | None = None
+
+
+class StoreEvent(NamedTuple):
+    """One event of an event store. `topic_offset` counts them without a gap; positions may have gaps."""
+
+    position: int
+    topic_offset: int
+    event_id: str | None
+    type: str | None
+    tags: tuple[str, ...]
+    metadata: Mapping[str, Any] | None
+    content_type: str | None
+    payload: bytes | None
+    published_at: datetime
+
+    @property
+    def data(self) -> Any:
+        """The payload read as JSON, each time anew."""
+        return None if self.payload is None else json.loads(self.payload)
+
+
+class Appended(NamedTuple):
+    """Where the events of an append are. `repeated`: they were there already, from an earlier try."""
+
+    positions: tuple[int, ...]
+    repeated: bool
+
+    @property
+    def position(self) -> int:
+        """Of the last event."""
+        return self.positions[-1]
+
+
+class Verdict(NamedTuple):
+    """What became of one append of a group: its positions, or what stood in its way."""
+
+    positions: tuple[int, ...] | None
+    repeated: bool
+    moved_to: int | None
+    taken_id: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One of these types, all of these tags, and all of these top-level fields of the data. Unsaid is unasked."""
+
+    types: Sequence[str] = ()
+    tags: Sequence[str] = ()
+    fields: Mapping[str, FieldValue] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        types, tags = distinct(self.types, "types"), distinct(self.tags, "tags")
+        if len(types) > MAX_TAGS or len(tags) > MAX_TAGS:
+            raise InvalidRequest(f"an item of a query has up to {MAX_TAGS} types and as many tags")
+        object.__setattr__(self, "types", types)
+        object.__setattr__(self, "tags", tags)
+        object.__setattr__(self, "fields", {_field_name(k): _field_text(v) for k, v in self.fields.items()})
+
+    def matches(self, event: StoreEvent) -> bool:
+        """Whether the event has all that the item asks for."""
+        return (
+            (not self.types or event.type in self.types)
+            and all(tag in event.tags for tag in self.tags)
+            and (not self.fields or self._fields_match(event.payload, event.content_type))
+        )
+
+    def _fields_match(self, payload: bytes | None, content_type: str | None) -> bool:
+        if payload is None or content_type not in (None, JSON_TYPE):
+            return False
+        data = _parsed(payload)
+        return isinstance(data, dict) and all(_scalar_text(data.get(k)) == v for k, v in self.fields.items())
+
+    def as_json(self) -> dict[str, Any]:
+        parts: dict[str, Any] = {}
+        if self.types:
+            parts["types"] = list(self.types)
+        if self.tags:
+            parts["tags"] = list(self.tags)
+        if self.fields:
+            parts["fields"] = dict(self.fields)
+        return parts
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """Matches what any of its items matches; without items, every event."""
+
+    items: Sequence[Item] = ()
+
+    def __post_init__(self) -> None:
+        items = tuple(self.items)
+        if not all(isinstance(item, Item) for item in items):
+            raise InvalidRequest("a query is made of items", hint="Query.of(tags=[...]) makes one of a single item.")
+        if len(items) > MAX_ITEMS:
+            raise InvalidRequest(f"a query has up to {MAX_ITEMS} items, this one has {len(items)}")
+        object.__setattr__(self, "items", items)
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        types: Sequence[str] = (),
+        tags: Sequence[str] = (),
+        fields: Mapping[str, FieldValue] | None = None,
+    ) -> Query:
+        """A query of one item."""
+        return cls((Item(types, tags, fields or {}),))
+
+    def __or__(self, other: Query) -> Query:
+        if not self.items or not other.items:
+            return Query()
+        return Query((*self.items, *other.items))
+
+    def matches(self, event: StoreEvent) -> bool:
+        return not self.items or any(item.matches(event) for item in self.items)
+
+    def as_json(self) -> str:
+        return json.dumps([item.as_json() for item in self.items], ensure_ascii=False)
+
+
+EVERYTHING = Query()
+
+
+@dataclass(frozen=True, slots=True)
+class FieldIndex:
+    """Fields of the data by which events are found as by a tag. Until it is `ready`, queries do without it."""
+
+    name: str
+    fields: tuple[str, ...]
+    ready: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NoMatchAfter:
+    """The condition that nothing after a position matches the query (dcb.events): nothing came since I looked."""
+
+    query: Query
+    position: int = 0
+
+    def __post_init__(self) -> None:
+        _refuse_negative(self.position)
+
+
+@dataclass(frozen=True, slots=True)
+class LatestMatchIs:
+    """The condition that the latest match is at exactly this position; None: that nothing matches at all."""
+
+    query: Query
+    position: int | None
+
+    def __post_init__(self) -> None:
+        _refuse_negative(self.position or 0)
+
+
+Condition = NoMatchAfter | LatestMatchIs
+
+
+@dataclass(frozen=True, slots=True)
+class Latest:
+    """The latest event of each item of a query, None where there is none, and the position of the latest of all."""
+
+    events: tuple[StoreEvent | None, ...]
+    position: int
+
+
+def outcome(verdict: Verdict, condition: Condition | None) -> Appended:
+    """What a verdict means to whoever appended."""
+    if verdict.positions is not None:
+        return Appended(verdict.positions, verdict.repeated)
+    if verdict.moved_to is not None:
+        expected = (condition.position or 0) if condition is not None else 0
+        raise AppendConflict(
+            f"the context of this append moved: its latest match is at {verdict.moved_to}, not at {expected}"
+            if isinstance(condition, LatestMatchIs)
+            else f"the context of this append moved: there is a match at {verdict.moved_to}, after {expected}",
+            hint="Read the context again, decide again, append again.",
+            detail={"actual_position": verdict.moved_to, "expected_position": expected},
+        )
+    raise InvalidRequest(
+        f'the event id "{verdict.taken_id}" belongs to another append',
+        hint="To repeat an append, send all of its events with the same ids; a new event needs a new id.",
+        detail={"event_id": verdict.taken_id},
+    )
+
+
+def distinct(values: Iterable[str], what: str) -> tuple[str, ...]:
+    """Types or tags without repeats, in the order given; refuses what cannot be one."""
+    if isinstance(values, str):
+        raise InvalidRequest(f"{what} are a list of texts, not one text", hint=f'Write {what}=["{values}"].')
+    longest = MAX_TYPE_CHARACTERS if what == "types" else MAX_TAG_CHARACTERS
+    found = tuple(dict.fromkeys(values))
+    for value in found:
+        if not isinstance(value, str) or not 1 <= len(value) <= longest:
+            raise InvalidEvent(f"each of the {what} is a text of 1 to {longest} characters, not {value!r}")
+        _refuse_strange_text(value, what)
+    return found
+
+
+def _refuse_strange_text(value: str, what: str) -> None:
+    if "\x00" in value:
+        raise InvalidEvent(f"{what} cannot hold the character NUL")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidEvent(f"{what} are text that UTF-8 can hold: {error}") from None
+
+
+def _refuse_negative(position: int) -> None:
+    if not isinstance(position, int) or not 0 <= position < 1 << 62:
+        raise InvalidRequest(f"a position is not negative, this one is {position!r}")
+
+
+def _field_name(name: str) -> str:
+    if not isinstance(name, str):
+        raise InvalidRequest(f"a field is named by a text, not by {name!r}")
+    _refuse_strange_text(name, "fields")
+    return name
+
+
+def _field_text(value: FieldValue) -> str:
+    # A float is what JSON would make of it.
+    rendered = _scalar_text(Decimal(json.dumps(value)) if type(value) is float else value)
+    if rendered is None:
+        raise InvalidRequest(f"a field is compared with a text, a number or a boolean, not with {value!r}")
+    _refuse_strange_text(rendered, "fields")
+    return rendered
+
+
+def _scalar_text(value: Any) -> str | None:
+    """A scalar of JSON as Postgres shows it; None for what is none."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, Decimal):
+        # Postgres knows no negative zero.
+        return f"{abs(value) if value.is_zero() else value:f}"
+    return None
+
+
+class _NotStorable(ValueError):
+    """A number that Postgres cannot hold, so that the JSON around it is none."""
+
+
+def _number(text: str) -> Decimal:
+    number = Decimal(text)
+    exponent = number.as_tuple().exponent
+    assert isinstance(exponent, int)
+    if number.adjusted() >= MAX_INTEGER_DIGITS or -exponent > MAX_FRACTION_DIGITS:
+        raise _NotStorable(text)
+    return number
+
+
+def _refuse_constant(text: str) -> Any:
+    raise _NotStorable(text)
+
+
+_decode = json.JSONDecoder(parse_float=_number, parse_int=_number, parse_constant=_refuse_constant).decode
+
+
+@lru_cache(maxsize=64)
+def _parsed(payload: bytes) -> Any:
+    """The payload as Postgres would read it as jsonb; None where it would not. Cached: many ask about one event."""
+    try:
+        text = payload.decode()
+        data = _decode(text)
+        if "\\u" in text:
+            _refuse_strange_texts(data)
+    except (ValueError, RecursionError):
+        return None
+    return data
+
+
+def _refuse_strange_texts(data: Any) -> None:
+    """jsonb holds neither NUL nor half of a surrogate pair, wherever in the document they are."""
+    if isinstance(data, str):
+        if "\x00" in data:
+            raise _NotStorable(data)
+        data.encode()
+    elif isinstance(data, dict):
+        for key, value in data.items():
+            _refuse_strange_texts(key)
+            _refuse_strange_texts(value)
+    elif isinstance(data, list):
+        for value in data:
+            _refuse_strange_texts(value)

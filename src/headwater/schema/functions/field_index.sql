@@ -1,0 +1,128 @@
+-- Indexes on fields of the data of an event store: declared and dropped while events are appended.
+
+-- The mark of an event, or of an item, with these values in all fields of an index; null: not all are scalars.
+create or replace function headwater.field_mark(index_id integer, fields text[], data jsonb)
+returns text
+language sql
+immutable
+begin atomic
+    select
+        case when count(v.value) = cardinality(fields) then
+            '=' || index_id || ':' || md5(string_agg(length(v.value) || ':' || v.value, ',' order by f.place))
+        end
+    from unnest(fields) with ordinality as f (name, place)
+    cross join lateral (
+        select case when jsonb_typeof(data -> f.name) in ('string', 'number', 'boolean') then data ->> f.name end as value
+    ) as v;
+end;
+
+-- Give events of a store the marks of its indexes. Runs as its owner: whoever publishes may not read what others did.
+create or replace function headwater.mark_fields(topic_id integer, positions bigint[])
+returns void
+language sql
+security definer
+set search_path = pg_catalog, pg_temp
+begin atomic
+    insert into headwater.event_mark (topic_id, mark, position)
+    select e.topic_id, m.mark, e.position
+    from headwater.event e
+    join headwater.field_index x on x.topic_id = e.topic_id and not x.dropped
+    cross join lateral (
+        select headwater.field_mark(x.id, x.fields, headwater.store_json(e.payload, e.content_type)) as mark
+    ) as m
+    where e.topic_id = mark_fields.topic_id and e.position = any (positions) and m.mark is not null
+    on conflict do nothing;
+end;
+
+-- Declare an index. From now on appends write its marks; `fill_field_index` writes those of the events before. One of
+-- that name with the same fields is left as it is, with others it is HW002.
+create or replace function headwater.create_field_index(topic text, name text, fields text[])
+returns void
+language plpgsql
+volatile
+as $$
+declare
+    store constant headwater.topic := headwater.find_event_store(topic);
+    known headwater.field_index;
+begin
+    if cardinality(fields) > (select count(distinct f) from unnest(fields) as f) then
+        raise exception 'an index names each field once' using errcode = 'HW002';
+    end if;
+    -- Whoever appends holds the lane, so that there is a last event without a mark.
+    perform headwater.lock_lanes(store.id, array[0]);
+    select * into known
+    from headwater.field_index x
+    where x.topic_id = store.id and x.name = create_field_index.name and not x.dropped;
+    if found then
+        if known.fields <> create_field_index.fields then
+            raise exception 'the index "%" has other fields: %', name, array_to_string(known.fields, ', ')
+                using errcode = 'HW002', hint = 'Drop it first, or choose another name.';
+        end if;
+        return;
+    end if;
+    insert into headwater.field_index (topic_id, name, fields, fill_to)
+    values (store.id, create_field_index.name, create_field_index.fields, headwater.event_store_head(topic));
+end;
+$$;
+
+-- Write the marks of the next events from before the index was declared; returns whether any are left.
+create or replace function headwater.fill_field_index(topic text, name text, batch_size integer default 1000)
+returns boolean
+language plpgsql
+volatile
+as $$
+declare
+    store constant headwater.topic := headwater.find_event_store(topic);
+    filling headwater.field_index;
+    positions bigint[];
+begin
+    select * into filling
+    from headwater.field_index x
+    where x.topic_id = store.id and x.name = fill_field_index.name and not x.dropped
+    for update;
+    if not found then
+        raise exception 'event store "%" has no index "%"', topic, name
+            using errcode = 'HW002', hint = 'Create it: headwater.create_field_index().';
+    end if;
+    if filling.filled_to >= filling.fill_to then
+        return false;
+    end if;
+    positions := array(
+        select e.position
+        from headwater.event e
+        where e.topic_id = store.id and e.position > filling.filled_to and e.position <= filling.fill_to
+        order by e.position
+        limit batch_size
+    );
+    perform headwater.mark_fields(store.id, positions);
+    update headwater.field_index x
+    set filled_to = coalesce(positions[cardinality(positions)], filling.fill_to)
+    where x.id = filling.id;
+    return true;
+end;
+$$;
+
+-- Drop an index: nobody uses it from now on, and upkeep clears its marks away. Returns whether there was one.
+create or replace function headwater.drop_field_index(topic text, name text)
+returns boolean
+language plpgsql
+volatile
+as $$
+declare
+    store constant headwater.topic := headwater.find_event_store(topic);
+begin
+    -- Nobody is just writing its marks.
+    perform headwater.lock_lanes(store.id, array[0]);
+    update headwater.field_index x
+    set dropped = true
+    where x.topic_id = store.id and x.name = drop_field_index.name and not x.dropped;
+    return found;
+end;
+$$;
+
+-- The indexes of event stores. Until one is ready, queries do without it.
+create or replace view headwater.field_index_overview as
+select t.name as topic, x.name, x.fields, x.filled_to >= x.fill_to as ready
+from headwater.field_index x
+join headwater.topic t on t.id = x.topic_id
+where not x.dropped and t.deleted_at is null;

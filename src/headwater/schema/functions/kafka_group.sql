@@ -1,0 +1,229 @@
+-- Kafka's brokers and consumer groups: who is alive, who coordinates a group, and the offsets it has committed.
+
+-- Register a broker process. One that had this address before is dead, since the address is taken by one alone: its
+-- node id goes to the new one.
+create or replace function headwater.kafka_register(
+    host text,
+    port integer,
+    lease_seconds double precision,
+    out node_id integer,
+    out incarnation bigint
+)
+language plpgsql
+as $$
+begin
+    -- One at a time, or two would take the same number.
+    perform pg_advisory_xact_lock(29291::bigint << 48);
+    incarnation := nextval('headwater.kafka_incarnation');
+    delete from headwater.kafka_broker b where b.expires_at < clock_timestamp() - interval '1 hour';
+    select b.node_id into node_id
+    from headwater.kafka_broker b
+    where b.host = kafka_register.host and b.port = kafka_register.port
+    order by b.node_id
+    limit 1;
+    if node_id is null then
+        select min(n.number) into node_id
+        from generate_series(1, (select count(*) + 1 from headwater.kafka_broker)) as n (number)
+        where not exists (select from headwater.kafka_broker b where b.node_id = n.number);
+    end if;
+    insert into headwater.kafka_broker as b (node_id, incarnation, host, port, expires_at)
+    values (
+        kafka_register.node_id, kafka_register.incarnation, kafka_register.host, kafka_register.port,
+        clock_timestamp() + make_interval(secs => lease_seconds)
+    )
+    on conflict on constraint kafka_broker_pkey do update
+    set
+        incarnation = excluded.incarnation,
+        host = excluded.host,
+        port = excluded.port,
+        expires_at = excluded.expires_at;
+end;
+$$;
+
+-- Renew a broker's lease, while nobody took its number. A lease of 0 gives it up.
+create or replace function headwater.kafka_renew(incarnation bigint, lease_seconds double precision)
+returns boolean
+language plpgsql
+as $$
+begin
+    update headwater.kafka_broker b
+    set expires_at = clock_timestamp() + make_interval(secs => lease_seconds)
+    where b.incarnation = kafka_renew.incarnation;
+    return found;
+end;
+$$;
+
+-- The brokers that are alive.
+create or replace view headwater.kafka_live_broker as
+select b.node_id, b.incarnation, b.host, b.port
+from headwater.kafka_broker b
+where b.expires_at > clock_timestamp();
+
+-- The broker that coordinates a group (or, by another name, a transactional producer): the one that does, while it is
+-- alive; else one of the living is made to. Null: no broker lives.
+create or replace function headwater.kafka_coordinator(group_name text, protocol_type text default '')
+returns integer
+language plpgsql
+as $$
+declare
+    coordinating integer;
+    chosen headwater.kafka_live_broker;
+begin
+    select b.node_id into coordinating
+    from headwater.kafka_group g
+    join headwater.kafka_live_broker b on b.incarnation = g.coordinator
+    where g.name = group_name;
+    if found then
+        return coordinating;
+    end if;
+    -- By a hash of both names, so that groups are spread and most stay where they are when a broker comes or goes.
+    select * into chosen
+    from headwater.kafka_live_broker b
+    order by hashtextextended(group_name || ':' || b.node_id, 0)
+    limit 1;
+    if not found then
+        return null;
+    end if;
+    insert into headwater.kafka_group as g (name, coordinator)
+    values (group_name, chosen.incarnation)
+    on conflict (name) do update
+        set coordinator = excluded.coordinator
+        where not exists (select from headwater.kafka_live_broker b where b.incarnation = g.coordinator);
+    -- Another may have been quicker.
+    select b.node_id into coordinating
+    from headwater.kafka_group g
+    join headwater.kafka_live_broker b on b.incarnation = g.coordinator
+    where g.name = group_name;
+    return coordinating;
+end;
+$$;
+
+-- Take up a group as its coordinator. Returns the generation to count on from, or null: another broker coordinates it.
+create or replace function headwater.kafka_take_up(group_name text, incarnation bigint)
+returns integer
+language plpgsql
+as $$
+declare
+    last_generation integer;
+begin
+    insert into headwater.kafka_group as g (name, coordinator)
+    select group_name, b.incarnation
+    from headwater.kafka_live_broker b
+    where b.incarnation = kafka_take_up.incarnation
+    on conflict (name) do update
+        set coordinator = excluded.coordinator
+        where
+            g.coordinator = excluded.coordinator
+            or not exists (select from headwater.kafka_live_broker b where b.incarnation = g.coordinator)
+    returning g.generation into last_generation;
+    return last_generation;
+end;
+$$;
+
+-- Note that a group has a new generation. False: the broker does not coordinate it any more.
+create or replace function headwater.kafka_note_generation(
+    group_name text,
+    incarnation bigint,
+    generation integer,
+    protocol_type text
+)
+returns boolean
+language plpgsql
+as $$
+begin
+    update headwater.kafka_group g
+    set
+        generation = kafka_note_generation.generation,
+        protocol_type = kafka_note_generation.protocol_type,
+        updated_at = clock_timestamp()
+    where g.name = group_name and g.coordinator = incarnation;
+    return found;
+end;
+$$;
+
+-- Commit offsets of a group, as its coordinator. False: the broker does not coordinate it any more, and nothing was
+-- written. Offsets of topics that are gone are passed over.
+create or replace function headwater.kafka_commit_offsets(
+    group_name text,
+    incarnation bigint,
+    topic_ids integer[],
+    lanes integer[],
+    offsets bigint[],
+    leader_epochs integer[],
+    metadatas text[]
+)
+returns boolean
+language plpgsql
+as $$
+begin
+    -- Held to the end, so that nobody takes the group over in between.
+    perform from headwater.kafka_group g where g.name = group_name and g.coordinator = incarnation for share;
+    if not found then
+        return false;
+    end if;
+    insert into headwater.kafka_offset as o
+        (group_name, topic_id, partition, committed_offset, leader_epoch, metadata)
+    select distinct on (c.topic_id, c.lane)
+        kafka_commit_offsets.group_name, c.topic_id, c.lane, c.committed_offset, c.leader_epoch, c.metadata
+    from unnest(topic_ids, lanes, offsets, leader_epochs, metadatas) with ordinality
+        as c (topic_id, lane, committed_offset, leader_epoch, metadata, place)
+    join headwater.topic t on t.id = c.topic_id and t.deleted_at is null
+    order by c.topic_id, c.lane, c.place desc
+    on conflict on constraint kafka_offset_pkey do update
+    set
+        committed_offset = excluded.committed_offset,
+        leader_epoch = excluded.leader_epoch,
+        metadata = excluded.metadata,
+        committed_at = clock_timestamp();
+    return true;
+end;
+$$;
+
+-- The offsets that a group has committed.
+create or replace view headwater.kafka_committed as
+select o.group_name, t.name as topic, t.id as topic_id, o.partition, o.committed_offset, o.leader_epoch, o.metadata,
+       o.committed_at
+from headwater.kafka_offset o
+join headwater.topic t on t.id = o.topic_id and t.deleted_at is null;
+
+-- Forget offsets of a group. False: the broker does not coordinate it any more.
+create or replace function headwater.kafka_forget_offsets(
+    group_name text,
+    incarnation bigint,
+    topic_ids integer[],
+    lanes integer[]
+)
+returns boolean
+language plpgsql
+as $$
+begin
+    perform from headwater.kafka_group g where g.name = group_name and g.coordinator = incarnation for share;
+    if not found then
+        return false;
+    end if;
+    delete from headwater.kafka_offset o
+    using unnest(topic_ids, lanes) as d (topic_id, lane)
+    where o.group_name = kafka_forget_offsets.group_name and o.topic_id = d.topic_id and o.partition = d.lane;
+    return true;
+end;
+$$;
+
+-- Delete a group with its offsets. False: there is none of that name that this broker coordinates.
+create or replace function headwater.kafka_delete_group(group_name text, incarnation bigint)
+returns boolean
+language plpgsql
+as $$
+begin
+    delete from headwater.kafka_group g where g.name = group_name and g.coordinator = incarnation;
+    return found;
+end;
+$$;
+
+-- Forget producers that were silent for a week, as Kafka does.
+create or replace function headwater.kafka_upkeep()
+returns void
+language sql
+begin atomic
+    delete from headwater.kafka_producer_lane p
+    where p.updated_at < clock_timestamp() - interval '7 days';
+end;

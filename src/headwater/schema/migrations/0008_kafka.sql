@@ -1,0 +1,165 @@
+-- The Kafka door: what a record carries beyond an event, and the state of brokers, producers and consumer groups.
+
+-- Both null for events that did not come as records: they then take no room, and nobody pays for them.
+alter table headwater.event
+    add column produced_ms bigint,
+    add column record_headers bytea;
+comment on column headwater.event.produced_ms is
+    'the time that a Kafka producer gave, in milliseconds since 1970; null: published_at stands';
+comment on column headwater.event.record_headers is
+    'the headers of a Kafka record as they came, where `headers` could not give them back to the bit';
+
+-- What makes this log one Kafka cluster: clients must see the same id from every broker, and for ever.
+create table headwater.kafka_cluster (
+    only_row boolean primary key default true check (only_row),
+    id       uuid    not null default gen_random_uuid()
+);
+insert into headwater.kafka_cluster default values;
+
+-- Settings of a topic that only Kafka has; a topic without a row has the defaults.
+create table headwater.kafka_topic (
+    topic_id         integer primary key references headwater.topic (id) on delete cascade,
+    timestamp_type   text    not null default 'CreateTime'
+        constraint "message.timestamp.type is CreateTime or LogAppendTime"
+        check (timestamp_type in ('CreateTime', 'LogAppendTime')),
+    -- With what fetched records are packed; stored they are one by one. `producer` is as good as none here.
+    compression_type text    not null default 'producer'
+        constraint "compression.type is producer, uncompressed, gzip, snappy, lz4 or zstd"
+        check (compression_type in ('producer', 'uncompressed', 'gzip', 'snappy', 'lz4', 'zstd')),
+    -- Of events with one key in one lane only the newest is kept.
+    compacted        boolean not null default false,
+    -- How long an event without a payload, which deletes its key, is kept when it is the newest.
+    tombstones_kept  interval not null default '1 day'
+        constraint "delete.retention.ms is 0 or more" check (tombstones_kept >= '0'),
+    -- Up to here all is compacted.
+    compacted_to     bigint  not null default 0
+);
+
+create sequence headwater.kafka_incarnation as bigint;
+
+-- Broker processes that are alive: each renews its lease. An incarnation is one run of one process, and never another.
+create table headwater.kafka_broker (
+    node_id     integer     primary key check (node_id >= 1),
+    incarnation bigint      not null unique,
+    host        text        not null check (length(host) between 1 and 255),
+    port        integer     not null check (port between 1 and 65535),
+    expires_at  timestamptz not null
+);
+
+create sequence headwater.kafka_producer_id as bigint minvalue 1;
+
+-- What is known of an idempotent producer in a lane: its last batches, so that one that comes again is recognised.
+create table headwater.kafka_producer_lane (
+    producer_id     bigint      not null,
+    topic_id        integer     not null references headwater.topic (id) on delete cascade,
+    partition       integer     not null check (partition >= 0),
+    epoch           integer     not null check (epoch between 0 and 32767),
+    -- The newest last; five at most. An offset of -1: the batch waits in a transaction.
+    first_sequences integer[]   not null,
+    last_sequences  integer[]   not null,
+    base_offsets    bigint[]    not null,
+    updated_at      timestamptz not null default clock_timestamp(),
+    primary key (producer_id, topic_id, partition)
+) with (fillfactor = 50);
+create index kafka_producer_lane_age on headwater.kafka_producer_lane (updated_at);
+
+-- A consumer group, its coordinator and the generation that it must count on from.
+create table headwater.kafka_group (
+    name          text        primary key
+        constraint "a Kafka group name is 1 to 32767 characters" check (length(name) between 1 and 32767),
+    -- The incarnation of the broker that coordinates it. Whether that one is alive, kafka_broker says.
+    coordinator   bigint      not null,
+    generation    integer     not null default 0 check (generation >= 0),
+    protocol_type text        not null default '',
+    updated_at    timestamptz not null default clock_timestamp()
+);
+
+create table headwater.kafka_offset (
+    group_name       text        not null references headwater.kafka_group (name) on delete cascade,
+    topic_id         integer     not null references headwater.topic (id) on delete cascade,
+    partition        integer     not null check (partition >= 0),
+    committed_offset bigint      not null check (committed_offset >= 0),
+    leader_epoch     integer     not null default -1,
+    metadata         text        not null default ''
+        constraint "the metadata of an offset is up to 4096 characters" check (length(metadata) <= 4096),
+    committed_at     timestamptz not null default clock_timestamp(),
+    primary key (group_name, topic_id, partition)
+) with (fillfactor = 70);
+
+-- A transactional producer, and what it is at.
+create table headwater.kafka_transaction (
+    transactional_id text        primary key
+        constraint "a transactional id is 1 to 32767 characters" check (length(transactional_id) between 1 and 32767),
+    producer_id      bigint      not null unique,
+    epoch            integer     not null check (epoch between 0 and 32767),
+    timeout_ms       integer     not null check (timeout_ms >= 1),
+    -- Null: no transaction is open.
+    began_at         timestamptz,
+    -- How the last one ended, for a client that asks again: committed or aborted.
+    last_outcome     text        check (last_outcome in ('committed', 'aborted')),
+    updated_at       timestamptz not null default clock_timestamp()
+);
+
+-- The records of open transactions. They enter the log when the transaction commits, and nobody sees them before.
+create table headwater.kafka_staged (
+    id             bigint    generated always as identity primary key,
+    producer_id    bigint    not null references headwater.kafka_transaction (producer_id),
+    topic_id       integer   not null references headwater.topic (id) on delete cascade,
+    partition      integer   not null check (partition >= 0),
+    payloads       bytea[]   not null,
+    keys           bytea[],
+    types          text[],
+    routing_keys   text[],
+    headers        text[],
+    content_types  text[],
+    produced       bigint[],
+    record_headers bytea[]
+);
+create index kafka_staged_producer on headwater.kafka_staged (producer_id);
+alter table headwater.kafka_staged alter column payloads set storage external;
+
+-- The offsets that an open transaction will commit, and the groups that it said it would commit for.
+create table headwater.kafka_staged_offset (
+    producer_id      bigint  not null references headwater.kafka_transaction (producer_id),
+    group_name       text    not null,
+    topic_id         integer not null references headwater.topic (id) on delete cascade,
+    partition        integer not null check (partition >= 0),
+    committed_offset bigint  not null check (committed_offset >= 0),
+    leader_epoch     integer not null default -1,
+    metadata         text    not null default '' check (length(metadata) <= 4096),
+    primary key (producer_id, group_name, topic_id, partition)
+);
+
+-- Who may come in by the doors of the log that listen, and what they may do there. (A role of Postgres is another
+-- matter: it comes in by Postgres itself.)
+create table headwater.account (
+    name            text        primary key
+        constraint "an account name is 1 to 200 characters" check (length(name) between 1 and 200),
+    -- Verifiers as SCRAM has them: the password itself is nowhere.
+    salt            bytea       not null check (octet_length(salt) between 8 and 64),
+    iterations      integer     not null
+        constraint "iterations are 4096 to 1000000" check (iterations between 4096 and 1000000),
+    stored_key_256  bytea       not null check (octet_length(stored_key_256) = 32),
+    server_key_256  bytea       not null check (octet_length(server_key_256) = 32),
+    stored_key_512  bytea       not null check (octet_length(stored_key_512) = 64),
+    server_key_512  bytea       not null check (octet_length(server_key_512) = 64),
+    -- May do everything, and give rights to others.
+    administrator   boolean     not null default false,
+    created_at      timestamptz not null default clock_timestamp()
+);
+
+create table headwater.permission (
+    account  text    not null
+        constraint "an account name is 1 to 200 characters" check (length(account) between 1 and 200),
+    action   text    not null
+        constraint "an action is read, write, create, delete, alter, describe or all"
+        check (action in ('read', 'write', 'create', 'delete', 'alter', 'describe', 'all')),
+    kind     text    not null
+        constraint "a permission is for a topic, a group, a transaction or the log"
+        check (kind in ('topic', 'group', 'transaction', 'log')),
+    -- Of all that begin with the name, if `prefix`; `*` stands for all.
+    name     text    not null check (length(name) between 1 and 32767),
+    prefix   boolean not null default false,
+    primary key (account, action, kind, name, prefix)
+);
+comment on column headwater.permission.account is 'the name of an account, or * for everybody';

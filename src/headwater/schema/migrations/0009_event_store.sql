@@ -1,0 +1,65 @@
+-- The event store: topics whose events are found by type and by tag, so that an append can stand under a condition.
+
+alter table headwater.topic
+    add column event_store boolean not null default false,
+    -- What a condition once saw it must always see: nothing may expire, and one lane gives one order.
+    add constraint "an event store has one sequenced partition and no retention"
+        check (not event_store or (kind = 'sequenced' and partitions = 1 and retention is null));
+
+-- Null in every event that was not appended to an event store. A plain array: a column of a domain would have the
+-- whole log looked through; what is appended is cast to the domain instead.
+alter table headwater.event add column tags text[];
+create domain headwater.event_tags as text[]
+    constraint "an event has up to 100 tags" check (cardinality(value) <= 100 and array_position(value, null) is null);
+create domain headwater.mark as text collate "C"
+    constraint "a tag is 1 to 255 characters" check (length(value) between 2 and 256);
+
+-- What an event of an event store is found by: its type (':' and the type) and its tags ('#' and the tag). A table
+-- of its own, since an index on `event` would be paid for by every topic. No reference to `topic`: its check would
+-- cost as much as the row, and upkeep clears the marks of topics that are gone.
+create table headwater.event_mark (
+    topic_id integer        not null,
+    mark     headwater.mark not null,
+    position bigint         not null,
+    primary key (topic_id, mark, position)
+);
+
+-- Fields of the data by which the events of a store are found as well: those with all of them have a mark, '=', the
+-- index and a hash of the values. The hash only leads to events; what they have is always looked at.
+create table headwater.field_index (
+    id       integer generated always as identity primary key,
+    topic_id integer not null references headwater.topic (id) on delete cascade,
+    name     text    not null constraint "an index name is 1 to 63 characters" check (length(name) between 1 and 63),
+    fields   text[]  not null
+        constraint "an index has 1 to 8 fields" check (cardinality(fields) between 1 and 8),
+    -- Events after `fill_to` have their marks from the start; of the earlier ones, those up to `filled_to`.
+    fill_to   bigint  not null,
+    filled_to bigint  not null default 0,
+    -- Its marks are being cleared away, and nobody uses it any more.
+    dropped   boolean not null default false
+);
+create unique index field_index_name on headwater.field_index (topic_id, name) where not dropped;
+
+-- What crosses the contract when an event store is read.
+create type headwater.store_event as (
+    position     bigint,
+    topic_offset bigint,
+    event_id     text,
+    type         text,
+    tags         text[],
+    metadata     jsonb,
+    content_type text,
+    payload      bytea,
+    published_at timestamptz
+);
+
+-- What became of one append of a group: the positions of its events, or what stood in its way.
+create type headwater.append_verdict as (
+    positions bigint[],
+    -- It was appended before, under the same ids.
+    repeated  boolean,
+    -- The condition was false: the latest match, 0 if there is none.
+    moved_to  bigint,
+    -- This id belongs to an event of another append.
+    taken_id  text
+);

@@ -1,0 +1,328 @@
+"""The event store on SQLite: a directory with a file for each store, in one process, with no server."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import islice
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+from headwater.calls import EncodedAppend, encode_append
+from headwater.client.appending import Verdicts, new_event_ids
+from headwater.client.subscribing import Subscribing
+from headwater.client.tailing import StoreEvents
+from headwater.errors import (
+    CursorMoved,
+    EventTooLarge,
+    InvalidRequest,
+    LogUnavailable,
+    StoreBusy,
+    TopicExists,
+    TopicNotFound,
+)
+from headwater.query import (
+    EVERYTHING,
+    Appended,
+    Condition,
+    Latest,
+    NewStoreEvent,
+    Query,
+    StoreEvent,
+    outcome,
+)
+from headwater.store import sqlite_rows as rows
+from headwater.store.sqlite_rows import BUSY_SECONDS
+
+T = TypeVar("T")
+
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,248}")
+MAX_PAYLOAD_BYTES = 1_048_576
+MAX_METADATA_BYTES = 65_536
+READERS = 4
+
+
+class SqliteEventStore(Subscribing):
+    """One event store in a file. Its methods mean what those of an event store on Postgres mean."""
+
+    def __init__(self, path: Path, topic: str, *, create: bool) -> None:
+        super().__init__(topic)
+        self._path = path
+        self._writer = rows.connected(path, create=create)
+        self._writing = threading.Lock()
+        self._readers: list[sqlite3.Connection] = []
+        self._free = threading.Semaphore(READERS)
+        self._closed = False
+
+    def append(
+        self,
+        events: NewStoreEvent | Sequence[NewStoreEvent],
+        condition: Condition | None = None,
+        *,
+        patience_seconds: float = 30.0,
+    ) -> Appended:
+        """Append events, all of them or none, if the condition holds; AppendConflict says that it does not.
+
+        Events that have ids may be appended again without harm: an append that was done is not done twice.
+        """
+        batch = [events] if isinstance(events, NewStoreEvent) else list(events)
+        encoded = encode_append(batch, condition, new_event_ids(len(batch)))
+        for event in encoded.events:
+            _refuse_too_large("a payload", len(event.payload or b""), MAX_PAYLOAD_BYTES)
+            _refuse_too_large("metadata", len((event.metadata or "").encode()), MAX_METADATA_BYTES)
+        return outcome(self._lane.append(encoded, timeout_seconds=patience_seconds), condition)
+
+    def read(
+        self,
+        query: Query = EVERYTHING,
+        *,
+        after: int = 0,
+        before: int | None = None,
+        backwards: bool = False,
+        batch_size: int = 100,
+        max_bytes: int = 16_777_216,
+    ) -> list[StoreEvent]:
+        """A batch of the events that match, after one position and before another; backwards: the newest first."""
+        if batch_size < 1:
+            raise InvalidRequest("a batch is 1 event or more")
+        found: list[StoreEvent] = []
+        size = 0
+        with self._reading() as connection:
+            for event in islice(rows.matching(connection, query, after, before, backwards), batch_size):
+                found.append(event)
+                size += len(event.payload or b"")
+                if size >= max_bytes:
+                    break
+        return found
+
+    def count(self, query: Query = EVERYTHING, *, after: int = 0, before: int | None = None) -> int:
+        """How many events match."""
+        with self._reading() as connection:
+            return sum(1 for _ in rows.positions(connection, query, after, before, False))
+
+    def latest(self, query: Query) -> Latest:
+        """The latest event of each item of the query, and the position of the latest of all."""
+        with self._reading() as connection:
+            found = tuple(next(rows.matching(connection, Query((item,)), 0, None, True), None) for item in query.items)
+        return Latest(found, max((event.position for event in found if event is not None), default=0))
+
+    def head(self) -> int:
+        """The position of the last event; 0 if there is none."""
+        with self._reading() as connection:
+            return rows.head(connection)
+
+    def close(self) -> None:
+        """Close the file. Whoever still uses the store gets an error."""
+        with self._writing:
+            self._closed = True
+            for connection in (self._writer, *self._readers):
+                connection.close()
+            self._readers.clear()
+
+    def _send(self, appends: Sequence[EncodedAppend]) -> Verdicts:
+        with self._transaction() as connection:
+            return [rows.append(connection, append) for append in appends]
+
+    def _read_after(self, position: int, batch_size: int) -> StoreEvents:
+        return self.read(after=position, batch_size=batch_size)
+
+    def _read_batch(
+        self, query: Query, after: int, before: int | None, backwards: bool, batch_size: int
+    ) -> StoreEvents:
+        return self.read(query, after=after, before=before, backwards=backwards, batch_size=batch_size)
+
+    def _last_position(self) -> int:
+        return self.head()
+
+    def _open_cursor(self, name: str, start_after: int) -> int:
+        with self._transaction() as connection:
+            connection.execute("insert into cursor values (?, ?) on conflict do nothing", (name, start_after))
+            return int(rows.value(connection, "select position from cursor where name = ?", name))
+
+    def _find_cursor(self, name: str) -> int | None:
+        with self._reading() as connection:
+            found: int | None = rows.value(connection, "select position from cursor where name = ?", name)
+            return found
+
+    def _move_cursor(self, name: str, from_position: int, to_position: int) -> None:
+        with self._transaction() as connection:
+            moved = connection.execute(
+                "update cursor set position = ? where name = ? and position = ?", (to_position, name, from_position)
+            ).rowcount
+        if not moved:
+            actual = self._find_cursor(name)
+            raise CursorMoved(
+                f'cursor "{name}" is at {actual}, not at {from_position}',
+                hint="Somebody set it, or another reader uses it. Open it again and read from there.",
+                detail={"cursor": name, "actual_position": actual},
+            )
+
+    def _do_upkeep(self) -> None:
+        """A file needs none."""
+
+    def _patiently(self, act: Callable[[], T], patience_seconds: float | None) -> T:
+        # Nothing is far away here: what fails now fails later.
+        return act()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        """The one writer, in a transaction that commits at the end."""
+        with self._writing, _translated():
+            self._refuse_closed()
+            self._writer.execute("begin immediate")
+            try:
+                yield self._writer
+                self._writer.execute("commit")
+            except BaseException:
+                with suppress(sqlite3.Error):
+                    self._writer.execute("rollback")
+                raise
+
+    @contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        """One of a few readers, in one snapshot."""
+        if not self._free.acquire(timeout=BUSY_SECONDS):
+            raise LogUnavailable(f"no free reader of the event store within {BUSY_SECONDS:g} s")
+        try:
+            self._refuse_closed()
+            with _translated():
+                connection = self._reader()
+                try:
+                    connection.execute("begin")
+                    yield connection
+                finally:
+                    with suppress(sqlite3.Error):
+                        connection.execute("rollback")
+                    if self._closed:
+                        connection.close()
+                    else:
+                        self._readers.append(connection)
+        finally:
+            self._free.release()
+
+    def _reader(self) -> sqlite3.Connection:
+        try:
+            return self._readers.pop()
+        except IndexError:
+            return rows.connected(self._path, create=False)
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise LogUnavailable(f'the event store "{self.topic}" is closed')
+
+
+class SqliteStores:
+    """The event stores in one directory. One process at a time has them."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        # The lock ends with the process, however it ends.
+        self._lock = os.open(directory / ".headwater-lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = os.read(self._lock, 100).decode(errors="replace").strip()
+            os.close(self._lock)
+            raise StoreBusy(
+                f"{'process ' + holder if holder else 'another process'} has the event stores in {directory} open",
+                hint="Use them from one process, or keep them in Postgres: headwater.open('postgresql://...').",
+            ) from None
+        os.ftruncate(self._lock, 0)
+        os.write(self._lock, f"{os.getpid()}\n".encode())
+        self._stores: dict[str, SqliteEventStore] = {}
+        self._opening = threading.Lock()
+
+    def create_store(self, name: str, *, if_missing: bool = False) -> SqliteEventStore:
+        """Create an event store. An existing one is TopicExists, unless `if_missing`."""
+        with self._opening:
+            path = self._file(name)
+            if path.exists():
+                if not if_missing:
+                    raise TopicExists(f'topic "{name}" exists already', detail={"topic": name})
+            else:
+                # Under another name until it is whole: a crash leaves no half of a store.
+                made = path.with_suffix(".new")
+                for rest in (made, *(made.with_name(made.name + end) for end in ("-wal", "-shm", "-journal"))):
+                    rest.unlink(missing_ok=True)
+                connection = rows.connected(made, create=True)
+                connection.execute("pragma wal_checkpoint(truncate)")
+                connection.close()
+                made.rename(path)
+                _sync_directory(self.directory)
+            return self._open(name, path)
+
+    def store(self, name: str) -> SqliteEventStore:
+        """An event store that exists."""
+        with self._opening:
+            path = self._file(name)
+            if not path.exists():
+                raise TopicNotFound(
+                    f'there is no topic "{name}"', hint="Create it: create_store().", detail={"topic": name}
+                )
+            return self._open(name, path)
+
+    def stores(self) -> list[str]:
+        """The names of the event stores."""
+        return sorted(path.stem for path in self.directory.glob("*.sqlite"))
+
+    def close(self) -> None:
+        with self._opening:
+            for store in self._stores.values():
+                store.close()
+            self._stores.clear()
+            if self._lock >= 0:
+                os.close(self._lock)
+                self._lock = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _file(self, name: str) -> Path:
+        if self._lock < 0:
+            raise LogUnavailable("the event stores are closed")
+        if not NAME.fullmatch(name):
+            raise InvalidRequest("a topic name is 1 to 249 of A-Z a-z 0-9 . _ -")
+        return self.directory / f"{name}.sqlite"
+
+    def _open(self, name: str, path: Path) -> SqliteEventStore:
+        if name not in self._stores:
+            self._stores[name] = SqliteEventStore(path, name, create=False)
+        return self._stores[name]
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        raise LogUnavailable(f"the event store's file cannot be used now: {error}") from error
+
+
+def _refuse_too_large(what: str, size: int, limit: int) -> None:
+    if size > limit:
+        raise EventTooLarge(
+            f"{what} of {size} bytes is above the {limit} that an event store on SQLite takes",
+            hint="Keep what is large elsewhere, and its place in the event.",
+            detail={"bytes": size, "limit": limit},
+        )
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make a new name in the directory survive the loss of power."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

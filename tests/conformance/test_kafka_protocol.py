@@ -1,0 +1,309 @@
+"""What no well-behaved client sends: repetitions, gaps, lies, old versions; and what they must get for it."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import threading
+import uuid
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import psycopg
+import pytest
+from brokers import BrokerProcess
+from raw_client import Raw, batch_of, batches
+
+import headwater
+from headwater.kafka.apis import OFFERED
+from headwater.kafka.records import Columns, build_batch
+from headwater.kafka.wire import ErrorCode, _shapes
+
+_numbers = itertools.count(1)
+
+
+@pytest.fixture
+def raw(broker: BrokerProcess) -> Iterator[Raw]:
+    connection = Raw(broker)
+    yield connection
+    connection.socket.close()
+
+
+@pytest.fixture
+def lane(log: headwater.Headwater) -> str:
+    """A fresh sequenced topic of one partition."""
+    return log.create_topic(f"lane-{next(_numbers)}", kind="sequenced").name
+
+
+# Producers
+
+
+def test_a_batch_that_comes_again_gets_its_first_offset_and_is_not_written_again(raw: Raw, lane: str) -> None:
+    producer = raw.ask(22, 4, {"transaction_timeout": 1000}).producer_id
+    sent = [batch_of(b"a%d" % n, b"b%d" % n, producer=producer, epoch=0, sequence=2 * n) for n in range(7)]
+    for number, batch in enumerate(sent):
+        answer = raw.produce(lane, batch)
+        assert (answer.error_code, answer.base_offset) == (ErrorCode.none, 2 * number)
+    for number in range(2, 7):
+        answer = raw.produce(lane, sent[number])
+        assert (answer.error_code, answer.base_offset) == (ErrorCode.none, 2 * number)
+    # Only the last five are remembered, as in Kafka.
+    assert raw.produce(lane, sent[1]).error_code == ErrorCode.out_of_order_sequence_number
+    assert len(raw.values(lane)) == 14
+
+
+def test_a_gap_in_the_sequence_is_refused_and_an_old_epoch_is_fenced(raw: Raw, lane: str) -> None:
+    producer = raw.ask(22, 4, {"transaction_timeout": 1000}).producer_id
+
+    def send(sequence: int, epoch: int = 0) -> ErrorCode:
+        return raw.produce(lane, batch_of(b"x", producer=producer, epoch=epoch, sequence=sequence)).error_code
+
+    assert send(0) == ErrorCode.none
+    assert send(2) == ErrorCode.out_of_order_sequence_number
+    assert send(1) == ErrorCode.none
+    assert send(5, epoch=1) == ErrorCode.out_of_order_sequence_number
+    assert send(0, epoch=1) == ErrorCode.none
+    assert send(2) == ErrorCode.invalid_producer_epoch
+    assert len(raw.values(lane)) == 3
+
+
+def test_a_sequence_starts_again_after_its_last_number(raw: Raw, lane: str) -> None:
+    producer = raw.ask(22, 4, {"transaction_timeout": 1000}).producer_id
+    last = 2**31 - 2
+    for number, (sequence, values) in enumerate(((last, (b"a", b"b", b"c")), (1, (b"d",)))):
+        answer = raw.produce(lane, batch_of(*values, producer=producer, epoch=0, sequence=sequence))
+        assert (answer.error_code, answer.base_offset) == (ErrorCode.none, 3 * number)
+
+
+def test_many_producers_at_once_get_offsets_without_gap_or_repetition(
+    broker: BrokerProcess, lane: str, log: headwater.Headwater
+) -> None:
+    offsets: list[int] = []
+
+    def run(number: int) -> None:
+        raw = Raw(broker)
+        for count in range(20):
+            raw.send_produce(lane, batch_of(b"%d-%d" % (number, count)), correlation=count)
+        for count in range(20):
+            answer = raw.receive(0, 9, correlation=count).responses[0].partition_responses[0]
+            assert answer.error_code == ErrorCode.none
+            offsets.append(answer.base_offset)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    # Another publisher at the same lane, who is no client of Kafka.
+    for _ in range(10):
+        log.publish(lane, b"sql")
+    for thread in threads:
+        thread.join(30)
+    events = list(log.read(lane, batch_size=1000))
+    assert [event.topic_offset for event in events] == list(range(170))
+    assert sorted(offsets) == [event.topic_offset for event in events if event.payload != b"sql"]
+    for number in range(8):
+        mine = [event.payload for event in events if (event.payload or b"").startswith(b"%d-" % number)]
+        assert mine == [b"%d-%d" % (number, count) for count in range(20)]
+
+
+def test_what_cannot_be_taken_is_refused_and_the_connection_goes_on(raw: Raw, lane: str) -> None:
+    good = batch_of(b"v")
+    for batch, code in (
+        (good[:-1] + b"\xff", ErrorCode.corrupt_message),
+        (good + good, ErrorCode.invalid_record),
+        (b"", ErrorCode.corrupt_message),
+        (batch_of(b"x" * 1_048_576), ErrorCode.message_too_large),
+    ):
+        assert raw.produce(lane, batch).error_code == code
+    assert raw.produce("no-such-topic", good).error_code == ErrorCode.unknown_topic_or_partition
+    assert raw.produce(lane, good, partition=5).error_code == ErrorCode.unknown_topic_or_partition
+    assert raw.produce(lane, good, acks=7).error_code == ErrorCode.invalid_required_acks
+    zstd = bytearray(build_batch([0], Columns([1], [None], [b"v"], [None]), codec=4))
+    assert raw.produce(lane, bytes(zstd), version=3).error_code == ErrorCode.unsupported_compression_type
+    # Without acknowledgement nothing is said; the next answer is that of the next request.
+    raw.send_produce(lane, good, acks=0)
+    assert raw.produce(lane, good).base_offset == 1
+
+
+def test_a_lane_that_a_transaction_holds_does_not_hold_up_others(
+    broker: BrokerProcess, lane: str, log: headwater.Headwater, connection: psycopg.Connection
+) -> None:
+    topics = [lane, *(log.create_topic(f"lane-{next(_numbers)}", kind="sequenced").name for _ in range(4))]
+    raw = Raw(broker)
+    # In one request, so that some of them are in the transaction that cannot have the lane.
+    data = [{"name": name, "partition_data": [{"records": batch_of(b"v")}]} for name in topics]
+    with connection.transaction():
+        connection.execute("select headwater.publish(%s, '1')", (lane,))
+        answer = raw.ask(0, 9, {"acks": -1, "timeout": 1000, "topic_data": data})
+        codes = [one.partition_responses[0].error_code for one in answer.responses]
+        assert codes == [ErrorCode.request_timed_out, *[ErrorCode.none] * 4]
+    assert raw.produce(lane, batch_of(b"again")).base_offset == 1
+
+
+# Fetching
+
+
+def test_a_record_larger_than_the_limit_comes_all_the_same(raw: Raw, lane: str) -> None:
+    for size in (300_000, 10, 10):
+        raw.produce(lane, batch_of(b"x" * size))
+    part = raw.fetch(lane, 0, max_bytes=1000, partition_bytes=1000).responses[0].partitions[0]
+    assert [len(value or b"") for batch in batches(part.records) for value in batch.values] == [300_000]
+    part = raw.fetch(lane, 1, max_bytes=1000, partition_bytes=1000).responses[0].partitions[0]
+    assert [len(value or b"") for batch in batches(part.records) for value in batch.values] == [10, 10]
+    assert (part.high_watermark, part.last_stable_offset, part.log_start_offset) == (3, 3, 0)
+
+
+def test_offsets_below_and_above_the_log_are_out_of_range(raw: Raw, lane: str) -> None:
+    raw.produce(lane, batch_of(b"a", b"b"))
+    for offset, code in ((2, ErrorCode.none), (3, ErrorCode.offset_out_of_range), (-1, ErrorCode.offset_out_of_range)):
+        part = raw.fetch(lane, offset).responses[0].partitions[0]
+        assert (part.error_code, part.records or b"") == (code, b"")
+
+
+def test_what_retention_took_is_out_of_range_and_the_lane_counts_on(
+    raw: Raw, log: headwater.Headwater, connection: psycopg.Connection
+) -> None:
+    topic = log.create_topic(f"kept-{next(_numbers)}", kind="sequenced", retention=timedelta(days=1)).name
+    raw.produce(topic, batch_of(b"a", b"b", b"c"))
+
+    def pass_days(days: int) -> None:
+        connection.execute(
+            "update headwater.segment set opened_at = opened_at - %s, closed_at = closed_at - %s",
+            (timedelta(days=days),) * 2,
+        )
+        log.maintain()
+
+    # The log leaves the segment, and a day later the topic does not want it any more.
+    pass_days(2)
+    raw.produce(topic, batch_of(b"d"))
+    pass_days(2)
+    part = raw.fetch(topic, 0).responses[0].partitions[0]
+    assert (part.error_code, part.log_start_offset, part.high_watermark) == (ErrorCode.offset_out_of_range, 3, 4)
+    assert raw.values(topic, 3) == [b"d"]
+    pass_days(2)
+    pass_days(2)
+    part = raw.fetch(topic, 4).responses[0].partitions[0]
+    assert (part.error_code, part.log_start_offset, part.high_watermark) == (ErrorCode.none, 4, 4)
+    assert raw.produce(topic, batch_of(b"e")).base_offset == 4
+    assert raw.values(topic, 4) == [b"e"]
+
+
+def test_sessions_are_refused_and_topics_are_found_by_their_id_until_they_are_gone(
+    raw: Raw, lane: str, log: headwater.Headwater
+) -> None:
+    raw.produce(lane, batch_of(b"a"))
+    assert raw.fetch(lane, 0, session=77).error_code == ErrorCode.fetch_session_id_not_found
+    (topic,) = raw.ask(3, 12, {"topics": [{"name": lane}]}).topics
+    found = raw.fetch("", 0, version=16, topic_id=topic.topic_id).responses[0]
+    assert (found.topic_id, found.partitions[0].error_code) == (topic.topic_id, ErrorCode.none)
+    strange = raw.fetch("", 0, version=16, topic_id=uuid.uuid4()).responses[0].partitions[0]
+    assert strange.error_code == ErrorCode.unknown_topic_id
+    raw.ask(20, 5, {"topic_names": [lane], "timeout": 1000})
+    log.create_topic(lane, kind="sequenced")
+    gone = raw.fetch("", 0, version=16, topic_id=topic.topic_id).responses[0].partitions[0]
+    assert gone.error_code == ErrorCode.unknown_topic_id
+    (again,) = raw.ask(3, 12, {"topics": [{"name": lane}]}).topics
+    assert again.topic_id not in (None, topic.topic_id)
+
+
+def test_the_position_of_an_open_topic_that_no_event_has_leads_to_the_next_event(
+    raw: Raw, log: headwater.Headwater, lane: str
+) -> None:
+    topic = log.create_topic(f"open-{next(_numbers)}").name
+    first = log.publish(topic, b"one")
+    log.publish(lane, b"between")
+    second = log.publish(topic, b"two")
+    assert first is not None
+    assert second is not None
+    assert raw.values(topic, first + 1) == [b"two"]
+    assert raw.values(topic, second + 1) == []
+
+
+# Frames
+
+
+def test_a_frame_of_lies_ends_its_connection_and_no_other(broker: BrokerProcess, raw: Raw) -> None:
+    for frame in (
+        struct.pack(">i", 2**31 - 1),
+        struct.pack(">i", -5),
+        struct.pack(">i", 3) + b"abc",
+        struct.pack(">ihhih", 15, 3, 12, 1, -1) + b"\x00\xff\xff\xff\xff\x0f"[:5],
+        b"GET / HTTP/1.1\r\n\r\n",
+    ):
+        liar = Raw(broker)
+        liar.socket.sendall(frame)
+        with pytest.raises(ConnectionResetError):
+            liar.exactly(1)
+    assert raw.ask(18, 3, {"client_software_name": "x", "client_software_version": "1"}).error_code == ErrorCode.none
+
+
+def test_an_unknown_version_of_api_versions_is_told_the_known_ones_in_the_oldest_form(raw: Raw) -> None:
+    raw.socket.sendall(struct.pack(">ihhih", 10, 18, 99, 6, -1))
+    answer = raw.receive(18, 0, correlation=6)
+    assert answer.error_code == ErrorCode.unsupported_version
+    assert {one.api_key: (one.min_version, one.max_version) for one in answer.api_keys} == dict(OFFERED)
+
+
+def test_an_api_that_is_not_offered_ends_the_connection(broker: BrokerProcess) -> None:
+    for api, version in ((71, 0), (3, 99), (0, 2)):
+        raw = Raw(broker)
+        raw.socket.sendall(struct.pack(">ihhih", 10, api, version, 6, -1))
+        with pytest.raises(ConnectionResetError):
+            raw.exactly(1)
+
+
+def test_every_offered_version_of_every_api_answers(broker: BrokerProcess, lane: str) -> None:
+    """With a request that has nothing much in it: what counts is that the answer is one."""
+    samples: dict[int, dict[str, Any]] = {
+        0: {"acks": 1, "timeout": 1000,
+            "topic_data": [{"name": lane, "partition_data": [{"records": batch_of(b"v")}]}]},
+        1: {"max_wait": 0, "topics": [{"topic": lane, "partitions": [{"partition_max_bytes": 100}]}]},
+        2: {"topics": [{"name": lane, "partitions": [{"timestamp": -1}]}]},
+        3: {"topics": None},
+        8: {"group_id": "v", "member_id": "", "generation_id_or_member_epoch": -1,
+            "topics": [{"name": lane, "partitions": [{"committed_offset": 1}]}]},
+        9: {"group_id": "v", "topics": [{"name": lane, "partition_indexes": [0]}],
+            "groups": [{"group_id": "v", "topics": None}]},
+        10: {"key": "v", "coordinator_keys": ["v"]},
+        11: {"group_id": "j", "session_timeout": 10_000, "rebalance_timeout": 10_000, "protocol_type": "consumer",
+             "member_id": "nobody", "protocols": [{"name": "range", "metadata": b""}]},
+        19: {"topics": [{"name": "v-", "num_partitions": 1, "replication_factor": 1}], "validate_only": True},
+        20: {"timeout": 1000, "topic_names": ["nothing"], "topics": [{"name": "nothing"}]},
+        23: {"topics": [{"topic": lane, "partitions": [{"leader_epoch": 0}]}]},
+        32: {"resources": [{"resource_type": 2, "resource_name": lane, "configuration_keys": None}]},
+        33: {"resources": [{"resource_type": 2, "resource_name": lane, "configs": []}]},
+        37: {"topics": [{"name": lane, "count": 2, "assignments": None}], "validate_only": True},
+        44: {"resources": [{"resource_type": 2, "resource_name": lane, "configs": []}]},
+        17: {"mechanism": "none"},
+        30: {"creations": []},
+        60: {"endpoint_type": 1},
+        75: {"topics": [{"name": lane}], "response_partition_limit": 10, "cursor": None},
+    }  # fmt: skip
+    raw = Raw(broker)
+    topic_id = raw.ask(3, 12, {"topics": [{"name": lane}]}).topics[0].topic_id
+    for api, (oldest, newest) in OFFERED.items():
+        for version in range(max(oldest, 3 if api == 0 else 0), newest + 1):
+            fields = samples.get(api, {})
+            if (api, version) in ((0, 13),) or (api == 1 and version >= 13) or (api in (8, 9) and version >= 10):
+                fields = _by_id(fields, topic_id)
+            # One who was not asked for a password and gives it is put out afterwards.
+            answer = (Raw(broker) if api == 36 else raw).ask(api, version, fields)
+            assert "unknown_server_error" not in repr(answer), (api, version, answer)
+            if api in (0, 1, 2, 8, 9, 19, 23, 32, 33, 37, 44, 75):
+                assert set(_codes(answer)) == {ErrorCode.none}, (api, version, answer)
+
+
+def _by_id(fields: Any, topic_id: uuid.UUID) -> Any:
+    if isinstance(fields, dict):
+        return {"topic_id": topic_id, **{name: _by_id(value, topic_id) for name, value in fields.items()}}
+    return [_by_id(one, topic_id) for one in fields] if isinstance(fields, list) else fields
+
+
+def _codes(answer: Any) -> Iterator[ErrorCode]:
+    for shape in _shapes(type(answer)):
+        value = getattr(answer, shape.name)
+        if shape.kind == "error_code":
+            yield value
+        elif shape.nested is not None and value is not None:
+            for one in value if shape.array else [value]:
+                yield from _codes(one)

@@ -1,0 +1,204 @@
+"""Does a client have to say who it is, and may it do then what its account may, and nothing else?"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from brokers import BrokerProcess, broker_process
+
+import headwater
+from headwater import access
+from headwater.access import Permission
+from headwater.calls import access as calls
+
+confluent = pytest.importorskip("confluent_kafka")
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition  # noqa: E402
+from confluent_kafka.admin import (  # noqa: E402
+    AclBinding,
+    AclBindingFilter,
+    AclOperation,
+    AclPermissionType,
+    AdminClient,
+    NewTopic,
+    ResourcePatternType,
+    ResourceType,
+)
+
+PATIENCE_SECONDS = 30
+
+
+@pytest.fixture(scope="module")
+def guarded(dsn: str) -> Iterator[BrokerProcess]:
+    """A broker that asks who comes; with an administrator, a clerk who may do a few things, and two topics."""
+    with headwater.connect(dsn) as log:
+        for name, administrator in (("root", True), ("clerk", False)):
+            log.run(calls.set_account(name, access.verifiers(f"{name}'s", os.urandom(16)), administrator=administrator))
+        for topic in ("open-desk", "vault", "cellar"):
+            log.create_topic(topic, kind="sequenced")
+        for permission in (
+            Permission("clerk", "write", "topic", "open-", prefix=True),
+            Permission("clerk", "read", "topic", "open-desk"),
+            Permission("clerk", "describe", "topic", "vault"),
+            Permission("clerk", "read", "group", "clerks"),
+            Permission("clerk", "write", "transaction", "till-", prefix=True),
+        ):
+            log.run(calls.allow(permission))
+    with broker_process(dsn, "--authenticate") as started:
+        yield started
+
+
+def config(broker: BrokerProcess, name: str, password: str | None = None, mechanism: str = "SCRAM-SHA-256") -> Any:
+    return {
+        "bootstrap.servers": broker.bootstrap,
+        "security.protocol": "SASL_PLAINTEXT",
+        "sasl.mechanism": mechanism,
+        "sasl.username": name,
+        "sasl.password": password or f"{name}'s",
+        "log_level": 0,
+    }
+
+
+@pytest.mark.parametrize("mechanism", ["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"])
+def test_librdkafka_comes_in_with_every_mechanism(guarded: BrokerProcess, mechanism: str) -> None:
+    topics = AdminClient(config(guarded, "root", mechanism=mechanism)).list_topics(timeout=PATIENCE_SECONDS).topics
+    assert {"open-desk", "vault"} <= set(topics)
+
+
+def test_other_clients_come_in_too(guarded: BrokerProcess) -> None:
+    kafka = pytest.importorskip("kafka")
+    aiokafka = pytest.importorskip("aiokafka")
+    settings = {
+        "bootstrap_servers": guarded.bootstrap,
+        "security_protocol": "SASL_PLAINTEXT",
+        "sasl_mechanism": "SCRAM-SHA-512",
+        "sasl_plain_username": "clerk",
+        "sasl_plain_password": "clerk's",
+    }
+    producer = kafka.KafkaProducer(**settings)
+    assert producer.send("open-desk", b"kp").get(PATIENCE_SECONDS).offset >= 0
+    producer.close()
+
+    async def send() -> int:
+        producer = aiokafka.AIOKafkaProducer(**settings)
+        await producer.start()
+        try:
+            return int((await producer.send_and_wait("open-desk", b"aio")).offset)
+        finally:
+            await producer.stop()
+
+    assert asyncio.run(send()) >= 0
+
+
+@pytest.mark.parametrize("mechanism", ["PLAIN", "SCRAM-SHA-256"])
+@pytest.mark.parametrize("name", ["root", "nobody"])
+def test_a_wrong_password_or_name_does_not_come_in(guarded: BrokerProcess, name: str, mechanism: str) -> None:
+    errors: list[Any] = []
+    admin = AdminClient({**config(guarded, name, "wrong", mechanism), "error_cb": errors.append})
+    with pytest.raises(KafkaException):
+        admin.list_topics(timeout=0.7)
+    admin.poll(0)
+    assert KafkaError._AUTHENTICATION in {error.code() for error in errors}
+
+
+def test_who_says_nothing_does_not_come_in(guarded: BrokerProcess) -> None:
+    with pytest.raises(KafkaException):
+        AdminClient({"bootstrap.servers": guarded.bootstrap, "log_level": 0}).list_topics(timeout=0.7)
+
+
+def delivered(settings: Any, topic: str) -> Any:
+    codes: list[Any] = []
+    producer = Producer({**settings, "message.timeout.ms": 5000})
+    producer.produce(topic, b"x", on_delivery=lambda error, message: codes.append(error and error.code()))
+    producer.flush(PATIENCE_SECONDS)
+    return codes[0]
+
+
+def test_an_account_may_do_what_it_is_allowed_and_nothing_else(guarded: BrokerProcess) -> None:
+    clerk = config(guarded, "clerk")
+    admin = AdminClient(clerk)
+    assert set(admin.list_topics(timeout=PATIENCE_SECONDS).topics) == {"open-desk", "vault"}
+    assert delivered(clerk, "open-desk") is None
+    assert delivered(clerk, "vault") == delivered(clerk, "cellar") == KafkaError.TOPIC_AUTHORIZATION_FAILED
+    assert delivered(config(guarded, "root"), "vault") is None
+    for topic, group, code in (
+        ("vault", "clerks", KafkaError.TOPIC_AUTHORIZATION_FAILED),
+        ("cellar", "clerks", KafkaError.TOPIC_AUTHORIZATION_FAILED),
+        ("open-desk", "strangers", KafkaError.GROUP_AUTHORIZATION_FAILED),
+        ("open-desk", "clerks", None),
+    ):
+        consumer = Consumer({**clerk, "group.id": group, "auto.offset.reset": "earliest"})
+        consumer.subscribe([topic])
+        message = consumer.poll(PATIENCE_SECONDS)
+        assert message is not None
+        assert (message.error() and message.error().code()) == code
+        consumer.close()
+    direct = Consumer({**clerk, "group.id": "clerks"})
+    direct.assign([TopicPartition("vault", 0, 0)])
+    message = direct.poll(PATIENCE_SECONDS)
+    assert message is not None
+    assert message.error().code() == KafkaError.TOPIC_AUTHORIZATION_FAILED
+    direct.close()
+    for future in (
+        admin.create_topics([NewTopic("mine", 1, 1)])["mine"],
+        admin.delete_topics(["open-desk"])["open-desk"],
+    ):
+        with pytest.raises(KafkaException) as refused:
+            future.result(PATIENCE_SECONDS)
+        assert refused.value.args[0].code() == KafkaError.TOPIC_AUTHORIZATION_FAILED
+    for name, allowed in (("till-1", True), ("other", False)):
+        producer = Producer({**clerk, "transactional.id": name})
+        if allowed:
+            producer.init_transactions(PATIENCE_SECONDS)
+        else:
+            with pytest.raises(KafkaException) as refused:
+                producer.init_transactions(PATIENCE_SECONDS)
+            assert refused.value.args[0].code() == KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED
+
+
+def test_permissions_are_given_seen_and_taken_as_acls(guarded: BrokerProcess) -> None:
+    root = AdminClient(config(guarded, "root"))
+    clerk = config(guarded, "clerk")
+    binding = AclBinding(
+        ResourceType.TOPIC, "vau", ResourcePatternType.PREFIXED, "User:clerk", "*", AclOperation.WRITE,
+        AclPermissionType.ALLOW,
+    )  # fmt: skip
+    with pytest.raises(KafkaException):
+        AdminClient(clerk).create_acls([binding])[binding].result(PATIENCE_SECONDS)
+    root.create_acls([binding])[binding].result(PATIENCE_SECONDS)
+    everything = AclBindingFilter(
+        ResourceType.TOPIC, None, ResourcePatternType.ANY, "User:clerk", None, AclOperation.ANY, AclPermissionType.ANY
+    )
+    assert binding in root.describe_acls(everything).result(PATIENCE_SECONDS)
+    assert delivered(clerk, "vault") is None
+    exactly = AclBindingFilter(
+        ResourceType.TOPIC, "vau", ResourcePatternType.PREFIXED, None, None, AclOperation.ANY, AclPermissionType.ANY
+    )
+    assert root.delete_acls([exactly])[exactly].result(PATIENCE_SECONDS) == [binding]
+    assert delivered(clerk, "vault") == KafkaError.TOPIC_AUTHORIZATION_FAILED
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
+def test_connections_are_encrypted_where_a_certificate_is_given(dsn: str, tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1",
+         "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate],
+        check=True, capture_output=True, timeout=60,
+    )  # fmt: skip
+    with broker_process(dsn, "--tls-certificate", str(certificate), "--tls-key", str(key)) as encrypted:
+        settings = {
+            "bootstrap.servers": encrypted.bootstrap,
+            "security.protocol": "SSL",
+            "ssl.ca.location": str(certificate),
+            "log_level": 0,
+        }
+        assert AdminClient(settings).list_topics(timeout=PATIENCE_SECONDS).brokers
+        with pytest.raises(KafkaException):
+            AdminClient({"bootstrap.servers": encrypted.bootstrap, "log_level": 0}).list_topics(timeout=0.7)

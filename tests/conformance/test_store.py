@@ -1,0 +1,473 @@
+"""Is an event store the same wherever it lives? One suite for Postgres and for SQLite."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import headwater
+from headwater.errors import AppendConflict, EventTooLarge, InvalidRequest, TopicExists, TopicNotFound
+from headwater.store import (
+    EVERYTHING,
+    Item,
+    LatestMatchIs,
+    NewStoreEvent,
+    NoMatchAfter,
+    Query,
+    SqliteEventStore,
+    SqliteStores,
+    StoreEvent,
+)
+
+_numbers = itertools.count()
+Store = headwater.client.store.EventStore | SqliteEventStore
+Stores = headwater.Headwater | SqliteStores
+Until = Callable[[Callable[[], Any]], Any]
+
+
+@pytest.fixture(params=["postgres", "sqlite"])
+def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stores]:
+    if request.param == "postgres":
+        yield request.getfixturevalue("log")
+    else:
+        with SqliteStores(tmp_path / "stores") as stores:
+            yield stores
+
+
+@pytest.fixture
+def store(stores: Stores) -> Store:
+    """A fresh event store."""
+    return stores.create_store(f"store-{next(_numbers)}")
+
+
+def tagged(*tags: str) -> Query:
+    return Query.of(tags=tags)
+
+
+def happened(type: str = "Happened", *tags: str, data: Any = None) -> NewStoreEvent:
+    return NewStoreEvent(type, data, tags)
+
+
+# --- append ------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_appended_is_read_back_as_it_was(store: Store) -> None:
+    appended = store.append(
+        [
+            NewStoreEvent("Opened", {"n": 1}, ["account:1", "eu"], {"by": "me"}, "id-1"),
+            NewStoreEvent("Noted", b"\x00\xff", [], None, "id-2", "application/octet-stream"),
+            NewStoreEvent("Closed"),
+        ]
+    )
+    first, second, third = store.read()
+    assert (first.type, first.data, first.tags, first.metadata) == (
+        "Opened",
+        {"n": 1},
+        ("account:1", "eu"),
+        {"by": "me"},
+    )
+    assert (second.payload, second.content_type, second.tags) == (b"\x00\xff", "application/octet-stream", ())
+    assert (third.payload, third.content_type, third.metadata) == (None, None, None)
+    assert (first.event_id, second.event_id) == ("id-1", "id-2")
+    assert third.event_id
+    assert appended.positions == (first.position, second.position, third.position)
+    assert appended.position == store.head() == third.position
+    assert not appended.repeated
+    assert [event.topic_offset for event in store.read()] == [0, 1, 2]
+    assert first.published_at.tzinfo is not None
+
+
+@pytest.mark.parametrize("tag", ["{", '"', "\\", "a,b", "ä€😀", "null", " ", "%s", "'", "#x", ":x"])
+def test_any_text_can_be_a_tag(store: Store, tag: str) -> None:
+    store.append([happened("A", tag, "other"), happened("A", "other")])
+    (found,) = store.read(tagged(tag))
+    assert found.tags == (tag, "other")
+    with pytest.raises(AppendConflict):
+        store.append(happened(), NoMatchAfter(tagged(tag)))
+
+
+def test_a_type_is_no_tag(store: Store) -> None:
+    store.append([happened("x"), happened("y", "x")])
+    assert [event.type for event in store.read(Query.of(types=["x"]))] == ["x"]
+    assert [event.type for event in store.read(tagged("x"))] == ["y"]
+
+
+def test_nothing_matched_since_lets_an_append_pass(store: Store) -> None:
+    seen = store.append(happened("A", "x")).position
+    store.append(happened("B", "y"))
+    assert store.append(happened("C", "x"), NoMatchAfter(tagged("x"), seen)).position > seen
+    assert store.append(happened("C"), NoMatchAfter(tagged("never"))).position > seen
+    assert store.append(happened("C"), NoMatchAfter(Query.of(types=["Never"]))).position > seen
+    assert store.count() == 5
+
+
+def test_a_match_since_refuses_an_append_and_says_where_it_is(store: Store) -> None:
+    seen = store.append(happened("A", "x")).position
+    moved = store.append([happened("B", "x"), happened("B", "x")]).position
+    store.append(happened("B", "y"))
+    for query in (tagged("x"), Query.of(types=["B"], tags=["x"]), tagged("never") | tagged("x")):
+        with pytest.raises(AppendConflict) as refused:
+            store.append([happened("C"), happened("C")], NoMatchAfter(query, seen))
+        assert refused.value.actual_position == moved
+        assert refused.value.detail["expected_position"] == seen
+    assert store.count() == 4
+    assert store.count(Query.of(types=["C"])) == 0
+
+
+def test_a_query_without_items_is_about_every_event(store: Store) -> None:
+    assert store.append(happened(), NoMatchAfter(EVERYTHING)).position
+    with pytest.raises(AppendConflict):
+        store.append(happened(), NoMatchAfter(EVERYTHING))
+    assert store.append(happened(), NoMatchAfter(EVERYTHING, store.head()))
+    with pytest.raises(AppendConflict):
+        store.append(happened(), NoMatchAfter(Query((Item(),))))
+
+
+def test_a_rare_type_is_found_among_many_of_a_tag_and_a_rare_tag_among_many_of_a_type(store: Store) -> None:
+    rare = store.append([happened("Rare", "common"), happened("Common", "common", "rare")]).positions
+    store.append([happened("Common", "common") for _ in range(300)])
+    for query, position in (
+        (Query.of(types=["Rare"], tags=["common"]), rare[0]),
+        (Query.of(types=["Common"], tags=["rare"]), rare[1]),
+        (tagged("common", "rare"), rare[1]),
+        (Query.of(types=["Rare", "Rarer"], tags=["common"]), rare[0]),
+    ):
+        assert [event.position for event in store.read(query)] == [position]
+        assert store.latest(query).position == position
+        with pytest.raises(AppendConflict) as refused:
+            store.append(happened("Decided"), NoMatchAfter(query))
+        assert refused.value.actual_position == position
+        assert store.append(happened("Decided"), LatestMatchIs(query, position))
+        assert store.append(happened("Decided"), NoMatchAfter(query, position))
+
+
+def test_the_latest_match_must_be_exactly_where_it_was_seen(store: Store) -> None:
+    first = store.append(happened("A", "x")).position
+    second = store.append(happened("A", "x")).position
+    other = store.append(happened("A", "y")).position
+    for wrong in (None, first, other, other + 100):
+        with pytest.raises(AppendConflict) as refused:
+            store.append(happened("B"), LatestMatchIs(tagged("x"), wrong))
+        assert refused.value.actual_position == second
+    with pytest.raises(AppendConflict) as refused:
+        store.append(happened("B"), LatestMatchIs(tagged("never"), first))
+    assert refused.value.actual_position == 0
+    assert store.append(happened("B", "x"), LatestMatchIs(tagged("x"), second))
+    assert store.append(happened("B"), LatestMatchIs(tagged("never"), None))
+    assert store.count() == 5
+
+
+def test_an_append_is_one_run_of_events(store: Store) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        appends = list(pool.map(lambda n: store.append([happened(f"{n}-{k}") for k in range(5)]), range(40)))
+    events = list(store.read_all(batch_size=7))
+    assert [event.topic_offset for event in events] == list(range(200))
+    by_position = {event.position: event for event in events}
+    for number, appended in enumerate(appends):
+        run = [by_position[position] for position in appended.positions]
+        assert [event.type for event in run] == [f"{number}-{k}" for k in range(5)]
+        assert [event.topic_offset - run[0].topic_offset for event in run] == [0, 1, 2, 3, 4]
+
+
+def test_an_append_that_is_repeated_is_not_done_twice(store: Store) -> None:
+    events = [NewStoreEvent("A", tags=["x"], event_id=f"e{n}") for n in range(3)]
+    first = store.append(events, NoMatchAfter(tagged("x")))
+    store.append(happened("A", "x"))
+    again = store.append(events, NoMatchAfter(tagged("x")))
+    assert again.positions == first.positions
+    assert again.repeated
+    assert store.count() == 4
+
+
+@pytest.mark.parametrize("ids", [["b", "c", "d"], ["new", "a"], ["b", "a", "c"], ["a", "c"]])
+def test_the_id_of_another_event_is_refused(store: Store, ids: list[str]) -> None:
+    store.append([NewStoreEvent("A", event_id=event_id) for event_id in "abc"])
+    with pytest.raises(InvalidRequest, match="belongs to another append"):
+        store.append([NewStoreEvent("A", event_id=event_id) for event_id in ids])
+    assert store.count() == 3
+
+
+@pytest.mark.parametrize(
+    ("events", "says"),
+    [
+        ([], "1 to 1000 events"),
+        ([NewStoreEvent("A")] * 1001, "1 to 1000 events"),
+        ([NewStoreEvent("")], "1 to 200 characters"),
+        ([NewStoreEvent(None)], "has a type"),  # type: ignore[arg-type]
+        ([NewStoreEvent("A", tags="x")], "list of texts"),
+        ([NewStoreEvent("A", tags=[""])], "1 to 255 characters"),
+        ([NewStoreEvent("A", tags=["x" * 256])], "1 to 255 characters"),
+        ([NewStoreEvent("A", tags=[f"{n}" for n in range(101)])], "up to 100 tags"),
+        ([NewStoreEvent("A", tags=["\x00"])], "NUL"),
+        ([NewStoreEvent("A", {"a": object()})], "cannot be written as JSON"),
+        ([NewStoreEvent("A", event_id="")], "1 to 255 characters"),
+        ([NewStoreEvent("A", event_id="e"), NewStoreEvent("A", event_id="e")], "same id"),
+    ],
+)
+def test_what_cannot_be_appended_is_refused_with_a_reason(store: Store, events: list[NewStoreEvent], says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says):
+        store.append(events)
+    assert store.count() == 0
+
+
+def test_what_is_too_large_is_refused_and_does_not_take_others_with_it(store: Store) -> None:
+    def append(n: int) -> type[Exception] | None:
+        try:
+            store.append(NewStoreEvent("A", b"x" * (2_000_000 if n % 4 == 0 else 10)))
+        except EventTooLarge as error:
+            return type(error)
+        return None
+
+    with ThreadPoolExecutor(8) as pool:
+        outcomes = list(pool.map(append, range(32)))
+    assert outcomes == [EventTooLarge if n % 4 == 0 else None for n in range(32)]
+    assert store.count() == 24
+
+
+def test_of_many_who_want_the_same_one_gets_it(store: Store) -> None:
+    def take(n: int) -> tuple[str, bool]:
+        name = f"name:{n % 10}"
+        try:
+            store.append(happened("Taken", name), NoMatchAfter(tagged(name)))
+        except AppendConflict:
+            return name, False
+        return name, True
+
+    with ThreadPoolExecutor(12) as pool:
+        outcomes = list(pool.map(take, range(120)))
+    assert Counter(name for name, taken in outcomes if taken) == {f"name:{n}": 1 for n in range(10)}
+    assert Counter(event.tags[0] for event in store.read_all()) == {f"name:{n}": 1 for n in range(10)}
+
+
+# --- read --------------------------------------------------------------------------------------------------------
+
+
+def test_an_item_asks_for_one_of_its_types_and_all_of_its_tags(store: Store) -> None:
+    store.append([happened("A", "x", "y"), happened("B", "x"), happened("C", "y", "x"), happened("C")])
+
+    def types(query: Query) -> str:
+        assert store.count(query) == len(store.read(query))
+        assert store.read(query, backwards=True) == store.read(query)[::-1]
+        return "".join(event.type or "" for event in store.read(query))
+
+    assert types(EVERYTHING) == "ABCC"
+    assert types(tagged("x")) == "ABC"
+    assert types(tagged("x", "y")) == "AC"
+    assert types(tagged("y", "x", "y")) == "AC"
+    assert types(Query.of(types=["A", "B"])) == "AB"
+    assert types(Query.of(types=["A", "B", "A"], tags=["y"])) == "A"
+    assert types(Query.of(types=["C"], tags=["x", "y"])) == "C"
+    assert types(Query.of(types=["B"]) | tagged("y")) == "ABC"
+    assert types(tagged("x") | tagged("y")) == "ABC"
+    assert types(tagged("nothing")) == types(Query.of(types=["nothing"])) == ""
+    assert types(tagged("x") | EVERYTHING) == "ABCC"
+
+
+def test_fields_are_compared_as_text(store: Store) -> None:
+    for number, data in enumerate(
+        [{"k": "5"}, {"k": 5}, {"k": 5.0}, {"k": True}, {"k": None}, {"k": {"k": "5"}}, {"k": ["5"]}, ["k"], {}, "k"]
+    ):
+        store.append(NewStoreEvent(f"{number}", data, ["x"]))
+    store.append(NewStoreEvent("raw", b'{"k": "5"}', ["x"], content_type="text/plain"))
+    store.append(NewStoreEvent("nobody said", b'{"k": "5"}', ["x"]))
+    store.append(NewStoreEvent("no JSON", b'{"k": "5"', ["x"]))
+
+    def types(**fields: Any) -> list[str | None]:
+        found = [event.type for event in store.read(Query.of(fields=fields))]
+        assert found == [event.type for event in store.read(Query.of(fields=fields, tags=["x"]))]
+        return found
+
+    assert types(k="5") == types(k=5) == ["0", "1", "nobody said"]
+    assert types(k="5.0") == types(k=5.0) == ["2"]
+    assert types(k="true") == types(k=True) == ["3"]
+    assert types(k="null") == types(k="") == types(other="5") == []
+    last = store.head()
+    with pytest.raises(AppendConflict):
+        store.append(happened(), NoMatchAfter(Query.of(fields={"k": 5}), 1))
+    assert store.append(happened(), NoMatchAfter(Query.of(fields={"k": 5}), last))
+
+
+def test_pages_follow_one_another_in_both_directions(store: Store) -> None:
+    store.append([happened("A" if n % 3 else "B", f"t{n % 2}", data="x" * 10) for n in range(30)])
+    query = Query.of(types=["A"]) | tagged("t1")
+    everything = store.read(query)
+    assert len(everything) == 25
+    for batch_size in (1, 7, 25):
+        assert list(store.read_all(query, batch_size=batch_size)) == everything
+        assert list(store.read_all(query, backwards=True, batch_size=batch_size)) == everything[::-1]
+    middle = everything[10].position
+    assert store.read(query, after=middle) == everything[11:]
+    assert store.read(query, before=middle) == everything[:10]
+    assert store.read(query, after=middle, before=everything[20].position, batch_size=3) == everything[11:14]
+    assert store.count(query, after=middle) == 14
+    assert store.count(query, before=middle) == 10
+    assert len(store.read(query, max_bytes=36)) == 3
+    assert len(store.read(query, max_bytes=1)) == 1
+
+
+def test_the_latest_of_each_item_is_found(store: Store) -> None:
+    first, second, third = store.append([happened("A", "x"), happened("B", "x"), happened("A", "y")]).positions
+    latest = store.latest(Query.of(types=["A"], tags=["x"]) | tagged("never") | tagged("x"))
+    assert [event and event.position for event in latest.events] == [first, None, second]
+    assert latest.position == second
+    assert store.latest(Query.of(types=["A"])).position == third
+    assert store.latest(tagged("never")).position == 0
+    assert store.latest(tagged("never")).events == (None,)
+
+
+def test_a_store_is_made_once_and_found_by_its_name(stores: Stores) -> None:
+    name = f"store-{next(_numbers)}"
+    stores.create_store(name).append(happened())
+    with pytest.raises(TopicExists):
+        stores.create_store(name)
+    assert stores.create_store(name, if_missing=True).count() == 1
+    assert stores.store(name).count() == 1
+    with pytest.raises(TopicNotFound):
+        stores.store("no-such-store").count()
+    with pytest.raises(InvalidRequest):
+        stores.create_store("a/b")
+
+
+# --- subscribe ---------------------------------------------------------------------------------------------------
+
+
+def collect(store: Store, into: list[StoreEvent], stop_at: str, **options: Any) -> threading.Thread:
+    """Subscribe in a thread until an event of that type comes."""
+
+    def run() -> None:
+        for event in store.subscribe(**options):
+            into.append(event)
+            if event.type == stop_at:
+                return
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+def soon(subscription: Iterator[Any]) -> Any:
+    """The next that a live subscription brings, which must come."""
+    got: list[Any] = []
+    thread = threading.Thread(target=lambda: got.append(next(subscription)), daemon=True)
+    thread.start()
+    join(thread)
+    return got[0]
+
+
+def join(*threads: threading.Thread) -> None:
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive(), "the end did not come within 30 seconds"
+
+
+def test_a_subscriber_catches_up_and_stays_live(store: Store, until: Until) -> None:
+    store.append([happened("A", "x"), happened("A"), happened("A", "x")])
+    got: list[StoreEvent] = []
+    thread = collect(store, got, "End", query=tagged("x"))
+    until(lambda: len(got) == 2)
+    store.append([happened("A"), happened("A", "x")])
+    until(lambda: len(got) == 3)
+    store.append(happened("End", "x"))
+    join(thread)
+    assert got == store.read(tagged("x"))
+
+
+def test_many_subscribers_get_every_event_once_in_order_while_many_append(store: Store) -> None:
+    wanted = [EVERYTHING, tagged("t1"), Query.of(types=["W2", "End"]), tagged("t0", "w1")]
+    received: list[list[StoreEvent]] = [[] for _ in range(12)]
+    threads = [
+        collect(store, got, "End", query=wanted[n % 4] | Query.of(types=["End"]) if wanted[n % 4].items else EVERYTHING)
+        for n, got in enumerate(received)
+    ]
+
+    def write(writer: int) -> None:
+        for n in range(25):
+            store.append(NewStoreEvent(f"W{writer}", {"n": n}, [f"t{n % 2}", f"w{writer}"]))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(4)))
+    store.append(happened("End"))
+    join(*threads)
+    for n, got in enumerate(received):
+        query = wanted[n % 4]
+        assert got == list(store.read_all(query | Query.of(types=["End"]) if query.items else EVERYTHING))
+
+
+def test_a_slow_subscriber_is_served_from_the_log_again(
+    store: Store, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headwater.tail.Tail.extended.__kwdefaults__", {"max_events": 5, "max_bytes": 1 << 20})
+    slow = store.subscribe(batch_size=2)
+    store.append(happened("A"))
+    got = [soon(slow)]
+    fast: list[StoreEvent] = []
+    thread = collect(store, fast, "End")
+    until(lambda: fast and store._feed._tail)
+    for n in range(10):
+        store.append([happened("A"), happened("A"), happened("A")])
+        # One by one, so that all of it goes by the tail.
+        until(lambda n=n: len(fast) == 4 + 3 * n)
+    store.append(happened("End"))
+    join(thread)
+    tail = store._feed._tail
+    assert tail is not None
+    assert len(tail.events) == 5
+    assert not store._feed.holds(got[-1].position)
+    while got[-1].type != "End":
+        got.append(soon(slow))
+    assert got == fast == list(store.read_all())
+
+
+def test_one_reads_for_all_who_follow(store: Store, until: Until, monkeypatch: pytest.MonkeyPatch) -> None:
+    readers: set[int] = set()
+    at_once: list[int] = []
+    read_after = store._feed._read_after
+
+    def watched(position: int, batch_size: int) -> Any:
+        readers.add(threading.get_ident())
+        at_once.append(len(readers))
+        try:
+            return read_after(position, batch_size)
+        finally:
+            readers.discard(threading.get_ident())
+
+    monkeypatch.setattr(store._feed, "_read_after", watched)
+    received: list[list[StoreEvent]] = [[] for _ in range(40)]
+    threads = [collect(store, got, "End") for got in received]
+    store.append(happened("A"))
+    until(lambda: all(received))
+    store.append(happened("End"))
+    join(*threads)
+    assert max(at_once) == 1
+    assert all([event.type for event in got] == ["A", "End"] for got in received)
+
+
+def test_a_cursor_goes_on_where_the_last_subscriber_was(store: Store) -> None:
+    store.append([happened("A", "x" if n % 2 else "y") for n in range(10)])
+    cursor = f"cursor-{next(_numbers)}"
+    batches = store.subscribe_batches(tagged("x"), cursor=cursor, batch_size=2)
+    first = soon(batches)
+    second = soon(batches)
+    batches.close()
+    # The batch in hand was not acknowledged by asking for another, so it comes again.
+    rest = list(store.subscribe(tagged("x"), cursor=cursor, batch_size=1, stop_when_caught_up=True))
+    assert [*first, *rest] == store.read(tagged("x"))
+    assert rest[:2] == list(second)
+    assert list(store.subscribe(tagged("x"), cursor=cursor, stop_when_caught_up=True)) == []
+    store.append([happened("A"), happened("A", "x")])
+    assert len(list(store.subscribe(tagged("x"), cursor=cursor, stop_when_caught_up=True))) == 1
+
+
+def test_a_subscriber_can_start_anywhere(store: Store) -> None:
+    positions = store.append([happened("A") for _ in range(5)]).positions
+    assert [e.position for e in store.subscribe(after=positions[2], stop_when_caught_up=True)] == list(positions[3:])
+    assert list(store.subscribe(from_end=True, stop_when_caught_up=True)) == []
+    with pytest.raises(InvalidRequest, match="where to start once"):
+        next(store.subscribe(after=1, from_end=True))

@@ -1,0 +1,376 @@
+"""Is every verdict of an event store right? Concurrent appends, killed backends and processes; the log is the witness.
+
+The checker itself is tested too: each of several broken event stores must be caught by it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from store_history import Asked, Violation, ask, check
+
+import headwater
+from headwater import calls, schema
+from headwater.client.store import EventStore
+from headwater.embedded import Postgres
+from headwater.errors import LogUnavailable, StoreBusy, TransactionAborted
+from headwater.store import (
+    Condition,
+    Item,
+    LatestMatchIs,
+    NewStoreEvent,
+    NoMatchAfter,
+    Query,
+    SqliteEventStore,
+    SqliteStores,
+    StoreEvent,
+)
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+pytestmark = pytest.mark.crash
+
+_numbers = itertools.count()
+Until = Callable[[Callable[[], Any]], Any]
+ROUNDS = int(os.environ.get("CRASH_ROUNDS", "3"))
+TAGS = ("a", "b", "c", "d")
+TYPES = ("A", "B")
+
+
+def random_query(chance: random.Random) -> Query:
+    return Query(
+        [
+            Item(chance.sample(TYPES, chance.choice((0, 0, 1))), chance.sample(TAGS, chance.choice((1, 1, 2))))
+            for _ in range(chance.choice((1, 1, 2)))
+        ]
+    )
+
+
+def random_events(chance: random.Random) -> list[NewStoreEvent]:
+    return [
+        NewStoreEvent(
+            chance.choice(TYPES), tags=chance.sample(TAGS, chance.choice((0, 1, 2))), event_id=f"{chance.random()}"
+        )
+        for _ in range(chance.choice((1, 1, 1, 3)))
+    ]
+
+
+def random_appends(store: EventStore | SqliteEventStore, count: int, seed: int) -> list[Asked]:
+    """Read a context, decide, append: as users do, and as fast as they can."""
+    chance = random.Random(seed)
+    history = []
+    for _ in range(count):
+        events, condition = random_events(chance), None
+        try:
+            if chance.random() < 0.9:
+                query = random_query(chance)
+                seen = store.latest(query).position
+                condition = chance.choice((NoMatchAfter, LatestMatchIs))(query, seen)
+            history.append(ask(store, events, condition))
+        except (LogUnavailable, TransactionAborted, psycopg.Error):
+            history.append(Asked(tuple(event.event_id or "" for event in events), condition))
+    return history
+
+
+@contextmanager
+def killing(dsn: str) -> Iterator[None]:
+    """Meanwhile, backends of logs that are called doomed are killed at random."""
+    over = threading.Event()
+
+    def kill() -> None:
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            while not over.wait(0.05):
+                connection.execute(
+                    "select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'doomed' "
+                    "and datname = current_database() order by random() limit 1"
+                )
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        yield
+    finally:
+        over.set()
+        killer.join()
+
+
+def test_every_verdict_is_right_while_backends_are_killed(dsn: str, log: headwater.Headwater) -> None:
+    store = log.create_store(f"store-{next(_numbers)}")
+    # Logs of their own stand for processes: they share neither pool nor group commit.
+    with (
+        killing(dsn),
+        headwater.connect(dsn, application_name="doomed") as one,
+        headwater.connect(dsn, application_name="doomed") as two,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        runs = [
+            pool.submit(random_appends, (one, two)[n % 2].store(store.topic), 10 * ROUNDS, seed=n) for n in range(8)
+        ]
+        history = [asked for run in runs for asked in run.result(120)]
+    check(history, list(store.read_all()))
+    assert sum(asked.positions is not None for asked in history) > 20
+    assert sum(asked.moved_to is not None for asked in history) > 5
+
+
+def test_subscribers_get_the_committed_sequence_while_backends_are_killed(dsn: str, log: headwater.Headwater) -> None:
+    store = log.create_store(f"store-{next(_numbers)}")
+    end = Query.of(types=["End"])
+    wanted = [Query(), Query.of(tags=["a"]) | end, Query.of(types=["A", "End"])]
+    slow = threading.Event()
+
+    def subscribe(reading: EventStore, query: Query, pause: bool) -> list[StoreEvent]:
+        got: list[StoreEvent] = []
+        for events in reading.subscribe_batches(query, batch_size=5):
+            got += events
+            if pause:
+                # A reader that falls behind, and is served from the log again.
+                slow.wait(0.02)
+            if got[-1].type == "End":
+                return got
+        raise AssertionError("a live subscription does not end")
+
+    with (
+        killing(dsn),
+        headwater.connect(dsn, application_name="doomed") as one,
+        headwater.connect(dsn, application_name="doomed") as two,
+        ThreadPoolExecutor(16) as pool,
+    ):
+        readers = [
+            (query, pool.submit(subscribe, reading.store(store.topic), query, pause))
+            for query in wanted
+            for reading, pause in ((one, False), (two, False), (one, True))
+        ]
+        writers = [pool.submit(random_appends, (one, two)[n % 2].store(store.topic), 15, seed=n) for n in range(4)]
+        for writer in writers:
+            writer.result(120)
+        store.append(NewStoreEvent("End"))
+        for query, reader in readers:
+            assert reader.result(120) == list(store.read_all(query))
+
+
+def test_every_verdict_is_right_while_the_server_crashes(tmp_path: Path, until: Until) -> None:
+    server = Postgres(tmp_path / "pg")
+    server.start()
+    try:
+        dsn = server.dsn("postgres")
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            schema.upgrade(connection)
+        with headwater.connect(dsn) as log, ThreadPoolExecutor(5) as pool:
+            store = log.create_store("s")
+            runs = [pool.submit(random_appends, store, 10 * ROUNDS, seed=n) for n in range(4)]
+            for _ in range(2):
+                # Not before something was appended since the last crash.
+                start = store.head()
+                until(lambda start=start: store.head() > start or all(run.done() for run in runs))
+                server.kill()
+                server.start()
+            history = [asked for run in runs for asked in run.result(120)]
+            check(history, list(store.read_all()))
+            assert sum(asked.positions is not None for asked in history) > 20
+    finally:
+        server.stop(mode="immediate")
+
+
+def test_every_verdict_is_right_on_sqlite(tmp_path: Path) -> None:
+    with SqliteStores(tmp_path) as stores, ThreadPoolExecutor(6) as pool:
+        store = stores.create_store("s")
+        runs = [pool.submit(random_appends, store, 10 * ROUNDS, seed=n) for n in range(6)]
+        history = [asked for run in runs for asked in run.result(120)]
+        check(history, list(store.read_all()))
+    assert sum(asked.moved_to is not None for asked in history) > 5
+
+
+# --- a process that is killed ------------------------------------------------------------------------------------
+
+WRITER = """
+import os, sys
+from pathlib import Path
+from headwater.store import NewStoreEvent, NoMatchAfter, Query, SqliteStores
+
+with SqliteStores(Path(sys.argv[1])) as stores:
+    store = stores.create_store("s", if_missing=True)
+    n = store.count()
+    while True:
+        tag = Query.of(tags=[f"n{n}"])
+        store.append([NewStoreEvent("A", {"n": n}, [f"n{n}"]), NewStoreEvent("B", {"n": n})], NoMatchAfter(tag))
+        os.write(1, f"{n}\\n".encode())
+        n = store.count()
+"""
+
+
+def test_a_killed_process_leaves_every_answered_append_and_no_half_of_one(tmp_path: Path) -> None:
+    answered: list[int] = []
+    for _ in range(ROUNDS):
+        process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        try:
+            answered += [int(process.stdout.readline()) for _ in range(10)]
+            with pytest.raises(StoreBusy, match=str(process.pid)):
+                SqliteStores(tmp_path)
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait(20)
+        answered += [int(line) for line in process.stdout if line.endswith(b"\n")]
+        process.stdout.close()
+    with SqliteStores(tmp_path) as stores:
+        events = list(stores.store("s").read_all())
+    assert [event.topic_offset for event in events] == list(range(len(events)))
+    assert [event.type for event in events] == ["A", "B"] * (len(events) // 2)
+    assert set(answered) <= {json.loads(event.payload or b"")["n"] for event in events}
+
+
+# --- the checker is checked --------------------------------------------------------------------------------------
+
+
+def held(store: EventStore, log: headwater.Headwater, until: Until) -> list[Asked]:
+    """One appends in a transaction that stays open while another, which must know of it, asks."""
+    events = [[NewStoreEvent("A", tags=["a"], event_id=f"{store.topic}-{n}")] for n in range(2)]
+    with log.connection() as watch, ThreadPoolExecutor(1) as pool:
+        with log.transaction() as own:
+            first = ask(store, events[0], None, connection=own)
+            second = pool.submit(ask, store, events[1], NoMatchAfter(Query.of(tags=["a"])))
+
+            def waits_or_is_done() -> bool:
+                row = watch.execute("select from pg_locks where locktype = 'advisory' and not granted").fetchone()
+                return row is not None or second.done()
+
+            until(waits_or_is_done)
+        return [first, second.result(20)]
+
+
+def grouped(store: EventStore, log: headwater.Headwater, until: Until) -> list[Asked]:
+    """Appends of one group of which each must know of those before it."""
+    wishes: list[tuple[NewStoreEvent, Condition | None]] = [
+        (NewStoreEvent("A", tags=["a", "b"]), None),
+        (NewStoreEvent("A", tags=["c"]), NoMatchAfter(Query.of(tags=["b"]))),
+        (NewStoreEvent("B", tags=["d"]), LatestMatchIs(Query.of(tags=["never"]), None)),
+        (NewStoreEvent("B"), NoMatchAfter(Query.of(types=["B"], tags=["d"]))),
+    ]
+    ids = [f"{store.topic}-g{n}" for n in range(len(wishes))]
+    appends = [calls.encode_append([event], condition, [ids[n]]) for n, (event, condition) in enumerate(wishes)]
+    return [
+        Asked((event_id,), condition, verdict.positions, verdict.moved_to)
+        for event_id, (_, condition), verdict in zip(ids, wishes, store._send(appends), strict=True)
+    ]
+
+
+def alone(store: EventStore, log: headwater.Headwater, until: Until) -> list[Asked]:
+    """Conditions of every shape, one after the other."""
+    history: list[Asked] = []
+
+    def append(tags: Sequence[str], condition: Condition | None) -> int:
+        event = NewStoreEvent("A", tags=tags, event_id=f"{store.topic}-a{len(history)}")
+        history.append(ask(store, [event], condition))
+        return max(history[-1].positions or (0,))
+
+    first = append(["a", "b"], None)
+    second = append(["c"], NoMatchAfter(Query.of(tags=["a"]), first))
+    append(["d"], NoMatchAfter(Query.of(tags=["never"]) | Query.of(tags=["b"])))
+    append(["d"], NoMatchAfter(Query.of(types=["A"], tags=["b"])))
+    append(["d"], NoMatchAfter(Query.of(tags=["b"]), first))
+    append(["d"], LatestMatchIs(Query.of(tags=["a"]), second))
+    append(["d"], LatestMatchIs(Query.of(tags=["a"]), first))
+    append(["d"], NoMatchAfter(Query.of(tags=["b", "a"])))
+    return history
+
+
+def lost_answer(store: EventStore, log: headwater.Headwater, until: Until) -> list[Asked]:
+    """The answer to an append is lost, and it is sent again."""
+    event = NewStoreEvent("A", event_id=f"{store.topic}-l")
+    append = calls.encode_append([event], None, [""])
+    store._send([append])
+    (verdict,) = store._send([append])
+    return [Asked((f"{store.topic}-l",), None, verdict.positions, verdict.moved_to)]
+
+
+def common(store: EventStore, log: headwater.Headwater, until: Until) -> list[Asked]:
+    """A tag that so many events have that those of a type among them are not looked for one by one."""
+    history = [ask(store, [NewStoreEvent("Rare", tags=["a"], event_id=f"{store.topic}-c")], None)]
+    many = [NewStoreEvent("Common", tags=["a"], event_id=f"{store.topic}-c{n}") for n in range(100)]
+    history.append(ask(store, many, None))
+    for after, number in ((0, 1), (max(history[0].positions or ()), 2)):
+        event = NewStoreEvent("Decided", event_id=f"{store.topic}-d{number}")
+        history.append(ask(store, [event], NoMatchAfter(Query.of(types=["Rare"], tags=["a"]), after)))
+    return history
+
+
+SCENARIOS = (held, grouped, alone, lost_answer, common)
+
+
+def run_all(log: headwater.Headwater, until: Until) -> None:
+    for scenario in SCENARIOS:
+        store = log.create_store(f"scenario-{next(_numbers)}")
+        history = scenario(store, log, until)
+        check(history, list(store.read_all()))
+
+
+LOCK = "        perform headwater.lock_lanes(store.id, array[0]);\n"
+OFFSET = "    next_offset := headwater.next_store_offset(store.id);\n"
+ACCEPTED = "        if not advertised then\n"
+LATEST = "        latest := greatest(latest, found_position);\n"
+ASKED = "        if query is not null then\n            exact"
+ABOVE = "and n.position > greatest(above, latest)"
+MUTANTS = {
+    "check before the lock": [
+        (LOCK, "        null;\n"),
+        (OFFSET, ""),
+        (ACCEPTED, LOCK + OFFSET.replace("    next", "        next") + ACCEPTED),
+    ],
+    "no lock at all": [(LOCK, "        null;\n")],
+    "one item is ignored": [(LATEST, LATEST + "        exit;\n")],
+    "the group does not see itself": [("if waiting_from is not null and (known", "if false and (known")],
+    "the group looks ahead too far": [("coalesce(f.owner >= w.place, true)", "true")],
+    "one tag is not marked": [("unnest(r.tags::text[]) as t (tag)\n", "unnest((r.tags::text[])[:1]) as t (tag)\n")],
+    "a repeat is not known": [("    known := known or exists (", "    known := false and exists (")],
+    "only the last of many are looked at": [("searched := found_position", "searched := true or found_position")],
+    "after means from": [(ABOVE, ABOVE.replace(">", ">="))],
+    "exactly there means there or later": [("exact := condition ? 'latest';", "exact := false;")],
+    "the condition is not asked": [(ASKED, ASKED.replace("query is not null", "false"))],
+    "offsets start anew": [(OFFSET, "    next_offset := 0;\n")],
+}
+
+
+@pytest.fixture
+def source() -> str:
+    folder = Path(schema.__file__).parent / "functions"
+    return "\n".join((folder / name).read_text() for name in ("event_store.sql", "store_query.sql"))
+
+
+@pytest.fixture
+def mutable(
+    log: headwater.Headwater, connection: psycopg.Connection[Any], source: str
+) -> Iterator[headwater.Headwater]:
+    """The log of this module, whose functions are put right again afterwards."""
+    yield log
+    connection.execute(source.encode())
+
+
+def test_the_event_store_as_it_is_passes(log: headwater.Headwater, until: Until) -> None:
+    run_all(log, until)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_broken_event_store_is_caught(
+    name: str, mutable: None, dsn: str, connection: psycopg.Connection[Any], source: str, until: Until
+) -> None:
+    for old, new in MUTANTS[name]:
+        assert old in source, f"the code has changed, and so must the mutant: {old!r}"
+        source = source.replace(old, new)
+    connection.execute(source.encode())
+    # Where a key of a table stops it, it is caught as well.
+    with headwater.connect(dsn) as fresh, pytest.raises((Violation, psycopg.IntegrityError)):
+        run_all(fresh, until)

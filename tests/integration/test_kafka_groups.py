@@ -1,0 +1,85 @@
+"""Has a consumer group one coordinator at a time, and is one that was taken for dead kept from writing?"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+import headwater
+from headwater.calls import kafka as calls
+from headwater.calls.kafka import Lane, OffsetToCommit
+
+_ports = itertools.count(20_000)
+
+
+@pytest.fixture
+def brokers(log: headwater.Headwater) -> list[int]:
+    """The incarnations of two brokers that are alive."""
+    return [log.run(calls.kafka_register("h", next(_ports), lease_seconds=60))[1] for _ in range(2)]
+
+
+@pytest.fixture
+def lane(log: headwater.Headwater) -> Lane:
+    return Lane(log.run(calls.kafka_create_topic(f"t-{next(_ports)}", 1)), 0)
+
+
+def test_a_group_is_its_coordinators_until_that_one_is_gone(
+    log: headwater.Headwater, brokers: list[int], lane: Lane
+) -> None:
+    first, second = brokers
+    group = f"g-{next(_ports)}"
+    assert log.run(calls.kafka_take_up(group, first)) == 0
+    assert log.run(calls.kafka_take_up(group, second)) is None
+    assert log.run(calls.kafka_note_generation(group, first, generation=7, protocol_type="consumer"))
+    assert log.run(calls.kafka_commit_offsets(group, first, [OffsetToCommit(lane, 5, 0, "m")]))
+    log.run(calls.kafka_renew(first, lease_seconds=0))
+    # It counts on from where the other was, and has what that one had committed.
+    assert log.run(calls.kafka_take_up(group, second)) == 7
+    (kept,) = log.run(calls.kafka_committed(group))
+    assert (kept.offset, kept.metadata) == (5, "m")
+    # Whoever was taken for dead and is not, can do no harm.
+    assert not log.run(calls.kafka_commit_offsets(group, first, [OffsetToCommit(lane, 1, 0, "")]))
+    assert not log.run(calls.kafka_note_generation(group, first, generation=8, protocol_type="consumer"))
+    assert not log.run(calls.kafka_forget_offsets(group, first, [lane]))
+    assert not log.run(calls.kafka_delete_group(group, first))
+    assert log.run(calls.kafka_take_up(group, first)) is None
+    assert [one.offset for one in log.run(calls.kafka_committed(group))] == [5]
+
+
+def test_all_brokers_name_the_same_coordinator_and_groups_are_spread(
+    log: headwater.Headwater, brokers: list[int]
+) -> None:
+    living = {broker.node_id for broker in log.run(calls.kafka_brokers())}
+    named = {f"s-{number}": log.run(calls.kafka_coordinator(f"s-{number}")) for number in range(40)}
+    assert set(named.values()) <= living
+    assert len(set(named.values())) > 1
+    assert all(log.run(calls.kafka_coordinator(name)) == node for name, node in named.items())
+
+
+def test_a_broker_that_comes_back_to_its_address_keeps_its_number_and_fences_its_former_self(
+    log: headwater.Headwater,
+) -> None:
+    port = next(_ports)
+    node, before = log.run(calls.kafka_register("h", port, lease_seconds=60))
+    again, after = log.run(calls.kafka_register("h", port, lease_seconds=60))
+    other, _ = log.run(calls.kafka_register("h", next(_ports), lease_seconds=60))
+    assert (again, other != node, after > before) == (node, True, True)
+    assert not log.run(calls.kafka_renew(before, lease_seconds=60))
+    assert log.run(calls.kafka_renew(after, lease_seconds=60))
+
+
+def test_offsets_go_with_their_topic_and_another_of_its_name_has_none(
+    log: headwater.Headwater, brokers: list[int]
+) -> None:
+    name = f"t-{next(_ports)}"
+    group = f"g-{next(_ports)}"
+    log.run(calls.kafka_take_up(group, brokers[0]))
+    lane = Lane(log.run(calls.kafka_create_topic(name, 1)), 0)
+    assert log.run(calls.kafka_commit_offsets(group, brokers[0], [OffsetToCommit(lane, 5, 0, "")]))
+    log.delete_topic(name)
+    log.run(calls.kafka_create_topic(name, 1))
+    assert log.run(calls.kafka_committed(group)) == []
+    # Somebody who has not heard of it commits for the topic that was.
+    assert log.run(calls.kafka_commit_offsets(group, brokers[0], [OffsetToCommit(lane, 6, 0, "")]))
+    assert log.run(calls.kafka_committed(group)) == []

@@ -1,0 +1,133 @@
+"""Does only the right password prove anything, and is only what was allowed allowed?"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headwater.access import (
+    MECHANISMS,
+    Access,
+    AuthenticationFailed,
+    Permission,
+    Scram,
+    password_fits,
+    stranger,
+    verifiers,
+)
+
+SALT = b"0123456789abcdef"
+KEPT = verifiers("pencil", SALT, 4096)
+
+
+def client_final(mechanism: str, password: str, challenge: bytes, first_bare: str) -> tuple[bytes, bytes]:
+    """The last message of an honest client with this password, and what it expects to hear."""
+    algorithm = MECHANISMS[mechanism]
+    fields = dict(part.split("=", 1) for part in challenge.decode().split(","))
+    salted = hashlib.pbkdf2_hmac(algorithm, password.encode(), base64.b64decode(fields["s"]), int(fields["i"]))
+    client_key = hmac.digest(salted, b"Client Key", algorithm)
+    without_proof = f"c=biws,r={fields['r']}"
+    signed = f"{first_bare},{challenge.decode()},{without_proof}".encode()
+    signature = hmac.digest(hashlib.new(algorithm, client_key).digest(), signed, algorithm)
+    proof = base64.b64encode(bytes(a ^ b for a, b in zip(client_key, signature, strict=True))).decode()
+    expected = hmac.digest(hmac.digest(salted, b"Server Key", algorithm), signed, algorithm)
+    return f"{without_proof},p={proof}".encode(), b"v=" + base64.b64encode(expected)
+
+
+def exchange(mechanism: str, password: str, kept: object = KEPT) -> bytes:
+    scram = Scram(mechanism, "server")
+    bare = "n=us=2Cer,r=client"
+    assert scram.name_of(f"n,,{bare}".encode()) == "us,er"
+    final, expected = client_final(mechanism, password, scram.challenge(kept), bare)  # type: ignore[arg-type]
+    answer = scram.finish(final, kept)  # type: ignore[arg-type]
+    assert answer == expected
+    return answer
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_the_right_password_proves_the_client_and_the_server(mechanism: str) -> None:
+    assert exchange(mechanism, "pencil").startswith(b"v=")
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_a_wrong_password_proves_nothing(mechanism: str) -> None:
+    with pytest.raises(AuthenticationFailed):
+        exchange(mechanism, "pen")
+    with pytest.raises(AuthenticationFailed):
+        exchange(mechanism, "pencil", stranger("nobody", b"secret"))
+
+
+def test_the_example_of_the_standard_is_understood() -> None:
+    # RFC 7677, section 3.
+    kept = verifiers("pencil", base64.b64decode("W22ZaJ0SNY7soEsUEjb6gQ=="), 4096)
+    scram = Scram("SCRAM-SHA-256", "%hvYDpWUa2RaTCAfuxFIlj)hNlF$k0")
+    assert scram.name_of(b"n,,n=user,r=rOprNGfwEbeRWgbNEkqO") == "user"
+    assert scram.challenge(kept) == (
+        b"r=rOprNGfwEbeRWgbNEkqO%hvYDpWUa2RaTCAfuxFIlj)hNlF$k0,s=W22ZaJ0SNY7soEsUEjb6gQ==,i=4096"
+    )
+    final = (
+        b"c=biws,r=rOprNGfwEbeRWgbNEkqO%hvYDpWUa2RaTCAfuxFIlj)hNlF$k0,p=dHzbZapWIk4jUhN+Ute9ytag9zjfMHgsqmmiz7AndVQ="
+    )
+    assert scram.finish(final, kept) == b"v=6rriTRBi23WpRR/wtup+mMhUZUn/dB5nLTJRsjl95G4="
+
+
+@given(st.binary(max_size=60), st.binary(max_size=60))
+def test_what_is_no_scram_is_refused(first: bytes, final: bytes) -> None:
+    scram = Scram("SCRAM-SHA-256", "server")
+    with pytest.raises(AuthenticationFailed):
+        scram.name_of(first)
+        scram.finish(final, KEPT)
+    scram = Scram("SCRAM-SHA-256", "server")
+    scram.name_of(b"n,,n=user,r=client")
+    scram.challenge(KEPT)
+    with pytest.raises(AuthenticationFailed):
+        scram.finish(final, KEPT)
+
+
+def test_a_proof_for_another_exchange_is_refused() -> None:
+    scram = Scram("SCRAM-SHA-256", "server")
+    scram.name_of(b"n,,n=user,r=client")
+    final, _ = client_final("SCRAM-SHA-256", "pencil", scram.challenge(KEPT), "n=user,r=client")
+    another = Scram("SCRAM-SHA-256", "other")
+    another.name_of(b"n,,n=user,r=client")
+    another.challenge(KEPT)
+    with pytest.raises(AuthenticationFailed):
+        another.finish(final, KEPT)
+
+
+def test_a_password_in_clear_is_checked_against_the_same_verifiers() -> None:
+    assert password_fits("pencil", KEPT)
+    assert not password_fits("Pencil", KEPT)
+    assert not password_fits("", stranger("nobody", b"secret"))
+
+
+def test_what_nobody_allowed_is_denied() -> None:
+    access = Access(
+        ["root"],
+        [
+            Permission("clerk", "read", "topic", "orders"),
+            Permission("clerk", "write", "topic", "shop-", prefix=True),
+            Permission("clerk", "all", "group", "*"),
+            Permission("*", "read", "topic", "news"),
+        ],
+    )
+    for account, action, kind, name, allowed in (
+        ("clerk", "read", "topic", "orders", True),
+        ("clerk", "write", "topic", "orders", False),
+        ("clerk", "describe", "topic", "orders", True),
+        ("clerk", "read", "topic", "orders2", False),
+        ("clerk", "write", "topic", "shop-1", True),
+        ("clerk", "write", "topic", "shop", False),
+        ("clerk", "delete", "group", "any", True),
+        ("clerk", "read", "transaction", "any", False),
+        ("anybody", "read", "topic", "news", True),
+        ("anybody", "write", "topic", "news", False),
+        ("root", "alter", "log", "*", True),
+        ("clerk", "alter", "log", "*", False),
+    ):
+        assert access.allows(account, action, kind, name) is allowed, (account, action, kind, name)

@@ -1,0 +1,312 @@
+"""Are the parts of the event store right by themselves? Queries, the tail, turns, and the forming of groups."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headwater import calls
+from headwater.client import appending
+from headwater.client.appending import Lane, new_event_ids
+from headwater.client.tailing import Feed
+from headwater.errors import InvalidEvent, InvalidRequest, LogUnavailable, OrderBroken
+from headwater.query import Item, LatestMatchIs, NewStoreEvent, NoMatchAfter, Query, StoreEvent, Verdict
+from headwater.store import open as open_stores
+from headwater.tail import Tail
+from headwater.turns import AsyncTurn, Turn
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def event(offset: int, *, position: int | None = None, payload: bytes = b"") -> StoreEvent:
+    return StoreEvent(offset * 10 if position is None else position, offset, "", "A", (), None, None, payload, NOW)
+
+
+# --- queries -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Query.of(tags="x"), r'tags=\["x"\]'),
+        (lambda: Query.of(types="x"), r'types=\["x"\]'),
+        (lambda: Query.of(tags=[1]), "1 to 255 characters"),
+        (lambda: Query.of(types=["x" * 201]), "1 to 200 characters"),
+        (lambda: Query.of(fields={"k": None}), "a text, a number or a boolean"),
+        (lambda: Query.of(fields={"k": {}}), "a text, a number or a boolean"),
+        (lambda: Query.of(fields={1: "x"}), "named by a text"),
+        (lambda: Query.of(tags=["\ud800"]), "UTF-8"),
+        (lambda: Query([{"tags": ["x"]}]), "made of items"),
+        (lambda: Query([Item()] * 101), "up to 100 items"),
+        (lambda: NoMatchAfter(Query(), -1), "not negative"),
+        (lambda: LatestMatchIs(Query(), -1), "not negative"),
+    ],
+)
+def test_what_is_no_query_is_refused_with_what_to_write_instead(make: Any, says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says):
+        make()
+
+
+def test_queries_are_joined_and_everything_stays_everything() -> None:
+    one, two = Query.of(tags=["x"]), Query.of(types=["A"])
+    assert (one | two).items == (*one.items, *two.items)
+    assert (one | Query()) == (Query() | one) == Query()
+    assert Query.of(tags=["x", "x"]) == one
+
+
+@pytest.mark.parametrize("address", ["sqlite://", "sqlite:///", "mysql://x", "", "dir", "sqlite:dir"])
+def test_what_is_no_address_is_refused_with_what_to_write_instead(address: str) -> None:
+    with pytest.raises(InvalidRequest, match="sqlite:///directory"):
+        open_stores(address)
+
+
+def test_ids_are_their_own_and_in_the_order_of_time() -> None:
+    ids = new_event_ids(1000)
+    assert len(set(ids)) == 1000
+    assert all(len(value) == 36 and value[14] == "7" and value[19] in "89ab" for value in ids)
+    assert [value[:8] for value in ids] == sorted(value[:8] for value in ids)
+
+
+# --- the tail ----------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 5), max_size=10), st.integers(1, 12), st.data())
+def test_whoever_is_within_the_tail_gets_every_event_once(sizes: list[int], limit: int, data: Any) -> None:
+    tail, everything = Tail(0, 0), []
+    offsets = itertools.count(1)
+    for size in sizes:
+        batch = [event(next(offsets)) for _ in range(size)]
+        everything += batch
+        tail = tail.extended(batch, max_events=limit)
+        assert len(tail.events) <= limit
+        assert tail.ceiling == everything[-1].position
+        assert [e for e in everything if e.position > tail.floor] == list(tail.events)
+    place, got = tail.floor, []
+    while batch := tail.after(place, data.draw(st.integers(1, 3))):
+        got += batch
+        place = batch[-1].position
+    assert got == list(tail.events)
+
+
+def test_the_tail_is_bounded_in_bytes_and_keeps_at_least_the_last() -> None:
+    tail = Tail(0, 0).extended([event(n, payload=b"x" * 10) for n in range(1, 6)], max_bytes=25)
+    assert [e.topic_offset for e in tail.events] == [3, 4, 5]
+    assert tail.floor == 20
+    tail = tail.extended([event(6, payload=b"x" * 100)], max_bytes=25)
+    assert [e.topic_offset for e in tail.events] == [6]
+
+
+@pytest.mark.parametrize("offsets", [[2, 4], [2, 2], [3], [1]])
+def test_a_gap_or_a_repeat_is_never_passed_on(offsets: list[int]) -> None:
+    tail = Tail(0, 0).extended([event(1)])
+    with pytest.raises(OrderBroken, match="no gaps"):
+        tail.extended([event(n, position=100 + place) for place, n in enumerate(offsets)])
+    with pytest.raises(OrderBroken):
+        tail.extended([event(2, position=10)])
+
+
+# --- turns -------------------------------------------------------------------------------------------------------
+
+
+def test_one_thread_has_the_turn_and_the_next_gets_it() -> None:
+    turn = Turn()
+    assert turn.take_unless(lambda: False, 1)
+    assert not turn.take_unless(lambda: False, 0.001)
+    assert not turn.take_unless(lambda: True, 1)
+    taken = threading.Event()
+    other = threading.Thread(target=lambda: turn.take_unless(lambda: False, 20) and taken.set())
+    other.start()
+    turn.give()
+    assert taken.wait(20)
+    other.join()
+    turn.give()
+    assert not turn.take_unless(lambda: True, 1)
+
+
+def test_a_thread_that_is_stopped_while_it_waits_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    turn = Turn()
+    assert turn.take_unless(lambda: False, 1)
+
+    class Interrupted:
+        """A sleep in which the turn comes, and Ctrl-C with it."""
+
+        def acquire(self, timeout: float = -1) -> bool:
+            if timeout < 0:
+                return True
+            turn.give()
+            raise KeyboardInterrupt
+
+        def release(self) -> None:
+            """Nobody sleeps here."""
+
+    monkeypatch.setattr("headwater.turns.threading.Lock", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        turn.take_unless(lambda: False, 1)
+    monkeypatch.undo()
+    assert turn.take_unless(lambda: False, 0)
+
+
+def test_one_task_has_the_turn_and_the_next_gets_it() -> None:
+    async def run() -> None:
+        turn = AsyncTurn()
+        assert await turn.take_unless(lambda: False, 1)
+        assert not await turn.take_unless(lambda: False, 0.001)
+        assert not await turn.take_unless(lambda: True, 1)
+        waiting = [asyncio.create_task(turn.take_unless(lambda: False, 20)) for _ in range(3)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+        turn.give()
+        done, _ = await asyncio.wait(waiting[1:], return_when=asyncio.FIRST_COMPLETED, timeout=20)
+        assert len(done) == 1
+        turn.give()
+        assert await asyncio.wait_for(asyncio.gather(*waiting[1:]), 20) == [True, True]
+        assert not turn._parked
+        turn.give()
+        assert not turn._taken
+
+    asyncio.run(run())
+
+
+# --- groups ------------------------------------------------------------------------------------------------------
+
+
+def encoded(size: int = 1, payload: bytes = b"") -> calls.EncodedAppend:
+    return calls.encode_append([NewStoreEvent("A", payload)] * size, None, new_event_ids(size))
+
+
+def done(appends: Sequence[calls.EncodedAppend]) -> list[Verdict]:
+    return [Verdict((1,), False, None, None) for _ in appends]
+
+
+def test_a_group_is_bounded_in_appends_events_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(appending, "MAX_GROUP_APPENDS", 3)
+    monkeypatch.setattr(appending, "MAX_GROUP_EVENTS", 5)
+    monkeypatch.setattr(appending, "MAX_GROUP_BYTES", 100)
+    lane = Lane(done)
+    for append in [*(encoded() for _ in range(4)), encoded(4), encoded(9), encoded(1, b"x" * 200), encoded()]:
+        lane._waiting.append(appending.Ticket(append))
+    groups = []
+    while group := lane._next_group():
+        groups.append([len(ticket.append.events) for ticket in group])
+    assert groups == [[1, 1, 1], [1, 4], [9], [1], [1]]
+
+
+def test_an_append_alone_is_sent_at_once_and_alone() -> None:
+    sent: list[int] = []
+    lane = Lane(lambda appends: sent.append(len(appends)) or done(appends))
+    assert lane.append(encoded(), timeout_seconds=0.0).positions == (1,)
+    assert sent == [1]
+
+
+def test_what_is_refused_fails_alone_and_what_is_lost_fails_together() -> None:
+    good, bad = encoded(), encoded()
+    sent: list[int] = []
+
+    def send(appends: Sequence[calls.EncodedAppend]) -> list[Verdict]:
+        sent.append(len(appends))
+        if bad in appends:
+            raise InvalidEvent("too strange")
+        return done(appends)
+
+    lane = Lane(send)
+    others = [appending.Ticket(good), appending.Ticket(bad), appending.Ticket(good)]
+    lane._waiting.extend(others)
+    assert lane.append(encoded(), timeout_seconds=1).positions
+    assert sent == [4, 1, 1, 1, 1]
+    assert [ticket.verdict is not None for ticket in others] == [True, False, True]
+    assert isinstance(others[1].error, InvalidEvent)
+
+    def fail(appends: Sequence[calls.EncodedAppend]) -> list[Verdict]:
+        raise LogUnavailable("gone")
+
+    lane = Lane(fail)
+    others = [appending.Ticket(good), appending.Ticket(good)]
+    lane._waiting.extend(others)
+    with pytest.raises(LogUnavailable):
+        lane.append(encoded(), timeout_seconds=1)
+    assert all(isinstance(ticket.error, LogUnavailable) for ticket in others)
+    assert others[0].error is not others[1].error
+
+
+def test_who_is_stopped_in_the_middle_leaves_the_others_their_place() -> None:
+    def interrupted(appends: Sequence[calls.EncodedAppend]) -> list[Verdict]:
+        raise KeyboardInterrupt
+
+    lane = Lane(interrupted)
+    others = [appending.Ticket(encoded()), appending.Ticket(encoded())]
+    lane._waiting.extend(others)
+    with pytest.raises(KeyboardInterrupt):
+        lane.append(encoded(), timeout_seconds=1)
+    assert list(lane._waiting) == others
+    lane._send = done
+    assert lane.append(encoded(), timeout_seconds=1).positions
+    assert all(ticket.is_done() for ticket in others)
+
+
+def test_waiting_has_an_end_and_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    lane = Lane(done)
+    assert lane._turn.take_unless(lambda: False, 1)
+    with pytest.raises(LogUnavailable, match="same event ids"):
+        lane.append(encoded(), timeout_seconds=0.01)
+    assert not lane._waiting
+    monkeypatch.setattr(appending, "MAX_WAITING", 0)
+    with pytest.raises(LogUnavailable, match="appends wait already"):
+        lane.append(encoded(), timeout_seconds=0.01)
+
+
+# --- the feed ----------------------------------------------------------------------------------------------------
+
+
+class Log:
+    """A log in memory that notes from where it was read."""
+
+    def __init__(self, *offsets: int) -> None:
+        self.events = [event(n) for n in offsets]
+        self.reads: list[int] = []
+
+    def read_after(self, position: int, batch_size: int) -> list[StoreEvent]:
+        self.reads.append(position)
+        return [e for e in self.events if e.position > position][:batch_size]
+
+
+def test_who_is_below_what_is_kept_is_told_so_and_never_gets_a_gap() -> None:
+    feed = Feed(Log().read_after)
+    feed._tail = Tail(50, 70, [event(6), event(7)])
+    assert feed.after(49, limit=10, seconds=1) is None
+    assert feed.after(50, limit=10, seconds=1) == [event(6), event(7)]
+    assert feed.after(60, limit=10, seconds=1) == [event(7)]
+    assert feed.after(70, limit=10, seconds=0) == ()
+    assert not feed.holds(49)
+    assert feed.holds(50)
+    assert not feed.holds(71)
+
+
+def test_who_comes_first_after_a_pause_does_not_read_for_those_behind() -> None:
+    log = Log(6, 7, 8, 9)
+    feed = Feed(log.read_after)
+    feed._tail = Tail(50, 50)
+    assert feed.after(80, limit=10, seconds=1) == [event(9)]
+    assert log.reads == [80]
+    assert feed.after(50, limit=10, seconds=1) is None
+
+
+def test_a_reader_that_fails_leaves_its_turn_to_the_next() -> None:
+    log = Log(1)
+    feed = Feed(log.read_after)
+
+    def fail(position: int, batch_size: int) -> list[StoreEvent]:
+        raise LogUnavailable("gone")
+
+    feed._read_after = fail
+    with pytest.raises(LogUnavailable):
+        feed.after(0, limit=10, seconds=1)
+    feed._read_after = log.read_after
+    assert feed.after(0, limit=10, seconds=1) == [event(1)]
