@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 
-def test_a_change_is_seen_in_four_places(tmp_path: Path) -> None:
+def test_a_change_is_seen_in_five_places(tmp_path: Path) -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HEADWATER_")}
     ended = subprocess.run(
         [sys.executable, "-c", "from headwater.cli import main; main()", "demo", "--pipeline", "--json"],
@@ -21,7 +21,7 @@ def test_a_change_is_seen_in_four_places(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     found = {step["place"]: step["found"] for step in json.loads(ended.stdout)["steps"]}
     changed = {"id": 2, "customer": "bob", "cents": 9900}
-    assert found["nats"] == found["log"] == changed
+    assert found["nats"] == found["log"] == found["kafka"] == changed
     assert found["lake"] == [
         {"id": 1, "customer": "ada", "cents": 1200},
         changed,

@@ -269,7 +269,7 @@ STEPS: Final[tuple[Step, ...]] = (
 def demo(
     context: typer.Context,
     pipeline: Annotated[
-        bool, typer.Option("--pipeline", help="Show pipelines on Spark instead: one change, seen in four places.")
+        bool, typer.Option("--pipeline", help="Show pipelines on Spark instead: one change, seen in five places.")
     ] = False,
     dsn: Dsn = None,
     as_json: Json = False,
@@ -309,7 +309,7 @@ def demo(
         output.emit({"steps": results, "seconds": seconds})
         return
     tell(f"\nThat was the log, in {seconds:.1f} s, and all of it is removed again. Where to look next:")
-    tell("   headwater demo --pipeline  capture, NATS, a lake and projections, on Spark")
+    tell("   headwater demo --pipeline  capture, NATS, Kafka, a lake and projections, on Spark")
     tell("   headwater up               a Postgres with the log in it, to keep")
     tell("   headwater --help           all commands, each with examples")
     tell("   docs/tutorial.md           the same by hand, in Python, SQL and on the command line")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -61,12 +64,12 @@ def show(tell: Callable[[str], None]) -> list[Mapping[str, Any]]:
                 connection.execute(MAKE_TABLE)
             with headwater.connect(dsn) as log:
                 log.create_topic("order-changes")
-                with _running(directory, dsn, nats_url, tell):
-                    return _change_and_look(directory, dsn, nats_url, log, tell)
+                with _broker(dsn) as kafka, _running(directory, dsn, nats_url, tell):
+                    return _change_and_look(directory, dsn, nats_url, kafka, log, tell)
 
 
 def _change_and_look(
-    directory: Path, dsn: str, nats_url: str, log: headwater.Headwater, tell: Callable[[str], None]
+    directory: Path, dsn: str, nats_url: str, kafka: str, log: headwater.Headwater, tell: Callable[[str], None]
 ) -> list[Mapping[str, Any]]:
     with psycopg.connect(dsn, autocommit=True) as connection:
         # The first batch of a query takes longest, since Spark starts its workers with it.
@@ -91,14 +94,19 @@ def _change_and_look(
     tell(f"   position {event.position}  {event.type}  after {event.data['after']}")
     results.append({"place": "log", "seconds": took(), "found": event.data["after"]})
 
+    offset, value = _wait_for(lambda: _record(kafka, after=event.position - 1))
+    tell(f"\n4. To a client of Kafka, after {took()} s: the same event, from `headwater serve --kafka`")
+    tell(f"   offset {offset}  {value}")
+    results.append({"place": "kafka", "seconds": took(), "found": value["after"]})
+
     rows = _wait_for(lambda: _lake_rows(directory / "lake" / "public.orders", cents=9900))
-    tell(f"\n4. In the lake, after {took()} s: a Delta table that is equal to the table")
+    tell(f"\n5. In the lake, after {took()} s: a Delta table that is equal to the table")
     for row in rows:
         tell(f"   {row}")
     results.append({"place": "lake", "seconds": took(), "found": rows})
 
     totals = _wait_for(lambda: _total_rows(dsn, customer="bob"))
-    tell(f"\n5. In a projection, after {took()} s: a table made of the events by SQL")
+    tell(f"\n6. In a projection, after {took()} s: a table made of the events by SQL")
     for row in totals:
         tell(f"   {row}")
     results.append({"place": "projection", "seconds": took(), "found": totals})
@@ -119,6 +127,42 @@ def _servers(directory: Path) -> Iterator[tuple[str, str]]:
     finally:
         broker.kill()
         server.stop(mode="immediate")
+
+
+@contextmanager
+def _broker(dsn: str) -> Iterator[str]:
+    """A broker of the Kafka door, as a process of its own; its address."""
+    command = [sys.executable, "-c", "from headwater.cli import main; main()", "serve", "--kafka", "127.0.0.1:0"]
+    process = subprocess.Popen(
+        [*command, "--dsn", dsn, "--json"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        if not said:
+            raise NotThere("the Kafka door did not open", hint="Run: pip install 'headwater[kafka]'")
+        yield str(json.loads(said)["kafka"][0])
+    finally:
+        process.terminate()
+        process.wait(WAIT_SECONDS)
+
+
+def _record(address: str, *, after: int) -> tuple[int, dict[str, Any]] | None:
+    """The first record after an offset, as an unmodified client of Kafka gets it."""
+    try:
+        import kafka
+    except ModuleNotFoundError as error:
+        raise NotThere("there is no client of Kafka", hint="Run: pip install kafka-python") from error
+    consumer = kafka.KafkaConsumer(bootstrap_servers=address, consumer_timeout_ms=5_000)
+    try:
+        lane = kafka.TopicPartition("order-changes", 0)
+        consumer.assign([lane])
+        consumer.seek(lane, after + 1)
+        for record in consumer:
+            return record.offset, json.loads(record.value)
+    finally:
+        consumer.close()
+    return None
 
 
 @contextmanager
