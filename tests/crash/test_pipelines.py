@@ -134,6 +134,31 @@ class Load(threading.Thread):
                 )
 
 
+class Replica(threading.Thread):
+    """`headwater replica`, started again when it ends, as it does when nobody is there to serve it."""
+
+    def __init__(self, directory: Path, url: str) -> None:
+        super().__init__(daemon=True)
+        options = ["--from", url, "--table", "public.items", "--to", f"sqlite:///{directory / 'items.db'}"]
+        self._command = [sys.executable, "-c", "from headwater.cli import main; main()", "replica", *options]
+        self._said = (directory / "replica").open("ab")
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        while not self._ended.is_set():
+            process = subprocess.Popen(self._command, stderr=self._said)
+            while process.poll() is None and not self._ended.wait(0.2):
+                pass
+            process.kill()
+            process.wait(30)
+            self._ended.wait(1)
+
+    def end(self) -> None:
+        self._ended.set()
+        if self.is_alive():
+            self.join(60)
+
+
 class Driver:
     """`headwater pipeline run` over all of its lives."""
 
@@ -292,16 +317,12 @@ def test_whatever_is_killed_every_sink_ends_up_equal_to_the_table(
     (directory / "pipelines.yaml").write_text(PIPELINES.format(nats=broker.url))
 
     driver, load = Driver(directory, dsn), Load(lambda: dsn, seed)
-    replica = None
+    replica = Replica(directory, broker.url)
     try:
         driver.start()
         wait_for(lambda: b"loaded" in (directory / "said").read_bytes(), "the start", driver)
         load.start()
-        replica = subprocess.Popen(
-            [sys.executable, "-c", "from headwater.cli import main; main()", "replica", "--from", broker.url,
-             "--table", "public.items", "--to", f"sqlite:///{directory / 'items.db'}"],
-            stderr=(directory / "replica").open("ab"),
-        )  # fmt: skip
+        replica.start()
         for _ in range(ROUNDS):
             for victim in chosen.sample(VICTIMS, len(VICTIMS)):
                 time.sleep(chosen.uniform(0.5, 4.0))
@@ -329,9 +350,7 @@ def test_whatever_is_killed_every_sink_ends_up_equal_to_the_table(
         )
     finally:
         load.ended.set()
-        if replica is not None:
-            replica.kill()
-            replica.wait(30)
+        replica.end()
         driver.stop()
     print(f"{load.transactions} transactions, {len(topic_events(dsn))} changes, {len(table_rows(dsn))} rows")
     assert load.transactions > 50 * ROUNDS
