@@ -20,6 +20,7 @@ from headwater import NewEvent, calls
 from headwater.cdc.slot import Slot
 from headwater.errors import InvalidRequest, PipelineBusy, PipelineNotFound, SlotLost
 from headwater.model import PipelineSnapshot
+from headwater.spark import batch_query
 from headwater.spark import runner as running
 from headwater.spark.batch import Batch, Context
 from headwater.spark.pipeline_file import PipelineSpec, parse
@@ -112,7 +113,7 @@ def test_a_batch_that_fails_after_writing_is_repeated_without_writing_twice(
 ) -> None:
     log.create_topic(name)
     log.publish_batch(name, [NewEvent({"n": n}) for n in range(100)])
-    write = running.write_to_all
+    write = batch_query.write_to_all
     failures = iter([True, False])
 
     def fail_after(sinks: Any, rows: DataFrame, batch: Batch) -> None:
@@ -120,7 +121,7 @@ def test_a_batch_that_fails_after_writing_is_repeated_without_writing_twice(
         if next(failures, False):
             raise OSError("the power went off")
 
-    monkeypatch.setattr(running, "write_to_all", fail_after)
+    monkeypatch.setattr(batch_query, "write_to_all", fail_after)
     # Without a position no event gets an id, by which the log would know it.
     said = run_once(spark, copying(name, sql="select data:n::int + 1 as n from events"), dsn, tmp_path)
     assert [report.details["error"] for report in said if report.what == "failed"] == ["the power went off"]

@@ -7,9 +7,10 @@ import pytest
 pytest.importorskip("pyspark")
 
 from headwater.errors import InvalidRequest, PipelineNotFound, SlotLost
+from headwater.spark.batch_query import explained, place_in
 from headwater.spark.checkpoint import end_in
 from headwater.spark.pipeline_file import parse
-from headwater.spark.runner import explained, is_final, place_in
+from headwater.spark.runner import is_final
 
 GOOD = """
 postgres: postgresql://${DB_USER}@db/shop

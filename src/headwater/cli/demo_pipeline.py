@@ -18,6 +18,7 @@ import psycopg
 
 import headwater
 from headwater.cli.exit_codes import NotThere
+from headwater.cli.extras import needs
 from headwater.cli.up import prepare
 from headwater.embedded import Postgres
 from headwater.embedded.nats import Nats
@@ -168,12 +169,10 @@ def _record(address: str, *, after: int) -> tuple[int, dict[str, Any]] | None:
 @contextmanager
 def _running(directory: Path, dsn: str, nats_url: str, tell: Callable[[str], None]) -> Iterator[None]:
     """The pipelines, running, for the block."""
-    try:
+    with needs("spark,nats"):
         from headwater.spark import local_session
         from headwater.spark.pipeline_file import parse
         from headwater.spark.runner import Report, Runner, Settings
-    except ModuleNotFoundError as error:
-        raise NotThere(f"{error.name} is not installed", hint="Run: pip install 'headwater[spark,nats]'") from error
     started: set[str] = set()
     failed: list[str] = []
 

@@ -13,6 +13,7 @@ from headwater.cli import output
 from headwater.cli.arguments import Json, duration, examples
 from headwater.cli.connection import session
 from headwater.cli.exit_codes import NotThere
+from headwater.cli.extras import needs
 
 if TYPE_CHECKING:
     from deltalake import DeltaTable
@@ -136,12 +137,10 @@ def _setting(text: str) -> tuple[str, str]:
 @contextmanager
 def _tables(path: str, storage: list[str] | None) -> Iterator[list[tuple[str, DeltaTable]]]:
     """The tables at or below a path, by their names as the caller would write them."""
-    try:
+    with needs("spark"):
         from deltalake.exceptions import DeltaError
 
         from headwater.lake import Location, open_table
-    except ModuleNotFoundError as error:
-        raise NotThere(f"{error.name} is not installed", hint="Run: pip install 'headwater[spark]'") from error
     location = Location.parse(path, storage_options=dict(_setting(text) for text in storage or ()))
     found: list[tuple[str, Any]] = []
     try:

@@ -16,6 +16,7 @@ from headwater.cli import output
 from headwater.cli.arguments import Dsn, Json, Yes, examples
 from headwater.cli.connection import connect, session, translated
 from headwater.cli.exit_codes import NotThere
+from headwater.cli.extras import needs
 from headwater.errors import InvalidRequest, PipelineNotFound
 
 if TYPE_CHECKING:
@@ -166,10 +167,8 @@ def validate(
 ) -> None:
     """Check a file, and whether what it needs of Postgres is there. Changes nothing and starts no Spark."""
     declared = _read(file)
-    try:
+    with needs("spark,nats"):
         from headwater.spark.validation import problems
-    except ModuleNotFoundError as error:
-        raise NotThere(f"{error.name} is not installed", hint="Run: pip install 'headwater[spark,nats]'") from error
     database = session(context).dsn(dsn or declared.postgres)
     with translated():
         connect(database).close()
@@ -295,10 +294,8 @@ def delete(context: typer.Context, name: Name, yes: Yes = False, dsn: Dsn = None
 
 
 def _read(file: Path) -> PipelineFile:
-    try:
+    with needs("spark,nats"):
         from headwater.spark.pipeline_file import parse
-    except ModuleNotFoundError as error:
-        raise NotThere(f"{error.name} is not installed", hint="Run: pip install 'headwater[spark,nats]'") from error
     try:
         text = file.read_text()
     except OSError as error:
@@ -313,10 +310,8 @@ def _spark(
     declared: PipelineFile, *, master: str | None, cores: int, heap_mb: int, fast_start: bool, as_json: bool
 ) -> SparkSession:
     """A session for the pipelines of a file, which says nothing by itself."""
-    try:
+    with needs("spark,nats"):
         from headwater.spark import local_session
-    except ModuleNotFoundError as error:
-        raise NotThere(f"{error.name} is not installed", hint="Run: pip install 'headwater[spark,nats]'") from error
     if not as_json:
         output.note("starting Spark")
     spark = local_session(

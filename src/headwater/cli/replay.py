@@ -17,6 +17,7 @@ from headwater.cli import output
 from headwater.cli.arguments import After, Dsn, Json, Since, Yes, examples, past_instant
 from headwater.cli.connection import session
 from headwater.cli.exit_codes import NotThere
+from headwater.cli.extras import needs
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -83,12 +84,10 @@ def replay(
                 raise NotThere(f'there is no replay "{forget}"', hint="See headwater replay --list.")
             output.emit({"forgotten": forget}) if as_json else output.say(f"replay {forget} is forgotten")
             return
-    try:
+    with needs("spark"):
         from headwater.spark.replay import Selection, ToGroup, ToTable, ToTopic
         from headwater.spark.replay import preview as look
         from headwater.spark.replay import replay as carry_out
-    except ModuleNotFoundError as error:
-        raise NotThere(f"{error.name} is not installed", hint="Run: pip install 'headwater[spark]'") from error
 
     target: Target
     if to_topic is not None:

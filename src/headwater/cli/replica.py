@@ -12,7 +12,7 @@ import typer
 from headwater.cli import output
 from headwater.cli.arguments import Json, examples
 from headwater.cli.connection import session
-from headwater.cli.exit_codes import NotThere
+from headwater.cli.extras import needs
 
 app = typer.Typer()
 
@@ -42,12 +42,10 @@ def replica(
     _ = session(context).settings
     if not to.startswith(_SCHEME) or not to.removeprefix(_SCHEME):
         raise typer.BadParameter(f"{to!r} is no file of SQLite: write sqlite:///path", param_hint="--to")
-    try:
+    with needs("nats"):
         from headwater.nats.replica import Progress, Replica
         from headwater.nats.replica_store import ReplicaStore
         from headwater.nats.subjects import Table
-    except ModuleNotFoundError as error:
-        raise NotThere(f"{error.name} is not installed", hint="Run: pip install 'headwater[nats]'") from error
 
     told = Progress()
 

@@ -19,6 +19,7 @@ from headwater.cdc import pgoutput
 from headwater.cdc.connection import connect
 from headwater.cdc.slot import Slot, SlotState, watch
 from headwater.errors import HeadwaterError, InvalidRequest
+from headwater.spark.options import refuse_unknown_options
 
 OPTIONS = ("dsn", "slot", "publication", "tables", "maxBytesPerTrigger", "waitSeconds")
 
@@ -43,10 +44,7 @@ class ChangesOptions:
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> ChangesOptions:
-        known = {name.lower() for name in OPTIONS}
-        unknown = sorted(name for name in options if name.lower() not in known)
-        if unknown:
-            raise InvalidRequest(f"unknown options: {', '.join(unknown)}", hint=f"Known are {', '.join(OPTIONS)}.")
+        refuse_unknown_options(options, OPTIONS)
         missing = [name for name in ("dsn", "slot") if name not in options]
         if missing:
             raise InvalidRequest(f'the format "headwater.changes" needs the options {" and ".join(missing)}')

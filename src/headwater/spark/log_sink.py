@@ -28,6 +28,8 @@ from headwater import calls
 from headwater.calls import JSON_TYPE, encode_payload
 from headwater.errors import InvalidEvent, InvalidRequest, TransactionAborted
 from headwater.spark import arrow
+from headwater.spark.options import ADDED_BY_SPARK, refuse_unknown_options
+from headwater.spark.read_options import required_dsn
 
 WRITE_OPTIONS = ("dsn", "topic", "writer", "epoch")
 TEXT = ("topic", "data", "type", "routing_key", "headers", "event_id", "content_type")
@@ -50,22 +52,14 @@ class WriteOptions:
 
     @classmethod
     def parse(cls, options: Mapping[str, str], schema: StructType) -> WriteOptions:
-        known = {*WRITE_OPTIONS, "checkpointlocation", "path"}
-        unknown = sorted(name for name in options if name.lower() not in known)
-        if unknown:
-            raise InvalidRequest(
-                f"unknown options for writing: {', '.join(unknown)}", hint=f"Known are {', '.join(WRITE_OPTIONS)}."
-            )
-        if "dsn" not in options:
-            raise InvalidRequest(
-                'the format "headwater" needs the option dsn', hint='Add .option("dsn", "postgresql://...").'
-            )
+        refuse_unknown_options(options, WRITE_OPTIONS, purpose=" for writing", also=ADDED_BY_SPARK)
+        dsn = required_dsn(options)
         topic = options.get("topic")
         refuse_misfit(schema, topic)
         epoch = options.get("epoch", "0")
         if not epoch.isdecimal() or ("epoch" in options and "writer" not in options):
             raise InvalidRequest("an epoch is a whole number, and it is of a writer", hint="Give both, or neither.")
-        return cls(options["dsn"], topic, options.get("writer"), int(epoch))
+        return cls(dsn, topic, options.get("writer"), int(epoch))
 
 
 def refuse_misfit(schema: StructType, topic: str | None) -> None:

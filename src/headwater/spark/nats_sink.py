@@ -23,6 +23,7 @@ from headwater.errors import InvalidRequest
 from headwater.nats import frames, messages, payloads
 from headwater.nats.payloads import Encoding
 from headwater.nats.publisher import Publisher
+from headwater.spark.options import ADDED_BY_SPARK, refuse_unknown_options
 
 Shape = Literal["each", "packed"]
 SHAPES: Final = ("each", "packed")
@@ -43,10 +44,7 @@ class SinkOptions:
 
     @classmethod
     def parse(cls, options: Mapping[str, str], schema: StructType) -> SinkOptions:
-        known = {*OPTIONS, "checkpointlocation", "path"}
-        unknown = sorted(name for name in options if name.lower() not in known)
-        if unknown:
-            raise InvalidRequest(f"unknown options: {', '.join(unknown)}", hint=f"Known are {', '.join(OPTIONS)}.")
+        refuse_unknown_options(options, OPTIONS, also=ADDED_BY_SPARK)
         if "url" not in options:
             raise InvalidRequest(
                 'the format "headwater.nats" needs the option url', hint='Add .option("url", "nats://host:4222").'

@@ -19,6 +19,7 @@ from pyspark.sql.datasource import (
 
 from headwater.calls import Conditions
 from headwater.errors import InvalidRequest
+from headwater.spark.options import refuse_unknown_options
 
 READ_OPTIONS = (
     "dsn",
@@ -58,13 +59,8 @@ class ReadOptions:
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> ReadOptions:
-        known = {name.lower() for name in READ_OPTIONS}
-        # Spark adds a path where one was given to load(), and nothing else.
-        unknown = sorted(name for name in options if name.lower() not in known)
-        if unknown:
-            raise InvalidRequest(
-                f"unknown options for reading: {', '.join(unknown)}", hint=f"Known are {', '.join(READ_OPTIONS)}."
-            )
+        # A path that was given to load() is not known either: the log has none.
+        refuse_unknown_options(options, READ_OPTIONS, purpose=" for reading")
         given = {name: options[name] for name in READ_OPTIONS if name in options}
         parsed = cls(
             dsn=required_dsn(options),

@@ -5,25 +5,26 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Final
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from pyspark.errors import PySparkException
 
 import headwater
 from headwater import calls
-from headwater.errors import HeadwaterError, InvalidRequest, LeaseLost, PipelineNotFound
+from headwater.errors import InvalidRequest, LeaseLost, PipelineNotFound
 from headwater.spark import to_table
-from headwater.spark.batch import Batch
+from headwater.spark.batch_query import Batches, watched
 from headwater.spark.checkpoint import Checkpoint
 from headwater.spark.lease import kept_lease
-from headwater.spark.runner import Report, Settings, context_of, explained, place_in, source_rows, write_to_all
+from headwater.spark.runner import Report, Settings, context_of, source_rows
 from headwater.spark.transform import Transform
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import SparkSession
 
     from headwater import Headwater
     from headwater.spark.pipeline_file import PipelineSpec
-
-POLL_SECONDS: Final = 0.2
 
 
 def refuse_unfit(spec: PipelineSpec) -> None:
@@ -99,7 +100,6 @@ def catch_up(
     stream = Transform.parse(spec.transform, directory=settings.directory).apply(
         source_rows(spark, spec, settings.dsn), spec.source
     )
-    failed: list[BaseException] = []
     with ExitStack() as stack:
         sinks = []
         for place, sink_spec in enumerate(spec.sinks):
@@ -107,38 +107,14 @@ def catch_up(
             stack.callback(sink.close)
             sink.prepare()
             sinks.append(sink)
-
-        def on_batch(rows: DataFrame, batch_number: int) -> None:
-            batch = Batch(spec.name, batch_number, checkpoint.end_of(batch_number))
-            try:
-                write_to_all(sinks, rows, batch)
-            except BaseException as error:
-                failed.append(error)
-                raise
-
-        query = (
-            stream.rows.writeStream.foreachBatch(on_batch)
-            .queryName(f"{spec.name} rebuild {generation} {checkpoint.last_end()}")
-            .outputMode(stream.mode)
-            .option("checkpointLocation", checkpoint.directory)
-            .trigger(availableNow=True)
-            .start()
-        )
+        batches = Batches(spec.name, checkpoint, sinks)
+        begun = checkpoint.last_end()
+        query = batches.start(stream, name=f"{spec.name} rebuild {generation} {begun}", trigger={"availableNow": True})
         stack.callback(query.stop)
-        told = -1
-        while True:
-            ended = query.awaitTermination(POLL_SECONDS)  # type: ignore[arg-type]
-            for progress in query.recentProgress:
-                if progress["batchId"] > told and progress["numInputRows"]:
-                    told = progress["batchId"]
-                    seconds = progress["durationMs"].get("triggerExecution", 0) / 1000
-                    details = {"batch": told, "rows": progress["numInputRows"], "seconds": seconds}
-                    report(Report(spec.name, spec.source, "batch", details | {"place": place_in(progress)}))
-            if ended:
-                break
-        failure = query.exception()
-        if failure is not None:
-            if failed and isinstance(failed[0], HeadwaterError):
-                raise failed[0]
-            raise explained(str(failure)) from failure
+        try:
+            for done in watched(query, place=begun):
+                if done is not None and done.rows:
+                    report(Report(spec.name, spec.source, "batch", asdict(done)))
+        except PySparkException as error:
+            raise batches.explained(error) from error
     return checkpoint.last_end() or 0

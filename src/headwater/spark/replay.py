@@ -228,7 +228,7 @@ def explained_errors() -> Iterator[None]:
     try:
         yield
     except PySparkException as error:
-        from headwater.spark.runner import explained
+        from headwater.spark.batch_query import explained
 
         raise explained(str(error)) from error
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -18,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import psycopg
 from py4j.protocol import Py4JError
-from pyspark.errors import PySparkException, StreamingQueryException
+from pyspark.errors import PySparkException
 
 import headwater
-from headwater import calls, errors
+from headwater import calls
 from headwater.cdc.slot import Slot
 from headwater.errors import (
     HeadwaterError,
@@ -32,7 +30,8 @@ from headwater.errors import (
     ProjectionRebuilt,
     SlotLost,
 )
-from headwater.spark.batch import Batch, Context, Sink, Source
+from headwater.spark.batch import Context, Sink, Source
+from headwater.spark.batch_query import Batches, Done, watched
 from headwater.spark.checkpoint import Checkpoint
 from headwater.spark.lease import kept_lease
 from headwater.spark.pipeline_file import PipelineSpec
@@ -53,12 +52,10 @@ SINKS: Final[Mapping[str, tuple[str, str]]] = {
     "table": ("headwater.spark.to_table", "TableSink"),
 }
 
-POLL_SECONDS: Final = 0.1
 LONGEST_PAUSE_SECONDS: Final = 60.0
 FAILURES_OF_ONE_RUN: Final = 3
 # What may go wrong while a query is run, and may go well the next time.
 FAILURES: Final = (HeadwaterError, PySparkException, Py4JError, psycopg.Error, OSError)
-_OURS: Final = re.compile(r"headwater\.(?:\w+\.)*(?P<kind>[A-Z]\w+): (?P<message>[^\n]+(?:\n  [^\n]+)?)")
 
 What = Literal["started", "standing by", "snapshot", "batch", "failed", "stopped", "done", "ended"]
 
@@ -155,7 +152,7 @@ class PipelineRun:
         self._lost: Final = threading.Event()
         self._batch: Final = threading.Lock()
         self._checkpoint = Checkpoint(spark, "")
-        self._failed_in_batch: BaseException | None = None
+        self._batches: Batches | None = None
         self._place: int | None = None
 
     def stop(self) -> None:
@@ -227,7 +224,7 @@ class PipelineRun:
                 self._run_query(log, token)
                 return
             except FAILURES as error:
-                failure = self._explained(error)
+                failure = error if self._batches is None else self._batches.explained(error)
                 if self._ending():
                     return
                 if isinstance(failure, LeaseLost | ProjectionRebuilt):
@@ -255,7 +252,7 @@ class PipelineRun:
             self._stop.wait(min(0.2, seconds))
 
     def _run_query(self, log: Headwater, token: int) -> None:
-        self._failed_in_batch = None
+        self._batches = None
         with ExitStack() as stack:
             sinks = []
             for number, spec in enumerate(self._spec.sinks):
@@ -266,7 +263,9 @@ class PipelineRun:
                 sink.prepare()
             # Still ours: what they have prepared for is what this claim's checkpoint belongs to.
             log.run(calls.renew_pipeline(self.name, token, lease=self._settings.lease))
-            query = self._start(self._stream(log, token, sinks), sinks)
+            stream = self._stream(log, token, sinks)
+            self._batches = Batches(self.name, self._checkpoint, sinks)
+            query = self._start(self._batches, stream)
             stack.callback(self._end, query)
             self._tell("started", place=self._place)
             self._watch(query, log, token)
@@ -305,61 +304,31 @@ class PipelineRun:
             self._use_checkpoint(log.run(calls.renew_generation(self.name, token)))
         return result
 
-    def _start(self, stream: Transformed, sinks: Sequence[Sink]) -> StreamingQuery:
-        def on_batch(batch_rows: DataFrame, number: int) -> None:
+    def _start(self, batches: Batches, stream: Transformed) -> StreamingQuery:
+        def around(write: Callable[[], None]) -> None:
             # Locked, so that whoever stops the query can wait for the end of a batch.
             with self._batch:
                 if self._ending():
                     raise Stopping
-                try:
-                    write_to_all(sinks, batch_rows, Batch(self.name, number, self._checkpoint.end_of(number)))
-                except BaseException as error:
-                    # Spark hands on only the text of it.
-                    self._failed_in_batch = error
-                    raise
+                write()
 
-        writer = (
-            stream.rows.writeStream.foreachBatch(on_batch)
-            .queryName(self.name)
-            .outputMode(stream.mode)
-            .option("checkpointLocation", self._checkpoint.directory)
-        )
-        if self._settings.once:
-            return writer.trigger(availableNow=True).start()
-        return writer.trigger(processingTime=f"{self._spec.every_seconds} seconds").start()
+        every = {"processingTime": f"{self._spec.every_seconds} seconds"}
+        trigger = {"availableNow": True} if self._settings.once else every
+        return batches.start(stream, name=self.name, trigger=trigger, around=around)
 
     def _watch(self, query: StreamingQuery, log: Headwater, token: int) -> None:
         """Until the query ends: tell and record its batches."""
-        last = -1
-        while True:
-            ended = query.awaitTermination(POLL_SECONDS)  # type: ignore[arg-type]
-            for progress in query.recentProgress:
-                if progress["batchId"] > last and (progress["numInputRows"] or place_in(progress) != self._place):
-                    last = progress["batchId"]
-                    self._note(progress, log, token)
-            if ended:
-                failure = query.exception()
-                if failure is not None:
-                    raise failure
-                return
-            if self._ending():
+        for done in watched(query, place=self._place):
+            if done is not None:
+                self._note(done, log, token)
+            elif self._ending():
                 return
 
-    def _note(self, progress: Mapping[str, Any], log: Headwater, token: int) -> None:
-        place = place_in(progress)
-        if place is None:
-            return
-        self._place = place
-        seconds = progress["durationMs"].get("triggerExecution", 0) / 1000
-        details = {
-            "batch": progress["batchId"],
-            "rows": progress["numInputRows"],
-            "seconds": seconds,
-            "place": place,
-            "milliseconds": dict(progress["durationMs"]),
-        }
+    def _note(self, done: Done, log: Headwater, token: int) -> None:
+        self._place = done.place
+        details = asdict(done)
         try:
-            log.run(calls.record_batch(self.name, token, place=place, rows=progress["numInputRows"], details=details))
+            log.run(calls.record_batch(self.name, token, place=done.place, rows=done.rows, details=details))
         except LeaseLost:
             self._lost.set()
         except HeadwaterError as error:
@@ -377,15 +346,6 @@ class PipelineRun:
                 time.sleep(0.02)
         with suppress(Exception):  # it has ended, or the JVM has
             query.stop()
-
-    def _explained(self, error: Exception) -> Exception:
-        """The error of ours that is behind what Spark says, or the first line of what it says."""
-        inner = self._failed_in_batch
-        if isinstance(inner, HeadwaterError):
-            return inner
-        if isinstance(error, StreamingQueryException):
-            return explained(str(inner) if inner is not None else str(error))
-        return error
 
     def _tell(self, what: What, **details: Any) -> None:
         self._report(Report(self.name, self._spec.source, what, details))
@@ -405,19 +365,6 @@ def java_is_gone(spark: SparkSession) -> bool:
 
 class Stopping(Exception):
     """Ends a query that is to start no more batches."""
-
-
-def write_to_all(sinks: Sequence[Sink], rows: DataFrame, batch: Batch) -> None:
-    """Hand a batch to each sink, in their order. The source is read once, and so is what a query keeps of it."""
-    if len(sinks) == 1:
-        sinks[0].write(rows, batch)
-        return
-    kept = rows.persist()
-    try:
-        for sink in sinks:
-            sink.write(kept, batch)
-    finally:
-        kept.unpersist()
 
 
 def slot_of(spec: PipelineSpec, dsn: str) -> Slot:
@@ -478,31 +425,6 @@ def source_rows(spark: SparkSession, spec: PipelineSpec, dsn: str, *, after: int
 def option_text(value: Any) -> str:
     """A value of the file as an option of Spark."""
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def place_in(progress: Mapping[str, Any]) -> int | None:
-    """Where the source stands after a batch."""
-    sources = progress.get("sources") or []
-    offset = sources[0].get("endOffset") if sources else None
-    if isinstance(offset, str):
-        with suppress(ValueError):
-            offset = json.loads(offset)
-    if not isinstance(offset, Mapping):
-        return None
-    value = offset.get("position", offset.get("lsn"))
-    return value if isinstance(value, int) else None
-
-
-def explained(text: str) -> HeadwaterError:
-    """What went wrong, out of a text that holds tracebacks of Java and Python: the last error of ours in it."""
-    found = list(_OURS.finditer(text))
-    if found:
-        kind = getattr(errors, found[-1]["kind"], HeadwaterError)
-        message, _, hint = found[-1]["message"].partition("\n  ")
-        return kind(message, hint=hint or None) if issubclass(kind, HeadwaterError) else HeadwaterError(message)
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    said = next((line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception): ", line)), None)
-    return HeadwaterError(said or (lines[0] if lines else "the query ended without a reason"))
 
 
 def is_final(error: Exception) -> bool:

@@ -15,6 +15,7 @@ from pyspark.sql.types import StructType
 from headwater.cdc import snapshot
 from headwater.cdc.snapshot import Chunk, Plan
 from headwater.errors import InvalidRequest
+from headwater.spark.options import refuse_unknown_options
 
 OPTIONS = ("dsn", "tables", "snapshot", "snapshotLsn", "snapshotVisible", "chunkBlocks", "needsKey")
 
@@ -31,10 +32,7 @@ class TableOptions:
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> TableOptions:
-        known = {name.lower() for name in OPTIONS}
-        unknown = sorted(name for name in options if name.lower() not in known)
-        if unknown:
-            raise InvalidRequest(f"unknown options: {', '.join(unknown)}", hint=f"Known are {', '.join(OPTIONS)}.")
+        refuse_unknown_options(options, OPTIONS)
         missing = [name for name in ("dsn", "tables") if name not in options]
         if missing:
             raise InvalidRequest(f'the format "headwater.table" needs the options {" and ".join(missing)}')

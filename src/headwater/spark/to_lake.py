@@ -38,6 +38,7 @@ from headwater.lake.maintenance import COMMITS_BETWEEN, Upkeep
 from headwater.lake.table import add_missing_columns
 from headwater.spark.archive import on_committed, refuse_unfit, register
 from headwater.spark.batch import Batch, Context, Source
+from headwater.spark.options import refuse_unknown_keys
 
 Keep = Literal["history", "current"]
 KEEPS: Final = ("history", "current")
@@ -67,11 +68,7 @@ class LakeOptions:
 
     @classmethod
     def parse(cls, options: Mapping[str, Any], context: Context) -> LakeOptions:
-        unknown = sorted(set(options) - set(OPTIONS))
-        if unknown:
-            raise InvalidRequest(
-                f"the sink lake takes no {', '.join(unknown)}", hint=f"Known are {', '.join(OPTIONS)}."
-            )
+        refuse_unknown_keys(options, OPTIONS, "the sink lake")
         if "path" not in options:
             raise InvalidRequest("the sink lake needs a path", hint="Write lake: {path: ./lake/orders}.")
         storage = options.get("storage", {})

@@ -12,6 +12,7 @@ from headwater.nats import payloads
 from headwater.spark import nats_sink
 from headwater.spark.batch import Batch, Context
 from headwater.spark.bridge import Bridge, Zstd
+from headwater.spark.options import refuse_unknown_keys
 
 OPTIONS: Final = ("url", "shape", "encoding", "zstd", "host", "port", "allow_shutdown", "retry_seconds")
 ZSTD: Final[Mapping[bool | str, Zstd]] = {
@@ -27,11 +28,7 @@ class NatsBridgeSink:
     """JetStream. Of captured changes, the bridge also serves schemas, snapshots and figures while it is open."""
 
     def __init__(self, options: Mapping[str, Any], context: Context) -> None:
-        unknown = sorted(set(options) - set(OPTIONS))
-        if unknown:
-            raise InvalidRequest(
-                f"the sink nats takes no {', '.join(unknown)}", hint=f"Known are {', '.join(OPTIONS)}."
-            )
+        refuse_unknown_keys(options, OPTIONS, "the sink nats")
         url = options.get("url") or context.nats_url
         if not isinstance(url, str):
             raise InvalidRequest(

@@ -25,6 +25,7 @@ from headwater.calls import Call, Projection
 from headwater.errors import InvalidRequest, LogUnavailable, NotAllowed, TransactionAborted
 from headwater.spark import arrow, transform
 from headwater.spark.batch import Batch, Context
+from headwater.spark.options import refuse_unknown_keys
 
 T = TypeVar("T")
 TableMode = Literal["upsert", "append", "replace"]
@@ -67,11 +68,7 @@ class TableOptions:
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> TableOptions:
-        unknown = sorted(str(name) for name in options if name not in OPTIONS)
-        if unknown:
-            raise InvalidRequest(
-                f"the sink table takes no {', '.join(unknown)}", hint=f"Known are {', '.join(OPTIONS)}."
-            )
+        refuse_unknown_keys(options, OPTIONS, "the sink table")
         schema, table = _table_name(options.get("name"))
         key = options.get("key", ())
         key = (key,) if isinstance(key, str) else key

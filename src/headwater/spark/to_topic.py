@@ -13,6 +13,7 @@ from headwater import calls
 from headwater.errors import InvalidRequest
 from headwater.spark import log_sink
 from headwater.spark.batch import Batch, Context
+from headwater.spark.options import refuse_unknown_keys
 
 OPTIONS: Final = ("name", "per_table")
 CHANGE_COLUMNS: Final = frozenset({"id", "xid", "commit_lsn", "sequence", "operation", "before", "after", "unchanged"})
@@ -76,11 +77,7 @@ class TopicSink:
     """Rows to topics of the log. A batch is one transaction of Postgres: it is there whole or not at all."""
 
     def __init__(self, options: Mapping[str, Any], context: Context) -> None:
-        unknown = sorted(set(options) - set(OPTIONS))
-        if unknown:
-            raise InvalidRequest(
-                f"the sink topic takes no {', '.join(unknown)}", hint=f"Known are {', '.join(OPTIONS)}."
-            )
+        refuse_unknown_keys(options, OPTIONS, "the sink topic")
         name, per_table = options.get("name"), options.get("per_table", False)
         if name is not None and not (isinstance(name, str) and name):
             raise InvalidRequest(f"the topic's name is {name!r}, not a text")

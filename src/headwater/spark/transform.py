@@ -21,6 +21,7 @@ from pyspark.sql import functions as f
 
 from headwater.errors import InvalidRequest
 from headwater.spark.batch import Source
+from headwater.spark.options import refuse_unknown_keys
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructField
@@ -82,9 +83,7 @@ class Transform:
             raise InvalidRequest(
                 f"the transform is {options!r}", hint='Write transform: {sql: "select ... from events"}.'
             )
-        unknown = sorted(str(name) for name in options if name not in OPTIONS)
-        if unknown:
-            raise InvalidRequest(f"a transform takes no {', '.join(unknown)}", hint=f"Known are {', '.join(OPTIONS)}.")
+        refuse_unknown_keys(options, OPTIONS, "a transform")
         sql, python, mode = (options.get(name) for name in OPTIONS)
         if (sql is None) == (python is None):
             raise InvalidRequest("a transform is either sql or python", hint="Give one of them.")
