@@ -10,10 +10,14 @@ import base64
 import hashlib
 import hmac
 from collections.abc import Iterable
+from datetime import datetime
 from typing import Final, NamedTuple
 
-ITERATIONS: Final = 8192
+# As many as make a guess costly today, for the weaker of the two hashes.
+ITERATIONS: Final = 600_000
 EVERYBODY: Final = "*"
+# Tells a key from a password, for people and for scanners of secrets.
+KEY_PREFIX: Final = "hw_"
 ACTIONS: Final = ("read", "write", "create", "delete", "alter", "describe", "all")
 KINDS: Final = ("topic", "group", "transaction", "log")
 MECHANISMS: Final = {"SCRAM-SHA-256": "sha256", "SCRAM-SHA-512": "sha512"}
@@ -46,6 +50,16 @@ class Permission(NamedTuple):
     prefix: bool = False
 
 
+class ApiKey(NamedTuple):
+    """A key with which a program comes in as an account, as far as it is kept: its hash, in hex."""
+
+    account: str
+    hash: str
+    label: str
+    created_at: datetime
+    expires_at: datetime | None
+
+
 class Access:
     """What all accounts may do, as of one moment."""
 
@@ -74,6 +88,16 @@ class Access:
         )
 
 
+def key_of(secret: bytes) -> str:
+    """An API key, as its owner keeps it. The secret is random: 32 bytes."""
+    return KEY_PREFIX + base64.urlsafe_b64encode(secret).decode().rstrip("=")
+
+
+def key_hash(key: str) -> bytes:
+    """What is kept of an API key."""
+    return hashlib.sha256(key.encode()).digest()
+
+
 def verifiers(password: str, salt: bytes, iterations: int = ITERATIONS) -> Verifiers:
     """What is kept of a password; the salt is random, for each account its own."""
     keys = []
@@ -86,8 +110,9 @@ def verifiers(password: str, salt: bytes, iterations: int = ITERATIONS) -> Verif
 
 def password_fits(password: str, kept: Verifiers) -> bool:
     """Whether this is the password. Takes as long for a wrong one."""
-    found = verifiers(password, kept.salt, kept.iterations)
-    return hmac.compare_digest(found.stored_key_256, kept.stored_key_256)
+    salted = hashlib.pbkdf2_hmac("sha256", password.encode(), kept.salt, kept.iterations)
+    client_key = hmac.digest(salted, b"Client Key", "sha256")
+    return hmac.compare_digest(hashlib.sha256(client_key).digest(), kept.stored_key_256)
 
 
 class AuthenticationFailed(Exception):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from headwater.access import Permission, Verifiers
+from datetime import timedelta
+
+from headwater.access import ApiKey, Permission, Verifiers
 from headwater.calls.call import Call, nothing, only_value
 from headwater.calls.encoding import checked_text
 
@@ -53,3 +55,36 @@ def allow(permission: Permission) -> Call[None]:
 
 def disallow(permission: Permission) -> Call[bool]:
     return Call("select headwater.disallow(%s, %s, %s, %s, %s)", tuple(permission), only_value)
+
+
+def create_api_key(
+    hash: bytes, account: str, *, label: str = "", expires_in: timedelta | None = None, session: bool = False
+) -> Call[None]:
+    """Keep a key of an account, by its hash. Of sessions, the oldest make room."""
+    return Call(
+        "select headwater.create_api_key(%s, %s, %s, %s, %s)",
+        (hash, checked_text(account, "account name"), checked_text(label, "label"), expires_in, session),
+        nothing,
+    )
+
+
+def account_of_key(hash: bytes) -> Call[str | None]:
+    """Whose key has this hash; None: nobody's."""
+    return Call("select headwater.account_of_key(%s)", (hash,), only_value)
+
+
+def delete_api_key(account: str, hash_prefix: str) -> Call[int]:
+    """Take back the keys of an account whose hash begins so, in hex. How many there were."""
+    return Call(
+        "select headwater.delete_api_key(%s, %s)", (checked_text(account, "account name"), hash_prefix), only_value
+    )
+
+
+def api_keys(account: str | None = None) -> Call[list[ApiKey]]:
+    """Keys of an account, or of all, without sessions."""
+    return Call(
+        "select account, encode(hash, 'hex'), label, created_at, expires_at from headwater.api_key"
+        " where not session and (%s::text is null or account = %s) order by account, created_at",
+        (account, account),
+        lambda rows: [ApiKey(*row) for row in rows],
+    )

@@ -47,6 +47,7 @@ FUNCTION_FILES = (
     "store_query.sql",
     "field_index.sql",
     "access.sql",
+    "api_key.sql",
     "kafka_topic.sql",
     "kafka_produce.sql",
     "kafka_fetch.sql",

@@ -1,6 +1,7 @@
 -- Accounts of the doors that listen, and what they may do.
 
--- Make an account, or give it a new password: the verifiers are made where the password is.
+-- Make an account, or give it a new password: the verifiers are made where the password is. Who came in with the old
+-- password has to come in again.
 create or replace function headwater.set_account(
     name text,
     salt bytea,
@@ -30,6 +31,7 @@ begin atomic
         stored_key_512 = excluded.stored_key_512,
         server_key_512 = excluded.server_key_512,
         administrator = coalesce(set_account.administrator, a.administrator);
+    delete from headwater.api_key k where k.account = set_account.name and k.session;
 end;
 
 -- Delete an account with its permissions. False: there is none.

@@ -120,7 +120,7 @@ begin
         grant insert, update, delete on
             headwater.kafka_topic, headwater.kafka_broker, headwater.kafka_producer_lane, headwater.kafka_group,
             headwater.kafka_offset, headwater.kafka_transaction, headwater.kafka_staged, headwater.kafka_staged_offset,
-            headwater.account, headwater.permission
+            headwater.account, headwater.permission, headwater.api_key
             to headwater_admin;
     end if;
 end;

@@ -1,0 +1,31 @@
+"""What every door of a server is given, and what it gives."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """Where a door listens, and whom it lets in."""
+
+    host: str
+    # Several processes listen on one port (SO_REUSEPORT), so it is never 0 here: who starts them has reserved it.
+    port: int
+    # Files in PEM. None: not encrypted.
+    certificate: str | None
+    private_key: str | None
+    # Callers say who they are, and may do what their account may; otherwise everybody may do everything.
+    authenticate: bool
+    # Nobody but this machine can reach it.
+    loopback: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """A door that is open."""
+
+    address: str
+    # Set if something that it cannot do without came to an end.
+    failed: asyncio.Event = field(default_factory=asyncio.Event)
