@@ -100,8 +100,16 @@ class Shell:
             await self._pool.putconn(own)
         return call.decode(rows)
 
-    async def run(self, call: Call[T], *, patience_seconds: float | None = 60.0) -> T:
-        """Carry out a call, waiting for a lost database up to `patience_seconds`."""
+    async def run(
+        self,
+        call: Call[T],
+        *,
+        patience_seconds: float | None = 60.0,
+        connection: AsyncConnection[Any] | None = None,
+    ) -> T:
+        """Carry out a call, waiting for a lost database up to `patience_seconds`; with `connection`, for nothing."""
+        if connection is not None:
+            return await self._run(call, connection)
         return await self._patiently(partial(self._run, call), patience_seconds)
 
     async def _start(self, topics: Topics, after: int | None, since: datetime | None, from_end: bool) -> int | None:

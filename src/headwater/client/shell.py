@@ -99,8 +99,16 @@ class Shell:
             self._pool.putconn(own)
         return call.decode(rows)
 
-    def run(self, call: Call[T], *, patience_seconds: float | None = 60.0) -> T:
-        """Carry out a call, waiting for a lost database up to `patience_seconds`."""
+    def run(
+        self,
+        call: Call[T],
+        *,
+        patience_seconds: float | None = 60.0,
+        connection: Connection[Any] | None = None,
+    ) -> T:
+        """Carry out a call, waiting for a lost database up to `patience_seconds`; with `connection`, for nothing."""
+        if connection is not None:
+            return self._run(call, connection)
         return self._patiently(partial(self._run, call), patience_seconds)
 
     def _start(self, topics: Topics, after: int | None, since: datetime | None, from_end: bool) -> int | None:

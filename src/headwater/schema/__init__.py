@@ -55,6 +55,8 @@ FUNCTION_FILES = (
     "kafka_transaction.sql",
     "retention.sql",
     "cursor.sql",
+    "audit.sql",
+    "overview.sql",
     "grants.sql",
 )
 

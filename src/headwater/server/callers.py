@@ -18,6 +18,7 @@ from headwater import access
 from headwater.access import Access, Verifiers
 from headwater.aio import AsyncHeadwater
 from headwater.calls import access as calls
+from headwater.calls.audit import AUDIT_TOPIC
 from headwater.errors import HeadwaterError, InvalidRequest, NotAllowed
 from headwater.telemetry import ERROR, logger
 
@@ -40,6 +41,9 @@ class Caller:
     _rights: Access | None
 
     def may(self, action: str, kind: str, name: str) -> bool:
+        if kind == "topic" and name == AUDIT_TOPIC and action in ("write", "delete"):
+            # What was done stays told: nobody changes that by a door.
+            return False
         if self._rights is None:
             return True
         return self.account is not None and self._rights.allows(self.account, action, kind, name)
@@ -132,6 +136,10 @@ class Callers:
                 raise NotAuthenticated("the key is not known, or has run out")
             self._remember(hashed, account)
         return self.named(account)
+
+    def forget(self, key: str) -> None:
+        """A key was taken back here: no longer trust what was remembered of it."""
+        self._remembered.pop(access.key_hash(key), None)
 
     async def open_session(self, caller: Caller) -> str | None:
         """A key for a while, for who came with a password; None where nobody has to."""

@@ -7,6 +7,21 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
+class Limits:
+    """How much one process takes of its callers."""
+
+    max_body_bytes: int = 16 * 1024 * 1024
+    # Of one account, or of one address where nobody says who they are. 0: no limit.
+    requests_per_second: float = 5000.0
+    connections: int = 10_000
+    # From the first byte of a request to the first of its answer.
+    request_seconds: float = 60.0
+    # How long a live stream waits for a client that takes nothing.
+    slow_seconds: float = 30.0
+    heartbeat_seconds: float = 15.0
+
+
+@dataclass(frozen=True, slots=True)
 class Opening:
     """Where a door listens, and whom it lets in."""
 
@@ -20,6 +35,7 @@ class Opening:
     authenticate: bool
     # Nobody but this machine can reach it.
     loopback: bool
+    limits: Limits = Limits()
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,8 @@ declare
         'begin_rebuild', 'abandon_rebuild', 'drop_projection_tables', 'switch_rebuilt', 'reshape_projection',
         'forget_projections',
         'find_event_store', 'refuse_bad_query', 'fields_match', 'store_json', 'field_mark', 'item_matches', 'read_matching', 'read_at', 'count_matching',
-        'latest_matching', 'event_store_head'
+        'latest_matching', 'event_store_head',
+        'events_at', 'read_bound', 'age_of_first', 'leases', 'topic_contents', 'bound_count', 'dead_letter_count'
     ];
     missing text;
     opened record;
@@ -86,7 +87,7 @@ begin
         grant select on
             headwater.topic, headwater.event, headwater.event_mark, headwater.field_index, headwater.field_index_overview, headwater.setting, headwater.segment, headwater.migration,
             headwater.installed, headwater.topic_overview, headwater.cursor_lag, headwater.publisher_in_flight,
-            headwater.delivery, headwater.group_overview, headwater.pipeline_status, headwater.archive_overview
+            headwater.delivery, headwater.group_overview, headwater.group_lag, headwater.pipeline_status, headwater.archive_overview
             to headwater_consumer;
         grant select, insert, update, delete on
             headwater.cursor, headwater.consumer_group, headwater.binding, headwater.ledger, headwater.group_progress,
