@@ -30,6 +30,9 @@ export function head(title, ...actions) {
 const numbers = new Intl.NumberFormat("en");
 export const number = (value) => (value === null || value === undefined ? "–" : numbers.format(Math.round(value * 10) / 10));
 
+/** "1 event", "2 events". */
+export const count = (value, word) => `${number(value)} ${word}${value === 1 ? "" : "s"}`;
+
 export function bytes(value) {
   if (value === null || value === undefined) return "–";
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];

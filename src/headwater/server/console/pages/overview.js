@@ -1,7 +1,7 @@
 // The log at a glance: how much comes in, how far everybody has come.
 
 import { get } from "../api.js";
-import { badge, bytes, card, duration, every, h, head, number, show, spark, table, when } from "../ui.js";
+import { badge, bytes, card, count, duration, every, h, head, number, show, spark, table, when } from "../ui.js";
 
 const KEPT = 90;
 const seconds = 2;
@@ -32,8 +32,8 @@ export async function overview() {
     tiles.replaceChildren(
       tile("Events per second", number(rate), "positions drawn", remember("rate", rate)),
       tile("Head of the log", number(now.head), now.settled === now.head ? "all settled" : `settled to ${number(now.settled)}`),
-      tile("Topics", number(now.topics), `about ${number(now.events_estimate)} events`),
-      tile("On disk", bytes(now.bytes), `${number(now.segments)} segments`),
+      tile("Topics", number(now.topics), `about ${count(now.events_estimate, "event")}`),
+      tile("On disk", bytes(now.bytes), count(now.segments, "segment")),
       tile("Open publisher", oldest ? h(`span.${oldest.age_seconds > 10 ? "bad" : "good"}`, duration(oldest.age_seconds)) : "none", oldest ? `pid ${oldest.pid ?? "prepared"}; readers wait for it` : "nobody is waited for"));
     groups.replaceChildren(table([
       { name: "Group", of: (g) => h("a", { href: `#/groups/${encodeURIComponent(g.name)}` }, g.name) },

@@ -1,7 +1,7 @@
 // Topics: what there is, what each holds, making and deleting them.
 
 import { get, patch, path, post, remove } from "../api.js";
-import { action, badge, card, confirm, duration, exact, facts, form, h, head, note, number, show, table, when } from "../ui.js";
+import { action, badge, card, confirm, count, duration, exact, facts, form, h, head, note, number, show, table, when } from "../ui.js";
 
 const link = (name) => h("a", { href: `#/topics/${encodeURIComponent(name)}` }, name);
 
@@ -63,7 +63,7 @@ export async function topic(name) {
           button: "Delete topic",
           look: () => remove(path`/v1/topics/${name}` + "?dry_run=true"),
           tell: (seen) => [
-            h("p", "This takes ", h("strong", `${number(seen.events)}${seen.events_is_more ? " or more" : ""} events`), seen.events ? `, positions ${number(seen.first)} to ${number(seen.last)},` : "", " from every reader, and cannot be taken back."),
+            h("p", "This takes ", h("strong", count(seen.events, "event"), seen.events_is_more ? " or more" : ""), seen.events ? `, positions ${number(seen.first)} to ${number(seen.last)},` : "", " from every reader, and cannot be taken back."),
           ],
           act: () => remove(path`/v1/topics/${name}`),
         });
