@@ -220,7 +220,7 @@ class App:
                 else None
             )
             try:
-                process = _Process(
+                process = Process(
                     log=log,
                     blocking=blocking,
                     stopping=stopping,
@@ -307,8 +307,8 @@ class _NotDone(Exception):
 
 
 @dataclass(slots=True)
-class _Process:
-    """One running worker process."""
+class Process:
+    """Workers that run: an App's, or what else sends events on."""
 
     log: aio.AsyncHeadwater
     blocking: client.Headwater | None
@@ -317,6 +317,8 @@ class _Process:
     name: str
     middleware: tuple[Middleware, ...]
     lease_seconds: Mapping[str, float]
+    poll_seconds: float = 0.01
+    look_seconds: float = 0.2
     gate: _Gate = field(default_factory=_Gate)
     out_of_time: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -335,6 +337,8 @@ class _Process:
                         worker=f"{self.name}/{one.name}/{number}",
                         batch_size=one.prefetch,
                         handler_acks=one.transactional,
+                        poll_seconds=self.poll_seconds,
+                        look_seconds=self.look_seconds,
                     )
                     loops.append(tasks.create_task(self._drive(one, free, steps)))
             await (asyncio.gather(*loops) if loops else self.stopping.wait())

@@ -122,6 +122,8 @@ begin
             headwater.kafka_offset, headwater.kafka_transaction, headwater.kafka_staged, headwater.kafka_staged_offset,
             headwater.account, headwater.permission
             to headwater_admin;
+        -- What a webhook sends leaves the house, and its secrets are kept as they are: administrators only.
+        grant insert, update, delete on headwater.webhook, headwater.webhook_pace to headwater_admin;
     end if;
 end;
 $$;

@@ -1,0 +1,1 @@
+"""The server: doors of the log that speak HTTP."""
