@@ -33,7 +33,7 @@ from headwater.worker import Process, Worker
 
 # Of an answer's body no more is read, and for no longer: the status has said it all.
 ANSWER_BYTES: Final = 16_384
-ANSWER_BODY_SECONDS: Final = 2.0
+ANSWER_BODY_SECONDS: Final = 1.0
 # Packing more than this is left to a thread, so that nobody else waits for it.
 LARGE_BYTES: Final = 1_048_576
 # A receiver that asks for a pause is given one for all events, up to so long at a time.

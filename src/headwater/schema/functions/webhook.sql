@@ -205,7 +205,7 @@ begin
     end if;
     update headwater.webhook w
     set
-        secrets = array[secret] || array_remove(w.secrets, secret)[:keep],
+        secrets = array[secret] || (array_remove(w.secrets, secret))[:keep],
         version = w.version + 1,
         updated_at = clock_timestamp()
     where w.id = altered.id
