@@ -392,8 +392,10 @@ class Process:
     async def _stops_within(self, seconds: float) -> bool:
         if seconds and not self.stopping.is_set():
             waiter = asyncio.ensure_future(self.stopping.wait())
-            await asyncio.wait({waiter}, timeout=seconds)
-            waiter.cancel()
+            try:
+                await asyncio.wait({waiter}, timeout=seconds)
+            finally:
+                waiter.cancel()
         return self.stopping.is_set()
 
     async def _handle(self, one: Worker, free: asyncio.Semaphore, lease: Lease) -> dict[int, Outcome]:

@@ -256,11 +256,8 @@ def delete(
         output.confirm(f"forget {what}? {unsent}", yes=yes)
         if not log.delete_webhook(name, with_group=with_group):
             raise NotThere(f'webhook "{name}" was deleted just now')
-    _tell(
-        {"deleted": name, "group_deleted": with_group},
-        f"{what} {'are' if with_group else 'is'} deleted",
-        as_json=as_json,
-    )
+    sentence = f"{what} {'are' if with_group else 'is'} deleted"
+    _tell({"deleted": name, "group_deleted": with_group}, sentence, as_json=as_json)
     if not with_group and not as_json:
         output.note(f"group {found.group} stays: headwater group delete {found.group}")
 

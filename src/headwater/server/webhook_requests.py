@@ -76,7 +76,7 @@ def request_for(webhook: Webhook, event: Event, message_id: str, *, now: datetim
     """The request that tells a webhook's receiver of an event."""
     if webhook.body == "raw":
         body = event.payload or b""
-        content_type = event.content_type or ""
+        content_type = (event.content_type or "").strip()
         if not content_type or not content_type.isascii() or not content_type.isprintable():
             content_type = "application/octet-stream"
         about = [

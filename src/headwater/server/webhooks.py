@@ -14,17 +14,18 @@ import secrets
 import socket
 import ssl
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Final
 
 import httpcore
+import psycopg
 
 from headwater import aio
 from headwater.calls import webhooks as calls
-from headwater.errors import HeadwaterError
+from headwater.errors import GroupNotFound, HeadwaterError
 from headwater.model import ClaimedEvent, Event, Outcome, Retry, Snooze, Webhook, WebhookRoute, WebhookTest
 from headwater.server.webhook_addresses import AddressRefused, GuardedNetwork, Network
 from headwater.server.webhook_requests import Answer, Gone, Request, judged, message_id, request_for
@@ -162,9 +163,12 @@ class _Route:
         answer = await self.sender.send(await asyncio.to_thread(make) if large else make())
         outcome = judged(webhook, answer, now=now)
         if isinstance(outcome, Gone):
-            await self.log.run(
-                calls.set_webhook_state(webhook.name, "disabled", reason=outcome.reason, seen_version=webhook.version)
+            disable = calls.set_webhook_state(
+                webhook.name, "disabled", reason=outcome.reason, seen_version=webhook.version
             )
+            # One that was deleted meanwhile need not be disabled.
+            with suppress(GroupNotFound):
+                await self.log.run(disable)
             logger.warning("webhook disabled", extra={WEBHOOK: webhook.name, ERROR: outcome.reason})
             self.stop.set()
             return Snooze()
@@ -217,8 +221,8 @@ class Dispatcher:
                 try:
                     routes = await self.log.run(calls.webhook_routes())
                     self.refresh({one.webhook.id: one for one in routes})
-                except HeadwaterError as error:
-                    logger.warning("webhooks not looked at", extra={ERROR: error.message})
+                except (HeadwaterError, psycopg.Error) as error:
+                    logger.warning("webhooks not looked at", extra={ERROR: str(error)})
                 await asyncio.sleep(self.refresh_seconds)
         finally:
             self.failed.set()
@@ -229,7 +233,8 @@ class Dispatcher:
         for webhook_id, (route, task) in list(self.running.items()):
             if task.done():
                 del self.running[webhook_id]
-                if error := task.exception():
+                # That its group was deleted is no failure.
+                if (error := task.exception()) and webhook_id in wanted:
                     self.resting[webhook_id] = now + REST_SECONDS
                     logger.warning("webhook delivery failed", extra=_about(route.route.webhook, error))
             elif route.route != wanted.get(webhook_id):
