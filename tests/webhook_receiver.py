@@ -37,12 +37,13 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What is answered. `drip`: the body never ends, and comes byte by byte."""
+    """What is answered. `drip`: the body never ends, and comes byte by byte. `hang_up`: without a word about it."""
 
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
     body: bytes = b""
     drip: bool = False
+    hang_up: bool = False
 
 
 Responder = Callable[[Received], Awaitable[Reply | None]]
@@ -134,6 +135,8 @@ class Receiver:
                 if reply is None:
                     return
                 await self._answer(writer, reply)
+                if reply.hang_up:
+                    return
         except (asyncio.IncompleteReadError, OSError):
             return
         finally:

@@ -55,6 +55,8 @@ class Worker:
     timeout_seconds: float | None
     ordered_keys: bool
     group_settings: Mapping[str, Any]
+    # How many leases are held at a time; None: one is worked on while the next is fetched.
+    leases: int | None = None
 
     @property
     def name(self) -> str:
@@ -329,9 +331,8 @@ class Process:
             loops = [tasks.create_task(reader.run()) for reader in readers]
             for one in workers:
                 free = asyncio.Semaphore(one.concurrency)
-                # One lease is worked on while the next is fetched.
                 leases = one.concurrency if one.batch else math.ceil(one.concurrency / one.prefetch) + 1
-                for number in range(leases):
+                for number in range(one.leases or leases):
                     steps = work(
                         one.group,
                         worker=f"{self.name}/{one.name}/{number}",

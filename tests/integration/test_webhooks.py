@@ -6,6 +6,7 @@ import asyncio
 import base64
 import gzip
 import json
+import os
 import shutil
 import socket
 import ssl
@@ -25,7 +26,8 @@ import headwater
 from headwater import NewEvent, aio
 from headwater.server.webhook_addresses import networks
 from headwater.server.webhook_requests import Answer, Request
-from headwater.server.webhooks import Sender, dispatching, send_test
+from headwater.server.webhook_sender import Sender
+from headwater.server.webhooks import dispatching, send_test
 from webhook_receiver import Received, Receiver, Reply
 
 Until = Callable[[Callable[[], Any]], Any]
@@ -345,6 +347,46 @@ def test_a_status_is_an_answer_however_long_its_body(
     assert len(receiver.received) == 4
 
 
+@pytest.mark.parametrize("hang_up", [False, True])
+def test_connections_are_kept_and_one_that_was_closed_costs_no_try(
+    log: headwater.Headwater, dsn: str, topic: str, until: Until, hang_up: bool
+) -> None:
+    with Receiver(answering(Reply(hang_up=hang_up))) as receiver:
+        log.create_webhook(topic, receiver.url, topic, max_attempts=1, max_concurrency=2)
+        log.publish_batch(topic, [NewEvent(n) for n in range(30)])
+        with delivering(dsn):
+            until(lambda: sum(counts(log, topic)[3:]) == 30)
+    assert counts(log, topic) == (0, 0, 0, 0, 30)
+    assert receiver.connections == 30 if hang_up else receiver.connections <= 2
+
+
+def test_a_name_that_is_never_resolved_delays_no_other_webhook(
+    log: headwater.Headwater, dsn: str, topic: str, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, enough = socket.getaddrinfo, threading.Event()
+
+    def slow(host: Any, *arguments: Any, **options: Any) -> Any:
+        if host == "slow.test":
+            enough.wait(60)
+            raise OSError("nobody knows")
+        return real(host, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    # More of them than asyncio has threads for all lookups together.
+    many = (os.cpu_count() or 1) + 8
+    with Receiver() as receiver:
+        for number in range(many):
+            log.create_webhook(f"{topic}-{number}", "http://slow.test/", topic)
+        log.publish(topic, 1)
+        try:
+            with delivering(dsn, grace_seconds=0.1):
+                until(lambda: all(counts(log, f"{topic}-{number}")[1] for number in range(many)))
+                log.create_webhook(topic, receiver.url.replace("127.0.0.1", "localhost"), topic)
+                until(lambda: counts(log, topic) == (0, 0, 0, 0, 1))
+        finally:
+            enough.set()
+
+
 def test_of_an_endless_body_only_the_beginning_is_kept(log: headwater.Headwater, topic: str) -> None:
     async def sent(url: str) -> Answer:
         hook = log.create_webhook(topic, url, topic)
@@ -352,7 +394,7 @@ def test_of_an_endless_body_only_the_beginning_is_kept(log: headwater.Headwater,
         try:
             return await sender.send(Request((), b"{}"))
         finally:
-            await sender.close()
+            sender.close()
 
     with Receiver(answering(Reply(500, body=b"x" * 1_000_000))) as receiver:
         answer = asyncio.run(sent(receiver.url))

@@ -1,7 +1,7 @@
-"""Which addresses webhooks may reach, and connections to no other.
+"""Which addresses webhooks may reach.
 
-A name is resolved once for a connection; every address is looked at, and the one that passed is connected to: a name
-that means something else a moment later leads nowhere.
+A name is looked up once for a connection; every address is judged, and one that passed is connected to: a name that
+means something else a moment later leads nowhere.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import Any, Final
-
-import httpcore
 
 from headwater.errors import InvalidRequest
 
@@ -63,68 +61,37 @@ def may_reach(address: Address, allowed: Sequence[Network]) -> bool:
     return real.is_global
 
 
-class GuardedNetwork(httpcore.AsyncNetworkBackend):
-    """Connects for one webhook, to addresses that it may reach. Its lookups wait for no other webhook's."""
+class Lookup:
+    """Finds the addresses of one webhook's host that it may reach. It waits for no other webhook's lookup."""
 
     def __init__(self, allowed: Sequence[Network]) -> None:
         self._allowed = allowed
-        self._network = httpcore.AnyIOBackend()
-        # A lookup cannot be called off: of its own thread it can at most keep its own webhook waiting.
+        # A lookup cannot be called off: in a thread of its own it can at most keep its own webhook waiting.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="webhook-lookup")
-        self._lookup: asyncio.Future[list[Any]] | None = None
+        self._under_way: asyncio.Future[list[Any]] | None = None
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def connect_tcp(
-        self,
-        host: str,
-        port: int,
-        timeout: float | None = None,  # noqa: ASYNC109
-        local_address: str | None = None,
-        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
-    ) -> httpcore.AsyncNetworkStream:
-        addresses = await self._addresses(host, port)
-        permitted = [one for one in addresses if may_reach(ip_address(one), self._allowed)][:_MOST_ADDRESSES]
+    async def permitted(self, host: str, port: int) -> list[str]:
+        """Addresses as numbers, which nobody looks up again; AddressRefused if there is none."""
+        found = await self._addresses(host, port)
+        permitted = [one for one in found if may_reach(ip_address(one), self._allowed)]
         if not permitted:
             raise AddressRefused(
-                f"{host} is {', '.join(addresses[:_MOST_ADDRESSES])}: private, loopback and link-local addresses are "
+                f"{host} is {', '.join(found[:_MOST_ADDRESSES])}: private, loopback and link-local addresses are "
                 "refused unless whoever delivers allows their network"
             )
-        failure: Exception | None = None
-        for one in permitted:
-            try:
-                return await self._network.connect_tcp(
-                    one,
-                    port,
-                    timeout=None if timeout is None else timeout / len(permitted),
-                    local_address=local_address,
-                    socket_options=socket_options,
-                )
-            except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
-                failure = error
-        assert failure is not None
-        raise failure
-
-    async def connect_unix_socket(
-        self,
-        path: str,
-        timeout: float | None = None,  # noqa: ASYNC109
-        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
-    ) -> httpcore.AsyncNetworkStream:
-        raise AddressRefused("webhooks are not sent to sockets of this machine")
-
-    async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
+        return permitted[:_MOST_ADDRESSES]
 
     async def _addresses(self, host: str, port: int) -> list[str]:
         """The addresses of a name, asked for once however many wait for it."""
-        if self._lookup is None or self._lookup.done():
-            self._lookup = asyncio.get_running_loop().run_in_executor(
-                self._thread, lambda: socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        if self._under_way is None or self._under_way.done():
+            self._under_way = asyncio.get_running_loop().run_in_executor(
+                self._thread, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             )
         try:
-            found = await asyncio.shield(self._lookup)
+            found = await asyncio.shield(self._under_way)
         except (OSError, UnicodeError) as error:
-            raise httpcore.ConnectError(f"{host} cannot be resolved: {error}") from error
+            raise ConnectionError(f"{host} cannot be resolved: {error}") from error
         return list(dict.fromkeys(str(entry[4][0]) for entry in found))

@@ -20,21 +20,18 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Final
 
-import httpcore
 import psycopg
 
 from headwater import aio
 from headwater.calls import webhooks as calls
 from headwater.errors import GroupNotFound, HeadwaterError
 from headwater.model import ClaimedEvent, Event, Outcome, Retry, Snooze, Webhook, WebhookRoute, WebhookTest
-from headwater.server.webhook_addresses import AddressRefused, GuardedNetwork, Network
-from headwater.server.webhook_requests import Answer, Gone, Request, judged, message_id, request_for
+from headwater.server.webhook_addresses import Network
+from headwater.server.webhook_requests import Gone, judged, message_id, request_for
+from headwater.server.webhook_sender import Sender
 from headwater.telemetry import ERROR, GROUP, WEBHOOK, logger
 from headwater.worker import Process, Worker
 
-# Of an answer's body no more is read, and for no longer: the status has said it all.
-ANSWER_BYTES: Final = 16_384
-ANSWER_BODY_SECONDS: Final = 1.0
 # Packing more than this is left to a thread, so that nobody else waits for it.
 LARGE_BYTES: Final = 1_048_576
 # A receiver that asks for a pause is given one for all events, up to so long at a time.
@@ -45,66 +42,6 @@ REST_SECONDS: Final = 5.0
 # Each webhook asks the log for its events; with many of them each asks less often.
 POLL_SECONDS: Final = 0.05
 UNHURRIED_FROM: Final = 10
-
-_FAILURES = (
-    httpcore.NetworkError,
-    httpcore.TimeoutException,
-    httpcore.ProtocolError,
-    httpcore.UnsupportedProtocol,
-    AddressRefused,
-    OSError,
-)
-
-
-class Sender:
-    """Posts to the URL of one webhook, over connections of its own."""
-
-    def __init__(self, webhook: Webhook, *, allowed: Sequence[Network], tls: ssl.SSLContext) -> None:
-        self._webhook = webhook
-        self._network = GuardedNetwork(allowed)
-        self._pool = httpcore.AsyncConnectionPool(
-            ssl_context=tls,
-            max_connections=webhook.max_concurrency or DEFAULT_CONCURRENCY,
-            keepalive_expiry=15.0,
-            network_backend=self._network,
-        )
-
-    async def close(self) -> None:
-        await self._pool.aclose()
-        self._network.close()
-
-    async def send(self, request: Request) -> Answer:
-        """The receiver's answer, or why there was none, within the webhook's timeout. Redirects are answers."""
-        seconds = self._webhook.timeout_seconds
-        answer: Answer | None = None
-        try:
-            async with asyncio.timeout(seconds) as limit:
-                async with self._pool.stream(
-                    "POST",
-                    self._webhook.url,
-                    headers=list(request.headers),
-                    content=request.body,
-                    extensions={"timeout": dict.fromkeys(("connect", "read", "write", "pool"), seconds)},
-                ) as response:
-                    retry_after = [value for name, value in response.headers if name.lower() == b"retry-after"]
-                    answer = Answer(response.status, retry_after[0].decode("latin-1") if retry_after else None)
-                    soon = asyncio.get_running_loop().time() + ANSWER_BODY_SECONDS
-                    limit.reschedule(min(limit.when() or soon, soon))
-                    async for chunk in response.aiter_stream():
-                        answer = answer._replace(body=(answer.body + chunk)[:ANSWER_BYTES])
-                        if len(answer.body) == ANSWER_BYTES:
-                            break
-        except TimeoutError:
-            return answer or Answer(failure=f"no answer within {seconds:g} s")
-        except _FAILURES as error:
-            return answer or Answer(failure=_described(error))
-        return answer
-
-
-def _described(error: BaseException) -> str:
-    if isinstance(error, httpcore.TimeoutException):
-        return f"no answer in time ({type(error).__name__})"
-    return str(error) or type(error).__name__
 
 
 @dataclass(slots=True, eq=False)
@@ -129,8 +66,10 @@ class _Route:
             group=webhook.group,
             topics=(),
             concurrency=concurrency,
-            # Half of what may be under way: one slow answer holds up the rest of its lease only.
+            # Two leases, each of half of what may be under way: a slow answer holds up half of it at most, and neither
+            # waits for room that the other has.
             prefetch=math.ceil(concurrency / 2),
+            leases=min(concurrency, 2),
             batch=False,
             transactional=False,
             timeout_seconds=None,
@@ -151,7 +90,7 @@ class _Route:
         try:
             await process.run([worker], [])
         finally:
-            await self.sender.close()
+            self.sender.close()
 
     async def deliver(self, event: ClaimedEvent) -> Outcome:
         webhook = self.route.webhook
@@ -330,7 +269,7 @@ async def send_test(
         answer = await sender.send(request_for(webhook, event, test_id, now=now))
         latency_ms = (asyncio.get_running_loop().time() - began) * 1000
     finally:
-        await sender.close()
+        sender.close()
     return WebhookTest(
         webhook=name,
         accepted=answer.accepted,
