@@ -37,7 +37,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What is answered. `drip`: the body never ends, and comes byte by byte. `hang_up`: without a word about it."""
+    """What is answered. `drip`: the body never ends, and comes byte by byte. `hang_up`: when the next request comes."""
 
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
@@ -136,6 +136,7 @@ class Receiver:
                     return
                 await self._answer(writer, reply)
                 if reply.hang_up:
+                    await reader.read(1)
                     return
         except (asyncio.IncompleteReadError, OSError):
             return

@@ -25,10 +25,6 @@ _READ_BYTES: Final = 16_384
 _FAILURES = (OSError, h11.ProtocolError, AddressRefused)
 
 
-class _Closed(ConnectionError):
-    """The receiver closed the connection before it answered."""
-
-
 @dataclass(slots=True, eq=False)
 class _Connection:
     reader: asyncio.StreamReader
@@ -43,7 +39,11 @@ class _Connection:
 
     async def next_event(self) -> object:
         while (event := self.http.next_event()) is h11.NEED_DATA:
-            self.http.receive_data(await self.reader.read(_READ_BYTES))
+            data = await self.reader.read(_READ_BYTES)
+            # The end of what has begun may be the end of a body.
+            if not data and self.http.their_state is h11.SEND_RESPONSE:
+                raise ConnectionResetError("the receiver closed the connection without an answer")
+            self.http.receive_data(data)
         return event
 
     async def ask(self, request: h11.Request, body: bytes) -> h11.Response:
@@ -57,7 +57,7 @@ class _Connection:
             if isinstance(event, h11.Response):
                 return event
             if not isinstance(event, h11.InformationalResponse):
-                raise _Closed("the receiver closed the connection without an answer")
+                raise h11.RemoteProtocolError("that is no answer")
 
     async def next_data(self) -> bytes | None:
         """More of the body; None at its end."""
@@ -92,7 +92,6 @@ class Sender:
         """The receiver's answer, or why there was none, within the webhook's timeout. Redirects are answers."""
         answer: Answer | None = None
         connection: _Connection | None = None
-        whole = False
         try:
             async with asyncio.timeout(self._seconds) as limit:
                 head = h11.Request(
@@ -114,11 +113,7 @@ class Sender:
                 answer = Answer(response.status_code, retry_after[0].decode("latin-1") if retry_after else None)
                 soon = asyncio.get_running_loop().time() + ANSWER_BODY_SECONDS
                 limit.reschedule(min(limit.when() or soon, soon))
-                while len(answer.body) < ANSWER_BYTES:
-                    data = await connection.next_data()
-                    if data is None:
-                        whole = True
-                        break
+                while len(answer.body) < ANSWER_BYTES and (data := await connection.next_data()) is not None:
                     answer = answer._replace(body=(answer.body + data)[:ANSWER_BYTES])
         except TimeoutError:
             return answer or Answer(failure=f"no answer within {self._seconds:g} s")
@@ -126,7 +121,7 @@ class Sender:
             return answer or Answer(failure=str(error) or type(error).__name__)
         finally:
             if connection is not None:
-                self._leave(connection, whole=whole)
+                self._leave(connection)
         return answer
 
     async def _connect(self) -> _Connection:
@@ -161,10 +156,10 @@ class Sender:
             connection.writer.close()
         return None
 
-    def _leave(self, connection: _Connection, *, whole: bool) -> None:
+    def _leave(self, connection: _Connection) -> None:
         """Keep a connection for the next request, if it can take one."""
         http = connection.http
-        if not whole or http.our_state is not h11.DONE or http.their_state is not h11.DONE or http.trailing_data[0]:
+        if http.our_state is not h11.DONE or http.their_state is not h11.DONE or http.trailing_data[0]:
             connection.writer.transport.abort()
             return
         http.start_next_cycle()
