@@ -72,7 +72,7 @@ def test_every_command_that_a_page_shows_exists() -> None:
     nouns = {path[0] for path in known if len(path) == 2}
     for page in PAGES:
         for first, second in re.findall(
-            r"^\$ (?:[^\n]*\| )?headwater ([a-z]+)(?: ([a-z]+))?", page.read_text(), re.MULTILINE
+            r"^\$ (?:[^\n]*\| )?headwater ([a-z]+)(?: ([a-z][a-z-]*))?", page.read_text(), re.MULTILINE
         ):
             path = (first, second) if first in nouns else (first,)
             assert path in known, f"{page.relative_to(ROOT)}: headwater {' '.join(path)}"

@@ -49,6 +49,7 @@ PURE = ("model", "errors", "settings", "calls", "subscription", "cron", "visibil
 PURE_FILES = tuple(f"cdc/{name}.py" for name in ("images", "json_text", "pgoutput", "relation")) + tuple(
     f"kafka/{name}.py" for name in ("assignment", "compression", "configs", "coordinator", "events", "records", "wire")
 )
+PURE_FILES += ("server/webhook_requests.py",)
 IMPURE = {"asyncio", "socket", "time", "threading", "os", "subprocess", "selectors", "multiprocessing", "random"}
 NO_NAMES = {"util", "utils", "common", "helper", "helpers", "base", "manager", "managers", "misc"}
 

@@ -72,11 +72,11 @@ class StoreBusy(HeadwaterError):
 
 
 class GroupNotFound(HeadwaterError):
-    """No group, binding or subscription is what was named: create it first."""
+    """No group, binding, subscription or webhook is what was named: create it first."""
 
 
 class GroupExists(HeadwaterError):
-    """A group has that name already."""
+    """A group or a webhook has that name already, or the group has its webhook."""
 
 
 class ReaderBusy(HeadwaterError):

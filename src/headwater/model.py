@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, Literal, NamedTuple
 
@@ -331,6 +331,52 @@ class DeadLetter:
     last_error: str | None
     history: tuple[Mapping[str, Any], ...]
     died_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Webhook:
+    """A queue whose events are sent to a URL. Its retries, and how many are sent at once, are those of its group."""
+
+    id: int
+    name: str
+    group: str
+    url: str
+    headers: Mapping[str, str]
+    body: Literal["envelope", "raw"]
+    timeout_seconds: float
+    max_concurrency: int | None
+    rate_per_second: float | None
+    gzip_above_bytes: int | None
+    client_errors: Literal["retry", "dead"]
+    state: Literal["active", "paused", "disabled"]
+    state_reason: str | None
+    created_at: datetime
+    updated_at: datetime
+    uid: str
+    version: int
+    # Not in a repr: what is printed ends up in logs.
+    secrets: tuple[str, ...] = field(repr=False)
+
+
+class WebhookRoute(NamedTuple):
+    """A webhook that is to be delivered, with what a worker of its group must know."""
+
+    webhook: Webhook
+    lease_seconds: float
+    ordered_keys: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WebhookTest:
+    """What came of a test: the answer's status and the beginning of its body, or why there was none."""
+
+    webhook: str
+    accepted: bool
+    message_id: str
+    status: int | None
+    latency_ms: float
+    response: str
+    error: str | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ logger: Final = logging.getLogger("headwater")
 
 CURSOR: Final = "cursor"  # the cursor's name
 GROUP: Final = "group"  # the group's name
+WEBHOOK: Final = "webhook"  # the webhook's name
 POSITION: Final = "position"  # a place in the log
 WAIT_SECONDS: Final = "wait_seconds"  # how long until the next try
 ERROR: Final = "error"  # what went wrong, as text

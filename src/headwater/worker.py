@@ -55,6 +55,8 @@ class Worker:
     timeout_seconds: float | None
     ordered_keys: bool
     group_settings: Mapping[str, Any]
+    # How many leases are held at a time; None: one is worked on while the next is fetched.
+    leases: int | None = None
 
     @property
     def name(self) -> str:
@@ -220,7 +222,7 @@ class App:
                 else None
             )
             try:
-                process = _Process(
+                process = Process(
                     log=log,
                     blocking=blocking,
                     stopping=stopping,
@@ -307,8 +309,8 @@ class _NotDone(Exception):
 
 
 @dataclass(slots=True)
-class _Process:
-    """One running worker process."""
+class Process:
+    """Workers that run: an App's, or what else sends events on."""
 
     log: aio.AsyncHeadwater
     blocking: client.Headwater | None
@@ -317,6 +319,8 @@ class _Process:
     name: str
     middleware: tuple[Middleware, ...]
     lease_seconds: Mapping[str, float]
+    poll_seconds: float = 0.01
+    look_seconds: float = 0.2
     gate: _Gate = field(default_factory=_Gate)
     out_of_time: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -327,14 +331,15 @@ class _Process:
             loops = [tasks.create_task(reader.run()) for reader in readers]
             for one in workers:
                 free = asyncio.Semaphore(one.concurrency)
-                # One lease is worked on while the next is fetched.
                 leases = one.concurrency if one.batch else math.ceil(one.concurrency / one.prefetch) + 1
-                for number in range(leases):
+                for number in range(one.leases or leases):
                     steps = work(
                         one.group,
                         worker=f"{self.name}/{one.name}/{number}",
                         batch_size=one.prefetch,
                         handler_acks=one.transactional,
+                        poll_seconds=self.poll_seconds,
+                        look_seconds=self.look_seconds,
                     )
                     loops.append(tasks.create_task(self._drive(one, free, steps)))
             await (asyncio.gather(*loops) if loops else self.stopping.wait())
@@ -388,8 +393,10 @@ class _Process:
     async def _stops_within(self, seconds: float) -> bool:
         if seconds and not self.stopping.is_set():
             waiter = asyncio.ensure_future(self.stopping.wait())
-            await asyncio.wait({waiter}, timeout=seconds)
-            waiter.cancel()
+            try:
+                await asyncio.wait({waiter}, timeout=seconds)
+            finally:
+                waiter.cancel()
         return self.stopping.is_set()
 
     async def _handle(self, one: Worker, free: asyncio.Semaphore, lease: Lease) -> dict[int, Outcome]:

@@ -37,6 +37,7 @@ from headwater.cli import (
     table,
     topic,
     up,
+    webhook,
     work,
 )
 from headwater.cli.connection import Session
@@ -113,6 +114,7 @@ app.add_typer(cursor.app, name="cursor")
 app.add_typer(archive.app, name="archive")
 app.add_typer(group.app, name="group")
 app.add_typer(dead.app, name="dead")
+app.add_typer(webhook.app, name="webhook")
 app.add_typer(work.app)
 app.add_typer(sub.app, name="sub")
 app.add_typer(table.app, name="table")

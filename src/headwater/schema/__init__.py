@@ -35,6 +35,7 @@ FUNCTION_FILES = (
     "lease.sql",
     "dead_letter.sql",
     "delivery.sql",
+    "webhook.sql",
     "condition.sql",
     "subscription.sql",
     "watch.sql",

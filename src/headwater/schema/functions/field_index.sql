@@ -28,7 +28,7 @@ begin atomic
     from headwater.event e
     join headwater.field_index x on x.topic_id = e.topic_id and not x.dropped
     cross join lateral (
-        select headwater.field_mark(x.id, x.fields, headwater.store_json(e.payload, e.content_type)) as mark
+        select headwater.field_mark(x.id, x.fields, headwater.as_json(e.payload, e.content_type)) as mark
     ) as m
     where e.topic_id = mark_fields.topic_id and e.position = any (positions) and m.mark is not null
     on conflict do nothing;

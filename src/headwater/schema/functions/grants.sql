@@ -35,7 +35,7 @@ declare
         'prepare_projection', 'refuse_foreign_table', 'merge_projection', 'empty_staging', 'projection_generation',
         'begin_rebuild', 'abandon_rebuild', 'drop_projection_tables', 'switch_rebuilt', 'reshape_projection',
         'forget_projections',
-        'find_event_store', 'refuse_bad_query', 'fields_match', 'store_json', 'field_mark', 'item_matches', 'read_matching', 'read_at', 'count_matching',
+        'find_event_store', 'refuse_bad_query', 'fields_match', 'field_mark', 'item_matches', 'read_matching', 'read_at', 'count_matching',
         'latest_matching', 'event_store_head',
         'events_at', 'read_bound', 'age_of_first', 'leases', 'topic_contents', 'bound_count', 'dead_letter_count'
     ];
@@ -123,6 +123,8 @@ begin
             headwater.kafka_offset, headwater.kafka_transaction, headwater.kafka_staged, headwater.kafka_staged_offset,
             headwater.account, headwater.permission, headwater.api_key
             to headwater_admin;
+        -- What a webhook sends leaves the house, and its secrets are kept as they are: administrators only.
+        grant insert, update, delete on headwater.webhook, headwater.webhook_pace to headwater_admin;
     end if;
 end;
 $$;

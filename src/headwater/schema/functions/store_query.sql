@@ -4,20 +4,6 @@
 -- {"types": [...], "tags": [...], "fields": {...}}: one of the types, all of the tags, and all of the fields, which are
 -- top-level scalars of the data compared as text. What an item does not name it does not ask for.
 
--- The payload as JSON; null where it is none, or has a number that Postgres cannot hold.
-create or replace function headwater.store_json(payload bytea, content_type text)
-returns jsonb
-language plpgsql
-immutable
-as $$
-begin
-    return headwater.as_json(payload, content_type);
-exception
-    when numeric_value_out_of_range then
-        return null;
-end;
-$$;
-
 -- Whether the fields of an item are those of the data. What is no JSON has none.
 create or replace function headwater.fields_match(payload bytea, content_type text, fields jsonb)
 returns boolean
@@ -25,7 +11,7 @@ language plpgsql
 immutable
 as $$
 declare
-    data constant jsonb := headwater.store_json(payload, content_type);
+    data constant jsonb := headwater.as_json(payload, content_type);
 begin
     return not exists (
         select
