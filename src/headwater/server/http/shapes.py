@@ -84,6 +84,7 @@ Object = dict[str, Any]
 
 TopicName = Annotated[str, Path(min_length=1, max_length=249, description="the topic's name", examples=["orders"])]
 GroupName = Annotated[str, Path(min_length=1, max_length=200, description="the group's name", examples=["mailer"])]
+BeforeQuery = Annotated[int | None, Query(ge=0, le=MAX_POSITION, description="only events before this position")]
 AfterQuery = Annotated[int | None, Query(ge=0, le=MAX_POSITION, description="only events after this position")]
 
 
