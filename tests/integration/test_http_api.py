@@ -139,6 +139,7 @@ def test_events_are_found_page_by_page_both_ways(http: httpx.Client, log: headwa
     assert [event["topic"] for event in both["events"]] == [topic, topic]
     problem(http.get("/v1/events", params={"topic": "nowhere"}), 404, "TopicNotFound")
     problem(http.get(f"/v1/topics/{topic}/events?limit=0"), 422, "Unprocessable")
+    problem(http.get(f"/v1/topics/{topic}/events?until=0.5"), 422, "Unprocessable")
     problem(http.get(f"/v1/topics/{topic}/events?after=99999999999999999999"), 422, "Unprocessable")
 
 
@@ -469,7 +470,11 @@ def test_broken_http_is_refused(address: str, http: httpx.Client) -> None:
         b"GET /\xff\xff HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
         b"POST /v1/topics HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
     ):
-        assert raw(address, data).startswith(b"HTTP/1.1 400")
+        answer = raw(address, data)
+        assert answer.startswith(b"HTTP/1.1 400")
+        assert b"application/problem+json" in answer
+    # A head without an end.
+    assert raw(address, b"GET / HTTP/1.1\r\nX: " + b"x" * 140_000).startswith(b"HTTP/1.1 400")
     # Whoever leaves in the middle leaves nothing behind.
     host, _, port = address.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port))) as connection:
