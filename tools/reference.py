@@ -354,7 +354,99 @@ KAFKA_DIFFERENCES = (
 )
 
 
+# --- HTTP ----------------------------------------------------------------------------------------------------
+
+
+def http_page() -> str:
+    from headwater.server.http.app import described, document
+    from headwater.server.http.problems import STATUS
+
+    found = document(described())
+    statuses: dict[int, list[str]] = {}
+    for kind, status in STATUS.items():
+        statuses.setdefault(status, []).append(f"`{kind.__name__}`")
+    parts = [
+        "# HTTP",
+        f"{found['info']['description']} [How to use it](../how-to/http.md). The same as OpenAPI: `/openapi.json`.",
+        "## Errors",
+        "`type` is `urn:headwater:error:` and the name; those of the log are in [errors](errors.md).",
+        table(("status", "errors"), [(str(status), ", ".join(names)) for status, names in sorted(statuses.items())]),
+    ]
+    by_tag: dict[str, list[str]] = {}
+    for path, methods in found["paths"].items():
+        for method, route in methods.items():
+            by_tag.setdefault(route["tags"][0], []).append(http_route(path, method, route))
+    for tag, routes in by_tag.items():
+        parts += [f"## {tag.capitalize()}", *routes]
+    parts.append("## Shapes")
+    for name, shape in sorted(found["components"]["schemas"].items()):
+        if name not in ("HTTPValidationError", "ValidationError"):
+            parts.append(f"### {name}\n\n{paragraph(shape.get('description'))}\n\n{http_fields(shape)}")
+    return "\n\n".join(part.strip() for part in parts)
+
+
+def http_route(path: str, method: str, route: Any) -> str:
+    lines = [
+        f"### {method.upper()} {path}",
+        paragraph(route.get("description")),
+        f"Right: {route['x-headwater-right']}.",
+    ]
+    body = route.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
+    if body is not None:
+        lines.append(f"Body: {http_type(body)}.")
+    if rows := [
+        (f"`{one['name']}`", one["in"], http_type(one["schema"]), one.get("description", ""))
+        for one in route.get("parameters", ())
+    ]:
+        lines.append(table(("parameter", "in", "type", "means"), rows))
+    answers = []
+    for status, one in sorted(route["responses"].items()):
+        if status < "400":
+            content = next(iter(one.get("content", {}).items()), ("", {}))
+            kind = content[0] if content[0] == "text/event-stream" else http_type(content[1].get("schema", {}))
+            answers.append(f"{status}: {kind}")
+    problems = [status for status in sorted(route["responses"]) if status >= "400"]
+    lines.append(f"Answers {'; '.join(answers)}." + (f" Problems: {', '.join(problems)}." if problems else ""))
+    return "\n\n".join(line.strip() for line in lines if line)
+
+
+def http_type(shape: Any) -> str:
+    if "$ref" in shape:
+        name = shape["$ref"].rpartition("/")[2]
+        return f"[{name}](#{name.lower()})"
+    for word in ("anyOf", "oneOf"):
+        if word in shape:
+            return " or ".join(dict.fromkeys(http_type(one) for one in shape[word]))
+    if "enum" in shape or "const" in shape:
+        return ", ".join(f"`{one}`" for one in shape.get("enum", [shape.get("const")]))
+    if shape.get("type") == "array":
+        return f"list of {http_type(shape.get('items', {}))}"
+    bounds = [
+        f"{word} {shape[key]}"
+        for key, word in (
+            ("minimum", "from"),
+            ("exclusiveMinimum", "above"),
+            ("maximum", "to"),
+            ("minLength", "from"),
+            ("maxLength", "to"),
+        )
+        if key in shape
+    ]
+    kind = {"string": shape.get("format", "text"), "object": "object"}.get(shape.get("type"), shape.get("type", "any"))
+    return f"{kind} ({' '.join(bounds)})" if bounds else str(kind)
+
+
+def http_fields(shape: Any) -> str:
+    required = set(shape.get("required", ()))
+    return "".join(
+        f"- `{name}`{'' if name in required else ' (may be left out)'}: {http_type(one)}"
+        f"{'. ' + one['description'] if one.get('description') else ''}\n"
+        for name, one in shape.get("properties", {}).items()
+    )
+
+
 PAGES = {
+    "http.md": http_page,
     "kafka.md": kafka_page,
     "cli.md": cli_page,
     "python.md": python_page,

@@ -51,7 +51,10 @@ def http_door(
     async def serve() -> None:
         stop.append(asyncio.Event())
         role = conninfo.make_conninfo(dsn, options="-c role=headwater_admin")
-        async with await aio.connect(role, pool_size=pool_size) as log, serving(log, opening) as door:
+        async with (
+            await aio.connect(role, pool_size=pool_size, application_name="door") as log,
+            serving(log, opening) as door,
+        ):
             found.append(door.address)
             started.set()
             await stop[0].wait()

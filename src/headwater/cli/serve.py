@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import ipaddress
 import signal
 import socket
 import ssl
-from contextlib import AsyncExitStack, ExitStack
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -20,7 +22,7 @@ from headwater.cli.arguments import Dsn, Json, examples
 from headwater.cli.connection import connect, session, translated
 from headwater.cli.extras import needs
 from headwater.errors import HeadwaterError, InvalidRequest
-from headwater.server.door import Opening
+from headwater.server.door import Limits, Opening
 
 app = typer.Typer()
 
@@ -107,6 +109,14 @@ def serve(
         bool,
         typer.Option("--without-authentication", help="Listen beyond this machine, where everybody may do everything."),
     ] = False,
+    max_body_mib: Annotated[int, typer.Option(min=1, max=1024, help="The largest body of a request, in MiB.")] = 16,
+    requests_per_second: Annotated[
+        float,
+        typer.Option(min=0, help="How many requests by HTTP one caller may send to one process. 0: no limit."),
+    ] = 5000,
+    connections: Annotated[
+        int, typer.Option(min=1, help="How many connections by HTTP one process takes, live streams included.")
+    ] = 10_000,
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:
@@ -121,6 +131,10 @@ def serve(
     if http is None and kafka is None and grpc is None and not webhooks:
         http = DEFAULT_HTTP
 
+    limits = Limits(
+        max_body_bytes=max_body_mib * 1024 * 1024, requests_per_second=requests_per_second, connections=connections
+    )
+
     def opening(text: str | None, option: str) -> Opening | None:
         if text is None:
             return None
@@ -131,7 +145,7 @@ def serve(
                 f"{host} can be reached from other machines, and clients are not asked who they are",
                 hint="Ask them with --authenticate, listen on 127.0.0.1, or allow it with --without-authentication.",
             )
-        return Opening(host, port, tls_certificate, tls_key, authenticate, loopback)
+        return Opening(host, port, tls_certificate, tls_key, authenticate, loopback, limits)
 
     doors = {"http": opening(http, "--http"), "kafka": opening(kafka, "--kafka"), "grpc": opening(grpc, "--grpc")}
     _refuse_bad_certificate(tls_certificate, tls_key)
@@ -160,7 +174,7 @@ def serve(
             _tell(addresses, webhooks=webhooks, as_json=as_json)
 
         if processes_ == 1:
-            asyncio.run(_serve(plans[0], lambda addresses: tell([addresses]), parent=None))
+            _run(plans[0], _serve(plans[0], lambda addresses: tell([addresses]), parent=None))
         else:
             processes.supervise(plans, _run_child, _on_same_port, tell)
     if as_json:
@@ -342,4 +356,14 @@ async def _open_kafka(stack: AsyncExitStack, log: aio.AsyncHeadwater, plan: Kafk
 
 
 def _run_child(plan: Plan, parent: Connection) -> None:
-    asyncio.run(_serve(plan, parent.send, parent=parent))
+    _run(plan, _serve(plan, parent.send, parent=parent))
+
+
+def _run(plan: Plan, doors: Coroutine[Any, Any, None]) -> None:
+    """In a loop that is made for many connections, where there is one."""
+    factory = None
+    if plan.http is not None:
+        with suppress(ModuleNotFoundError):
+            factory = importlib.import_module("uvloop").new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(doors)

@@ -137,9 +137,10 @@ class Callers:
             self._remember(hashed, account)
         return self.named(account)
 
-    def forget(self, key: str) -> None:
-        """A key was taken back here: no longer trust what was remembered of it."""
-        self._remembered.pop(access.key_hash(key), None)
+    def forget(self, hash_prefix: str) -> None:
+        """A key was taken back here: no longer trust what was remembered of it. Its hash begins so, in hex."""
+        for shown in [shown for shown in self._remembered if shown.hex().startswith(hash_prefix)]:
+            del self._remembered[shown]
 
     async def open_session(self, caller: Caller) -> str | None:
         """A key for a while, for who came with a password; None where nobody has to."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager
@@ -48,6 +49,8 @@ async def serving(log: AsyncHeadwater, opening: Opening) -> AsyncIterator[Door]:
     callers = Callers(log, authenticate=opening.authenticate)
     live = Live(log, opening.limits)
     listener = _listener(opening)
+    # It warns of every request that is no HTTP, which anybody can send without end.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     async with callers.kept_current(), live.running():
         config = uvicorn.Config(
             application(Served(log, callers, live, opening)),

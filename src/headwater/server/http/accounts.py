@@ -101,7 +101,7 @@ async def sign_out(request: Request) -> Response:
         caller = await here.callers.by_key(key)
         call = calls.delete_api_key(caller.account or "", access.key_hash(key).hex())
         await here.log.run(call, patience_seconds=5)
-        here.callers.forget(key)
+        here.callers.forget(access.key_hash(key).hex())
     response = answer({"deleted": key is not None})
     response.delete_cookie(SESSION_COOKIE, path="/")
     return response
@@ -274,6 +274,7 @@ async def delete_key(
     async with audited(log, caller_of(request), "key.delete", name, {"hash": hash_prefix[:16]}) as connection:
         if not await log.run(calls.delete_api_key(name, hash_prefix), connection=connection):
             raise NotThere("there is no such key", hint="See its hash in GET /v1/accounts/{name}/keys.")
+    served(request).callers.forget(hash_prefix)
     return answer({"deleted": True})
 
 

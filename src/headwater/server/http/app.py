@@ -28,7 +28,14 @@ from headwater.server.http import (
     topics,
 )
 from headwater.server.http.gate import Gate
-from headwater.server.http.problems import NotThere, from_postgres, invalid, problem_response, unexpected
+from headwater.server.http.problems import (
+    NotThere,
+    WrongMethod,
+    from_postgres,
+    invalid,
+    problem_response,
+    unexpected,
+)
 from headwater.server.http.rights import right_of
 from headwater.server.http.served import Served
 
@@ -133,12 +140,11 @@ def _tell_errors(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         if error.status_code == 404:
             return problem_response(NotThere(f"there is nothing at {request.url.path}", hint="See /docs."))
-        response = problem_response(InvalidRequest(str(error.detail)))
         if error.status_code == 405:
-            response = problem_response(_NotThatWay(f"{request.method} is not for {request.url.path}"))
-            response.status_code = 405
+            response = problem_response(WrongMethod(f"{request.method} is not for {request.url.path}"))
             response.headers.update(error.headers or {})
-        return response
+            return response
+        return problem_response(InvalidRequest(str(error.detail)))
 
     async def of_text(request: Request, error: Exception) -> Response:
         return problem_response(InvalidRequest("a text of the request is not text that UTF-8 can hold"))
@@ -152,7 +158,3 @@ def _tell_errors(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, of_routing)
     app.add_exception_handler(UnicodeEncodeError, of_text)
     app.add_exception_handler(Exception, unforeseen)
-
-
-class _NotThatWay(InvalidRequest):
-    """The method is not for that path."""

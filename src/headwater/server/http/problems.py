@@ -27,6 +27,10 @@ class TooManyRequests(HeadwaterError):
     """More requests than one caller may send: slow down, and try again."""
 
 
+class WrongMethod(InvalidRequest):
+    """The method is not for that path."""
+
+
 class BodyTooLarge(InvalidRequest):
     """The body of the request is above the server's limit: send less at once."""
 
@@ -69,6 +73,7 @@ STATUS: Final[Mapping[type[HeadwaterError], int]] = {
     errors.TopicNotFound: 404,
     errors.GroupNotFound: 404,
     errors.PipelineNotFound: 404,
+    WrongMethod: 405,
     errors.TopicExists: 409,
     errors.GroupExists: 409,
     errors.CursorMoved: 409,

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any, Final, Protocol
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from headwater.errors import InvalidRequest
+from headwater.server.http.problems import PROBLEM, as_problem
+
 CONNECTION: Final = "headwater.connection"
 # For the whole head of a request, and for a first one to come at all.
 HEAD_SECONDS: Final = 20.0
+HEAD_BYTES: Final = 128 * 1024
 
 
 class Taker(Protocol):
@@ -29,6 +34,7 @@ class Connection(HttpToolsProtocol):
 
     taker: Taker | None = None
     _impatient: asyncio.TimerHandle | None = None
+    _head_bytes: int = 0
 
     def hand_over(self, taker: Taker) -> None:
         """From here on only `taker` writes, without a task of its own; the request is over for uvicorn."""
@@ -52,8 +58,22 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         # What a client sends while it gets a stream means nothing.
-        if self.taker is None:
-            super().data_received(data)
+        if self.taker is not None or self.transport.is_closing():
+            return
+        super().data_received(data)
+        if self._impatient is None:
+            self._head_bytes = 0
+            return
+        self._head_bytes += len(data)
+        if self._head_bytes > HEAD_BYTES:
+            self.send_400_response(f"the head of a request has up to {HEAD_BYTES} bytes")
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP is refused in the same shape as all else."""
+        body = json.dumps(as_problem(InvalidRequest(msg))).encode()
+        head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: {PROBLEM}\r\ncontent-length: {len(body)}\r\n"
+        self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
+        self.transport.close()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

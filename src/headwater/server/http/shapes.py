@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import re
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Final, Literal
@@ -33,6 +34,7 @@ MAX_TOKEN: Final = (1 << 63) - 1
 MAX_EVENTS: Final = 1000
 MAX_NESTING: Final = 500
 EARLIEST: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_DATE: Final = re.compile(r"\d{4}-\d\d-\d\d[Tt ]")
 LATEST: Final = datetime(9000, 1, 1, tzinfo=UTC)
 
 
@@ -58,7 +60,7 @@ def read_json(body: bytes) -> Any:
 
 
 def _text_only(value: Any) -> Any:
-    if not isinstance(value, (str, datetime)):
+    if not isinstance(value, str) or not _DATE.match(value):
         raise ValueError("a time is a text as in RFC 3339: 2026-03-01T12:00:00Z")
     return value
 
@@ -84,6 +86,7 @@ Object = dict[str, Any]
 
 TopicName = Annotated[str, Path(min_length=1, max_length=249, description="the topic's name", examples=["orders"])]
 GroupName = Annotated[str, Path(min_length=1, max_length=200, description="the group's name", examples=["mailer"])]
+BeforeQuery = Annotated[int | None, Query(ge=0, le=MAX_POSITION, description="only events before this position")]
 AfterQuery = Annotated[int | None, Query(ge=0, le=MAX_POSITION, description="only events after this position")]
 
 
