@@ -100,9 +100,11 @@ def _page(browser: Browser, name: str, **given: object) -> Iterator[Page]:
     # A refused request is part of some tests; that the browser reports it is no error of the page.
     page.on(
         "console",
-        lambda message: wrong.append(message.text)
-        if message.type == "error" and "Failed to load resource" not in message.text
-        else None,
+        lambda message: (
+            wrong.append(message.text)
+            if message.type == "error" and "Failed to load resource" not in message.text
+            else None
+        ),
     )
     try:
         yield page

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import signal
 
-from conftest import Serve, Serving
 from playwright.sync_api import Page
 
 import headwater
+from conftest import Serve, Serving
 
 FOLLOW = """address => {
     window.seen = [];

@@ -5,7 +5,11 @@ from __future__ import annotations
 import base64
 import secrets
 from collections.abc import Mapping
+from contextlib import nullcontext
 from datetime import datetime
+from typing import Any
+
+from psycopg import AsyncConnection
 
 from headwater import calls
 from headwater.aio.shell import Shell, Topics, as_names
@@ -22,6 +26,7 @@ MAX_CONCURRENCY = 10
 
 
 def new_secret() -> str:
+    """A secret to sign with, as receivers keep it."""
     return f"whsec_{base64.b64encode(secrets.token_bytes(32)).decode()}"
 
 
@@ -50,6 +55,7 @@ class Webhooks(Shell):
         backoff_seconds: float | None = None,
         backoff_max_seconds: float | None = None,
         ordered_keys: bool | None = None,
+        connection: AsyncConnection[Any] | None = None,
     ) -> Webhook:
         """Send the events of topics to a URL: a group of the webhook's name is made for it, at the beginning of the
         log, after a position, since a time, or at the end. Or send those of a group that is there.
@@ -64,7 +70,7 @@ class Webhooks(Shell):
                 hint="Leave out the group to have one made, or bind the group itself.",
             )
         start_position = await self._start(topics, after, since, from_end)
-        async with self.transaction() as connection:
+        async with self.transaction() if connection is None else nullcontext(connection) as inside:
             if ours:
                 made = calls.create_group(
                     name,
@@ -85,7 +91,7 @@ class Webhooks(Shell):
                     backoff_max_seconds=backoff_max_seconds,
                     max_in_flight=max_concurrency,
                 )
-            await self._run(made, connection)
+            await self._run(made, inside)
             call = webhook_calls.create_webhook(
                 name,
                 group=group or name,
@@ -98,7 +104,7 @@ class Webhooks(Shell):
                 gzip_above_bytes=gzip_above_bytes,
                 client_errors=client_errors,
             )
-            return await self._run(call, connection)
+            return await self._run(call, inside)
 
     async def alter_webhook(
         self,
@@ -112,13 +118,14 @@ class Webhooks(Shell):
         rate_per_second: float | None = None,
         gzip_above_bytes: int | None = None,
         client_errors: str | None = None,
+        connection: AsyncConnection[Any] | None = None,
     ) -> Webhook:
         """Change settings; None leaves one as it is, 0 removes the rate and turns compression off. Whoever delivers
         notices within seconds. Retries are the group's: see alter_group."""
-        async with self.transaction() as connection:
+        async with self.transaction() if connection is None else nullcontext(connection) as inside:
             if max_concurrency is not None:
-                found = await self._run(webhook_calls.find_webhook(name), connection)
-                await self._run(calls.alter_group(found.group, max_in_flight=max_concurrency), connection)
+                found = await self._run(webhook_calls.find_webhook(name), inside)
+                await self._run(calls.alter_group(found.group, max_in_flight=max_concurrency), inside)
             call = webhook_calls.alter_webhook(
                 name,
                 url=url,
@@ -129,7 +136,7 @@ class Webhooks(Shell):
                 gzip_above_bytes=gzip_above_bytes,
                 client_errors=client_errors,
             )
-            return await self._run(call, connection)
+            return await self._run(call, inside)
 
     async def webhook(self, name: str) -> Webhook:
         """One webhook, secrets included."""

@@ -21,8 +21,10 @@ from headwater.cli import output, processes
 from headwater.cli.arguments import Dsn, Json, examples
 from headwater.cli.connection import connect, session, translated
 from headwater.cli.extras import needs
+from headwater.cli.webhook import AllowNetwork
 from headwater.errors import HeadwaterError, InvalidRequest
 from headwater.server.door import Limits, Opening
+from headwater.server.webhook_addresses import Network, networks
 
 app = typer.Typer()
 
@@ -53,6 +55,7 @@ class Plan:
     http: Opening | None
     grpc: Opening | None
     webhooks: bool
+    webhook_networks: tuple[Network, ...]
 
 
 @app.command(
@@ -79,6 +82,7 @@ def serve(
     ] = None,
     grpc: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Speak gRPC here.", show_default=False)] = None,
     webhooks: Annotated[bool, typer.Option("--webhooks", help="Deliver events to the URLs of webhooks.")] = False,
+    allow_network: AllowNetwork = None,
     processes_: Annotated[
         int,
         typer.Option(
@@ -135,6 +139,8 @@ def serve(
         max_body_bytes=max_body_mib * 1024 * 1024, requests_per_second=requests_per_second, connections=connections
     )
 
+    allowed = networks(allow_network or ())
+
     def opening(text: str | None, option: str) -> Opening | None:
         if text is None:
             return None
@@ -145,7 +151,7 @@ def serve(
                 f"{host} can be reached from other machines, and clients are not asked who they are",
                 hint="Ask them with --authenticate, listen on 127.0.0.1, or allow it with --without-authentication.",
             )
-        return Opening(host, port, tls_certificate, tls_key, authenticate, loopback, limits)
+        return Opening(host, port, tls_certificate, tls_key, authenticate, loopback, limits, allowed)
 
     doors = {"http": opening(http, "--http"), "kafka": opening(kafka, "--kafka"), "grpc": opening(grpc, "--grpc")}
     _refuse_bad_certificate(tls_certificate, tls_key)
@@ -166,6 +172,7 @@ def serve(
                 http=doors["http"],
                 grpc=doors["grpc"],
                 webhooks=webhooks,
+                webhook_networks=allowed,
             )
             for number in range(processes_)
         ]
@@ -304,6 +311,9 @@ async def _serve(plan: Plan, tell: processes.Tell, *, parent: Connection | None)
     if plan.kafka is not None:
         with needs("kafka"):
             import headwater.kafka.server  # noqa: F401
+    if plan.webhooks:
+        with needs("webhooks"):
+            from headwater.server.webhooks import dispatching
     addresses: dict[str, str] = {}
     ends = [stop]
     async with AsyncExitStack() as stack:
@@ -321,6 +331,9 @@ async def _serve(plan: Plan, tell: processes.Tell, *, parent: Connection | None)
             door = await stack.enter_async_context(serving_grpc(log, plan.grpc))
             addresses["grpc"] = door.address
             ends.append(door.failed)
+        if plan.webhooks:
+            dispatcher = await stack.enter_async_context(dispatching(log, allowed=plan.webhook_networks))
+            ends.append(dispatcher.failed)
         tell(addresses)
         waits = [asyncio.ensure_future(event.wait()) for event in ends]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

@@ -6,7 +6,11 @@ from __future__ import annotations
 import base64
 import secrets
 from collections.abc import Mapping
+from contextlib import nullcontext
 from datetime import datetime
+from typing import Any
+
+from psycopg import Connection
 
 from headwater import calls
 from headwater.calls import webhooks as webhook_calls
@@ -23,6 +27,7 @@ MAX_CONCURRENCY = 10
 
 
 def new_secret() -> str:
+    """A secret to sign with, as receivers keep it."""
     return f"whsec_{base64.b64encode(secrets.token_bytes(32)).decode()}"
 
 
@@ -51,6 +56,7 @@ class Webhooks(Shell):
         backoff_seconds: float | None = None,
         backoff_max_seconds: float | None = None,
         ordered_keys: bool | None = None,
+        connection: Connection[Any] | None = None,
     ) -> Webhook:
         """Send the events of topics to a URL: a group of the webhook's name is made for it, at the beginning of the
         log, after a position, since a time, or at the end. Or send those of a group that is there.
@@ -65,7 +71,7 @@ class Webhooks(Shell):
                 hint="Leave out the group to have one made, or bind the group itself.",
             )
         start_position = self._start(topics, after, since, from_end)
-        with self.transaction() as connection:
+        with self.transaction() if connection is None else nullcontext(connection) as inside:
             if ours:
                 made = calls.create_group(
                     name,
@@ -86,7 +92,7 @@ class Webhooks(Shell):
                     backoff_max_seconds=backoff_max_seconds,
                     max_in_flight=max_concurrency,
                 )
-            self._run(made, connection)
+            self._run(made, inside)
             call = webhook_calls.create_webhook(
                 name,
                 group=group or name,
@@ -99,7 +105,7 @@ class Webhooks(Shell):
                 gzip_above_bytes=gzip_above_bytes,
                 client_errors=client_errors,
             )
-            return self._run(call, connection)
+            return self._run(call, inside)
 
     def alter_webhook(
         self,
@@ -113,13 +119,14 @@ class Webhooks(Shell):
         rate_per_second: float | None = None,
         gzip_above_bytes: int | None = None,
         client_errors: str | None = None,
+        connection: Connection[Any] | None = None,
     ) -> Webhook:
         """Change settings; None leaves one as it is, 0 removes the rate and turns compression off. Whoever delivers
         notices within seconds. Retries are the group's: see alter_group."""
-        with self.transaction() as connection:
+        with self.transaction() if connection is None else nullcontext(connection) as inside:
             if max_concurrency is not None:
-                found = self._run(webhook_calls.find_webhook(name), connection)
-                self._run(calls.alter_group(found.group, max_in_flight=max_concurrency), connection)
+                found = self._run(webhook_calls.find_webhook(name), inside)
+                self._run(calls.alter_group(found.group, max_in_flight=max_concurrency), inside)
             call = webhook_calls.alter_webhook(
                 name,
                 url=url,
@@ -130,7 +137,7 @@ class Webhooks(Shell):
                 gzip_above_bytes=gzip_above_bytes,
                 client_errors=client_errors,
             )
-            return self._run(call, connection)
+            return self._run(call, inside)
 
     def webhook(self, name: str) -> Webhook:
         """One webhook, secrets included."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from headwater.server.webhook_addresses import Network
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -36,6 +38,8 @@ class Opening:
     # Nobody but this machine can reach it.
     loopback: bool
     limits: Limits = Limits()
+    # Where webhooks may be tested, besides the public internet.
+    webhook_networks: tuple[Network, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

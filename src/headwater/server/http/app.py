@@ -26,6 +26,7 @@ from headwater.server.http import (
     schedules,
     stores,
     topics,
+    webhooks,
 )
 from headwater.server.http.gate import Gate
 from headwater.server.http.problems import (
@@ -48,6 +49,7 @@ ROUTERS: Final[tuple[APIRouter, ...]] = (
     readers.routes,
     schedules.routes,
     stores.routes,
+    webhooks.routes,
     accounts.routes,
     looking.routes,
     pages.routes,

@@ -3,7 +3,7 @@
 import { get, patch, path, post, remove } from "../api.js";
 import { action, badge, card, confirm, dialog, duration, exact, facts, form, h, head, note, number, show, table } from "../ui.js";
 
-const state = (w) => (w.disabled_reason ? badge("disabled", "bad") : w.paused ? badge("paused", "warn") : badge("active", "good"));
+const state = (w) => badge(w.state, { active: "good", paused: "warn" }[w.state] ?? "bad");
 
 export async function webhooks() {
   const found = (await get("/v1/webhooks")).webhooks;
@@ -35,12 +35,12 @@ export async function webhook(name) {
       action("Send a test", async () => {
         const seen = await post(path`/v1/webhooks/${name}/test`);
         await dialog((close) => h("div",
-          h("h2", seen.delivered ? "The receiver took it" : "The receiver did not take it"),
-          facts([["Status", seen.status ?? "no answer"], ["Took", duration(seen.seconds)], seen.error ? ["Error", seen.error] : null]),
+          h("h2", seen.accepted ? "The receiver took it" : "The receiver did not take it"),
+          facts([["Status", seen.status ?? "no answer"], ["Took", duration(seen.latency_ms / 1000)], seen.error ? ["Error", seen.error] : null]),
           seen.response ? h("pre", { tabIndex: 0 }, seen.response) : null,
           h("div.buttons", h("button", { type: "button", onclick: () => close() }, "Close"))));
       }, { style: "primary" }),
-      w.paused || w.disabled_reason ? action("Resume", () => post(path`/v1/webhooks/${name}/resume`).then(again)) : action("Pause", () => post(path`/v1/webhooks/${name}/pause`).then(again)),
+      w.state !== "active" ? action("Resume", () => post(path`/v1/webhooks/${name}/resume`).then(again)) : action("Pause", () => post(path`/v1/webhooks/${name}/pause`).then(again)),
       action("Change", async () => {
         const done = await form(`Change ${name}`, [
           { name: "url", label: "URL", type: "url", value: w.url, required: true },
@@ -66,8 +66,8 @@ export async function webhook(name) {
       ["Group", h("a", { href: `#/groups/${encodeURIComponent(w.group)}` }, `${w.group} (lag, dead letters)`)],
       ["Timeout", duration(w.timeout_seconds)],
       ["Requests at once", number(w.max_concurrency)],
-      ["Rate", w.max_per_second ? `${number(w.max_per_second)} per second` : "no limit"],
-      w.disabled_reason ? ["Disabled", h("span.bad", w.disabled_reason)] : null,
+      ["Rate", w.rate_per_second ? `${number(w.rate_per_second)} per second` : "no limit"],
+      w.state_reason ? ["Why", h("span.bad", w.state_reason)] : null,
       ["Made", exact(w.created_at)],
     ])),
   );
