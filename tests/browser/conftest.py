@@ -74,7 +74,7 @@ def serve(dsn: str) -> Serve:
 
 @pytest.fixture(scope="module")
 def server(serve: Serve) -> Iterator[Serving]:
-    with serve("--kafka", "127.0.0.1:0") as found:
+    with serve("--kafka", "127.0.0.1:0", "--allow-network", "127.0.0.1") as found:
         yield found
 
 

@@ -15,6 +15,7 @@ from conftest import Serve, Serving
 from headwater import access
 from headwater.calls import access as access_calls
 from headwater.calls import pipeline_runs
+from webhook_receiver import Receiver
 
 PAGES = ("", "topics", "events", "groups", "subscriptions", "stores", "pipelines", "kafka", "webhooks", "accounts")
 
@@ -257,6 +258,26 @@ def test_a_pipeline_is_seen_with_its_last_batch_and_error(
     expect(page.get_by_text("runner-1")).to_be_visible()
     expect(page.get_by_text("the table public.totals is gone")).to_be_visible()
     expect(page.locator("pre").last).to_contain_text('"public.totals"')
+
+
+def test_a_webhook_is_made_tried_and_paused(page: Page, server: Serving, log: headwater.Headwater) -> None:
+    log.create_topic("hooked")
+    with Receiver() as receiver:
+        page.goto(f"{server.url}/#/webhooks")
+        page.get_by_role("button", name="New webhook").click()
+        page.get_by_label("Name").fill("shop")
+        page.get_by_label("URL").fill(receiver.url)
+        page.get_by_label("Topic").fill("hooked")
+        page.get_by_role("button", name="Create").click()
+        expect(page.locator("pre")).to_contain_text("whsec_")
+        page.get_by_role("button", name="I have kept it").click()
+        page.get_by_role("link", name="shop").first.click()
+        page.get_by_role("button", name="Send a test").click()
+        expect(page.get_by_role("dialog")).to_contain_text("The receiver took it")
+        page.get_by_role("button", name="Close").click()
+        page.get_by_role("button", name="Pause").click()
+        expect(page.locator(".badge")).to_have_text("paused")
+    assert log.webhook("shop").state == "paused"
 
 
 def test_who_is_not_signed_in_sees_nothing(page: Page, serve: Serve, log: headwater.Headwater) -> None:
