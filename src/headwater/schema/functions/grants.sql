@@ -122,6 +122,10 @@ begin
             headwater.kafka_offset, headwater.kafka_transaction, headwater.kafka_staged, headwater.kafka_staged_offset,
             headwater.account, headwater.permission, headwater.api_key
             to headwater_admin;
+        grant insert, update, delete on
+            headwater.schema_registry, headwater.registered_schema, headwater.schema_subject, headwater.schema_version,
+            headwater.schema_reference, headwater.topic_schema
+            to headwater_admin;
     end if;
 end;
 $$;
