@@ -36,6 +36,7 @@ LAYERS = {
     "registry": 3,
     "aio": 4,
     "client": 4,
+    "registering": 5,
     "subscriber": 5,
     "store": 5,
     "worker": 6,

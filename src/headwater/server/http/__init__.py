@@ -1,0 +1,1 @@
+"""HTTP: the log for programs and for people, and the registry of schemas."""
