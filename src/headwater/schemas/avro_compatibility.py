@@ -27,14 +27,16 @@ def problems(reader: Node, writer: Node) -> list[str]:
 class _Comparison:
     """One reading of one by the other. Pairs that are being compared are taken to fit: records may hold themselves."""
 
-    def __init__(self, work: Work, known: dict[tuple[int, int], bool] | None = None) -> None:
+    def __init__(self, work: Work, beside: _Comparison | None = None) -> None:
         self._work = work
-        self._known: dict[tuple[int, int], bool] = {} if known is None else known
+        self._known: dict[tuple[int, int], bool] = {} if beside is None else beside._known
+        # Those of the known that are taken to fit, in the order in which they were found.
+        self._fitting: list[tuple[int, int]] = [] if beside is None else beside._fitting
 
     def _fits(self, reader: Node, writer: Node) -> bool:
         """Whether it fits, asked aside: what is found is not kept."""
         quiet = _Quiet(self._work)
-        _Comparison(quiet, self._known).compare(reader, writer, "")
+        _Comparison(quiet, self).compare(reader, writer, "")
         return not quiet.problems
 
     def compare(self, reader: Node, writer: Node, where: str) -> None:
@@ -45,13 +47,14 @@ class _Comparison:
                 self._work.found(where, "does not fit")
             return
         self._known[pair] = True
-        before = len(self._work.problems), len(self._known)
+        before = len(self._work.problems), len(self._fitting)
+        self._fitting.append(pair)
         self._compare(reader, writer, where)
         if len(self._work.problems) > before[0]:
             # What was found to fit meanwhile may rest on this pair, which does not.
-            for later in list(self._known)[before[1] :]:
-                if self._known[later]:
-                    del self._known[later]
+            for later in self._fitting[before[1] :]:
+                del self._known[later]
+            del self._fitting[before[1] :]
             self._known[pair] = False
 
     def _compare(self, reader: Node, writer: Node, where: str) -> None:
