@@ -20,7 +20,7 @@ select
     (
         select jsonb_object_agg(b.part, jsonb_build_array(b.subject, b.framed, b.strategy))
         from headwater.topic_schema b
-        where b.topic_id = t.id and (b.framed or b.subject is not null)
+        where b.topic_id = t.id
     ) as schemas
 from headwater.topic t
 left join headwater.kafka_topic k on k.topic_id = t.id

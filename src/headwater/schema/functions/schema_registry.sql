@@ -219,6 +219,7 @@ create or replace function headwater.set_topic_schema(
 returns void
 language plpgsql
 as $$
+#variable_conflict use_column
 declare
     bound headwater.topic := headwater.find_topic(topic);
 begin
@@ -240,6 +241,9 @@ begin
         subject = case when set_topic_schema.subject is null then t.subject else excluded.subject end,
         framed = coalesce(set_topic_schema.framed, t.framed),
         strategy = coalesce(set_topic_schema.strategy, t.strategy);
+    -- A topic that needs to fit nothing has no row: whoever produces to it pays nothing.
+    delete from headwater.topic_schema t
+    where t.topic_id = bound.id and t.subject is null and not t.framed and t.strategy = 'TopicNameStrategy';
 end;
 $$;
 

@@ -4,7 +4,7 @@
 create table headwater.schema_registry (
     only_row      boolean primary key default true check (only_row),
     compatibility text    not null default 'BACKWARD'
-        constraint "compatibility is NONE, BACKWARD, FORWARD or FULL, the last three also with _TRANSITIVE"
+        constraint "compatibility is NONE, BACKWARD, FORWARD, FULL or *_TRANSITIVE"
         check (compatibility in (
             'NONE', 'BACKWARD', 'BACKWARD_TRANSITIVE', 'FORWARD', 'FORWARD_TRANSITIVE', 'FULL', 'FULL_TRANSITIVE'
         ))
@@ -28,7 +28,7 @@ create table headwater.schema_subject (
         constraint "a subject is 1 to 300 characters" check (length(name) between 1 and 300),
     -- Null: as for all.
     compatibility text
-        constraint "compatibility is NONE, BACKWARD, FORWARD or FULL, the last three also with _TRANSITIVE"
+        constraint "compatibility is NONE, BACKWARD, FORWARD, FULL or *_TRANSITIVE"
         check (compatibility in (
             'NONE', 'BACKWARD', 'BACKWARD_TRANSITIVE', 'FORWARD', 'FORWARD_TRANSITIVE', 'FULL', 'FULL_TRANSITIVE'
         )),
@@ -71,7 +71,7 @@ create table headwater.topic_schema (
     -- Only payloads that carry the id of their schema are taken.
     framed    boolean not null default false,
     strategy  text    not null default 'TopicNameStrategy'
-        constraint "a strategy is TopicNameStrategy, RecordNameStrategy or TopicRecordNameStrategy"
+        constraint "a strategy is Topic-, Record- or TopicRecordNameStrategy"
         check (strategy in ('TopicNameStrategy', 'RecordNameStrategy', 'TopicRecordNameStrategy')),
     primary key (topic_id, part)
 );
