@@ -122,8 +122,8 @@ class _Parsing:
 
     def _number(self) -> int:
         number = self._whole()
-        if not 1 <= number <= MAX_NUMBER:
-            raise self._error(f"a number of a field is 1 to {MAX_NUMBER}, not {number}")
+        if not 1 <= number <= MAX_NUMBER or 19_000 <= number <= 19_999:
+            raise self._error(f"a number of a field is 1 to {MAX_NUMBER} without 19000 to 19999, not {number}")
         return number
 
     def _string(self) -> bytes:
@@ -227,10 +227,18 @@ class _Parsing:
             else:
                 self._at = before
                 self._field(message.field.add(), message.nested_type.add, optional, depth)
+        self._refuse_reserved(message)
         # Protobuf wants these behind all that are written out.
         for field in optional:
             field.oneof_index = len(message.oneof_decl)
             message.oneof_decl.append(OneofDescriptorProto(name=f"_{field.name}"))
+
+    def _refuse_reserved(self, message: DescriptorProto) -> None:
+        """Refuse fields that take a number or a name that the message has set aside, as after they were removed."""
+        names = set(message.reserved_name)
+        for field in message.field:
+            if field.name in names or any(one.start <= field.number < one.end for one in message.reserved_range):
+                raise self._error(f"field {field.name} = {field.number} of message {message.name} is reserved")
 
     def _field(
         self,
@@ -243,6 +251,8 @@ class _Parsing:
         if self._is(*_LABELS) and self._tokens[self._at + 1][1] != "=":
             label = self._next()
             field.label = _LABELS[label]
+            if label == "required" and self._proto3:
+                raise self._error("nothing is required in proto3")
             if label == "optional" and self._proto3 and optional is not None:
                 field.proto3_optional = True
                 optional.append(field)
