@@ -121,7 +121,7 @@ NO_SCHEMAS = [
     (AVRO, '"strin"', "no type"),
     (AVRO, '{"type": "record", "name": "R"}', "fields"),
     (AVRO, '{"type": "record", "name": "1R", "fields": []}', "no name"),
-    (AVRO, '{"type": "record", "name": "R", "fields": [{"name": "a", "type": "R"}, {"name": "a", "type": "R"}]}', "twice"),
+    (AVRO, {"type": "record", "name": "R", "fields": [{"name": "a", "type": "int"}] * 2}, "twice"),
     (AVRO, '{"type": "record", "name": "R", "fields": [{"name": "a", "type": "int", "default": "x"}]}', "default"),
     (AVRO, '{"type": "record", "name": "R", "fields": [{"name": "a.b", "type": "int"}]}', "names"),
     (AVRO, '{"type": "enum", "name": "E", "symbols": ["a", "a"]}', "each once"),
@@ -154,7 +154,7 @@ NO_SCHEMAS = [
 
 
 @pytest.mark.parametrize(("kind", "text", "told"), NO_SCHEMAS)
-def test_what_is_no_schema_is_refused_with_a_reason(kind: str, text: str, told: str) -> None:
+def test_what_is_no_schema_is_refused_with_a_reason(kind: str, text: Any, told: str) -> None:
     with pytest.raises(InvalidSchema) as refused:
         parse(kind, text)
     assert told in str(refused.value)
@@ -166,10 +166,8 @@ def test_no_text_breaks_a_parser(text: str, kind: str) -> None:
         parse(kind, text)
 
 
-TOKENS = (
-    "; { } = [ ] ( ) . , < > - message M int32 a 1 oneof enum map option reserved to optional group extend service rpc "
-    "returns package import 0x } {"
-).split()
+WORDS = "message M int32 a 1 oneof enum map option reserved to optional group extend service rpc returns package import"
+TOKENS = [*";{}=[]().,<>-{}", *WORDS.split(" "), '"x"', "0x"]
 
 
 @given(st.lists(st.sampled_from(TOKENS), max_size=40))

@@ -35,6 +35,18 @@ class Subject:
     versions: tuple[SchemaVersion, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class SubjectOverview:
+    """A subject as a person sees it. `topics`: those whose keys or values must fit it."""
+
+    name: str
+    type: str
+    versions: int
+    latest: int
+    compatibility: str
+    topics: list[str]
+
+
 def find_schema(schema_id: int) -> Call[Schema | None]:
     """The schema with an id, whatever became of its versions."""
     return Call(
@@ -118,15 +130,13 @@ def versions(subject: str, *, deleted: bool = False) -> Call[list[tuple[int, int
     )
 
 
-def overview() -> Call[list[tuple[str, str, int, int, str | None]]]:
-    """Every subject: its type, how many versions it has, the latest, and its own compatibility."""
+def subject_overview() -> Call[list[SubjectOverview]]:
+    """Every subject that has versions."""
     return Call(
-        "select v.subject, (array_agg(r.type order by v.version desc))[1], count(*), max(v.version), s.compatibility "
-        "from headwater.schema_version v join headwater.registered_schema r on r.id = v.schema_id "
-        "join headwater.schema_subject s on s.name = v.subject where v.deleted_at is null "
-        "group by v.subject, s.compatibility order by v.subject",
+        "select name, type, versions, latest, compatibility, topics "
+        "from headwater.schema_subject_overview order by name",
         (),
-        lambda rows: [(row[0], row[1], row[2], row[3], row[4]) for row in rows],
+        lambda rows: [SubjectOverview(*row) for row in rows],
     )
 
 

@@ -22,6 +22,33 @@ select
 from headwater.schema_version v
 join headwater.registered_schema s on s.id = v.schema_id;
 
+-- A subject that has versions, with what holds for it, and the topics whose keys or values must fit it.
+create or replace view headwater.schema_subject_overview as
+select
+    s.name,
+    newest.type,
+    counted.versions,
+    counted.latest,
+    coalesce(s.compatibility, r.compatibility) as compatibility,
+    array(
+        select t.name || ' (' || b.part || ')'
+        from headwater.topic_schema b
+        join headwater.topic t on t.id = b.topic_id and t.deleted_at is null
+        where
+            s.name = b.subject
+            or (b.subject is null and b.framed and b.strategy = 'TopicNameStrategy' and s.name = t.name || '-' || b.part)
+        order by 1
+    ) as topics
+from headwater.schema_subject s
+cross join headwater.schema_registry r
+join lateral (
+    select count(*) as versions, max(v.version) as latest
+    from headwater.schema_version v
+    where v.subject = s.name and v.deleted_at is null
+) as counted on counted.versions > 0
+join headwater.schema_version v on v.subject = s.name and v.version = counted.latest
+join headwater.registered_schema newest on newest.id = v.schema_id;
+
 -- Raise what is said when a subject or a version is not there.
 create or replace function headwater.raise_schema_not_found(subject text, version integer default null)
 returns void
