@@ -149,7 +149,14 @@ NO_SCHEMAS = [
     (PROTOBUF, 'syntax = "proto3"; message M { int32 a = 19000; }', "19000"),
     (PROTOBUF, 'syntax = "proto3"; message M { int32 a = 0; }', "number of a field"),
     (PROTOBUF, "message M {", "ends too early"),
+    (PROTOBUF, "message M { optional group", "the end"),
+    (PROTOBUF, "message M { oneof", "the end"),
+    (PROTOBUF, "message M { oneof o { option", "the end"),
     (PROTOBUF, "AAAA", "neither"),
+    (PROTOBUF, "AAA²", "not of the language"),
+    (PROTOBUF, "option a = " + "9" * 5000 + "; message M {}", "5000 digits"),
+    (PROTOBUF, "option a = 0x" + "f" * 5000 + "; message M {}", "5002 digits"),
+    (PROTOBUF, "message M { optional int32 a = " + "9" * 5000 + "; }", "a whole number"),
 ]  # fmt: skip
 
 

@@ -27,7 +27,8 @@ _TOKEN: Final = re.compile(
     r"""|(?P<text>"(?:[^"\\\n]|\\[^\n])*"|'(?:[^'\\\n]|\\[^\n])*')"""
     r"""|(?P<number>0[xX][0-9a-fA-F]+|(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)"""
     r"""|(?P<word>[A-Za-z_]\w*)"""
-    r"""|(?P<sign>[;{}=\[\](),.<>:/+-])"""
+    r"""|(?P<sign>[;{}=\[\](),.<>:/+-])""",
+    re.ASCII,
 )
 _SCALARS: Final = {
     name: getattr(FieldDescriptorProto, f"TYPE_{name.upper()}")
@@ -67,7 +68,8 @@ class _Parsing:
             if found.lastgroup != "space":
                 self._tokens.append((str(found.lastgroup), found[0], place))
             place = found.end()
-        self._tokens.append(("end", "the end", place))
+        # As many as are looked ahead, and one.
+        self._tokens += [("end", "the end", place)] * 3
         self._proto3 = False
 
     # Tokens
@@ -481,6 +483,8 @@ class _Parsing:
             elif kind != "number":
                 self._at -= 1
                 raise self._error(f"{token!r} where a value should be")
+            elif len(token) > 40:
+                raise self._error(f"a number of {len(token)} digits")
             elif token.isdecimal() and int(token) < 2**63:
                 if negative:
                     option.negative_int_value = -int(token)

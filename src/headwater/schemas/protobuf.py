@@ -91,7 +91,11 @@ def parse(text: str, dependencies: Sequence[tuple[str, str]] = ()) -> ProtobufSc
 
 def _read(text: str, name: str) -> FileDescriptorProto:
     stripped = "".join(text.split())
-    if len(stripped) % 4 == 0 and stripped.rstrip("=").replace("+", "").replace("/", "").isalnum():
+    if (
+        stripped.isascii()
+        and len(stripped) % 4 == 0
+        and stripped.rstrip("=").replace("+", "").replace("/", "").isalnum()
+    ):
         try:
             file = FileDescriptorProto.FromString(base64.b64decode(stripped, validate=True))
         except (binascii.Error, DecodeError):
