@@ -17,7 +17,7 @@ import headwater.schemas
 from headwater import access, registry
 from headwater.access import Permission
 from headwater.calls import access as access_calls
-from headwater.registry import carry_out
+from headwater.registry import LEVELS, carry_out
 
 pytest.importorskip("jsonschema_rs")
 schema_registry = pytest.importorskip("confluent_kafka.schema_registry")
@@ -166,6 +166,30 @@ def test_compatibility_is_kept_as_it_is_set(client: SchemaRegistryClient) -> Non
         assert client.register_schema("free", Schema('"int"'))
     finally:
         client.set_compatibility(None, "BACKWARD")
+
+
+A_LONG = {"name": "a", "type": "long"}
+A_STRING = {"name": "a", "type": "string", "default": ""}
+# After versions with a long and with a string, under which compatibilities a schema with these fields may follow.
+FOLLOWING: list[tuple[list[dict[str, Any]], set[str]]] = [
+    ([ID], {"BACKWARD", "BACKWARD_TRANSITIVE", "FORWARD", "FULL"}),
+    ([ID, A_STRING, {"name": "b", "type": "int", "default": 0}], {"BACKWARD", "FORWARD", "FULL"}),
+    ([ID, {"name": "c", "type": "int"}], {"FORWARD"}),
+    ([A_STRING], {"BACKWARD"}),
+    ([], {"BACKWARD", "BACKWARD_TRANSITIVE"}),
+    ([ID, {**A_STRING, "type": "boolean", "default": True}], set()),
+]
+
+
+def test_every_compatibility_means_what_it_says(client: SchemaRegistryClient, http: httpx.Client) -> None:
+    client.set_compatibility("levels", "NONE")
+    for field in (A_LONG, A_STRING):
+        client.register_schema("levels", Schema(record(ID, field)))
+    for level in LEVELS:
+        client.set_compatibility("levels", level)
+        for fields, may_follow in FOLLOWING:
+            answer = http.post("/compatibility/subjects/levels/versions", json={"schema": record(*fields)})
+            assert answer.json() == {"is_compatible": level == "NONE" or level in may_follow}, (level, fields)
 
 
 def test_the_reasons_are_told(client: SchemaRegistryClient, http: httpx.Client) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import signal
 from contextlib import suppress
 from typing import Any
 
@@ -267,6 +268,45 @@ def test_where_a_payload_does_not_fit_is_told() -> None:
 def test_counts_of_nothing_are_not_counted() -> None:
     empty = parse(AVRO, {"type": "array", "items": {"type": "record", "name": "Nothing", "fields": []}})
     assert empty.check(b"\xfe\xff\xff\xff\xff\xff\xff\xff\x7f\x00", framed=False) == "array"
+
+
+def nested_default() -> dict[str, Any]:
+    """Six records that each may hold all others, and a value that fits none of them, forty levels deep."""
+    held = [["null", *(f"R{other}" for other in range(number + 1))] for number in range(6)]
+    records = [
+        {"type": "record", "name": f"R{number}", "fields": [{"name": "x", "type": kind}]}
+        for number, kind in enumerate(held)
+    ]
+    value: Any = "none of them"
+    for _ in range(40):
+        value = {"x": value}
+    every = [f"R{number}" for number in range(6)]
+    fields = [{"name": "d", "type": records}, {"name": "e", "type": every, "default": value}]
+    return {"type": "record", "name": "T", "fields": fields}
+
+
+LARGE: dict[str, tuple[str, Any]] = {
+    "defaults": (AVRO, nested_default()),
+    "anchors": (JSON, {"allOf": [{"$ref": f"#a{n}"} for n in range(15_000)]}),
+    "reserved": (
+        PROTOBUF,
+        f"message M {{ {''.join(f'optional int32 a{n} = {n + 30_000};' for n in range(9_000))} "
+        f"reserved {','.join(str(n + 1) for n in range(15_000))}; }}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_large_schema_is_understood_or_refused_before_long(name: str) -> None:
+    # A wide bound: only what multiplies without end takes longer.
+    previous = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it does not come to an end"))
+    signal.alarm(60)
+    try:
+        with suppress(InvalidSchema):
+            parse(*LARGE[name])
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
 
 
 def test_a_schema_uses_the_names_of_those_it_refers_to() -> None:

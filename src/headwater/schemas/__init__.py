@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
-from headwater.errors import HeadwaterError, InvalidSchema
+from headwater.errors import InvalidRequest, InvalidSchema
 
 AVRO, JSON, PROTOBUF = "AVRO", "JSON", "PROTOBUF"
 TYPES: Final = (AVRO, JSON, PROTOBUF)
 MAX_TEXT_BYTES: Final = 524_288
 MAX_DEPTH: Final = 100
 """How deeply a schema may nest, and a payload of JSON or Avro."""
+
+# A text that does not end goes on to the end, so that this is tried once for each.
+_TEXTS: Final = re.compile(r'"(?:[^"\\]+|\\.)*"?', re.DOTALL)
+_OTHERS: Final = re.compile(r"[^\[\]{}]+")
 
 
 class Reference(NamedTuple):
@@ -76,7 +81,7 @@ def parse(schema: Schema, dependencies: Sequence[tuple[str, str]] = ()) -> Parse
     except RecursionError:
         raise InvalidSchema("the types of the schema hold each other too deeply") from None
     except ModuleNotFoundError as error:
-        raise HeadwaterError(f"{error.name} is not installed", hint="Run: pip install 'headwater[schemas]'") from error
+        raise InvalidRequest(f"{error.name} is not installed", hint="Run: pip install 'headwater[schemas]'") from error
 
 
 def problems(reader: Parsed, writer: Parsed) -> list[str]:
@@ -97,7 +102,7 @@ def hash_of(schema: Schema, parsed: Parsed) -> bytes:
 
 def read_json(text: str, what: str = "the schema") -> Any:
     """JSON that nests no deeper than it may, or InvalidSchema."""
-    if depth_of(text) > MAX_DEPTH:
+    if too_deep(text):
         raise InvalidSchema(f"{what} nests deeper than {MAX_DEPTH} levels")
     try:
         return json.loads(text, object_pairs_hook=_without_twins, parse_constant=_no_constant)
@@ -105,29 +110,16 @@ def read_json(text: str, what: str = "the schema") -> Any:
         raise InvalidSchema(f"{what} is not JSON: {error}") from None
 
 
-def depth_of(text: str) -> int:
-    """How deeply the brackets of a JSON text nest; found without recursion."""
+def too_deep(text: str) -> bool:
+    """Whether the brackets of a JSON text nest deeper than they may; found without recursion."""
     if text.count("[") + text.count("{") <= MAX_DEPTH:
-        return 0
-    depth = deepest = 0
-    in_text = escaped = False
-    for letter in text:
-        if in_text:
-            if escaped:
-                escaped = False
-            elif letter == "\\":
-                escaped = True
-            elif letter == '"':
-                in_text = False
-        elif letter == '"':
-            in_text = True
-        elif letter in "[{":
-            depth += 1
-            if depth > deepest:
-                deepest = depth
-        elif letter in "]}":
-            depth -= 1
-    return deepest
+        return False
+    left = _OTHERS.sub("", _TEXTS.sub("", text))
+    for _ in range(MAX_DEPTH):
+        # Each round takes the innermost away.
+        left = left.replace("[]", "").replace("{}", "")
+    # What does not close is no JSON, and may be as deep as it is long.
+    return len(left) > MAX_DEPTH or "[]" in left or "{}" in left
 
 
 def shortened(text: str, limit: int = 200) -> str:

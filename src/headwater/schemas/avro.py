@@ -186,7 +186,7 @@ class _Parsing:
             raise InvalidSchema(f'a field of record "{record}" is an object with "name" and "type"')
         (name,) = _names([document["name"]], _NAME)
         kind = self.type_of(document["type"], namespace, depth + 1)
-        if "default" in document and not _is_default(document["default"], kind, 0):
+        if "default" in document and not _Defaults().fit(document["default"], kind):
             raise InvalidSchema(f'the default of field "{name}" of record "{record}" does not fit its type')
         return Field(name, kind, frozenset(_names(document.get("aliases", []), _NAME)), "default" in document)
 
@@ -197,38 +197,47 @@ def _names(given: Any, form: re.Pattern[str] = _FULL_NAME) -> tuple[str, ...]:
     return tuple(given)
 
 
-def _is_default(value: Any, node: Node, depth: int) -> bool:
-    kind = node.kind
-    if depth > MAX_DEPTH:
-        return False
-    if kind == "union":
-        # Strictly the first; yet clients long wrote others, and none of them minds.
-        return any(_is_default(value, branch, depth + 1) for branch in node.inner)
-    if kind == "null":
-        return value is None
-    if kind == "boolean":
-        return isinstance(value, bool)
-    if kind in ("int", "long"):
-        limit = 2**31 if kind == "int" else 2**63
-        return type(value) is int and -limit <= value < limit
-    if kind in ("float", "double"):
-        return type(value) in (int, float) or value in ("NaN", "Infinity", "-Infinity")
-    if kind in ("string", "bytes"):
-        return isinstance(value, str)
-    if kind == "fixed":
-        return isinstance(value, str) and len(value) == node.size
-    if kind == "enum":
-        return value in node.symbols
-    if kind == "array":
-        return isinstance(value, list) and all(_is_default(one, node.inner[0], depth + 1) for one in value)
-    if kind == "map":
-        return isinstance(value, dict) and all(_is_default(one, node.inner[0], depth + 1) for one in value.values())
-    if not isinstance(value, dict):
-        return False
-    return all(
-        _is_default(value[one.name], one.type, depth + 1) if one.name in value else one.has_default
-        for one in node.fields
-    )
+class _Defaults:
+    """Whether values fit types; what was found is kept, since unions within unions would ask again and again."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], bool] = {}
+
+    def fit(self, value: Any, node: Node) -> bool:
+        asked = (id(value), id(node))
+        if asked not in self._known:
+            # A type that leads to itself without anything between does not fit by that.
+            self._known[asked] = False
+            self._known[asked] = self._fit(value, node)
+        return self._known[asked]
+
+    def _fit(self, value: Any, node: Node) -> bool:
+        kind = node.kind
+        if kind == "union":
+            # Strictly the first; yet clients long wrote others, and none of them minds.
+            return any(self.fit(value, branch) for branch in node.inner)
+        if kind == "null":
+            return value is None
+        if kind == "boolean":
+            return isinstance(value, bool)
+        if kind in ("int", "long"):
+            limit = 2**31 if kind == "int" else 2**63
+            return type(value) is int and -limit <= value < limit
+        if kind in ("float", "double"):
+            return type(value) in (int, float) or value in ("NaN", "Infinity", "-Infinity")
+        if kind in ("string", "bytes"):
+            return isinstance(value, str)
+        if kind == "fixed":
+            return isinstance(value, str) and len(value) == node.size
+        if kind == "enum":
+            return value in node.symbols
+        if kind == "array":
+            return isinstance(value, list) and all(self.fit(one, node.inner[0]) for one in value)
+        if kind == "map":
+            return isinstance(value, dict) and all(self.fit(one, node.inner[0]) for one in value.values())
+        if not isinstance(value, dict):
+            return False
+        return all(self.fit(value[one.name], one.type) if one.name in value else one.has_default for one in node.fields)
 
 
 # Walking: each type becomes a function of the payload, a place in it and the depth that is left. It gives the place

@@ -77,7 +77,7 @@ class _Comparison:
         if reader.kind == "fixed" and reader.size != writer.size:
             self._work.found(where, f"{writer.size} bytes were written and {reader.size} are read")
         elif reader.kind == "enum" and reader.default_symbol is None:
-            if gone := [symbol for symbol in writer.symbols if symbol not in reader.symbols]:
+            if gone := sorted(set(writer.symbols) - set(reader.symbols)):
                 self._work.found(where, f"symbols are gone and there is no default: {', '.join(gone[:10])}")
         elif reader.kind in ("array", "map"):
             self.compare(reader.inner[0], writer.inner[0], f"{where}[]")

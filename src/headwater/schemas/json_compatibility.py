@@ -178,7 +178,7 @@ class _Comparison:
         for name in dict.fromkeys((*now, *before)):
             inside = f"{where}/{name}"
             # Where a schema is open, a property that it does not name was taken whatever it was.
-            self.compare((to_in, _property(to, name)), (of_in, _property(of, name)), inside)
+            self.compare((to_in, self._property(to, name)), (of_in, self._property(of, name)), inside)
         patterns, were = _dict(to.get("patternProperties")), _dict(of.get("patternProperties"))
         for pattern in dict.fromkeys((*patterns, *were)):
             self.compare(
@@ -191,8 +191,9 @@ class _Comparison:
             (of_in, of.get("additionalProperties", True)),
             f"{where}/additionalProperties",
         )
+        required = set(_list(of.get("required")))
         for name in _list(to.get("required")):
-            if name not in _list(of.get("required")) and "default" not in _dict(now.get(name)):
+            if name not in required and "default" not in _dict(now.get(name)):
                 self._work.found(f"{where}/{name}", "is required now, was not and has no default")
 
     def _compare_arrays(self, to: dict[str, Any], of: dict[str, Any], to_in: Any, of_in: Any, where: str) -> None:
@@ -204,6 +205,18 @@ class _Comparison:
                 f"{where}/{place}",
             )
         self.compare((to_in, now_rest), (of_in, before_rest), f"{where}/items")
+
+    def _property(self, schema: dict[str, Any], name: str) -> Any:
+        """What a schema says of a property."""
+        named = _dict(schema.get("properties"))
+        if name in named:
+            return named[name]
+        matching = []
+        for pattern, one in _dict(schema.get("patternProperties")).items():
+            self._work.step()
+            if _is_prefix(pattern, name):
+                matching.append(one)
+        return {"allOf": matching} if matching else schema.get("additionalProperties", True)
 
 
 def _beside(schema: dict[str, Any], *names: str) -> set[str]:
@@ -237,17 +250,6 @@ def _values(schema: dict[str, Any]) -> set[str] | None:
     if isinstance(schema.get("enum"), list):
         return {json.dumps(one, sort_keys=True) for one in schema["enum"]}
     return None
-
-
-def _property(schema: dict[str, Any], name: str) -> Any:
-    """What a schema says of a property."""
-    named = _dict(schema.get("properties"))
-    if name in named:
-        return named[name]
-    matching = [one for pattern, one in _dict(schema.get("patternProperties")).items() if _is_prefix(pattern, name)]
-    if matching:
-        return {"allOf": matching}
-    return schema.get("additionalProperties", True)
 
 
 def _is_prefix(pattern: str, name: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import unquote, urljoin
@@ -11,7 +11,7 @@ from urllib.parse import unquote, urljoin
 import jsonschema_rs
 
 from headwater.errors import InvalidSchema
-from headwater.schemas import MAX_DEPTH, Unfit, depth_of, read_json, shortened
+from headwater.schemas import MAX_DEPTH, Unfit, read_json, shortened, too_deep
 
 # A pattern that would try for ever does not match; one that would take much memory is none.
 _PATTERNS: Final = jsonschema_rs.FancyRegexOptions(
@@ -30,6 +30,8 @@ class Documents:
 
     root: Any
     others: Mapping[str, Any]
+    # Document -> anchor -> schema; found once, or many references would each look through all.
+    _anchors: dict[int, dict[str, Any]] = field(default_factory=dict, repr=False)
 
     def resolve(self, document: Any, reference: str) -> tuple[Any, Any] | None:
         """The document that a reference leads to, and the schema in it; None: it leads nowhere that is known here."""
@@ -43,7 +45,14 @@ class Documents:
             if target is None:
                 return None
             document = target
-        found = _at(document, unquote(fragment))
+        fragment = unquote(fragment)
+        if fragment and not fragment.startswith("/"):
+            if id(document) not in self._anchors:
+                self._anchors[id(document)] = {}
+                _note_anchors(document, self._anchors[id(document)])
+            found = self._anchors[id(document)].get(fragment)
+        else:
+            found = _at(document, fragment)
         return None if found is None else (document, found)
 
 
@@ -103,7 +112,7 @@ def read_payload(payload: bytes) -> Any:
     """A payload as the JSON that it must be."""
     try:
         text = payload.decode()
-        if depth_of(text) > MAX_DEPTH:
+        if too_deep(text):
             raise Unfit(f"the value nests deeper than {MAX_DEPTH} levels")
         return json.loads(text, parse_constant=_refuse_constant)
     except ValueError as error:
@@ -123,33 +132,27 @@ def _address(document: Any) -> str:
     return found.partition("#")[0] if isinstance(found, str) else ""
 
 
-def _at(document: Any, fragment: str) -> Any:
-    """What a pointer or an anchor leads to."""
-    if not fragment:
-        return document
-    if not fragment.startswith("/"):
-        return _anchored(document, fragment)
-    for step in fragment[1:].split("/"):
+def _at(document: Any, pointer: str) -> Any:
+    """What a pointer leads to."""
+    for step in pointer.split("/")[1:]:
         name = step.replace("~1", "/").replace("~0", "~")
         if isinstance(document, dict) and name in document:
             document = document[name]
-        elif isinstance(document, list) and name.isdecimal() and int(name) < len(document):
-            document = document[int(name)]
+        elif isinstance(document, list) and name.isdecimal() and int(name[:9]) < len(document):
+            document = document[int(name[:9])]
         else:
             return None
     return document
 
 
-def _anchored(document: Any, anchor: str) -> Any:
+def _note_anchors(document: Any, found: dict[str, Any]) -> None:
     if isinstance(document, dict):
-        if anchor in (document.get("$anchor"), document.get("$dynamicAnchor")) or document.get("$id") == f"#{anchor}":
-            return document
-        inside: Iterator[Any] = iter(document.values())
-    elif isinstance(document, list):
-        inside = iter(document)
-    else:
-        return None
-    return next((found for one in inside if (found := _anchored(one, anchor)) is not None), None)
+        # Before draft 2019-09 an anchor was written as the address of a part.
+        for anchor in (document.get("$anchor"), document.get("$dynamicAnchor"), document.get("$id")):
+            if isinstance(anchor, str):
+                found.setdefault(anchor.removeprefix("#"), document)
+    for inside in document.values() if isinstance(document, dict) else document if isinstance(document, list) else ():
+        _note_anchors(inside, found)
 
 
 def _refuse_multiplied(documents: Documents) -> None:

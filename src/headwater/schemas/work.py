@@ -6,7 +6,7 @@ from typing import Final
 
 from headwater.errors import InvalidSchema
 
-MAX_STEPS: Final = 200_000
+MAX_STEPS: Final = 100_000
 MAX_PROBLEMS: Final = 50
 
 
