@@ -51,6 +51,10 @@ def carry_out(steps: Steps[T], run: Callable[[Call[Any]], Any]) -> T:
 def register(subject: str, schema: Schema) -> Steps[Registered]:
     """Register a schema under a subject, unless it may not follow what is there. One that is there is found again."""
     parsed, hashed = yield from _understood(schema)
+    for reference in schema.references:
+        # What was deleted softly is there for those that refer to it already.
+        if (yield calls.find_version(reference.subject, reference.version)) is None:
+            raise _unknown(reference)
     for _ in range(ATTEMPTS):
         found: Subject = yield calls.find_subject(subject, latest=MAX_COMPARED)
         same: SchemaVersion | None = yield calls.find_registered(subject, hashed)
@@ -124,11 +128,7 @@ def _dependencies(schema: Schema) -> Steps[list[tuple[str, str]]]:
         # One that was deleted softly still means what it did to those that refer to it.
         version: SchemaVersion | None = yield calls.find_version(reference.subject, reference.version, deleted=True)
         if version is None:
-            raise InvalidSchema(
-                f'"{reference.name}" refers to version {reference.version} of subject "{reference.subject}", '
-                "which is not there",
-                hint="Register that one first.",
-            )
+            raise _unknown(reference)
         if version.schema.type != schema.type:
             raise InvalidSchema(f'"{reference.name}" is of type {version.schema.type} and not of {schema.type}')
         size += len(version.schema.text)
@@ -156,6 +156,13 @@ def _compared(parsed: Parsed, level: str, versions: tuple[SchemaVersion, ...]) -
         if not level.startswith("BACKWARD"):
             found += [f"by version {version.version}, {one}" for one in schemas.problems(earlier, parsed)]
     return list(dict.fromkeys(found))
+
+
+def _unknown(reference: schemas.Reference) -> InvalidSchema:
+    return InvalidSchema(
+        f'"{reference.name}" is version {reference.version} of subject "{reference.subject}", which is not there',
+        hint="Register that one first.",
+    )
 
 
 def _missing(subject: str, version: int | str) -> SchemaNotFound:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
+import psycopg
 import pytest
 from registry_server import registry_server
 
@@ -17,6 +18,7 @@ import headwater.schemas
 from headwater import access, registry
 from headwater.access import Permission
 from headwater.calls import access as access_calls
+from headwater.calls import registry as registry_calls
 from headwater.registry import LEVELS, carry_out
 
 pytest.importorskip("jsonschema_rs")
@@ -206,7 +208,7 @@ def test_the_reasons_are_told(client: SchemaRegistryClient, http: httpx.Client) 
     assert http.post("/compatibility/subjects/reasons/versions/9", json={"schema": record(ID)}).status_code == 404
 
 
-def test_schemas_refer_to_others_which_then_stay(client: SchemaRegistryClient) -> None:
+def test_schemas_refer_to_others_which_then_stay(client: SchemaRegistryClient, address: str) -> None:
     client.register_schema("money", Schema(record({"name": "cents", "type": "long"}, name="shop.Money")))
     priced = Schema(
         record({"name": "price", "type": "shop.Money"}), "AVRO", [SchemaReference("shop.Money", "money", 1)]
@@ -217,6 +219,9 @@ def test_schemas_refer_to_others_which_then_stay(client: SchemaRegistryClient) -
     assert refusal(client.delete_subject, "money") == (422, 42206)
     client.delete_subject("priced")
     assert client.delete_subject("money") == [1]
+    # Who has the id reads on; nobody may begin to refer to it.
+    assert SchemaRegistryClient({"url": address}).get_schema(priced_id).references[0].subject == "money"
+    assert refusal(client.register_schema, "priced-anew", priced) == (422, 42201)
     client.register_schema("text.json", Schema('{"type": "string"}', "JSON"))
     named = Schema(
         '{"properties": {"name": {"$ref": "text.json"}}}', "JSON", [SchemaReference("text.json", "text.json", 1)]
@@ -245,6 +250,28 @@ def test_of_schemas_that_come_at_once_each_is_compared_with_those_before_it(
     for thread in threads:
         thread.join(PATIENCE_SECONDS)
     assert sorted(outcomes) == [200, 409, 409, 409, 409, 409]
+
+
+def test_a_schema_that_is_deleted_here_while_it_is_registered_there_stays(
+    dsn: str, log: headwater.Headwater, connection: psycopg.Connection, until: Callable[[Callable[[], Any]], Any]
+) -> None:
+    schema = headwater.schemas.Schema("AVRO", '{"type": "fixed", "name": "Contested", "size": 3}')
+    contested = carry_out(registry.register("here", schema), log.run).id
+    log.run(registry_calls.delete_schema("here"))
+    with psycopg.connect(dsn) as other:
+
+        def run(call: Any) -> Any:
+            return call.decode(other.execute(call.sql, call.params).fetchall())
+
+        assert carry_out(registry.register("there", schema), run).id == contested
+        thread = threading.Thread(target=lambda: log.run(registry_calls.delete_schema("here", for_good=True)))
+        thread.start()
+        # It waits for the one who registers.
+        until(lambda: connection.execute("select count(*) from pg_locks where not granted").fetchone() != (0,))
+        other.commit()
+        thread.join(PATIENCE_SECONDS)
+    assert log.run(registry_calls.versions("here", deleted=True)) == []
+    assert log.run(registry_calls.find_schema(contested)) == schema
 
 
 def test_rights_are_those_of_topics(dsn: str, log: headwater.Headwater) -> None:

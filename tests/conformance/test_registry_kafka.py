@@ -183,8 +183,8 @@ def test_of_a_batch_with_a_record_that_does_not_fit_nothing_is_written_and_each_
     assert (taken.error_code, taken.base_offset) == (ErrorCode.none, 0)
 
 
-AVRO_ZERO = b"\x00\x00\x00"
-"""An order of Avro with the number 0, no note and no lines: without an id it begins as if it had one."""
+AVRO_ZERO = b"\x00\x02\x06abc\x00"
+"""An order of Avro with the number 0 and a note: without an id it begins as if it had one."""
 
 
 @pytest.mark.parametrize(

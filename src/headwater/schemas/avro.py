@@ -355,7 +355,7 @@ def _walker(node: Node, known: dict[int, Walk]) -> Walk:
         return walk_record
     if node.kind == "union":
         return _union([_walker(branch, known) for branch in node.inner])
-    return _blocks(_walker(node.inner[0], known), keyed=node.kind == "map", empty=_may_be_empty(node.inner[0], set()))
+    return _blocks(_walker(node.inner[0], known), keyed=node.kind == "map", empty=_takes_no_byte(node.inner[0], set()))
 
 
 def _enum(node: Node) -> Walk:
@@ -391,9 +391,7 @@ def _blocks(item: Walk, *, keyed: bool, empty: bool) -> Walk:
             if count < 0:
                 count = -count
                 _, place = _long(payload, place)
-            # Whatever takes no byte is not worth counting, and a count of it can be a trillion.
-            if (keyed or not empty) and count > len(payload) - place:
-                raise Unfit(f"{count} items are announced, and {len(payload) - place} bytes are left")
+            # What takes no byte is not counted: there can be a trillion of it. All else ends with the payload.
             for _ in range(1 if empty and not keyed else count):
                 if keyed:
                     place = _walk_string(payload, place, depth)
@@ -402,7 +400,7 @@ def _blocks(item: Walk, *, keyed: bool, empty: bool) -> Walk:
     return walk
 
 
-def _may_be_empty(node: Node, seen: set[int]) -> bool:
+def _takes_no_byte(node: Node, seen: set[int]) -> bool:
     """Whether every value of the type takes no byte at all."""
     if node.kind == "null":
         return True
@@ -412,5 +410,5 @@ def _may_be_empty(node: Node, seen: set[int]) -> bool:
         if id(node) in seen:
             return False
         seen.add(id(node))
-        return all(_may_be_empty(one.type, seen) for one in node.fields)
+        return all(_takes_no_byte(one.type, seen) for one in node.fields)
     return False

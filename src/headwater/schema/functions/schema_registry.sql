@@ -207,6 +207,8 @@ begin
             returning v.schema_id
         )
         select array_agg(g.schema_id) into orphans from gone g;
+        -- Locked before it is looked who else has them: somebody may just be registering one elsewhere.
+        perform from headwater.registered_schema s where s.id = any (orphans) order by s.id for update;
         delete from headwater.registered_schema s
         where s.id = any (orphans) and not exists (
             select from headwater.schema_version v where v.schema_id = s.id
