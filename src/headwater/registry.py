@@ -15,6 +15,7 @@ from headwater.calls.call import Call
 from headwater.calls.registry import SchemaVersion, Subject
 from headwater.errors import IncompatibleSchema, InvalidSchema, SchemaNotFound, TransactionAborted
 from headwater.schemas import Parsed, Schema
+from headwater.schemas.work import Work
 
 LEVELS: Final = (
     "NONE", "BACKWARD", "BACKWARD_TRANSITIVE", "FORWARD", "FORWARD_TRANSITIVE", "FULL", "FULL_TRANSITIVE"
@@ -149,12 +150,13 @@ def _compared(parsed: Parsed, level: str, versions: tuple[SchemaVersion, ...]) -
     found: list[str] = []
     if level == "NONE":
         return found
+    work = Work()
     for version in versions:
         earlier = yield from understand(version.schema)
         if not level.startswith("FORWARD"):
-            found += [f"version {version.version}, {one}" for one in schemas.problems(parsed, earlier)]
+            found += [f"version {version.version}, {one}" for one in schemas.problems(parsed, earlier, work)]
         if not level.startswith("BACKWARD"):
-            found += [f"by version {version.version}, {one}" for one in schemas.problems(earlier, parsed)]
+            found += [f"by version {version.version}, {one}" for one in schemas.problems(earlier, parsed, work)]
     return list(dict.fromkeys(found))
 
 

@@ -10,6 +10,7 @@ import pytest
 from headwater import schemas
 from headwater.errors import InvalidSchema
 from headwater.schemas import AVRO, JSON, PROTOBUF, Schema
+from headwater.schemas.work import Work
 
 pytest.importorskip("jsonschema_rs")
 
@@ -294,3 +295,18 @@ def test_schemas_too_large_to_compare_are_said_to_be() -> None:
 
     with pytest.raises(InvalidSchema, match="too large to be compared"):
         schemas.problems(wide("int"), wide("string"))
+
+
+def test_the_work_of_several_comparisons_is_counted_together() -> None:
+    def wide(kind: str) -> schemas.Parsed:
+        return schemas.parse(Schema(AVRO, json.dumps(record(*((f"f{n}", kind) for n in range(2_000))))))
+
+    work = Work()
+    reader, writer = wide("long"), wide("int")
+    for _ in range(40):
+        assert schemas.problems(reader, writer, work) == []
+    assert schemas.problems(writer, reader, work) != []
+    assert schemas.problems(reader, writer, work) == []
+    with pytest.raises(InvalidSchema, match="too large to be compared"):
+        for _ in range(20):
+            schemas.problems(reader, writer, work)

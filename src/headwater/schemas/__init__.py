@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
 from headwater.errors import InvalidRequest, InvalidSchema
+from headwater.schemas.work import Work
 
 AVRO, JSON, PROTOBUF = "AVRO", "JSON", "PROTOBUF"
 TYPES: Final = (AVRO, JSON, PROTOBUF)
@@ -56,8 +57,8 @@ class Parsed(Protocol):
     def check(self, payload: bytes, *, framed: bool) -> str | None:
         """The name of what the payload is, or Unfit. Framed: it followed an id, as serializers write it."""
 
-    def problems(self, written: Any) -> list[str]:
-        """Why a reader with this schema cannot read what was written with that one, of the same type."""
+    def compare(self, written: Any, work: Work) -> None:
+        """Find why a reader with this schema cannot read what was written with that one, of the same type."""
 
 
 def parse(schema: Schema, dependencies: Sequence[tuple[str, str]] = ()) -> Parsed:
@@ -84,14 +85,16 @@ def parse(schema: Schema, dependencies: Sequence[tuple[str, str]] = ()) -> Parse
         raise InvalidRequest(f"{error.name} is not installed", hint="Run: pip install 'headwater[schemas]'") from error
 
 
-def problems(reader: Parsed, writer: Parsed) -> list[str]:
+def problems(reader: Parsed, writer: Parsed, work: Work | None = None) -> list[str]:
     """Why what was written with one schema cannot be read with the other; nothing: it can."""
+    work = work or Work()
     if type(reader) is not type(writer):
         return ["the root: a schema of another type cannot follow"]
     try:
-        return reader.problems(writer)
+        reader.compare(writer, work)
     except RecursionError:
         raise InvalidSchema("the types of the schemas hold each other too deeply to be compared") from None
+    return work.told()
 
 
 def hash_of(schema: Schema, parsed: Parsed) -> bytes:

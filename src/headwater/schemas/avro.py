@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from headwater.errors import InvalidSchema
 from headwater.schemas import MAX_DEPTH, Unfit, read_json
+from headwater.schemas.work import Work
 
 PRIMITIVES: Final = frozenset(("null", "boolean", "int", "long", "float", "double", "bytes", "string"))
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -65,10 +66,10 @@ class AvroSchema:
             raise Unfit(f"{len(payload) - end} bytes follow the payload")
         return self.root.name or self.root.kind
 
-    def problems(self, written: AvroSchema) -> list[str]:
-        from headwater.schemas.avro_compatibility import problems
+    def compare(self, written: AvroSchema, work: Work) -> None:
+        from headwater.schemas.avro_compatibility import compare
 
-        return problems(self.root, written.root)
+        compare(self.root, written.root, work)
 
 
 def parse(text: str, dependencies: Sequence[tuple[str, str]] = ()) -> AvroSchema:

@@ -17,11 +17,9 @@ _PROMOTED: Final = {
 }
 
 
-def problems(reader: Node, writer: Node) -> list[str]:
-    """Why the reader cannot read what the writer writes; nothing: it can."""
-    work = Work()
+def compare(reader: Node, writer: Node, work: Work) -> None:
+    """Find why the reader cannot read what the writer writes."""
     _Comparison(work).compare(reader, writer, "")
-    return work.problems
 
 
 class _Comparison:

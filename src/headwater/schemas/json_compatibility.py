@@ -30,11 +30,9 @@ Place = tuple[Any, Any]
 """A document and a schema in it: what a reference means depends on where it is."""
 
 
-def problems(reader: Documents, writer: Documents) -> list[str]:
-    """What the writer's schema takes and the reader's does not; nothing: it takes all."""
-    work = Work()
+def compare(reader: Documents, writer: Documents, work: Work) -> None:
+    """Find what the writer's schema takes and the reader's does not."""
     _Comparison(reader, writer, work).compare((reader.root, reader.root), (writer.root, writer.root), "")
-    return work.problems
 
 
 class _Comparison:

@@ -12,6 +12,7 @@ import jsonschema_rs
 
 from headwater.errors import InvalidSchema
 from headwater.schemas import MAX_DEPTH, Unfit, read_json, shortened, too_deep
+from headwater.schemas.work import Work
 
 # A pattern that would try for ever does not match; one that would take much memory is none.
 _PATTERNS: Final = jsonschema_rs.FancyRegexOptions(
@@ -77,10 +78,10 @@ class JsonSchema:
         title = root.get("title") if isinstance(root, dict) else None
         return title if isinstance(title, str) else None
 
-    def problems(self, written: JsonSchema) -> list[str]:
-        from headwater.schemas.json_compatibility import problems
+    def compare(self, written: JsonSchema, work: Work) -> None:
+        from headwater.schemas.json_compatibility import compare
 
-        return problems(self.documents, written.documents)
+        compare(self.documents, written.documents, work)
 
 
 def parse(text: str, dependencies: Sequence[tuple[str, str]] = ()) -> JsonSchema:

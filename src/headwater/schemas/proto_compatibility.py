@@ -31,12 +31,10 @@ _GROUPS: Final = {
 _IN_MESSAGES: Final = (_F.TYPE_MESSAGE, _F.TYPE_GROUP)
 
 
-def problems(reader: FileDescriptorProto, writer: FileDescriptorProto) -> list[str]:
-    """Why the reader cannot read what the writer writes; nothing: it can."""
-    work = Work()
+def compare(reader: FileDescriptorProto, writer: FileDescriptorProto, work: Work) -> None:
+    """Find why the reader cannot read what the writer writes."""
     packages = (reader.package, writer.package)
     _compare_all(reader.message_type, writer.message_type, "", packages, work)
-    return work.problems
 
 
 def _compare_all(

@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 
 from headwater.errors import InvalidSchema
 from headwater.schemas import Unfit, proto_text, shortened
+from headwater.schemas.work import Work
 
 # What every compiler brings along, so that nobody registers it.
 _WELL_KNOWN: Final = {
@@ -64,10 +65,10 @@ class ProtobufSchema:
         """The descriptor as some clients send and want it."""
         return base64.b64encode(self.file.SerializeToString(deterministic=True)).decode()
 
-    def problems(self, written: ProtobufSchema) -> list[str]:
-        from headwater.schemas.proto_compatibility import problems
+    def compare(self, written: ProtobufSchema, work: Work) -> None:
+        from headwater.schemas.proto_compatibility import compare
 
-        return problems(self.file, written.file)
+        compare(self.file, written.file, work)
 
 
 def parse(text: str, dependencies: Sequence[tuple[str, str]] = ()) -> ProtobufSchema:
