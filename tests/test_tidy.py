@@ -24,6 +24,7 @@ LAYERS = {
     "visibility": 1,
     "access": 1,
     "query": 1,
+    "schemas": 1,
     "tail": 2,
     "turns": 1,
     "settings": 1,
@@ -32,8 +33,10 @@ LAYERS = {
     "schema": 1,
     "calls": 2,
     "subscription": 3,
+    "registry": 3,
     "aio": 4,
     "client": 4,
+    "registering": 5,
     "subscriber": 5,
     "store": 5,
     "worker": 6,
@@ -45,7 +48,20 @@ LAYERS = {
 DOORS = {"kafka", "server", "cdc", "nats", "lake", "spark"}
 # Spark moves what these know how to read and to write.
 NEIGHBOURS = {("spark", "cdc"), ("spark", "nats"), ("spark", "lake")}
-PURE = ("model", "errors", "settings", "calls", "subscription", "cron", "visibility", "query", "tail", "access")
+PURE = (
+    "model",
+    "errors",
+    "settings",
+    "calls",
+    "subscription",
+    "cron",
+    "visibility",
+    "query",
+    "tail",
+    "access",
+    "schemas",
+    "registry",
+)
 PURE_FILES = tuple(f"cdc/{name}.py" for name in ("images", "json_text", "pgoutput", "relation")) + tuple(
     f"kafka/{name}.py" for name in ("assignment", "compression", "configs", "coordinator", "events", "records", "wire")
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 from uuid import UUID
@@ -11,6 +11,7 @@ from uuid import UUID
 import psycopg
 from psycopg.adapt import Dumper
 from psycopg.pq import Format
+from psycopg.types.json import Jsonb
 
 from headwater.calls.call import Call, nothing, only_value
 from headwater.calls.encoding import PackedBytes, pack, packed_bytes, packed_text
@@ -31,6 +32,8 @@ class KafkaTopic(NamedTuple):
     compression_type: str
     compacted: bool
     tombstones_kept: timedelta
+    # key and value -> the subject (None: by the strategy), whether an id is needed, the strategy. None: no schema.
+    schemas: Mapping[str, tuple[str | None, bool, str]] | None
 
 
 class KafkaBroker(NamedTuple):
@@ -188,7 +191,7 @@ def kafka_brokers() -> Call[list[KafkaBroker]]:
 def kafka_topics() -> Call[list[KafkaTopic]]:
     return Call(
         "select id, name, kind, writable, partitions, retention, max_payload_bytes, max_header_bytes, "
-        "timestamp_type, compression_type, compacted, tombstones_kept "
+        "timestamp_type, compression_type, compacted, tombstones_kept, schemas "
         "from headwater.kafka_topic_overview order by name",
         (),
         lambda rows: [KafkaTopic(*row) for row in rows],
@@ -205,9 +208,10 @@ def kafka_create_topic(
     compression_type: str | None = None,
     compacted: bool | None = None,
     tombstones_kept: timedelta | None = None,
+    schemas: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Call[int]:
     return Call(
-        "select headwater.kafka_create_topic(%s, %s, %s, %s, %s, %s, %s, %s)",
+        "select headwater.kafka_create_topic(%s, %s, %s, %s, %s, %s, %s, %s, %s)",
         (
             name,
             partitions,
@@ -217,6 +221,7 @@ def kafka_create_topic(
             compression_type,
             compacted,
             tombstones_kept,
+            Jsonb(schemas) if schemas else None,
         ),
         only_value,
     )

@@ -32,6 +32,7 @@ from headwater.cli import (
     replay,
     replica,
     scheduled,
+    schema,
     serve,
     sub,
     table,
@@ -126,6 +127,7 @@ app.add_typer(replay.app)
 app.add_typer(replica.app)
 app.add_typer(serve.app)
 app.add_typer(account.app, name="account")
+app.add_typer(schema.app, name="schema")
 app.add_typer(migrate.app)
 app.add_typer(doctor.app)
 app.add_typer(maintain.app)

@@ -31,6 +31,8 @@ class Change(NamedTuple):
     compression_type: str | None = None
     compacted: bool | None = None
     tombstones_kept: timedelta | None = None
+    # key or value -> subject, framed, strategy: what is named of them changes.
+    schemas: Mapping[str, Mapping[str, Any]] | None = None
 
 
 class _Config(NamedTuple):
@@ -40,6 +42,23 @@ class _Config(NamedTuple):
     # Settings that have one value only are told, for clients that read them.
     fixed: bool = False
 
+
+STRATEGIES: Final = "io.confluent.kafka.serializers.subject."
+# Setting -> whether of keys or values, and which part of it.
+SCHEMA_CONFIGS: Final = {
+    name.format(part=part): (part, field)
+    for part in ("key", "value")
+    for name, field in (
+        ("confluent.{part}.schema.validation", "framed"),
+        ("confluent.{part}.subject.name.strategy", "strategy"),
+        ("headwater.{part}.schema", "subject"),
+    )
+}
+_SCHEMA_KINDS: Final = {
+    "framed": _Config(BOOLEAN, "false", "Only payloads that carry the id of a schema of their subject are taken."),
+    "strategy": _Config(STRING, f"{STRATEGIES}TopicNameStrategy", "Which subject that is, if none is named."),
+    "subject": _Config(STRING, "", "The subject whose schema payloads must fit, with or without an id. Empty: none."),
+}
 
 TOPIC_CONFIGS: Final[Mapping[str, _Config]] = {
     "cleanup.policy": _Config(LIST, "delete", "delete, compact or both: what goes when it is old or superseded."),
@@ -51,6 +70,7 @@ TOPIC_CONFIGS: Final[Mapping[str, _Config]] = {
     "retention.bytes": _Config(LONG, "-1", "No limit by size.", fixed=True),
     "retention.ms": _Config(LONG, "-1", "How long records are kept; -1 keeps them for ever."),
     "segment.bytes": _Config(INT, "1073741824", "Told for clients; segments are the log's own.", fixed=True),
+    **{name: _SCHEMA_KINDS[field] for name, (_, field) in SCHEMA_CONFIGS.items()},
 }
 
 
@@ -65,6 +85,10 @@ def topic_values(topic: KafkaTopic) -> dict[str, str]:
         values["cleanup.policy"] = "compact" if topic.retention is None else "compact,delete"
     if topic.retention is not None:
         values["retention.ms"] = str(round(topic.retention.total_seconds() * 1000))
+    for part, (subject, framed, strategy) in (topic.schemas or {}).items():
+        values[f"confluent.{part}.schema.validation"] = str(framed).lower()
+        values[f"confluent.{part}.subject.name.strategy"] = STRATEGIES + strategy
+        values[f"headwater.{part}.schema"] = subject or ""
     return values
 
 
@@ -100,6 +124,11 @@ def change_of(values: Mapping[str, str | None]) -> Change:
         elif name == "compression.type":
             known = ("producer", "uncompressed", "gzip", "snappy", "lz4", "zstd")
             change = change._replace(compression_type=_one_of(name, value, known))
+        elif name in SCHEMA_CONFIGS:
+            part, field = SCHEMA_CONFIGS[name]
+            known_parts = dict(change.schemas or {})
+            known_parts[part] = {**known_parts.get(part, {}), field: _schema_value(name, field, value)}
+            change = change._replace(schemas=known_parts)
     if change.compacted and "delete" not in (values.get("cleanup.policy") or ""):
         # Only what is superseded goes, however old the rest is.
         change = change._replace(retention=None, keep_forever=True)
@@ -141,6 +170,16 @@ def described_broker(values: Mapping[str, str], wanted: list[str] | None) -> lis
         for name, value in values.items()
         if wanted is None or name in wanted
     ]
+
+
+def _schema_value(name: str, field: str, value: str) -> str | bool:
+    if field == "framed":
+        return _one_of(name, value.lower(), ("true", "false")) == "true"
+    if field == "strategy":
+        # Clients name it by its class, people by its name.
+        known = ("TopicNameStrategy", "RecordNameStrategy", "TopicRecordNameStrategy")
+        return _one_of(name, value.rpartition(".")[2], known)
+    return value
 
 
 def _number(name: str, value: str, *, least: int) -> int:

@@ -22,6 +22,7 @@ from headwater.kafka.records import (
     read_header,
     read_records,
 )
+from headwater.kafka.validation import Unfitting, Validation
 from headwater.kafka.wire import ErrorCode, Request
 from headwater.telemetry import ERROR, logger
 
@@ -164,6 +165,7 @@ class _Answer(NamedTuple):
     message: str | None = None
     base_offset: int = -1
     log_append_ms: int = -1
+    record_errors: Sequence[dict[str, Any]] = ()
 
     def fields(self) -> dict[str, Any]:
         return {
@@ -173,7 +175,7 @@ class _Answer(NamedTuple):
             "base_offset": self.base_offset,
             "log_append_time": self.log_append_ms,
             "log_start_offset": -1,
-            "record_errors": (),
+            "record_errors": self.record_errors,
         }
 
 
@@ -186,6 +188,7 @@ class Producing:
     def __init__(self, broker: Broker, *, appenders: int = 2) -> None:
         self._broker = broker
         self._appenders = [Appender(broker) for _ in range(appenders)]
+        self._validation = Validation(broker.log, limit_bytes=UNPACKED_LIMIT_BYTES)
 
     def tasks(self) -> list[asyncio.Task[None]]:
         return [asyncio.create_task(appender.run(), name="kafka appender") for appender in self._appenders]
@@ -205,9 +208,13 @@ class Producing:
             answers: list[Awaitable[_Answer]] = []
             for part in asked.partition_data or ():
                 try:
+                    if topic is not None and topic.schemas:
+                        await self._validation.refuse_unfitting(request, topic, part)
                     answers.append(self._queue(request, topic, missing, part, stage))
                 except Refused as refused:
                     answers.append(_now(_Answer(part.index, refused.code, refused.message)))
+                except Unfitting as unfit:
+                    answers.append(_now(_Answer(part.index, unfit.code, str(unfit), record_errors=unfit.records)))
             named: dict[str, Any] = {"topic_id": asked.topic_id} if by_id else {"name": asked.name}
             waiting.append((named, answers))
         return _answered(waiting, silent=fields.acks == 0)

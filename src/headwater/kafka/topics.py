@@ -6,10 +6,18 @@ from typing import Any, Final
 
 from headwater import calls as log_calls
 from headwater.calls import kafka as calls
+from headwater.calls import registry as registry_calls
 from headwater.calls.kafka import KafkaTopic, Lane
-from headwater.errors import HeadwaterError, InvalidRequest, NotAllowed, TopicExists, TopicNotFound
+from headwater.errors import HeadwaterError, InvalidRequest, NotAllowed, SchemaNotFound, TopicExists, TopicNotFound
 from headwater.kafka.broker import Broker
-from headwater.kafka.configs import BadConfig, change_of, described, described_broker, topic_values
+from headwater.kafka.configs import (
+    SCHEMA_CONFIGS,
+    BadConfig,
+    change_of,
+    described,
+    described_broker,
+    topic_values,
+)
 from headwater.kafka.wire import ErrorCode, Request
 
 TOPIC, BROKER = 2, 4
@@ -27,6 +35,8 @@ def code_for(error: HeadwaterError) -> ErrorCode:
         return ErrorCode.unknown_topic_or_partition
     if isinstance(error, NotAllowed):
         return ErrorCode.topic_authorization_failed
+    if isinstance(error, SchemaNotFound):
+        return ErrorCode.invalid_config
     if isinstance(error, InvalidRequest):
         return ErrorCode.invalid_request
     return ErrorCode.request_timed_out
@@ -227,6 +237,7 @@ class Topics:
                     compression_type=change.compression_type,
                     compacted=change.compacted,
                     tombstones_kept=change.tombstones_kept,
+                    schemas=change.schemas,
                 ),
                 patience_seconds=5,
             )
@@ -327,7 +338,7 @@ class Topics:
 
         def wanted(one: Any) -> dict[str, str | None]:
             changeable = dict.fromkeys(
-                ("retention.ms", "max.message.bytes", "message.timestamp.type", "compression.type")
+                ("retention.ms", "max.message.bytes", "message.timestamp.type", "compression.type", *SCHEMA_CONFIGS)
             )
             return {**changeable, **{config.name: config.value for config in one.configs or ()}}
 
@@ -372,6 +383,8 @@ class Topics:
         return {"responses": answers}
 
     async def _change(self, name: str, change: Any) -> None:
+        if change.schemas is not None:
+            await self._broker.log.run(registry_calls.set_topic_schemas(name, change.schemas), patience_seconds=5)
         await self._broker.log.run(
             log_calls.alter_topic(
                 name,

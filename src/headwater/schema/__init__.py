@@ -49,6 +49,7 @@ FUNCTION_FILES = (
     "field_index.sql",
     "access.sql",
     "api_key.sql",
+    "schema_registry.sql",
     "kafka_topic.sql",
     "kafka_produce.sql",
     "kafka_fetch.sql",

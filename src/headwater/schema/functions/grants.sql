@@ -125,6 +125,10 @@ begin
             to headwater_admin;
         -- What a webhook sends leaves the house, and its secrets are kept as they are: administrators only.
         grant insert, update, delete on headwater.webhook, headwater.webhook_pace to headwater_admin;
+        grant insert, update, delete on
+            headwater.schema_registry, headwater.registered_schema, headwater.schema_subject, headwater.schema_version,
+            headwater.schema_reference, headwater.topic_schema
+            to headwater_admin;
     end if;
 end;
 $$;

@@ -15,7 +15,13 @@ select
     coalesce(k.timestamp_type, 'CreateTime') as timestamp_type,
     coalesce(k.compression_type, 'producer') as compression_type,
     coalesce(k.compacted, false) as compacted,
-    coalesce(k.tombstones_kept, interval '1 day') as tombstones_kept
+    coalesce(k.tombstones_kept, interval '1 day') as tombstones_kept,
+    -- What keys and values must fit; null: nothing.
+    (
+        select jsonb_object_agg(b.part, jsonb_build_array(b.subject, b.framed, b.strategy))
+        from headwater.topic_schema b
+        where b.topic_id = t.id
+    ) as schemas
 from headwater.topic t
 left join headwater.kafka_topic k on k.topic_id = t.id
 where t.deleted_at is null;
@@ -57,7 +63,8 @@ create or replace function headwater.kafka_create_topic(
     timestamp_type text default null,
     compression_type text default null,
     compacted boolean default null,
-    tombstones_kept interval default null
+    tombstones_kept interval default null,
+    schemas jsonb default null
 )
 returns integer
 language plpgsql
@@ -70,6 +77,9 @@ begin
     );
     if num_nonnulls(timestamp_type, compression_type, compacted, tombstones_kept) > 0 then
         perform headwater.kafka_alter_topic(name, timestamp_type, compression_type, compacted, tombstones_kept);
+    end if;
+    if schemas is not null then
+        perform headwater.set_topic_schemas(name, schemas);
     end if;
     return created.id;
 end;

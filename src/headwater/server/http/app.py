@@ -23,6 +23,7 @@ from headwater.server.http import (
     looking,
     pages,
     readers,
+    registry,
     schedules,
     stores,
     topics,
@@ -98,6 +99,9 @@ def application(served: Served) -> ASGIApp:
     app = described()
     app.state.served = served
     app.state.pace = looking.Pace()
+    # The registry has a shape of its own, which others describe.
+    app.state.log = served.log
+    app.include_router(registry.router, prefix="/registry")
     _tell_errors(app)
     described_as = document(app)
     body = json.dumps(described_as, indent=1).encode()
