@@ -11,7 +11,6 @@ from typing import Any
 import httpx
 import psycopg
 import pytest
-from registry_server import registry_server
 
 import headwater
 import headwater.schemas
@@ -20,6 +19,7 @@ from headwater.access import Permission
 from headwater.calls import access as access_calls
 from headwater.calls import registry as registry_calls
 from headwater.registry import LEVELS, carry_out
+from http_server import http_door
 
 pytest.importorskip("jsonschema_rs")
 schema_registry = pytest.importorskip("confluent_kafka.schema_registry")
@@ -31,8 +31,8 @@ PATIENCE_SECONDS = 30
 
 @pytest.fixture(scope="module")
 def address(dsn: str) -> Iterator[str]:
-    with registry_server(dsn) as address:
-        yield address
+    with http_door(dsn) as address:
+        yield f"{address}/registry"
 
 
 @pytest.fixture
@@ -43,7 +43,8 @@ def client(address: str) -> Iterator[SchemaRegistryClient]:
 
 @pytest.fixture
 def http(address: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=address, timeout=PATIENCE_SECONDS) as client:
+    headers = {"content-type": "application/vnd.schemaregistry.v1+json"}
+    with httpx.Client(base_url=address, timeout=PATIENCE_SECONDS, headers=headers) as client:
         yield client
 
 
@@ -280,10 +281,10 @@ def test_rights_are_those_of_topics(dsn: str, log: headwater.Headwater) -> None:
     for action in ("write", "describe"):
         log.run(access_calls.allow(Permission("shop", action, "topic", "sold", False)))
     log.run(access_calls.allow(Permission("reader", "describe", "topic", "sold", False)))
-    with registry_server(dsn, authenticate=True) as address:
+    with http_door(dsn, authenticate=True) as address:
 
         def client(name: str, password: str = "secret") -> SchemaRegistryClient:
-            return SchemaRegistryClient({"url": address, "basic.auth.user.info": f"{name}:{password}"})
+            return SchemaRegistryClient({"url": f"{address}/registry", "basic.auth.user.info": f"{name}:{password}"})
 
         sold_id = client("shop").register_schema("sold-value", Schema('"string"'))
         assert client("reader").get_schema(sold_id).schema_str == '"string"'

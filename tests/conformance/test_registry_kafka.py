@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from brokers import BrokerProcess
 from raw_client import Raw, batch_of
-from registry_server import registry_server
 
 import headwater
 from headwater import registry
@@ -21,6 +20,7 @@ from headwater.kafka.records import Columns, build_batch
 from headwater.kafka.wire import ErrorCode
 from headwater.registry import carry_out
 from headwater.schemas import Reference, Schema
+from http_server import http_door
 
 pytest.importorskip("jsonschema_rs")
 pytest.importorskip("confluent_kafka.schema_registry.avro")
@@ -62,7 +62,7 @@ PROTO = 'syntax = "proto3"; package shop; message Order { int64 id = 1; string n
 
 @pytest.fixture(scope="module")
 def schema_client(dsn: str) -> Iterator[SchemaRegistryClient]:
-    with registry_server(dsn) as address, SchemaRegistryClient({"url": address}) as client:
+    with http_door(dsn) as address, SchemaRegistryClient({"url": f"{address}/registry"}) as client:
         yield client
 
 

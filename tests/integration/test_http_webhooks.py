@@ -8,10 +8,10 @@ from typing import Any
 
 import httpx
 import pytest
-from http_server import http_process
 from standardwebhooks import Webhook as Signature
 
 import headwater
+from http_server import http_process
 from webhook_receiver import Receiver
 
 
