@@ -31,6 +31,7 @@ class KafkaTopic(NamedTuple):
     compression_type: str
     compacted: bool
     tombstones_kept: timedelta
+    retention_bytes: int | None
 
 
 class KafkaBroker(NamedTuple):
@@ -188,7 +189,7 @@ def kafka_brokers() -> Call[list[KafkaBroker]]:
 def kafka_topics() -> Call[list[KafkaTopic]]:
     return Call(
         "select id, name, kind, writable, partitions, retention, max_payload_bytes, max_header_bytes, "
-        "timestamp_type, compression_type, compacted, tombstones_kept "
+        "timestamp_type, compression_type, compacted, tombstones_kept, retention_bytes "
         "from headwater.kafka_topic_overview order by name",
         (),
         lambda rows: [KafkaTopic(*row) for row in rows],
@@ -205,9 +206,10 @@ def kafka_create_topic(
     compression_type: str | None = None,
     compacted: bool | None = None,
     tombstones_kept: timedelta | None = None,
+    retention_bytes: int | None = None,
 ) -> Call[int]:
     return Call(
-        "select headwater.kafka_create_topic(%s, %s, %s, %s, %s, %s, %s, %s)",
+        "select headwater.kafka_create_topic(%s, %s, %s, %s, %s, %s, %s, %s, %s)",
         (
             name,
             partitions,
@@ -217,6 +219,7 @@ def kafka_create_topic(
             compression_type,
             compacted,
             tombstones_kept,
+            retention_bytes,
         ),
         only_value,
     )
@@ -234,10 +237,25 @@ def kafka_alter_topic(
     compression_type: str | None = None,
     compacted: bool | None = None,
     tombstones_kept: timedelta | None = None,
+    retention_bytes: int | None = None,
+    retention: timedelta | None = None,
+    max_payload_bytes: int | None = None,
+    keep_forever: bool = False,
 ) -> Call[None]:
+    """None leaves a setting as it is; a size of -1 removes the limit."""
     return Call(
-        "select headwater.kafka_alter_topic(%s, %s, %s, %s, %s)",
-        (name, timestamp_type, compression_type, compacted, tombstones_kept),
+        "select headwater.kafka_alter_topic(%s, %s, %s, %s, %s, %s, %s, %s, %s)",
+        (
+            name,
+            timestamp_type,
+            compression_type,
+            compacted,
+            tombstones_kept,
+            retention_bytes,
+            retention,
+            max_payload_bytes,
+            keep_forever,
+        ),
         nothing,
     )
 

@@ -10,6 +10,7 @@ from headwater.kafka.broker import Broker
 from headwater.kafka.fetch import Fetching
 from headwater.kafka.groups import Groups
 from headwater.kafka.heartbeats import Heartbeats
+from headwater.kafka.lanes import Lanes
 from headwater.kafka.offsets import Offsets
 from headwater.kafka.produce import Producing
 from headwater.kafka.security import Acls
@@ -36,6 +37,7 @@ OFFERED: Final[Mapping[int, tuple[int, int]]] = {
     API_VERSIONS: (0, 4),
     19: (2, 7),
     20: (1, 6),
+    21: (0, 2),
     22: (0, 5),
     23: (2, 4),
     24: (0, 3),
@@ -47,6 +49,7 @@ OFFERED: Final[Mapping[int, tuple[int, int]]] = {
     31: (1, 3),
     32: (1, 4),
     33: (0, 2),
+    35: (1, 4),
     36: (0, 2),
     37: (0, 3),
     42: (0, 2),
@@ -79,13 +82,14 @@ class Apis:
         self._heartbeats = Heartbeats(broker)
         self._groups = Groups(broker, self._heartbeats)
         topics = Topics(broker)
+        lanes = Lanes(broker)
         acls = Acls(broker)
         groups = self._groups
         offsets = Offsets(broker, groups)
         self._transactions = transactions = Transactions(broker, groups, offsets)
         self._handlers: dict[int, Callable[[Request], Awaitable[dict[str, Any]]]] = {
             1: Fetching(broker).fetch,
-            2: topics.list_offsets,
+            2: lanes.list_offsets,
             3: topics.metadata,
             8: offsets.commit,
             9: offsets.fetch_offsets,
@@ -98,8 +102,9 @@ class Apis:
             API_VERSIONS: self._api_versions,
             19: topics.create,
             20: topics.delete,
+            21: lanes.delete_records,
             22: transactions.init_producer,
-            23: topics.offset_for_leader_epoch,
+            23: lanes.offset_for_leader_epoch,
             24: transactions.add_partitions,
             25: transactions.add_offsets,
             26: transactions.end,
@@ -109,6 +114,7 @@ class Apis:
             31: acls.delete,
             32: topics.describe_configs,
             33: topics.alter_configs,
+            35: lanes.describe_log_dirs,
             37: topics.create_partitions,
             42: groups.delete,
             44: topics.incremental_alter_configs,

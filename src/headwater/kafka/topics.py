@@ -1,4 +1,4 @@
-"""What clients ask of topics: which there are, their settings, their offsets; making, changing and deleting them."""
+"""What clients ask of topics: which there are, and their settings; making, changing and deleting them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ from headwater.calls import kafka as calls
 from headwater.calls.kafka import KafkaTopic, Lane
 from headwater.errors import HeadwaterError, InvalidRequest, NotAllowed, TopicExists, TopicNotFound
 from headwater.kafka.broker import Broker
-from headwater.kafka.configs import BadConfig, change_of, described, described_broker, topic_values
+from headwater.kafka.configs import (
+    TOPIC_CONFIGS,
+    BadConfig,
+    after,
+    change_of,
+    described,
+    described_broker,
+    topic_values,
+)
 from headwater.kafka.wire import ErrorCode, Request
 
 TOPIC, BROKER = 2, 4
-LATEST, EARLIEST, MAX_TIMESTAMP, EARLIEST_LOCAL, LATEST_TIERED = -1, -2, -3, -4, -5
-_SET, _DELETE = 0, 1
 # Which operations a client may do is not told: nobody asked the log yet.
 UNKNOWN_OPERATIONS: Final = -(2**31)
 
@@ -227,6 +233,7 @@ class Topics:
                     compression_type=change.compression_type,
                     compacted=change.compacted,
                     tombstones_kept=change.tombstones_kept,
+                    retention_bytes=change.retention_bytes,
                 ),
                 patience_seconds=5,
             )
@@ -325,22 +332,17 @@ class Topics:
     async def alter_configs(self, request: Request) -> dict[str, Any]:
         """Replace the settings of topics: what is not named gets its default."""
 
-        def wanted(one: Any) -> dict[str, str | None]:
-            changeable = dict.fromkeys(
-                ("retention.ms", "max.message.bytes", "message.timestamp.type", "compression.type")
-            )
+        def wanted(one: Any, topic: KafkaTopic) -> dict[str, str | None]:
+            changeable = dict.fromkeys(name for name, config in TOPIC_CONFIGS.items() if not config.fixed)
             return {**changeable, **{config.name: config.value for config in one.configs or ()}}
 
         return await self._alter(request, wanted)
 
     async def incremental_alter_configs(self, request: Request) -> dict[str, Any]:
-        def wanted(one: Any) -> dict[str, str | None]:
-            values: dict[str, str | None] = {}
-            for config in one.configs or ():
-                if config.config_operation not in (_SET, _DELETE):
-                    raise BadConfig(f"{config.name} is not a list that one could add to")
-                values[config.name] = config.value if config.config_operation == _SET else None
-            return values
+        def wanted(one: Any, topic: KafkaTopic) -> dict[str, str | None]:
+            values = topic_values(topic)
+            asked = [(config.name, config.config_operation, config.value) for config in one.configs or ()]
+            return {name: after(values, name, operation, value) for name, operation, value in asked}
 
         return await self._alter(request, wanted)
 
@@ -360,9 +362,10 @@ class Topics:
                 topic = await self._broker.topic_named(one.resource_name)
                 if topic is None:
                     raise TopicNotFound(f'there is no topic "{one.resource_name}"')
-                change = change_of(wanted(one))
+                change = change_of(wanted(one, topic))
                 if not request.fields.validate_only:
-                    await self._change(topic.name, change)
+                    call = calls.kafka_alter_topic(topic.name, **change._asdict())
+                    await self._broker.log.run(call, patience_seconds=5)
             except BadConfig as error:
                 answer.update(error_code=ErrorCode.invalid_config, error_message=str(error))
             except HeadwaterError as error:
@@ -370,88 +373,6 @@ class Topics:
             answers.append(answer)
         await self._broker.refresh_topics()
         return {"responses": answers}
-
-    async def _change(self, name: str, change: Any) -> None:
-        await self._broker.log.run(
-            log_calls.alter_topic(
-                name,
-                retention=change.retention,
-                max_payload_bytes=change.max_payload_bytes,
-                keep_forever=change.keep_forever,
-            ),
-            patience_seconds=5,
-        )
-        await self._broker.log.run(
-            calls.kafka_alter_topic(
-                name,
-                timestamp_type=change.timestamp_type,
-                compression_type=change.compression_type,
-                compacted=change.compacted,
-                tombstones_kept=change.tombstones_kept,
-            ),
-            patience_seconds=5,
-        )
-
-    # Offsets
-
-    async def list_offsets(self, request: Request) -> dict[str, Any]:
-        topics = []
-        for asked in request.fields.topics or ():
-            topic = await self._broker.topic_named(asked.name)
-            denied = not request.allowed("describe", "topic", asked.name)
-            offsets = [await self._offset(None if denied else topic, part) for part in asked.partitions or ()]
-            if denied:
-                offsets = [{**one, "error_code": ErrorCode.topic_authorization_failed} for one in offsets]
-            topics.append({"name": asked.name, "partitions": offsets})
-        return {"topics": topics}
-
-    async def _offset(self, topic: KafkaTopic | None, part: Any) -> dict[str, Any]:
-        answer: dict[str, Any] = {
-            "partition_index": part.partition_index,
-            "error_code": ErrorCode.none,
-            "timestamp": -1,
-            "offset": -1,
-            "leader_epoch": -1,
-        }
-        lane = Lane(topic.id if topic is not None else 0, part.partition_index)
-        bounds = (await self._broker.log.run(calls.kafka_bounds([lane]), patience_seconds=5)).get(lane)
-        if bounds is None:
-            answer["error_code"] = ErrorCode.unknown_topic_or_partition
-        elif part.timestamp == LATEST:
-            answer.update(offset=bounds.end, leader_epoch=0)
-        elif part.timestamp in (EARLIEST, EARLIEST_LOCAL):
-            answer.update(offset=bounds.start, leader_epoch=0)
-        elif part.timestamp == MAX_TIMESTAMP or part.timestamp >= 0:
-            at_ms = None if part.timestamp == MAX_TIMESTAMP else part.timestamp
-            call = calls.kafka_offset_at(lane, at_ms, before_offset=bounds.end)
-            found = await self._broker.log.run(call, patience_seconds=5)
-            if found is not None:
-                answer.update(offset=found[0], timestamp=found[1], leader_epoch=0)
-        elif part.timestamp < LATEST_TIERED:
-            answer["error_code"] = ErrorCode.unsupported_version
-        return answer
-
-    async def offset_for_leader_epoch(self, request: Request) -> dict[str, Any]:
-        """There is one epoch, 0, and it ends where the lane does."""
-        topics = []
-        for asked in request.fields.topics or ():
-            topic = await self._broker.topic_named(asked.topic)
-            if not request.allowed("describe", "topic", asked.topic):
-                topic = None
-            lanes = [Lane(topic.id if topic else 0, part.partition) for part in asked.partitions or ()]
-            bounds = await self._broker.log.run(calls.kafka_bounds(lanes), patience_seconds=5)
-            partitions = []
-            for lane, part in zip(lanes, asked.partitions or (), strict=True):
-                known = bounds.get(lane)
-                if known is None:
-                    answer = {"error_code": ErrorCode.unknown_topic_or_partition}
-                elif part.leader_epoch == 0:
-                    answer = {"leader_epoch": 0, "end_offset": known.end}  # type: ignore[dict-item]
-                else:
-                    answer = {"leader_epoch": -1, "end_offset": -1}  # type: ignore[dict-item]
-                partitions.append({"error_code": ErrorCode.none, "partition": part.partition, **answer})
-            topics.append({"topic": asked.topic, "partitions": partitions})
-        return {"topics": topics}
 
 
 def _may_create(request: Request, name: str) -> bool:

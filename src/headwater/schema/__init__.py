@@ -50,6 +50,7 @@ FUNCTION_FILES = (
     "kafka_topic.sql",
     "kafka_produce.sql",
     "kafka_fetch.sql",
+    "kafka_retention.sql",
     "kafka_group.sql",
     "kafka_transaction.sql",
     "retention.sql",

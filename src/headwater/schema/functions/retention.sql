@@ -140,6 +140,7 @@ begin
     begin
         segments_made := headwater.rotate();
         select e.segments_dropped, e.events_swept into segments_dropped, events_swept from headwater.expire() as e;
+        events_swept := events_swept + headwater.expire_by_size();
     exception
         when lock_not_available then
             -- Somebody works on the tables themselves. The next round tries again.

@@ -32,8 +32,24 @@ create table headwater.kafka_topic (
     tombstones_kept  interval not null default '1 day'
         constraint "delete.retention.ms is 0 or more" check (tombstones_kept >= '0'),
     -- Up to here all is compacted.
-    compacted_to     bigint  not null default 0
+    compacted_to     bigint  not null default 0,
+    -- How large a lane may get before its oldest events go; null: as large as it likes.
+    retention_bytes  bigint
+        constraint "retention.bytes is 0 or more, or -1 for no limit" check (retention_bytes >= 0),
+    -- Up to which position, and after which, `kafka_lane.bytes` counts.
+    measured_to      bigint  not null default 0,
+    measured_after   bigint  not null default 0
 );
+
+-- What is known of a lane beyond its events. One without a row begins with its first event, and was never measured.
+create table headwater.kafka_lane (
+    topic_id     integer not null references headwater.topic (id) on delete cascade,
+    partition    integer not null check (partition >= 0),
+    -- Nothing below it is there: it was deleted, or beyond the size that the topic may have.
+    start_offset bigint  not null default 0 check (start_offset >= 0),
+    bytes        bigint  not null default 0 check (bytes >= 0),
+    primary key (topic_id, partition)
+) with (fillfactor = 70);
 
 create sequence headwater.kafka_incarnation as bigint;
 
