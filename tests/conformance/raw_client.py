@@ -71,7 +71,12 @@ class Raw:
     def fetch(
         self, topic: str, offset: int, *, version: int = 12, topic_id: uuid.UUID | None = None, **limits: int
     ) -> Any:
-        part = {"partition": 0, "fetch_offset": offset, "partition_max_bytes": limits.get("partition_bytes", 1_000_000)}
+        lane = limits.get("partition", 0)
+        part = {
+            "partition": lane,
+            "fetch_offset": offset,
+            "partition_max_bytes": limits.get("partition_bytes", 1_000_000),
+        }
         fields = {
             "max_wait": limits.get("wait", 0),
             "min_bytes": 1,

@@ -105,21 +105,27 @@ def test_sql_deletes_as_kafka_does_and_who_reads_by_position_hears_of_it(
 
 
 def test_the_offsets_of_an_open_topic_that_are_deleted_are_positions(
-    raw: Raw, log: headwater.Headwater, topic: str
+    raw: Raw, log: headwater.Headwater, connection: psycopg.Connection
 ) -> None:
-    name = log.create_topic(f"open-{next(_numbers)}").name
-    positions = [log.publish(name, b"%d" % n) or 0 for n in range(3)]
-    assert delete(raw, name, positions[1]) == (ErrorCode.none, positions[1])
-    assert offset_of(raw, name, EARLIEST) == positions[1]
-    assert raw.fetch(name, positions[0]).responses[0].partitions[0].error_code == ErrorCode.offset_out_of_range
-    assert raw.values(name, positions[1]) == [b"1", b"2"]
-    code, start = delete(raw, name, -1)
-    assert (code, start > positions[2]) == (ErrorCode.none, True)
-    assert payloads(log, name) == []
-    later = log.publish(name, b"3")
-    assert raw.values(name, start) == [b"3"]
-    assert later is not None
-    assert later >= start
+    name = log.create_topic(f"open-{next(_numbers)}", partitions=2).name
+    for number in range(12):
+        log.publish(name, b"%d" % number, key=str(number))
+    query = "select e.partition, e.position from headwater.event e join headwater.topic t on t.id = e.topic_id "
+    found = connection.execute(query + "where t.name = %s order by 2", (name,)).fetchall()
+    # Of the lane that the oldest event is not in, so that not all below is gone.
+    lane = 1 - found[0][0]
+    positions = [position for partition, position in found if partition == lane]
+    assert delete(raw, name, positions[1], lane) == (ErrorCode.none, positions[1])
+    assert offset_of(raw, name, EARLIEST, lane) == positions[1]
+    assert offset_of(raw, name, EARLIEST, 1 - lane) == 1
+    part = raw.fetch(name, positions[0], partition=lane).responses[0].partitions[0]
+    assert (part.error_code, part.log_start_offset) == (ErrorCode.offset_out_of_range, positions[1])
+    assert len(payloads(log, name)) == 11
+    code, start = delete(raw, name, -1, lane)
+    assert (code, start > positions[-1]) == (ErrorCode.none, True)
+    assert len(payloads(log, name)) == 12 - len(positions)
+    part = raw.fetch(name, start, partition=lane).responses[0].partitions[0]
+    assert (part.error_code, part.records or b"", part.high_watermark) == (ErrorCode.none, b"", start)
 
 
 def test_what_must_not_be_lost_is_not_deleted(raw: Raw, log: headwater.Headwater, topic: str) -> None:
