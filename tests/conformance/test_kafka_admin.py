@@ -283,3 +283,63 @@ def test_the_older_way_to_change_settings_gives_the_others_their_defaults(
     assert [found[name] for name in ("retention.ms", "retention.bytes", "delete.retention.ms", "cleanup.policy")] == [
         "5000", "-1", "86400000", "delete",
     ]  # fmt: skip
+
+
+# Looking around
+
+
+def test_brokers_tell_their_settings_and_do_not_change_them(raw: Raw, topic: str) -> None:
+    def broker_settings(name: str) -> Any:
+        asked = {"resource_type": 4, "resource_name": name, "configuration_keys": None}
+        return raw.ask(32, 4, {"resources": [asked]}).results[0]
+
+    told = broker_settings("1")
+    assert {one.name: (one.value, one.read_only) for one in told.configs}["node.id"] == ("1", True)
+    assert (broker_settings("").error_code, broker_settings("").configs) == (ErrorCode.none, ())
+    assert broker_settings("99").error_code == ErrorCode.invalid_request
+    for api, version in ((33, 2), (44, 1)):
+        change = {"name": "num.partitions", "value": "9", "config_operation": 0}
+        asked = {"resource_type": 4, "resource_name": "1", "configs": [change]}
+        (answer,) = raw.ask(api, version, {"resources": [asked]}).responses
+        assert (answer.error_code, "start" in (answer.error_message or "")) == (ErrorCode.invalid_request, True)
+
+
+def test_what_there_is_to_configure_is_listed(raw: Raw, topic: str) -> None:
+    raw.ask(3, 12, {"topics": [{"name": topic}]})
+    listed = {(one.resource_type, one.resource_name) for one in raw.ask(74, 1, {}).config_resources}
+    assert {(2, topic), (4, "1")} <= listed
+    only = raw.ask(74, 1, {"resource_types": [4]}).config_resources
+    assert [(one.resource_type, one.resource_name) for one in only] == [(4, "1")]
+    assert raw.ask(74, 1, {"resource_types": [32]}).config_resources == ()
+    assert raw.ask(74, 1, {"resource_types": [77]}).error_code == ErrorCode.unsupported_version
+    assert raw.ask(74, 0, {}).config_resources == ()
+
+
+def test_there_is_nothing_to_elect_to_move_and_no_quota(raw: Raw, topic: str) -> None:
+    asked = {"topic_partitions": [{"topic": topic, "partitions": [0, 5]}], "timeout": 1000}
+    (answer,) = raw.ask(43, 2, asked).replica_election_results
+    assert [one.error_code for one in answer.partition_result] == [
+        ErrorCode.election_not_needed,
+        ErrorCode.unknown_topic_or_partition,
+    ]
+    assert raw.ask(43, 2, {"topic_partitions": None, "timeout": 1000}).replica_election_results == ()
+    assert raw.ask(46, 0, {"topics": None, "timeout": 1000}).topics == ()
+    # Not null, which the Java client cannot read.
+    assert raw.ask(48, 1, {"components": [], "strict": False}).entries == ()
+
+
+def test_kafka_python_administers_what_librdkafka_cannot(broker: BrokerProcess, topic: str) -> None:
+    kafka = pytest.importorskip("kafka")
+    admin = kafka.KafkaAdminClient(bootstrap_servers=broker.bootstrap)
+    try:
+        producer = kafka.KafkaProducer(bootstrap_servers=broker.bootstrap)
+        for number in range(4):
+            producer.send(topic, b"%d" % number, partition=1)
+        producer.flush(PATIENCE_SECONDS)
+        producer.close()
+        lane = kafka.TopicPartition(topic, 1)
+        assert admin.delete_records({lane: 3})[lane]["low_watermark"] == 3
+        (directory,) = admin.describe_log_dirs()
+        assert topic in str(directory)
+    finally:
+        admin.close()

@@ -13,7 +13,7 @@ from headwater.kafka.heartbeats import Heartbeats
 from headwater.kafka.lanes import Lanes
 from headwater.kafka.offsets import Offsets
 from headwater.kafka.produce import Producing
-from headwater.kafka.security import Acls
+from headwater.kafka.security import Acls, Credentials
 from headwater.kafka.topics import Topics
 from headwater.kafka.transactions import Transactions
 from headwater.kafka.wire import API_VERSIONS, PRODUCE, ErrorCode, Request
@@ -53,15 +53,20 @@ OFFERED: Final[Mapping[int, tuple[int, int]]] = {
     36: (0, 2),
     37: (0, 3),
     42: (0, 2),
+    43: (0, 2),
     44: (0, 1),
     46: (0, 0),
     47: (0, 0),
+    48: (0, 1),
+    50: (0, 0),
+    51: (0, 0),
     60: (0, 2),
     61: (0, 0),
     65: (0, 0),
     66: (0, 1),
     68: (0, 1),
     69: (0, 1),
+    74: (0, 1),
     75: (0, 0),
 }
 
@@ -84,6 +89,7 @@ class Apis:
         topics = Topics(broker)
         lanes = Lanes(broker)
         acls = Acls(broker)
+        credentials = Credentials(broker)
         groups = self._groups
         offsets = Offsets(broker, groups)
         self._transactions = transactions = Transactions(broker, groups, offsets)
@@ -117,14 +123,19 @@ class Apis:
             35: lanes.describe_log_dirs,
             37: topics.create_partitions,
             42: groups.delete,
+            43: topics.elect_leaders,
             44: topics.incremental_alter_configs,
             46: topics.list_reassignments,
             47: offsets.delete_offsets,
+            48: topics.describe_quotas,
+            50: credentials.describe,
+            51: credentials.alter,
             60: topics.describe_cluster,
             61: transactions.describe_producers,
             65: transactions.describe,
             66: transactions.list_all,
             69: self._heartbeats.describe,
+            74: topics.list_config_resources,
             75: topics.describe_topic_partitions,
         }
 

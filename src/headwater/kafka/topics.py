@@ -21,6 +21,9 @@ from headwater.kafka.configs import (
 from headwater.kafka.wire import ErrorCode, Request
 
 TOPIC, BROKER = 2, 4
+_CLIENT_METRICS: Final = 16
+_RESOURCES: Final = (TOPIC, BROKER, 8, _CLIENT_METRICS, 32)
+"""What can be asked for by number: topics, brokers, loggers of brokers, metrics of clients, groups."""
 # Which operations a client may do is not told: nobody asked the log yet.
 UNKNOWN_OPERATIONS: Final = -(2**31)
 
@@ -174,6 +177,27 @@ class Topics:
         """Nothing is ever on its way from one broker to another."""
         return {"error_code": ErrorCode.none, "topics": ()}
 
+    async def elect_leaders(self, request: Request) -> dict[str, Any]:
+        """Who leads what follows from who lives: there is nothing to elect."""
+        if not request.allowed("alter", "log", "*"):
+            return {"error_code": ErrorCode.cluster_authorization_failed, "replica_election_results": ()}
+        results = []
+        # All partitions are asked for by none, and those that need no election are then not told.
+        for asked in request.fields.topic_partitions or ():
+            topic = await self._broker.topic_named(asked.topic)
+            answers = []
+            for index in asked.partitions or ():
+                known = topic is not None and 0 <= index < topic.partitions
+                code = ErrorCode.election_not_needed if known else ErrorCode.unknown_topic_or_partition
+                answers.append({"partition_id": index, "error_code": code, "error_message": None})
+            results.append({"topic": asked.topic, "partition_result": answers})
+        return {"error_code": ErrorCode.none, "replica_election_results": results}
+
+    async def describe_quotas(self, request: Request) -> dict[str, Any]:
+        """Nobody has a quota. An empty list: clients trip over none at all."""
+        allowed = request.allowed("describe", "log", "*")
+        return {"error_code": ErrorCode.none if allowed else ErrorCode.cluster_authorization_failed, "entries": ()}
+
     # Making and changing
 
     async def create(self, request: Request) -> dict[str, Any]:
@@ -309,13 +333,34 @@ class Topics:
                     answer["configs"] = described(topic_values(topic), one.configuration_keys)
             elif one.resource_type == BROKER and not request.allowed("describe", "log", "*"):
                 answer["error_code"] = ErrorCode.cluster_authorization_failed
+            elif one.resource_type == BROKER and one.resource_name not in ("", str(self._broker.node_id)):
+                answer["error_code"] = ErrorCode.invalid_request
+                answer["error_message"] = f"this is broker {self._broker.node_id}: ask the one that you mean"
             elif one.resource_type == BROKER:
-                answer["configs"] = described_broker(self._broker_values(), one.configuration_keys)
+                # Without a name: what was changed for all brokers while they ran, which cannot be.
+                values = self._broker_values() if one.resource_name else {}
+                answer["configs"] = described_broker(values, one.configuration_keys)
             else:
                 answer["error_code"] = ErrorCode.invalid_request
                 answer["error_message"] = "topics and brokers have settings here, nothing else"
             results.append(answer)
         return {"results": results}
+
+    async def list_config_resources(self, request: Request) -> dict[str, Any]:
+        """What has settings: topics and brokers. Groups and clients have none."""
+        if not request.allowed("describe", "log", "*"):
+            return {"error_code": ErrorCode.cluster_authorization_failed, "config_resources": ()}
+        # Version 0 asks for what clients of telemetry have.
+        asked = (_CLIENT_METRICS,) if request.version == 0 else request.fields.resource_types or (TOPIC, BROKER)
+        if set(asked) - set(_RESOURCES):
+            return {"error_code": ErrorCode.unsupported_version, "config_resources": ()}
+        await self._broker.refresh_brokers()
+        names = [(TOPIC, topic.name) for topic in await self._broker.topics() if TOPIC in asked]
+        names += [(BROKER, str(one.node_id)) for one in self._broker.brokers if BROKER in asked]
+        return {
+            "error_code": ErrorCode.none,
+            "config_resources": [{"resource_name": name, "resource_type": kind} for kind, name in names],
+        }
 
     def _broker_values(self) -> dict[str, str]:
         settings = self._broker.settings

@@ -151,14 +151,20 @@ create table headwater.kafka_staged_offset (
 create table headwater.account (
     name            text        primary key
         constraint "an account name is 1 to 200 characters" check (length(name) between 1 and 200),
-    -- Verifiers as SCRAM has them: the password itself is nowhere.
-    salt            bytea       not null check (octet_length(salt) between 8 and 64),
-    iterations      integer     not null
-        constraint "iterations are 4096 to 1000000" check (iterations between 4096 and 1000000),
-    stored_key_256  bytea       not null check (octet_length(stored_key_256) = 32),
-    server_key_256  bytea       not null check (octet_length(server_key_256) = 32),
-    stored_key_512  bytea       not null check (octet_length(stored_key_512) = 64),
-    server_key_512  bytea       not null check (octet_length(server_key_512) = 64),
+    -- Verifiers as SCRAM has them, for each of its mechanisms: the password itself is nowhere. Null: the account cannot
+    -- come in by that one.
+    salt_256        bytea       check (octet_length(salt_256) between 8 and 64),
+    iterations_256  integer
+        constraint "iterations are 4096 to 1000000"
+        check (iterations_256 between 4096 and 1000000 and iterations_512 between 4096 and 1000000),
+    stored_key_256  bytea       check (octet_length(stored_key_256) = 32),
+    server_key_256  bytea       check (octet_length(server_key_256) = 32),
+    salt_512        bytea       check (octet_length(salt_512) between 8 and 64),
+    iterations_512  integer,
+    stored_key_512  bytea       check (octet_length(stored_key_512) = 64),
+    server_key_512  bytea       check (octet_length(server_key_512) = 64),
+    check (num_nulls(salt_256, iterations_256, stored_key_256, server_key_256) in (0, 4)),
+    check (num_nulls(salt_512, iterations_512, stored_key_512, server_key_512) in (0, 4)),
     -- May do everything, and give rights to others.
     administrator   boolean     not null default false,
     created_at      timestamptz not null default clock_timestamp()
