@@ -23,6 +23,11 @@ _names = itertools.count()
 PATIENCE_SECONDS = 30
 
 
+@pytest.fixture(scope="module")
+def broker(cluster: BrokerProcess) -> BrokerProcess:
+    return cluster
+
+
 @pytest.fixture
 def admin(broker: BrokerProcess) -> AdminClient:
     return AdminClient({"bootstrap.servers": broker.bootstrap})

@@ -6,7 +6,7 @@ import itertools
 import struct
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -123,6 +123,24 @@ def test_what_cannot_be_taken_is_refused_and_the_connection_goes_on(raw: Raw, la
     # Without acknowledgement nothing is said; the next answer is that of the next request.
     raw.send_produce(lane, good, acks=0)
     assert raw.produce(lane, good).base_offset == 1
+
+
+def test_records_of_a_client_that_waits_for_no_answer_and_goes_are_written(
+    broker: BrokerProcess, lane: str, log: headwater.Headwater, until: Callable[[Callable[[], Any]], Any]
+) -> None:
+    raw = Raw(broker)
+    # A fetch that waits is in front of them, so they are still waiting when the client is gone.
+    part = {"partition": 0, "fetch_offset": 0, "partition_max_bytes": 100}
+    raw.send(1, 12, {"max_wait": 60_000, "min_bytes": 1, "topics": [{"topic": lane, "partitions": [part]}]})
+    for number in range(20):
+        raw.send_produce(lane, batch_of(b"%d" % number), acks=0)
+    raw.socket.close()
+
+    def written() -> list[bytes | None]:
+        return [event.payload for event in log.read(lane, batch_size=1000)]
+
+    until(lambda: len(written()) == 20)
+    assert written() == [b"%d" % number for number in range(20)]
 
 
 def test_a_lane_that_a_transaction_holds_does_not_hold_up_others(

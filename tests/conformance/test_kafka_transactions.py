@@ -22,6 +22,11 @@ _names = itertools.count()
 PATIENCE_SECONDS = 30
 
 
+@pytest.fixture(scope="module")
+def broker(cluster: BrokerProcess) -> BrokerProcess:
+    return cluster
+
+
 def producer_of(broker: BrokerProcess, name: str, **config: Any) -> Producer:
     settings = {key.replace("_", "."): value for key, value in config.items()}
     producer = Producer({"bootstrap.servers": broker.bootstrap, "transactional.id": name, **settings})

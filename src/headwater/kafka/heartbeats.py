@@ -152,7 +152,7 @@ class Heartbeats:
         ]
 
     async def describe(self, request: Request) -> dict[str, Any]:
-        names = {topic.id: topic.name for topic in await self._broker.topics()}
+        names = {topic.id: topic.name for topic in await self._broker.topics(as_of_now=True)}
         groups = []
         for name in request.fields.group_ids or ():
             group = self.group_named(name)

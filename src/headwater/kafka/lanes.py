@@ -125,7 +125,7 @@ class Lanes:
             return {"error_code": ErrorCode.cluster_authorization_failed, "results": ()}
         asked = request.fields.topics
         if asked is None:
-            wanted = [(topic, list(range(topic.partitions))) for topic in await self._broker.topics()]
+            wanted = [(topic, list(range(topic.partitions))) for topic in await self._broker.topics(as_of_now=True)]
         else:
             named = [(await self._broker.topic_named(one.topic), one.partitions or ()) for one in asked]
             wanted = [

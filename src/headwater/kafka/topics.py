@@ -54,7 +54,7 @@ class Topics:
         if asked is None or (request.version == 0 and not asked):
             topics = [
                 self._described(topic)
-                for topic in await self._broker.topics()
+                for topic in await self._broker.topics(as_of_now=True)
                 if request.allowed("describe", "topic", topic.name)
             ]
         else:
@@ -147,7 +147,7 @@ class Topics:
     async def describe_topic_partitions(self, request: Request) -> dict[str, Any]:
         fields = request.fields
         asked = {one.name for one in fields.topics or ()}
-        names = sorted(asked or {topic.name for topic in await self._broker.topics()})
+        names = sorted(asked or {topic.name for topic in await self._broker.topics(as_of_now=True)})
         left = min(max(fields.response_partition_limit, 1), 2000)
         start = (fields.cursor.topic_name, fields.cursor.partition_index) if fields.cursor else ("", 0)
         topics: list[dict[str, Any]] = []
@@ -355,7 +355,7 @@ class Topics:
         if set(asked) - set(_RESOURCES):
             return {"error_code": ErrorCode.unsupported_version, "config_resources": ()}
         await self._broker.refresh_brokers()
-        names = [(TOPIC, topic.name) for topic in await self._broker.topics() if TOPIC in asked]
+        names = [(TOPIC, topic.name) for topic in await self._broker.topics(as_of_now=True) if TOPIC in asked]
         names += [(BROKER, str(one.node_id)) for one in self._broker.brokers if BROKER in asked]
         return {
             "error_code": ErrorCode.none,

@@ -207,7 +207,7 @@ class Transactions:
 
     async def describe(self, request: Request) -> dict[str, Any]:
         known = {one.transactional_id: one for one in await self._all()}
-        names = {topic.id: topic.name for topic in await self._broker.topics()}
+        names = {topic.id: topic.name for topic in await self._broker.topics(as_of_now=True)}
         states = []
         for transactional_id in request.fields.transactional_ids or ():
             found = known.get(transactional_id)
