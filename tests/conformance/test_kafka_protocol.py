@@ -106,6 +106,31 @@ def test_many_producers_at_once_get_offsets_without_gap_or_repetition(
         assert mine == [b"%d-%d" % (number, count) for count in range(20)]
 
 
+def test_requests_that_come_at_once_share_a_transaction(
+    broker: BrokerProcess, lane: str, connection: psycopg.Connection, until: Callable[[Callable[[], Any]], Any]
+) -> None:
+    clients = [Raw(broker) for _ in range(5)]
+    with psycopg.connect(connection.info.dsn, autocommit=True) as watcher, connection.transaction():
+        # While the lane is held, the first of them waits for it, and the others for the first.
+        connection.execute("select headwater.publish(%s, '1')", (lane,))
+        for number in range(8):
+            for client in clients:
+                client.send_produce(lane, batch_of(b"v"), correlation=number)
+        waiting = "select count(*) from pg_locks where locktype = 'advisory' and not granted"
+        until(lambda: watcher.execute(waiting).fetchone() != (0,))
+    for client in clients:
+        for number in range(8):
+            answer = client.receive(0, 9, correlation=number).responses[0].partition_responses[0]
+            assert answer.error_code == ErrorCode.none
+    query = (
+        "select count(distinct e.xmin::text), count(*) from headwater.event e "
+        "join headwater.topic t on t.id = e.topic_id where t.name = %s and e.payload = 'v'"
+    )
+    transactions, records = connection.execute(query, (lane,)).fetchone() or (0, 0)
+    assert records == 40
+    assert transactions < 40
+
+
 def test_what_cannot_be_taken_is_refused_and_the_connection_goes_on(raw: Raw, lane: str) -> None:
     good = batch_of(b"v")
     for batch, code in (
