@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import struct
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -350,3 +351,41 @@ def _codes(answer: Any) -> Iterator[ErrorCode]:
         elif shape.nested is not None and value is not None:
             for one in value if shape.array else [value]:
                 yield from _codes(one)
+
+
+# Groups whose partitions the coordinator assigns
+
+
+def test_a_member_that_names_its_topics_by_a_pattern_gets_those_that_fit_and_come_to_fit(
+    raw: Raw, log: headwater.Headwater
+) -> None:
+    stem = f"pattern-{next(_numbers)}"
+    log.create_topic(f"{stem}-a", kind="sequenced")
+    log.create_topic(f"not-{stem}-a", kind="sequenced")
+
+    def beat(**fields: Any) -> Any:
+        unchanged = {"group_id": stem, "member_id": "m", "rebalance_timeout": -1, "subscribed_topic_names": None,
+                     "topic_partitions": None}  # fmt: skip
+        return raw.ask(68, 1, {**unchanged, **fields})
+
+    def names(answer: Any) -> list[str]:
+        ids = [one.topic_id for one in answer.assignment.topic_partitions]
+        found = raw.ask(3, 12, {"topics": [{"topic_id": one, "name": ""} for one in ids]}).topics
+        return sorted(str(one.name) for one in found)
+
+    first = {"member_epoch": 0, "rebalance_timeout": 10_000, "topic_partitions": []}
+    for bad in ("(", "a{9999}", r"(a)\1", "(?=a)", "x" * 1001):
+        refused = beat(**first, subscribed_topic_names=[], subscribed_topic_regex=bad)
+        assert refused.error_code == ErrorCode.invalid_regular_expression
+        assert refused.error_message
+    answer = beat(**first, subscribed_topic_names=[], subscribed_topic_regex=f"{stem}-[ab]")
+    deadline = time.monotonic() + 20
+    for suffixes in ("a", "ab"):
+        log.create_topic(f"{stem}-{suffixes[-1]}", kind="sequenced", if_missing=True)
+        while answer.assignment is None or names(answer) != [f"{stem}-{suffix}" for suffix in suffixes]:
+            assert time.monotonic() < deadline
+            answer = beat(member_epoch=answer.member_epoch)
+            assert answer.error_code == ErrorCode.none
+    (described,) = raw.ask(69, 1, {"group_ids": [stem]}).groups
+    assert [one.subscribed_topic_regex for one in described.members] == [f"{stem}-[ab]"]
+    assert beat(member_epoch=-1).error_code == ErrorCode.none

@@ -404,6 +404,11 @@ def kafka_delete_group(group: str, incarnation: int) -> Call[bool]:
     return Call("select headwater.kafka_delete_group(%s, %s)", (group, incarnation), only_value)
 
 
+def kafka_note_alive(groups: Sequence[str], incarnation: int) -> Call[None]:
+    """These groups have members: their offsets do not expire."""
+    return Call("select headwater.kafka_note_alive(%s::text[], %s)", (list(groups), incarnation), nothing)
+
+
 def kafka_groups(incarnation: int) -> Call[list[tuple[str, str]]]:
     """The groups that a broker coordinates, with their kind of protocol."""
     return Call(

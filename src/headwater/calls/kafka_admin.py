@@ -13,6 +13,13 @@ def delete_before(topic: str, partition: int, before_offset: int) -> Call[int]:
     return Call("select headwater.delete_before(%s, %s, %s)", (topic, partition, before_offset), only_value)
 
 
+def kafka_matching_topics(pattern: str) -> Call[frozenset[str]]:
+    """The topics whose whole names a regular expression fits."""
+    return Call(
+        "select headwater.kafka_matching_topics(%s)", (pattern,), lambda rows: frozenset(name for (name,) in rows)
+    )
+
+
 def kafka_sizes(topic_ids: Sequence[int]) -> Call[dict[Lane, int]]:
     """How many bytes lanes hold; those that hold none are left out."""
     return Call(

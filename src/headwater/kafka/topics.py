@@ -70,10 +70,12 @@ class Topics:
 
     async def _one(self, request: Request, asked: Any, *, may_create: bool) -> dict[str, Any]:
         uuid = getattr(asked, "topic_id", None)
-        if asked.name is None:
+        if not asked.name:
+            # By its id. The Java client then gives an empty name.
             topic = await self._broker.topic_with_uuid(uuid)
             if topic is None or not request.allowed("describe", "topic", topic.name):
-                return {"error_code": ErrorCode.unknown_topic_id, "name": None, "topic_id": uuid, "partitions": ()}
+                code = ErrorCode.invalid_topic_exception if uuid is None else ErrorCode.unknown_topic_id
+                return {"error_code": code, "name": asked.name, "topic_id": uuid, "partitions": ()}
             return self._described(topic)
         if not request.allowed("describe", "topic", asked.name):
             code = ErrorCode.topic_authorization_failed

@@ -1,7 +1,7 @@
 -- What leaves a lane before its time: deleted on request, or beyond the size that its topic may have.
 
 -- What an event counts for: its parts as they are, without what Postgres adds to them.
-create or replace function headwater.kafka_size(payload bytea, key bytea, record_headers bytea, headers jsonb)
+create or replace function headwater.kafka_event_bytes(payload bytea, key bytea, record_headers bytea, headers jsonb)
 returns bigint
 language sql
 stable
@@ -30,7 +30,7 @@ begin
         count_after := target.expired_to;
     end if;
     insert into headwater.kafka_lane as l (topic_id, partition, bytes)
-    select target.id, e.partition, sum(headwater.kafka_size(e.payload, e.key, e.record_headers, e.headers))
+    select target.id, e.partition, sum(headwater.kafka_event_bytes(e.payload, e.key, e.record_headers, e.headers))
     from headwater.event e
     where e.topic_id = target.id and e.position > count_after and e.position <= settled_to
     group by e.partition
@@ -69,7 +69,7 @@ begin
     with gone as (
         delete from headwater.event e
         where e.topic_id = target.id and e.partition = lane and e.position <= last_position
-        returning e.position, headwater.kafka_size(e.payload, e.key, e.record_headers, e.headers) as bytes
+        returning e.position, headwater.kafka_event_bytes(e.payload, e.key, e.record_headers, e.headers) as bytes
     )
     select
         count(*),
@@ -214,7 +214,7 @@ begin
             from (
                 select
                     e.position, e.topic_offset,
-                    headwater.kafka_size(e.payload, e.key, e.record_headers, e.headers) as bytes
+                    headwater.kafka_event_bytes(e.payload, e.key, e.record_headers, e.headers) as bytes
                 from headwater.event e
                 where
                     e.topic_id = t.id and e.partition = due.partition and e.position > t.expired_to

@@ -103,6 +103,15 @@ begin
 end;
 $$;
 
+-- The topics whose whole names a regular expression fits. Postgres looks, since it can be stopped.
+create or replace function headwater.kafka_matching_topics(pattern text)
+returns setof text
+language sql
+stable
+begin atomic
+    select t.name from headwater.topic t where t.deleted_at is null and t.name ~ ('^(?:' || pattern || ')$');
+end;
+
 -- Compact what is due of topics that are to be: of events with one key in one lane only the newest stays, and of those
 -- without a payload not even that, once they are old enough. Nothing goes that a reader who must not lose an event, or
 -- an archive, still needs; and never the last of a lane, from which it counts on. At most about `sweep_size` events of a

@@ -149,6 +149,7 @@ begin
     perform headwater.expire_subscriptions();
     perform headwater.clear_staged();
     perform headwater.clear_marks();
+    perform headwater.kafka_expire_groups();
     -- Last, since it keeps the groups from claiming until the end of the transaction.
     for group_name in select g.name from headwater.consumer_group g order by g.id loop
         begin

@@ -9,6 +9,11 @@ comment on column headwater.event.produced_ms is
 comment on column headwater.event.record_headers is
     'the headers of a Kafka record as they came, where `headers` could not give them back to the bit';
 
+-- How long offsets of a consumer group without members are kept after it last committed any.
+alter table headwater.setting
+    add column kafka_offsets_kept interval not null default '7 days'
+        constraint "offsets are kept for more than no time" check (kafka_offsets_kept > '0');
+
 -- What makes this log one Kafka cluster: clients must see the same id from every broker, and for ever.
 create table headwater.kafka_cluster (
     only_row boolean primary key default true check (only_row),
@@ -87,6 +92,7 @@ create table headwater.kafka_group (
     coordinator   bigint      not null,
     generation    integer     not null default 0 check (generation >= 0),
     protocol_type text        not null default '',
+    -- When it last got a generation, or its coordinator last saw members of it.
     updated_at    timestamptz not null default clock_timestamp()
 );
 
