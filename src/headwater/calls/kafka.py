@@ -435,10 +435,10 @@ def kafka_begin(transactional_id: str, producer_id: int, epoch: int) -> Call[str
     return Call("select headwater.kafka_begin(%s, %s, %s)", (transactional_id, producer_id, epoch), only_value)
 
 
-def kafka_stage(transactional_id: str, batch: AppendBatch) -> Call[str]:
-    """Put a batch aside for the open transaction of its producer."""
+def kafka_stage(transactional_id: str, batch: AppendBatch, *, may_begin: bool) -> Call[str]:
+    """Put a batch aside for the open transaction of its producer, which it may begin."""
     return Call(
-        "select headwater.kafka_stage(%s, %s, %s, %s, %s, %s, %s, %b, %b, %b, %b, %b, %b, %b, %b)",
+        "select headwater.kafka_stage(%s, %s, %s, %s, %s, %s, %s, %b, %b, %b, %b, %b, %b, %b, %b, %s)",
         (
             transactional_id,
             batch.lane.topic_id,
@@ -448,18 +448,25 @@ def kafka_stage(transactional_id: str, batch: AppendBatch) -> Call[str]:
             batch.producer_epoch,
             batch.first_sequence,
             *_record_params([batch]),
+            may_begin,
         ),
         only_value,
     )
 
 
 def kafka_stage_offsets(
-    transactional_id: str, producer_id: int, epoch: int, group: str, offsets: Sequence[OffsetToCommit]
+    transactional_id: str,
+    producer_id: int,
+    epoch: int,
+    group: str,
+    offsets: Sequence[OffsetToCommit],
+    *,
+    may_begin: bool,
 ) -> Call[str]:
     return Call(
         "select headwater.kafka_stage_offsets("
-        "%s, %s, %s, %s, %s::int[], %s::int[], %s::bigint[], %s::int[], %s::text[])",
-        (transactional_id, producer_id, epoch, group, *_offset_params(offsets)),
+        "%s, %s, %s, %s, %s::int[], %s::int[], %s::bigint[], %s::int[], %s::text[], %s)",
+        (transactional_id, producer_id, epoch, group, *_offset_params(offsets), may_begin),
         only_value,
     )
 
@@ -473,11 +480,14 @@ def kafka_staged_offsets(group: str) -> Call[set[Lane]]:
     )
 
 
-def kafka_end_transaction(transactional_id: str, producer_id: int, epoch: int, *, committed: bool) -> Call[str]:
+def kafka_end_transaction(
+    transactional_id: str, producer_id: int, epoch: int, *, committed: bool, next_epoch: bool
+) -> Call[tuple[str, int, int]]:
+    """The outcome, and the id and epoch that the producer has from now on."""
     return Call(
-        "select headwater.kafka_end_transaction(%s, %s, %s, %s)",
-        (transactional_id, producer_id, epoch, committed),
-        only_value,
+        "select outcome, next_id, raised_epoch from headwater.kafka_end_transaction(%s, %s, %s, %s, %s)",
+        (transactional_id, producer_id, epoch, committed, next_epoch),
+        lambda rows: (rows[0][0], rows[0][1], rows[0][2]),
     )
 
 

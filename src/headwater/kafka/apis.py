@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any, Final
 
 from headwater.kafka.broker import Broker
@@ -15,7 +16,7 @@ from headwater.kafka.offsets import Offsets
 from headwater.kafka.produce import Producing
 from headwater.kafka.security import Acls, Credentials
 from headwater.kafka.topics import Topics
-from headwater.kafka.transactions import Transactions
+from headwater.kafka.transactions import FIRST_PRODUCE_THAT_BEGINS, Transactions
 from headwater.kafka.wire import API_VERSIONS, PRODUCE, ErrorCode, Request
 
 OFFERED: Final[Mapping[int, tuple[int, int]]] = {
@@ -42,8 +43,8 @@ OFFERED: Final[Mapping[int, tuple[int, int]]] = {
     23: (2, 4),
     24: (0, 3),
     25: (0, 4),
-    26: (0, 4),
-    28: (0, 4),
+    26: (0, 5),
+    28: (0, 5),
     29: (1, 3),
     30: (1, 3),
     31: (1, 3),
@@ -69,6 +70,9 @@ OFFERED: Final[Mapping[int, tuple[int, int]]] = {
     74: (0, 1),
     75: (0, 0),
 }
+
+FEATURES: Final[Mapping[str, int]] = {"group.version": 1, "transaction.version": 2}
+"""What clients ask for by name: groups of the server-side protocol, and transactions with an epoch each."""
 
 JOIN: Final = 11
 HEARTBEAT: Final = 68
@@ -150,7 +154,8 @@ class Apis:
     async def begin(self, request: Request, client_host: str) -> Awaitable[Answer]:
         """Begin to answer. What comes back is awaited for the answer; requests may be begun before it is there."""
         if request.api == PRODUCE:
-            return await self._producing.begin(request, self._transactions.stage)
+            may_begin = request.version >= FIRST_PRODUCE_THAT_BEGINS
+            return await self._producing.begin(request, partial(self._transactions.stage, may_begin=may_begin))
         if request.api in OF_MEMBERS and not request.allowed("read", "group", request.fields.group_id):
             return _told(ErrorCode.group_authorization_failed)
         if request.api == JOIN:
@@ -173,5 +178,12 @@ def api_versions(code: ErrorCode) -> dict[str, Any]:
         "error_code": code,
         "api_keys": [
             {"api_key": api, "min_version": oldest, "max_version": newest} for api, (oldest, newest) in OFFERED.items()
+        ],
+        "supported_features": [
+            {"name": name, "min_version": 0, "max_version": level} for name, level in FEATURES.items()
+        ],
+        "finalized_features_epoch": 1,
+        "finalized_features": [
+            {"name": name, "min_version_level": level, "max_version_level": level} for name, level in FEATURES.items()
         ],
     }

@@ -119,6 +119,10 @@ create table headwater.kafka_transaction (
     began_at         timestamptz,
     -- How the last one ended, for a client that asks again: committed or aborted.
     last_outcome     text        check (last_outcome in ('committed', 'aborted')),
+    -- What the producer was before it asked for its present id and epoch, for when it asks again; null: it did not ask,
+    -- somebody else fenced it.
+    former_id        bigint,
+    former_epoch     integer     check (num_nulls(former_id, former_epoch) in (0, 2)),
     updated_at       timestamptz not null default clock_timestamp()
 );
 
