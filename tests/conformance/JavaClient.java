@@ -139,7 +139,9 @@ public class JavaClient {
             var earliest = await(admin.listOffsets(Map.of(first, OffsetSpec.earliest())).all()).get(first);
             expect(earliest.offset(), 5L);
             expect(await(admin.listTransactions().all()).stream().anyMatch(one -> one.transactionalId().equals(topic + "-tx")), true);
-            await(admin.describeTransactions(List.of(topic + "-tx")).all());
+            var state = await(admin.describeTransactions(List.of(topic + "-tx")).all()).get(topic + "-tx");
+            // Each of its transactions had an epoch of its own, not only each of its producers.
+            if (state.producerEpoch() < 5) throw new AssertionError("the epoch is only " + state.producerEpoch());
             await(admin.describeProducers(List.of(first)).all());
             expect(await(admin.describeClientQuotas(ClientQuotaFilter.all()).entities()).size(), 0);
             expect(await(admin.listPartitionReassignments().reassignments()).size(), 0);

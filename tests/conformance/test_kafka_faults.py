@@ -130,12 +130,6 @@ def test_an_idempotent_producer_whose_connections_break_writes_everything_once_a
 # Groups that change
 
 
-@pytest.fixture(scope="module")
-def three(dsn: str) -> Iterator[BrokerProcess]:
-    with broker_process(dsn, "--processes", "3") as started:
-        yield started
-
-
 class Member(threading.Thread):
     """A consumer that commits what it has before it gives up a partition, until told to go."""
 
