@@ -19,9 +19,3 @@ def cluster(request: pytest.FixtureRequest, dsn: str) -> Iterator[BrokerProcess]
     """For modules whose every promise must hold however many brokers there are: they take it for their `broker`."""
     with broker_process(dsn, "--processes", str(request.param)) as started:
         yield started
-
-
-@pytest.fixture(scope="module")
-def three(dsn: str) -> Iterator[BrokerProcess]:
-    with broker_process(dsn, "--processes", "3") as started:
-        yield started

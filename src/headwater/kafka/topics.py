@@ -317,6 +317,8 @@ class Topics:
     # Settings
 
     async def describe_configs(self, request: Request) -> dict[str, Any]:
+        # What was just changed by another broker is told as it is now.
+        await self._broker.topics(as_of_now=True)
         results = []
         for one in request.fields.resources or ():
             answer: dict[str, Any] = {
@@ -394,6 +396,8 @@ class Topics:
         return await self._alter(request, wanted)
 
     async def _alter(self, request: Request, wanted: Any) -> dict[str, Any]:
+        # What is added to a list, is added to what it is now.
+        await self._broker.topics(as_of_now=True)
         answers = []
         for one in request.fields.resources or ():
             answer: dict[str, Any] = {
