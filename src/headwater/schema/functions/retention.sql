@@ -140,16 +140,21 @@ begin
     begin
         segments_made := headwater.rotate();
         select e.segments_dropped, e.events_swept into segments_dropped, events_swept from headwater.expire() as e;
-        events_swept := events_swept + headwater.expire_by_size();
     exception
         when lock_not_available then
             -- Somebody works on the tables themselves. The next round tries again.
             busy := true;
     end;
+    begin
+        events_swept := coalesce(events_swept, 0) + headwater.expire_by_size();
+        perform headwater.kafka_expire_groups();
+    exception
+        -- Somebody measures a topic, or commits for a group that was to be forgotten.
+        when lock_not_available then null;
+    end;
     perform headwater.expire_subscriptions();
     perform headwater.clear_staged();
     perform headwater.clear_marks();
-    perform headwater.kafka_expire_groups();
     -- Last, since it keeps the groups from claiming until the end of the transaction.
     for group_name in select g.name from headwater.consumer_group g order by g.id loop
         begin
