@@ -264,6 +264,7 @@ def settings_page() -> str:
                     ("`segment_interval`", "1 day", "how long the log writes to one segment at most"),
                     ("`segments_ahead`", "3", "how many segments are kept ready for the log to grow into"),
                     ("`auto_create_topics`", "false", "whether publishing to a missing topic makes it"),
+                    ("`kafka_offsets_kept`", "7 days", "how long offsets of a Kafka group without members are kept"),
                 ],
             ).strip(),
             "## Of a topic",
@@ -305,7 +306,7 @@ def settings_page() -> str:
 def kafka_page() -> str:
     from kio.index import api_key_map
 
-    from headwater.kafka.apis import OFFERED
+    from headwater.kafka.apis import FEATURES, OFFERED
     from headwater.kafka.configs import TOPIC_CONFIGS
 
     apis = [
@@ -323,6 +324,9 @@ def kafka_page() -> str:
             "A request for anything else ends the connection, but for ApiVersions, which then tells this table. "
             "Produce 0 to 2 are told, since old librdkafka would not compress without them, and refused when used.",
             table(("number", "API", "versions"), apis).strip(),
+            "Features that are told as finalized: "
+            + ", ".join(f"`{name}` {level}" for name, level in FEATURES.items())
+            + ".",
             "## Settings of a topic",
             table(("setting", "default", "can be changed", "means"), configs).strip(),
             "## Differences from Kafka",
@@ -332,12 +336,19 @@ def kafka_page() -> str:
 
 
 KAFKA_DIFFERENCES = (
-    "Not there: retention by size, share groups, quotas, delegation tokens, DeleteRecords, `transaction.version` 2, a "
-    "schema registry.",
+    "Not there: share groups, quotas (there are none to describe), delegation tokens, moving partitions, changing the "
+    "settings of a broker while it runs.",
     "Compaction, every 15 seconds, waits for readers that must not lose an event, and for archives. With "
-    "`cleanup.policy=compact` alone `retention.ms` is -1.",
+    "`cleanup.policy=compact` alone `retention.ms` and `retention.bytes` are -1; `compact,delete` with neither is "
+    "`compact`.",
+    "`retention.bytes` is applied by the log's upkeep, to the event: a partition is at most that large afterwards. It "
+    "counts keys, values and headers, and waits for readers that must not lose an event, and for archives.",
+    "DeleteRecords is refused with POLICY_VIOLATION for what somebody who must not lose an event, or an archive, has "
+    "yet to read, and for event stores and compacted topics. In an open topic it deletes up to a position.",
+    "DescribeLogDirs tells the sizes of the partitions that a broker leads, in one directory, `postgres`.",
     "A consumer group with members of one protocol, classic or that of KIP-848, refuses members of the other. In the "
-    "latter topics are named; patterns are refused.",
+    "latter a pattern of topics is looked up by Postgres: what RE2 has and its regular expressions have not is refused "
+    "or means what it means there.",
     "An open topic can be consumed and not produced to. Its offsets are positions, with gaps.",
     "The records of a transaction enter the log when it commits. Their acknowledgements carry no offset, and "
     "`read_uncommitted` does not see them before either.",
@@ -348,9 +359,12 @@ KAFKA_DIFFERENCES = (
     "Any broker serves any partition. Metadata names one leader for each, to spread the work; the leader epoch is 0.",
     "There are no replicas: Postgres replicates. `acks=1` and `acks=all` both mean committed in Postgres.",
     "Looking for an offset by time reads through the partition.",
-    "Offsets of groups and their names are kept until they are deleted.",
+    "Offsets of a group without members are kept for seven days after it last had any or committed; `headwater "
+    "settings set --kafka-offsets-kept` changes that.",
     "When another broker takes over a consumer group, its members join anew.",
-    "Permissions only allow; `DENY` and hosts other than `*` are refused.",
+    "Permissions only allow; `DENY` and hosts other than `*` are refused. An account that Kafka's tools give a "
+    "password is made if missing, and may do nothing before somebody allows it; it stays when its last "
+    "password is taken away.",
 )
 
 

@@ -167,6 +167,7 @@ class LogSettings:
     segment_interval: timedelta
     segments_ahead: int
     auto_create_topics: bool
+    kafka_offsets_kept: timedelta
 
 
 # --- groups --------------------------------------------------------------------------------------------------

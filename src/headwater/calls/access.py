@@ -3,20 +3,48 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
-from headwater.access import ApiKey, Permission, Verifiers
+from headwater.access import ApiKey, Credential, Permission, Verifiers
 from headwater.calls.call import Call, nothing, only_value
 from headwater.calls.encoding import checked_text
 
-_VERIFIERS = "salt, iterations, stored_key_256, server_key_256, stored_key_512, server_key_512"
+_VERIFIERS = (
+    "salt_256, iterations_256, stored_key_256, server_key_256, salt_512, iterations_512, stored_key_512, server_key_512"
+)
+_NO_CREDENTIAL = (None,) * 4
+
+
+def _verifiers(row: Any) -> Verifiers:
+    first, second = row[:4], row[4:8]
+    return Verifiers(
+        None if first[0] is None else Credential(*first), None if second[0] is None else Credential(*second)
+    )
 
 
 def set_account(name: str, verifiers: Verifiers, *, administrator: bool | None = None) -> Call[None]:
     """Make an account, or give it a new password. None leaves as it is whether it administers."""
     return Call(
-        "select headwater.set_account(%s, %s, %s, %s, %s, %s, %s, %s)",
-        (checked_text(name, "account name"), *verifiers, administrator),
+        "select headwater.set_account(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s)",
+        (
+            checked_text(name, "account name"),
+            *(verifiers.sha_256 or _NO_CREDENTIAL),
+            *(verifiers.sha_512 or _NO_CREDENTIAL),
+            administrator,
+        ),
         nothing,
+    )
+
+
+def set_credential(name: str, mechanism: str, credential: Credential | None) -> Call[bool]:
+    """Give an account, which is made if missing, another password for one mechanism; None takes that away.
+
+    False: there was none to take away.
+    """
+    return Call(
+        "select headwater.set_credential(%s, %s, %s, %s, %s, %s)",
+        (checked_text(name, "account name"), mechanism, *(credential or _NO_CREDENTIAL)),
+        only_value,
     )
 
 
@@ -28,7 +56,7 @@ def find_account(name: str) -> Call[Verifiers | None]:
     return Call(
         f"select {_VERIFIERS} from headwater.account where name = %s",
         (checked_text(name, "account name"),),
-        lambda rows: Verifiers(*rows[0]) if rows else None,
+        lambda rows: _verifiers(rows[0]) if rows else None,
     )
 
 
@@ -38,6 +66,15 @@ def accounts() -> Call[list[tuple[str, bool]]]:
         "select name, administrator from headwater.account order by name",
         (),
         lambda rows: [(name, administrator) for name, administrator in rows],
+    )
+
+
+def credentials() -> Call[dict[str, Verifiers]]:
+    """What is kept of the passwords of all accounts, by name."""
+    return Call(
+        f"select {_VERIFIERS}, name from headwater.account order by name",
+        (),
+        lambda rows: {row[8]: _verifiers(row) for row in rows},
     )
 
 

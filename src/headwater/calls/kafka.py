@@ -32,6 +32,7 @@ class KafkaTopic(NamedTuple):
     compression_type: str
     compacted: bool
     tombstones_kept: timedelta
+    retention_bytes: int | None
     # key and value -> the subject (None: by the strategy), whether an id is needed, the strategy. None: no schema.
     schemas: Mapping[str, tuple[str | None, bool, str]] | None
 
@@ -191,7 +192,7 @@ def kafka_brokers() -> Call[list[KafkaBroker]]:
 def kafka_topics() -> Call[list[KafkaTopic]]:
     return Call(
         "select id, name, kind, writable, partitions, retention, max_payload_bytes, max_header_bytes, "
-        "timestamp_type, compression_type, compacted, tombstones_kept, schemas "
+        "timestamp_type, compression_type, compacted, tombstones_kept, retention_bytes, schemas "
         "from headwater.kafka_topic_overview order by name",
         (),
         lambda rows: [KafkaTopic(*row) for row in rows],
@@ -208,10 +209,11 @@ def kafka_create_topic(
     compression_type: str | None = None,
     compacted: bool | None = None,
     tombstones_kept: timedelta | None = None,
+    retention_bytes: int | None = None,
     schemas: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Call[int]:
     return Call(
-        "select headwater.kafka_create_topic(%s, %s, %s, %s, %s, %s, %s, %s, %s)",
+        "select headwater.kafka_create_topic(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s)",
         (
             name,
             partitions,
@@ -221,6 +223,7 @@ def kafka_create_topic(
             compression_type,
             compacted,
             tombstones_kept,
+            retention_bytes,
             Jsonb(schemas) if schemas else None,
         ),
         only_value,
@@ -239,10 +242,27 @@ def kafka_alter_topic(
     compression_type: str | None = None,
     compacted: bool | None = None,
     tombstones_kept: timedelta | None = None,
+    retention_bytes: int | None = None,
+    retention: timedelta | None = None,
+    max_payload_bytes: int | None = None,
+    keep_forever: bool = False,
+    schemas: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Call[None]:
+    """None leaves a setting as it is; a size of -1 removes the limit."""
     return Call(
-        "select headwater.kafka_alter_topic(%s, %s, %s, %s, %s)",
-        (name, timestamp_type, compression_type, compacted, tombstones_kept),
+        "select headwater.kafka_alter_topic(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s)",
+        (
+            name,
+            timestamp_type,
+            compression_type,
+            compacted,
+            tombstones_kept,
+            retention_bytes,
+            retention,
+            max_payload_bytes,
+            keep_forever,
+            Jsonb(schemas) if schemas else None,
+        ),
         nothing,
     )
 
@@ -391,6 +411,11 @@ def kafka_delete_group(group: str, incarnation: int) -> Call[bool]:
     return Call("select headwater.kafka_delete_group(%s, %s)", (group, incarnation), only_value)
 
 
+def kafka_note_alive(groups: Sequence[str], incarnation: int) -> Call[None]:
+    """These groups have members: their offsets do not expire."""
+    return Call("select headwater.kafka_note_alive(%s::text[], %s)", (list(groups), incarnation), nothing)
+
+
 def kafka_groups(incarnation: int) -> Call[list[tuple[str, str]]]:
     """The groups that a broker coordinates, with their kind of protocol."""
     return Call(
@@ -417,10 +442,10 @@ def kafka_begin(transactional_id: str, producer_id: int, epoch: int) -> Call[str
     return Call("select headwater.kafka_begin(%s, %s, %s)", (transactional_id, producer_id, epoch), only_value)
 
 
-def kafka_stage(transactional_id: str, batch: AppendBatch) -> Call[str]:
-    """Put a batch aside for the open transaction of its producer."""
+def kafka_stage(transactional_id: str, batch: AppendBatch, *, may_begin: bool) -> Call[str]:
+    """Put a batch aside for the open transaction of its producer, which it may begin."""
     return Call(
-        "select headwater.kafka_stage(%s, %s, %s, %s, %s, %s, %s, %b, %b, %b, %b, %b, %b, %b, %b)",
+        "select headwater.kafka_stage(%s, %s, %s, %s, %s, %s, %s, %b, %b, %b, %b, %b, %b, %b, %b, %s)",
         (
             transactional_id,
             batch.lane.topic_id,
@@ -430,18 +455,25 @@ def kafka_stage(transactional_id: str, batch: AppendBatch) -> Call[str]:
             batch.producer_epoch,
             batch.first_sequence,
             *_record_params([batch]),
+            may_begin,
         ),
         only_value,
     )
 
 
 def kafka_stage_offsets(
-    transactional_id: str, producer_id: int, epoch: int, group: str, offsets: Sequence[OffsetToCommit]
+    transactional_id: str,
+    producer_id: int,
+    epoch: int,
+    group: str,
+    offsets: Sequence[OffsetToCommit],
+    *,
+    may_begin: bool,
 ) -> Call[str]:
     return Call(
         "select headwater.kafka_stage_offsets("
-        "%s, %s, %s, %s, %s::int[], %s::int[], %s::bigint[], %s::int[], %s::text[])",
-        (transactional_id, producer_id, epoch, group, *_offset_params(offsets)),
+        "%s, %s, %s, %s, %s::int[], %s::int[], %s::bigint[], %s::int[], %s::text[], %s)",
+        (transactional_id, producer_id, epoch, group, *_offset_params(offsets), may_begin),
         only_value,
     )
 
@@ -455,11 +487,14 @@ def kafka_staged_offsets(group: str) -> Call[set[Lane]]:
     )
 
 
-def kafka_end_transaction(transactional_id: str, producer_id: int, epoch: int, *, committed: bool) -> Call[str]:
+def kafka_end_transaction(
+    transactional_id: str, producer_id: int, epoch: int, *, committed: bool, next_epoch: bool
+) -> Call[tuple[str, int, int]]:
+    """The outcome, and the id and epoch that the producer has from now on."""
     return Call(
-        "select headwater.kafka_end_transaction(%s, %s, %s, %s)",
-        (transactional_id, producer_id, epoch, committed),
-        only_value,
+        "select outcome, next_id, raised_epoch from headwater.kafka_end_transaction(%s, %s, %s, %s, %s)",
+        (transactional_id, producer_id, epoch, committed, next_epoch),
+        lambda rows: (rows[0][0], rows[0][1], rows[0][2]),
     )
 
 

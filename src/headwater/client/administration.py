@@ -100,12 +100,14 @@ class Administration(Shell):
         segment_interval: timedelta | None = None,
         segments_ahead: int | None = None,
         auto_create_topics: bool | None = None,
+        kafka_offsets_kept: timedelta | None = None,
     ) -> LogSettings:
         """Change settings of the whole log; None leaves one as it is."""
         call = calls.change_log_settings(
             segment_interval=segment_interval,
             segments_ahead=segments_ahead,
             auto_create_topics=auto_create_topics,
+            kafka_offsets_kept=kafka_offsets_kept,
         )
         return self._run(call)
 

@@ -165,10 +165,11 @@ class Broker:
         self._by_id = {topic.id: topic for topic in topics}
         self._topics_read_at = asked_at
 
-    async def topics(self) -> list[KafkaTopic]:
-        """All topics, as of a moment ago."""
+    async def topics(self, *, as_of_now: bool = False) -> list[KafkaTopic]:
+        """All topics, as of a moment ago; or as of now, for whoever may just have made one by another broker."""
+        oldest = time.monotonic() - (0.0 if as_of_now else TOPICS_AGE_SECONDS)
         async with self._refreshing:
-            if time.monotonic() - self._topics_read_at > TOPICS_AGE_SECONDS:
+            if self._topics_read_at < oldest:
                 await self.refresh_topics()
         return list(self._by_name.values())
 

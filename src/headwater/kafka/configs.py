@@ -14,6 +14,7 @@ STATIC_BROKER: Final = 4
 DEFAULT: Final = 5
 BOOLEAN, STRING, INT, LONG, LIST = 1, 2, 3, 5, 7
 
+_SET, _DELETE, _APPEND, _SUBTRACT = 0, 1, 2, 3
 _FOR_EVER_MS: Final = 1000 * 86_400_000 * 365
 
 
@@ -31,6 +32,8 @@ class Change(NamedTuple):
     compression_type: str | None = None
     compacted: bool | None = None
     tombstones_kept: timedelta | None = None
+    # -1: no limit.
+    retention_bytes: int | None = None
     # key or value -> subject, framed, strategy: what is named of them changes.
     schemas: Mapping[str, Mapping[str, Any]] | None = None
 
@@ -67,7 +70,7 @@ TOPIC_CONFIGS: Final[Mapping[str, _Config]] = {
     "max.message.bytes": _Config(INT, "1048576", "The largest batch, and the largest value, that is taken."),
     "message.timestamp.type": _Config(STRING, "CreateTime", "Whose time a record has: the producer's or the log's."),
     "min.insync.replicas": _Config(INT, "1", "Postgres replicates; a broker has nothing to replicate.", fixed=True),
-    "retention.bytes": _Config(LONG, "-1", "No limit by size.", fixed=True),
+    "retention.bytes": _Config(LONG, "-1", "How large a partition may get before its oldest records go; -1: no limit."),
     "retention.ms": _Config(LONG, "-1", "How long records are kept; -1 keeps them for ever."),
     "segment.bytes": _Config(INT, "1073741824", "Told for clients; segments are the log's own.", fixed=True),
     **{name: _SCHEMA_KINDS[field] for name, (_, field) in SCHEMA_CONFIGS.items()},
@@ -82,7 +85,10 @@ def topic_values(topic: KafkaTopic) -> dict[str, str]:
     values["compression.type"] = topic.compression_type
     values["delete.retention.ms"] = str(round(topic.tombstones_kept.total_seconds() * 1000))
     if topic.compacted:
-        values["cleanup.policy"] = "compact" if topic.retention is None else "compact,delete"
+        deletes = topic.retention is not None or topic.retention_bytes is not None
+        values["cleanup.policy"] = "compact,delete" if deletes else "compact"
+    if topic.retention_bytes is not None:
+        values["retention.bytes"] = str(topic.retention_bytes)
     if topic.retention is not None:
         values["retention.ms"] = str(round(topic.retention.total_seconds() * 1000))
     for part, (subject, framed, strategy) in (topic.schemas or {}).items():
@@ -109,6 +115,8 @@ def change_of(values: Mapping[str, str | None]) -> Change:
             change = change._replace(
                 retention=None if forever else timedelta(milliseconds=max(kept_ms, 1)), keep_forever=forever
             )
+        elif name == "retention.bytes":
+            change = change._replace(retention_bytes=_number(name, value, least=-1))
         elif name == "cleanup.policy":
             policies = {policy.strip() for policy in value.split(",")}
             if not policies or not policies <= {"compact", "delete"}:
@@ -131,8 +139,23 @@ def change_of(values: Mapping[str, str | None]) -> Change:
             change = change._replace(schemas=known_parts)
     if change.compacted and "delete" not in (values.get("cleanup.policy") or ""):
         # Only what is superseded goes, however old the rest is.
-        change = change._replace(retention=None, keep_forever=True)
+        change = change._replace(retention=None, keep_forever=True, retention_bytes=-1)
     return change
+
+
+def after(values: Mapping[str, str], name: str, operation: int, value: str | None) -> str | None:
+    """What a setting is after an incremental change; None: its default."""
+    if operation == _SET:
+        return value
+    if operation == _DELETE:
+        return None
+    if name not in TOPIC_CONFIGS or TOPIC_CONFIGS[name].kind != LIST or operation not in (_APPEND, _SUBTRACT):
+        raise BadConfig(f"{name} is not a list that one could add to or take from")
+    now = values[name].split(",")
+    given = [part.strip() for part in (value or "").split(",") if part.strip()]
+    if operation == _APPEND:
+        return ",".join([*now, *(part for part in given if part not in now)])
+    return ",".join(part for part in now if part not in given)
 
 
 def described(values: Mapping[str, str], wanted: list[str] | None) -> list[dict[str, Any]]:

@@ -53,6 +53,7 @@ FUNCTION_FILES = (
     "kafka_topic.sql",
     "kafka_produce.sql",
     "kafka_fetch.sql",
+    "kafka_retention.sql",
     "kafka_group.sql",
     "kafka_transaction.sql",
     "retention.sql",

@@ -119,7 +119,7 @@ begin
         grant insert (published_at, produced_ms, record_headers) on headwater.event to headwater_admin;
         grant usage on sequence headwater.kafka_incarnation, headwater.kafka_producer_id to headwater_admin;
         grant insert, update, delete on
-            headwater.kafka_topic, headwater.kafka_broker, headwater.kafka_producer_lane, headwater.kafka_group,
+            headwater.kafka_topic, headwater.kafka_lane, headwater.kafka_broker, headwater.kafka_producer_lane, headwater.kafka_group,
             headwater.kafka_offset, headwater.kafka_transaction, headwater.kafka_staged, headwater.kafka_staged_offset,
             headwater.account, headwater.permission, headwater.api_key
             to headwater_admin;

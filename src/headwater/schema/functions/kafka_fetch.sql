@@ -19,17 +19,19 @@ declare
     asked record;
 begin
     for asked in
-        select t.id, t.kind, t.expired_to, l.lane, coalesce(k.compacted, false) as compacted
+        select t.id, t.kind, t.expired_to, l.lane, coalesce(k.compacted, false) as compacted,
+            coalesce(b.start_offset, 0) as begin_at
         from unnest(topic_ids, lanes) as l (topic_id, lane)
         join headwater.topic t on t.id = l.topic_id and t.deleted_at is null and l.lane between 0 and t.partitions - 1
         left join headwater.kafka_topic k on k.topic_id = t.id
+        left join headwater.kafka_lane b on b.topic_id = t.id and b.partition = l.lane
     loop
         topic_id := asked.id;
         lane := asked.lane;
         if asked.kind = 'open' then
             settled_to := coalesce(settled_to, headwater.settled());
-            start_offset := asked.expired_to + 1;
-            end_offset := greatest(settled_to, asked.expired_to) + 1;
+            start_offset := greatest(asked.expired_to + 1, asked.begin_at);
+            end_offset := greatest(settled_to + 1, start_offset);
         else
             end_offset := headwater.next_offset(asked.id, asked.lane);
             select e.topic_offset into start_offset
@@ -44,6 +46,7 @@ begin
                 when asked.compacted and asked.expired_to = 0 then 0
                 else coalesce(start_offset, end_offset)
             end;
+            start_offset := greatest(start_offset, asked.begin_at);
         end if;
         return next;
     end loop;

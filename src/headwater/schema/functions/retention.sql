@@ -145,6 +145,13 @@ begin
             -- Somebody works on the tables themselves. The next round tries again.
             busy := true;
     end;
+    begin
+        events_swept := coalesce(events_swept, 0) + headwater.expire_by_size();
+        perform headwater.kafka_expire_groups();
+    exception
+        -- Somebody measures a topic, or commits for a group that was to be forgotten.
+        when lock_not_available then null;
+    end;
     perform headwater.expire_subscriptions();
     perform headwater.clear_staged();
     perform headwater.clear_marks();
