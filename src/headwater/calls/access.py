@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 from headwater.access import ApiKey, Permission, Verifiers
 from headwater.calls.call import Call, nothing, only_value
@@ -17,6 +17,15 @@ def set_account(name: str, verifiers: Verifiers, *, administrator: bool | None =
         "select headwater.set_account(%s, %s, %s, %s, %s, %s, %s, %s)",
         (checked_text(name, "account name"), *verifiers, administrator),
         nothing,
+    )
+
+
+def create_account(name: str, verifiers: Verifiers, *, administrator: bool) -> Call[bool]:
+    """Make an account; False if there is one of that name."""
+    return Call(
+        "select headwater.create_account(%s, %s, %s, %s, %s, %s, %s, %s)",
+        (checked_text(name, "account name"), *verifiers, administrator),
+        only_value,
     )
 
 
@@ -39,6 +48,11 @@ def accounts() -> Call[list[tuple[str, bool]]]:
         (),
         lambda rows: [(name, administrator) for name, administrator in rows],
     )
+
+
+def account_times() -> Call[dict[str, datetime]]:
+    """When each account was made, by its name."""
+    return Call("select name, created_at from headwater.account order by name", (), lambda rows: dict(rows))
 
 
 def permissions() -> Call[list[Permission]]:

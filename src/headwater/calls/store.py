@@ -276,3 +276,26 @@ def field_indexes(topic: str) -> Call[list[FieldIndex]]:
 def event_store_head(topic: str) -> Call[int]:
     """The last position of an event store; 0: it is empty."""
     return Call("select headwater.event_store_head(%s)", (checked_text(topic, "topic name"),), only_value)
+
+
+def event_stores() -> Call[list[str]]:
+    """The names of all event stores."""
+    return Call(
+        "select name from headwater.topic where event_store and deleted_at is null order by name",
+        (),
+        lambda rows: [name for (name,) in rows],
+    )
+
+
+def take_subscriber_name(topic: str, name: str) -> Call[bool]:
+    """Take a name for this session; False: another has it."""
+    return Call(
+        "select headwater.take_subscriber_name(%s, %s)",
+        (checked_text(topic, "topic name"), checked_text(name, "subscriber name")),
+        only_value,
+    )
+
+
+def give_subscriber_name(topic: str, name: str) -> Call[bool]:
+    """Give a name of this session back."""
+    return Call("select headwater.give_subscriber_name(%s, %s)", (topic, name), only_value)
