@@ -45,19 +45,24 @@ def position(of: int) -> pb.Position:
 def first_from(asked: pb.Position) -> int:
     """What to read after, to read from a position on."""
     commit, prepare = asked.commit_position, asked.prepare_position
-    return max(commit - 1 if prepare <= commit else commit, 0)
+    return _within(commit - 1 if prepare <= commit else commit)
 
 
 def last_before(asked: pb.Position) -> int:
     """What to read before, to read backwards from a position on."""
     commit, prepare = asked.commit_position, asked.prepare_position
-    return max(commit + 1 if prepare >= commit else commit, 0)
+    return _within(commit + 1 if prepare >= commit else commit)
 
 
 def first_after(asked: pb.Position) -> int:
     """What to read after, to read on from a position, which is not included."""
     commit, prepare = asked.commit_position, asked.prepare_position
-    return max(commit if prepare >= commit else commit - 1, 0)
+    return _within(commit if prepare >= commit else commit - 1)
+
+
+def _within(place: int) -> int:
+    """A place of the log, whatever was asked for: all that is beyond is as far as it goes."""
+    return min(max(place, 0), NOWHERE)
 
 
 def item(criterion: pb.Criterion) -> Item | None:

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from typing import Final
 
 from headwater.errors import AppendConflict, InvalidRequest
-from headwater.query import EVERYTHING, FieldIndex, Query, StoreEvent
+from headwater.query import EVERYTHING, FieldIndex
 from headwater.server.rpc import orisun_messages as messages
 from headwater.server.rpc.backends import Backend, Store
 from headwater.server.rpc.calling import Call
@@ -56,7 +56,19 @@ class OrisunEventStore:
                 before = messages.last_before(request.from_position)
             else:
                 after = messages.first_from(request.from_position)
-        events = await _page(store, asked, after, before, backwards, request.count)
+        events = await store.read(
+            asked,
+            after=after,
+            before=before,
+            backwards=backwards,
+            batch_size=request.count,
+            max_bytes=MAX_PAGE_BYTES,
+        )
+        if len(events) < request.count and sum(len(event.payload or b"") for event in events) >= MAX_PAGE_BYTES:
+            raise TooMuch(
+                f"{request.count} events are more than fit into a message",
+                hint=f"Ask for {max(len(events) // 2, 1)} at once.",
+            )
         return pb.GetEventsResponse(events=map(messages.event, events))
 
     async def get_latest_by_criteria(
@@ -141,31 +153,6 @@ class OrisunEventStore:
             raise InvalidRequest("a boundary is needed")
         call.need(action, "topic", name)
         return await self._backend.store(name)
-
-
-async def _page(
-    store: Store, query: Query, after: int, before: int | None, backwards: bool, count: int
-) -> list[StoreEvent]:
-    """As many events as were asked for, unless there are no more."""
-    events: list[StoreEvent] = []
-    left = MAX_PAGE_BYTES
-    while len(events) < count:
-        batch = await store.read(
-            query, after=after, before=before, backwards=backwards, batch_size=count - len(events), max_bytes=left
-        )
-        if not batch:
-            break
-        events += batch
-        left -= sum(len(event.payload or b"") + 200 for event in batch)
-        if left <= 0:
-            raise TooMuch(
-                f"{count} events are more than fit into a message", hint=f"Ask for {max(len(events) // 2, 1)} at once."
-            )
-        if backwards:
-            before = batch[-1].position
-        else:
-            after = batch[-1].position
-    return events
 
 
 def _definition(index: FieldIndex) -> pb.IndexDefinition:
