@@ -58,8 +58,8 @@ async def serving(log: AsyncHeadwater, opening: Opening) -> AsyncIterator[Door]:
             "Queue": QueueService(log),
             "EventStore": EventStoreService(backend),
         }
-        gate = Gate(callers if opening.authenticate else None)
-        async with _open(backend, services, OrisunAdmin(backend, log), gate, opening) as door:
+        asked = callers if opening.authenticate else None
+        async with _open(backend, services, OrisunAdmin(backend, log, asked), Gate(asked), opening) as door:
             yield door
 
 
@@ -68,7 +68,7 @@ async def serving_stores(stores: SqliteStores, opening: Opening) -> AsyncIterato
     """Serve the event stores of a directory until the block is left. There are no accounts, so everybody may come."""
     backend = SqliteBackend(stores)
     services = {"EventStore": EventStoreService(backend)}
-    async with _open(backend, services, OrisunAdmin(backend, None), Gate(None), opening) as door:
+    async with _open(backend, services, OrisunAdmin(backend, None, None), Gate(None), opening) as door:
         yield door
 
 

@@ -13,7 +13,7 @@ from headwater.access import Permission
 from headwater.aio import AsyncHeadwater
 from headwater.calls import access as calls
 from headwater.errors import HeadwaterError, InvalidRequest, NotAllowed, TopicNotFound
-from headwater.server.callers import NotAuthenticated
+from headwater.server.callers import Callers, NotAuthenticated
 from headwater.server.rpc.backends import Backend
 from headwater.server.rpc.calling import Call
 from headwater.server.rpc.generated import eventstore_pb2 as pb
@@ -28,9 +28,10 @@ OPERATING: Final = (("read", "topic", "*"), ("write", "topic", "*"), ("describe"
 class OrisunAdmin:
     """Every method is one of the protocol; its promise is there. Without a log there are no accounts."""
 
-    def __init__(self, backend: Backend, log: AsyncHeadwater | None) -> None:
+    def __init__(self, backend: Backend, log: AsyncHeadwater | None, callers: Callers | None) -> None:
         self._backend = backend
         self._log = log
+        self._callers = callers
 
     async def create_boundary(self, request: pb.CreateBoundaryRequest, call: Call) -> pb.CreateBoundaryResponse:
         call.need("create", "topic", request.name)
@@ -82,6 +83,7 @@ class OrisunAdmin:
             if OPERATIONS in request.roles:
                 for permission in OPERATING:
                     await log._run(calls.allow(Permission(request.username, *permission)), connection)
+        await self._refresh()
         (user,) = [one for one in await _users(log) if one.user_id == request.username]
         return pb.CreateUserResponse(user=user)
 
@@ -93,6 +95,7 @@ class OrisunAdmin:
             raise Refused("nobody can delete their own account")
         if not await log._run(calls.delete_account(request.user_id)):
             raise _no_user(request.user_id)
+        await self._refresh()
         return pb.DeleteUserResponse(success=True)
 
     async def change_password(self, request: pb.ChangePasswordRequest, call: Call) -> pb.ChangePasswordResponse:
@@ -140,6 +143,11 @@ class OrisunAdmin:
         if log is None:
             raise NotOffered("a directory of SQLite files has no accounts", hint="Serve a Postgres.")
         return log
+
+    async def _refresh(self) -> None:
+        """What was changed here counts here at once; elsewhere when rights are read again."""
+        if self._callers is not None:
+            await self._callers.refresh()
 
     def _boundary(self, name: str) -> pb.BoundaryInfo:
         return pb.BoundaryInfo(
