@@ -222,6 +222,18 @@ def test_the_blocking_shell_is_made_from_the_asynchronous_one() -> None:
     assert check.returncode == 0, check.stdout
 
 
+def test_the_modules_of_messages_are_made_from_the_files_of_the_protocol() -> None:
+    pytest.importorskip("grpc_tools")
+    check = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "protos.py"), "--check"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert check.returncode == 0, check.stdout
+
+
 def test_there_is_a_changelog_with_a_place_for_what_is_new() -> None:
     assert re.search(r"^## ", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
 

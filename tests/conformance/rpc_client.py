@@ -6,11 +6,9 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC
-from types import SimpleNamespace
 from typing import Any
 
 import grpc
-from google.protobuf.message_factory import GetMessageClass
 
 from headwater import calls, errors
 from headwater.query import (
@@ -24,24 +22,10 @@ from headwater.query import (
     StoreEvent,
     distinct,
 )
+from headwater.server.rpc.client import service
 from headwater.server.rpc.generated import headwater_pb2 as pb
 
 SECONDS = 30
-
-
-def stub(channel: grpc.Channel, file: Any, service: str) -> Any:
-    """The methods of a service, by their names."""
-    made = SimpleNamespace()
-    descriptor = file.services_by_name[service]
-    for method in descriptor.methods:
-        kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
-        call = getattr(channel, kind)(
-            f"/{descriptor.full_name}/{method.name}",
-            request_serializer=GetMessageClass(method.input_type).SerializeToString,
-            response_deserializer=GetMessageClass(method.output_type).FromString,
-        )
-        setattr(made, method.name, call)
-    return made
 
 
 @contextmanager
@@ -64,7 +48,7 @@ class RpcStores:
 
     def __init__(self, address: str) -> None:
         self.channel = grpc.insecure_channel(address)
-        self.methods = stub(self.channel, pb.DESCRIPTOR, "EventStore")
+        self.methods = service(self.channel, "headwater.v1.EventStore")
 
     def create_store(self, name: str, *, if_missing: bool = False) -> RpcStore:
         with translated():

@@ -15,10 +15,10 @@ import headwater
 from headwater.store import NewStoreEvent
 
 grpc = pytest.importorskip("grpc")
-from rpc_client import stub  # noqa: E402
 from rpc_servers import rpc_server  # noqa: E402
 
 from headwater.server.rpc import orisun_messages  # noqa: E402
+from headwater.server.rpc.client import service  # noqa: E402
 from headwater.server.rpc.generated import eventstore_pb2 as pb  # noqa: E402
 
 SECONDS = 30
@@ -39,12 +39,12 @@ def channel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture
 def store(channel: Any) -> Any:
-    return stub(channel, pb.DESCRIPTOR, "EventStore")
+    return service(channel, "orisun.EventStore")
 
 
 @pytest.fixture
 def admin(channel: Any) -> Any:
-    return stub(channel, pb.DESCRIPTOR, "Admin")
+    return service(channel, "orisun.Admin")
 
 
 @pytest.fixture
@@ -312,7 +312,7 @@ def test_a_page_that_fits_into_no_message_is_refused_and_not_cut(dsn: str, log: 
         kept.append([NewStoreEvent("A", {"large": "x" * 950_000}) for _ in range(10)])
     options = [("grpc.max_receive_message_length", -1)]
     with rpc_server(dsn=dsn) as server, grpc.insecure_channel(server.address, options) as channel:
-        store = stub(channel, pb.DESCRIPTOR, "EventStore")
+        store = service(channel, "orisun.EventStore")
         assert len(get(store, "large", count=60)) == 60
         with refused(grpc.StatusCode.RESOURCE_EXHAUSTED) as error:
             get(store, "large", count=70)
@@ -457,7 +457,7 @@ def test_what_others_append_is_shown_as_json(dsn: str, log: headwater.Headwater)
         ]
     )
     with rpc_server(dsn=dsn) as server, grpc.insecure_channel(server.address) as channel:
-        events = get(stub(channel, pb.DESCRIPTOR, "EventStore"), "from_elsewhere")
+        events = get(service(channel, "orisun.EventStore"), "from_elsewhere")
     assert [event.data for event in events] == [
         '{"a":1}',
         "{}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -22,9 +23,9 @@ from headwater.store import NewStoreEvent
 grpc = pytest.importorskip("grpc")
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: E402
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc  # noqa: E402
-from rpc_client import stub  # noqa: E402
 from rpc_servers import RpcServer, rpc_server  # noqa: E402
 
+from headwater.server.rpc.client import service  # noqa: E402
 from headwater.server.rpc.generated import eventstore_pb2  # noqa: E402
 from headwater.server.rpc.generated import headwater_pb2 as pb  # noqa: E402
 from headwater.server.rpc.statuses import MAX_DETAIL_BYTES, code_for, detail_bytes  # noqa: E402
@@ -48,17 +49,17 @@ def channel(server: RpcServer) -> Iterator[Any]:
 
 @pytest.fixture
 def events(channel: Any) -> Any:
-    return stub(channel, pb.DESCRIPTOR, "Log")
+    return service(channel, "headwater.v1.Log")
 
 
 @pytest.fixture
 def queue(channel: Any) -> Any:
-    return stub(channel, pb.DESCRIPTOR, "Queue")
+    return service(channel, "headwater.v1.Queue")
 
 
 @pytest.fixture
 def stores(channel: Any) -> Any:
-    return stub(channel, pb.DESCRIPTOR, "EventStore")
+    return service(channel, "headwater.v1.EventStore")
 
 
 @pytest.fixture
@@ -430,7 +431,7 @@ def node_of(address: str) -> str:
     """Which process answers on a connection of its own."""
     options = [("grpc.use_local_subchannel_pool", 1)]
     with grpc.insecure_channel(address, options) as channel:
-        info = stub(channel, eventstore_pb2.DESCRIPTOR, "EventStore").GetServerInfo(
+        info = service(channel, "orisun.EventStore").GetServerInfo(
             eventstore_pb2.GetServerInfoRequest(), timeout=SECONDS, wait_for_ready=True
         )
         return str(info.node_id)
@@ -447,7 +448,7 @@ def test_several_processes_share_a_port_and_one_that_dies_is_started_again(dsn: 
 def test_a_server_that_stops_ends_its_streams_and_says_so(dsn: str, log: headwater.Headwater, store: str) -> None:
     log.store(store).append(NewStoreEvent("A"))
     with rpc_server(dsn=dsn) as server, grpc.insecure_channel(server.address) as channel:
-        stores = stub(channel, pb.DESCRIPTOR, "EventStore")
+        stores = service(channel, "headwater.v1.EventStore")
         answers = stores.Subscribe(pb.SubscribeRequest(store=store), timeout=SECONDS)
         assert len(next(answers).events) == 1
         server.process.terminate()
@@ -463,7 +464,7 @@ def test_a_name_is_one_subscribers_among_servers_and_free_when_its_server_dies(
     log.store(store).append(NewStoreEvent("A"))
     request = pb.SubscribeRequest(store=store, subscriber_name="me")
     with rpc_server(dsn=dsn) as other, grpc.insecure_channel(other.address) as channel:
-        elsewhere = stub(channel, pb.DESCRIPTOR, "EventStore")
+        elsewhere = service(channel, "headwater.v1.EventStore")
         first = elsewhere.Subscribe(request, timeout=SECONDS)
         assert len(next(first).events) == 1
         with refused(grpc.StatusCode.ALREADY_EXISTS):
@@ -512,3 +513,15 @@ def test_calls_outlive_the_connections_of_the_server(
     stores.Append(append, timeout=SECONDS)
     assert len(next(subscribed).events) == 1
     assert log.store(store).count() == 4
+
+
+# --- the page ----------------------------------------------------------------------------------------------------
+
+
+def test_the_program_that_the_page_shows_runs(dsn: str, server: RpcServer) -> None:
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "grpc.md"
+    blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= 5
+    names: dict[str, Any] = {"__name__": "a page"}
+    for block in blocks:
+        exec(compile(block.replace("127.0.0.1:5005", server.address), str(page), "exec"), names)

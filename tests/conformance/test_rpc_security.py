@@ -21,9 +21,9 @@ from headwater.store import NewStoreEvent
 
 grpc = pytest.importorskip("grpc")
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: E402
-from rpc_client import stub  # noqa: E402
 from rpc_servers import rpc_server  # noqa: E402
 
+from headwater.server.rpc.client import service  # noqa: E402
 from headwater.server.rpc.generated import eventstore_pb2 as orisun  # noqa: E402
 from headwater.server.rpc.generated import headwater_pb2 as pb  # noqa: E402
 
@@ -69,12 +69,12 @@ def channel(dsn: str) -> Iterator[Any]:
 
 @pytest.fixture
 def store(channel: Any) -> Any:
-    return stub(channel, orisun.DESCRIPTOR, "EventStore")
+    return service(channel, "orisun.EventStore")
 
 
 @pytest.fixture
 def admin(channel: Any) -> Any:
-    return stub(channel, orisun.DESCRIPTOR, "Admin")
+    return service(channel, "orisun.Admin")
 
 
 def refused(code: Any) -> Any:
@@ -105,7 +105,7 @@ def token_of(call: Any, metadata: Metadata, request: Any = EMPTY) -> str | None:
 def test_who_is_not_known_does_not_come_in(channel: Any, store: Any, metadata: Metadata) -> None:
     with refused(grpc.StatusCode.UNAUTHENTICATED):
         store.Ping(EMPTY, timeout=SECONDS, metadata=metadata)
-    subscribe = stub(channel, pb.DESCRIPTOR, "EventStore").Subscribe
+    subscribe = service(channel, "headwater.v1.EventStore").Subscribe
     with refused(grpc.StatusCode.UNAUTHENTICATED):
         next(subscribe(pb.SubscribeRequest(store="shop-store"), timeout=SECONDS, metadata=metadata))
 
@@ -132,7 +132,7 @@ def test_a_key_is_enough_and_opens_no_session(store: Any, log: headwater.Headwat
 
 
 def test_an_account_may_what_it_was_allowed_and_nothing_else(channel: Any, store: Any, admin: Any) -> None:
-    log, queue, stores = (stub(channel, pb.DESCRIPTOR, name) for name in ("Log", "Queue", "EventStore"))
+    log, queue, stores = (service(channel, f"headwater.v1.{name}") for name in ("Log", "Queue", "EventStore"))
     event = orisun.EventToSave(event_id="x", event_type="A", data="{}")
     new = pb.NewStoreEvent(type="A")
     allowed = [
@@ -220,7 +220,7 @@ def test_an_account_may_what_it_was_allowed_and_nothing_else(channel: Any, store
 
 
 def test_a_stream_ends_when_the_right_to_it_is_taken_back(channel: Any, log: headwater.Headwater, until: Until) -> None:
-    stores = stub(channel, pb.DESCRIPTOR, "EventStore")
+    stores = service(channel, "headwater.v1.EventStore")
     request = pb.SubscribeRequest(store="shop-store")
     answers = stores.Subscribe(request, timeout=60, metadata=basic("reader", "r"))
     assert next(answers).events
@@ -315,6 +315,6 @@ def test_connections_are_encrypted_where_a_certificate_is_given(dsn: str, tmp_pa
     with rpc_server("--tls-certificate", str(certificate), "--tls-key", str(key), dsn=dsn) as server:
         trusting = grpc.ssl_channel_credentials(certificate.read_bytes())
         with grpc.secure_channel(server.address, trusting) as channel:
-            stub(channel, orisun.DESCRIPTOR, "EventStore").Ping(EMPTY, timeout=SECONDS)
+            service(channel, "orisun.EventStore").Ping(EMPTY, timeout=SECONDS)
         with grpc.insecure_channel(server.address) as channel, refused(grpc.StatusCode.UNAVAILABLE):
-            stub(channel, orisun.DESCRIPTOR, "EventStore").Ping(EMPTY, timeout=SECONDS)
+            service(channel, "orisun.EventStore").Ping(EMPTY, timeout=SECONDS)

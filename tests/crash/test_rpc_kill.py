@@ -20,9 +20,9 @@ from headwater.store import NewStoreEvent
 
 grpc = pytest.importorskip("grpc")
 sys.path.append(str(Path(__file__).parents[1] / "conformance"))
-from rpc_client import stub  # noqa: E402
 from rpc_servers import rpc_server  # noqa: E402
 
+from headwater.server.rpc.client import service  # noqa: E402
 from headwater.server.rpc.generated import headwater_pb2 as pb  # noqa: E402
 
 WRITERS = 4
@@ -71,7 +71,7 @@ def test_what_was_confirmed_is_there_once_and_every_subscriber_saw_it_once_in_or
                             raise
 
     def sent(channel: Any, batch: list[str]) -> dict[str, int]:
-        stores = stub(channel, pb.DESCRIPTOR, "EventStore")
+        stores = service(channel, "headwater.v1.EventStore")
         events = [pb.NewStoreEvent(type="A", event_id=event_id) for event_id in batch]
         if len(batch) % 2:
             request = pb.AppendRequest(store="killed", events=events[:1])
@@ -88,7 +88,7 @@ def test_what_was_confirmed_is_there_once_and_every_subscriber_saw_it_once_in_or
             assert time.monotonic() < deadline
             after = received[-1].position if received else 0
             with connected(address) as channel:
-                stores = stub(channel, pb.DESCRIPTOR, "EventStore")
+                stores = service(channel, "headwater.v1.EventStore")
                 request = pb.SubscribeRequest(store="killed", after=after)
                 try:
                     for answer in stores.Subscribe(request, timeout=30, wait_for_ready=True):
