@@ -414,8 +414,8 @@ ORISUN_DIFFERENCES = (
     "Both numbers of a position are the same, so events that were saved together do not share the first. Positions are "
     "of the whole log and have gaps.",
     "Ids are unique within a boundary: what is saved again under the same ids is not saved twice, and the answer is "
-    "that of the first time, whatever its condition says by now. An id that another event has is INVALID_ARGUMENT. Any text "
-    "of up to 255 characters is an id; without one, an event gets one.",
+    "that of the first time, whatever its condition says by now. An id that another event has is INVALID_ARGUMENT. Any "
+    "text of up to 255 characters is an id; without one, an event gets one.",
     "An event has up to 1 MiB of data and 64 KiB of metadata, a type up to 200 characters, one call up to 1,000 events "
     "and 100 criteria.",
     "Data comes back as it was written, to the letter. An event that another door appended and that is no JSON comes "

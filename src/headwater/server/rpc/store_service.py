@@ -50,7 +50,7 @@ class EventStoreService:
     async def append_stream(
         self, requests: AsyncIterator[pb.AppendStreamRequest], call: Call
     ) -> AsyncIterator[pb.AppendStreamResponse]:
-        window = _Window()
+        window = Window()
         reader = asyncio.create_task(self._take(requests, call, window))
         try:
             while verdicts := await window.next_verdicts():
@@ -60,7 +60,7 @@ class EventStoreService:
         finally:
             await window.give_up(reader)
 
-    async def _take(self, requests: AsyncIterator[pb.AppendStreamRequest], call: Call, window: _Window) -> None:
+    async def _take(self, requests: AsyncIterator[pb.AppendStreamRequest], call: Call, window: Window) -> None:
         """Begin every append of the stream, as far as there is room."""
         name = ""
         store: Store | None = None
@@ -161,7 +161,7 @@ async def _verdict(store: Store, append: pb.NumberedAppend, call: Call) -> pb.Ve
     return pb.Verdict(number=append.number, appended=messages.append_response(appended))
 
 
-class _Window:
+class Window:
     """The appends of one stream that are under way, in the order in which they came."""
 
     def __init__(self) -> None:
