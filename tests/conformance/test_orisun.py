@@ -218,6 +218,9 @@ def test_a_criterion_that_contradicts_itself_matches_nothing(store: Any, boundar
         ([pb.EventToSave(event_id="x", event_type="A", data="{}", metadata="7")], "JSON object"),
         ([pb.EventToSave(event_id="x", event_type="A", data="{}", metadata="no")], "no JSON"),
         ([pb.EventToSave(event_id="x", event_type="A", data='{"a": "\\u0000"}')], "NUL"),
+        ([pb.EventToSave(event_id="x", event_type="A", data='{"a": "\\ud800"}')], "no JSON"),
+        ([pb.EventToSave(event_id="x", event_type="A", data='{"a": NaN}')], "no JSON"),
+        ([pb.EventToSave(event_id="x", event_type="A", data='{"a":' * 5000 + "1" + "}" * 5000)], "no JSON"),
         ([pb.EventToSave(event_id="x", data="{}")], "event_type"),
     ],
 )

@@ -15,9 +15,11 @@ from typing import Any
 
 import psycopg
 import pytest
+from typer.testing import CliRunner
 
 import headwater
 from headwater import errors
+from headwater.cli import app, exit_codes
 from headwater.store import NewStoreEvent
 
 grpc = pytest.importorskip("grpc")
@@ -117,9 +119,10 @@ def test_a_batch_is_published_whole_or_not_at_all(events: Any, log: headwater.He
     for wrong in (
         pb.NewEvent(payload=b"x" * 2_000_000),
         pb.NewEvent(payload=b"{", content_type="application/json"),
+        pb.NewEvent(payload=b"[" * 100_000, content_type="application/json"),
         pb.NewEvent(headers="[]"),
     ):
-        with pytest.raises(grpc.RpcError):
+        with pytest.raises(grpc.RpcError, match=r"INVALID_ARGUMENT|RESOURCE_EXHAUSTED"):
             events.PublishBatch(pb.PublishBatchRequest(topic=topic, events=[*batch, wrong]), timeout=SECONDS)
     assert len(log.read(topic)) == 5
 
@@ -512,6 +515,27 @@ def test_calls_outlive_the_connections_of_the_server(
     stores.Append(append, timeout=SECONDS)
     assert len(next(subscribed).events) == 1
     assert log.store(store).count() == 4
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["serve", *arguments], env={"HEADWATER_DSN": None})
+
+
+def test_a_directory_is_served_by_one_process_and_by_this_door_alone(tmp_path: Path) -> None:
+    address = f"sqlite:///{tmp_path / 'stores'}"
+    for wrong in (
+        ("--store", address),
+        ("--store", address, "--http", "127.0.0.1:0"),
+        ("--store", address, "--grpc", "127.0.0.1:0", "--kafka", "127.0.0.1:0"),
+        ("--store", address, "--grpc", "127.0.0.1:0", "--processes", "2"),
+        ("--store", address, "--grpc", "127.0.0.1:0", "--authenticate"),
+    ):
+        assert run(*wrong).exit_code == exit_codes.USAGE
+    assert run("--store", "somewhere", "--grpc", "127.0.0.1:0").exit_code == exit_codes.REFUSED
+    assert not (tmp_path / "stores").exists()
+    with rpc_server("--store", address):
+        assert run("--store", address, "--grpc", "127.0.0.1:0").exit_code == exit_codes.CONFLICT
+    assert run("--store", address, "--grpc", "0.0.0.0:0").exit_code == exit_codes.REFUSED
 
 
 # --- the page ----------------------------------------------------------------------------------------------------

@@ -351,7 +351,12 @@ async def _serve_stores(stack: AsyncExitStack, plan: Plan, tell: processes.Tell,
     stack.enter_context(stores)
     door = await stack.enter_async_context(serving_stores(stores, plan.grpc))
     tell({"grpc": door.address})
-    await stop.wait()
+    waits = [asyncio.ensure_future(event.wait()) for event in (stop, door.failed)]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for one in waits:
+        one.cancel()
+    if not stop.is_set():
+        raise DoorFailed("the door for gRPC stopped working; what went wrong is in its log")
 
 
 async def _open_kafka(stack: AsyncExitStack, log: aio.AsyncHeadwater, plan: KafkaPlan) -> tuple[str, asyncio.Event]:

@@ -90,10 +90,19 @@ async def _open(
     reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     _listen(server, opening)
     await server.start()
+    door = Door(f"{opening.host}:{opening.port}")
     watch = asyncio.create_task(_keep_health(backend, healthy, names))
+
+    def ended(task: asyncio.Task[None]) -> None:
+        # It watches until it is told not to; that it ends by itself is a bug of ours.
+        if not task.cancelled():
+            logger.error("health is no longer watched", exc_info=task.exception())
+            door.failed.set()
+
+    watch.add_done_callback(ended)
     try:
         await _tell_health(healthy, names, serving=True)
-        yield Door(f"{opening.host}:{opening.port}")
+        yield door
     finally:
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)

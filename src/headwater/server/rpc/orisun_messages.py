@@ -26,7 +26,7 @@ from headwater.query import (
     StoreEvent,
 )
 from headwater.server.rpc.generated import eventstore_pb2 as pb
-from headwater.server.rpc.messages import json_object
+from headwater.server.rpc.messages import json_object, timestamp
 
 TYPE_KEY: Final = "eventType"
 # No event is there, so whoever expects it is told where the latest match is.
@@ -35,6 +35,7 @@ NOWHERE: Final = (1 << 62) - 1
 BYTES_KEY: Final = "payload_base64"
 
 _decode = json.JSONDecoder().raw_decode
+_encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
 def position(of: int) -> pb.Position:
@@ -168,9 +169,9 @@ def event(stored: StoreEvent) -> pb.Event:
         event_id=stored.event_id or "",
         event_type=stored.type or "",
         data=_data(stored),
-        metadata=json.dumps(stored.metadata or {}, ensure_ascii=False),
+        metadata=_encode(stored.metadata or {}),
         position=pb.Position(commit_position=stored.position, prepare_position=stored.position),
-        date_created=stored.published_at,
+        date_created=timestamp(stored.published_at),
     )
 
 

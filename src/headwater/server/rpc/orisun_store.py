@@ -29,6 +29,7 @@ class OrisunEventStore:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
+        self._version = f"headwater {version('headwater')}"
         self._node = f"{socket.gethostname()}-{os.getpid()}"
 
     async def save_events(self, request: pb.SaveEventsRequest, call: Call) -> pb.WriteResult:
@@ -106,7 +107,7 @@ class OrisunEventStore:
     async def get_server_info(self, request: pb.GetServerInfoRequest, call: Call) -> pb.GetServerInfoResponse:
         indexed = [pb.SERVER_CAPABILITY_INDEX_MANAGEMENT] if self._backend.kind == "postgres" else []
         return pb.GetServerInfoResponse(
-            version=f"headwater {version('headwater')}",
+            version=self._version,
             backend=BACKENDS[self._backend.kind],
             node_id=self._node,
             capabilities=[
