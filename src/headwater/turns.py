@@ -28,7 +28,8 @@ class _Parked:
 class Turn:
     """The right to work for all, of one thread at a time. No thread is needed that does nothing else."""
 
-    def __init__(self) -> None:
+    def __init__(self, enough: Callable[[], bool] | None = None) -> None:
+        # Nobody knows when other threads get to run, so the turn never waits for enough of them.
         self._lock = threading.Lock()
         self._taken = False
         self._parked: list[_Parked] = []
@@ -99,9 +100,14 @@ class _ParkedTask:
 
 
 class AsyncTurn:
-    """The same of one task at a time."""
+    """The same of one task at a time.
 
-    def __init__(self) -> None:
+    While `enough` is false the turn waits for more to come, but only for tasks that can run now: if they bring nothing,
+    the first that waits gets it all the same. So those who were served together are not served one by one from then on.
+    """
+
+    def __init__(self, enough: Callable[[], bool] = lambda: True) -> None:
+        self._enough = enough
         self._taken = False
         self._parked: list[_ParkedTask] = []
 
@@ -116,38 +122,60 @@ class AsyncTurn:
 
     def give(self) -> None:
         """Give the turn back, or rather on."""
-        asleep = []
         self._taken = False
+        hand_on = self._enough()
+        self._wake(hand_on=hand_on)
+        if not hand_on:
+            # Behind those who are done: they are what the turn waits for.
+            self._hand_on_soon()
+
+    def _wake(self, *, hand_on: bool) -> None:
+        awake, asleep = [], []
         for parked in self._parked:
             if parked.done():
-                pass
-            elif parked.wants_turn and not self._taken:
+                awake.append(parked)
+            elif hand_on and parked.wants_turn and not self._taken:
                 self._taken = parked.has_turn = True
+                # First, so that the next work begins before those who are done get going.
+                awake.insert(0, parked)
             else:
                 asleep.append(parked)
-                continue
+        self._parked = asleep
+        for parked in awake:
             if not parked.woken.done():
                 parked.woken.set_result(None)
-        self._parked = asleep
+
+    def _hand_on_soon(self) -> None:
+        asyncio.get_running_loop().call_soon(self._hand_on)
+
+    def _hand_on(self) -> None:
+        if not self._taken:
+            self._wake(hand_on=True)
 
     async def _wait(self, done: Callable[[], bool], seconds: float, *, wants_turn: bool) -> bool:
         if done():
             return False
         if wants_turn and not self._taken:
-            self._taken = True
-            return True
+            if self._enough():
+                self._taken = True
+                return True
+            self._hand_on_soon()
         parked = _ParkedTask(done, wants_turn)
         self._parked.append(parked)
+        timer = parked.woken.get_loop().call_later(seconds, _end_wait, parked.woken)
         try:
-            async with asyncio.timeout(seconds):
-                await parked.woken
-        except TimeoutError:
-            pass
+            await parked.woken
         except BaseException:
             if parked.has_turn:
                 self.give()
             raise
         finally:
+            timer.cancel()
             if parked in self._parked:
                 self._parked.remove(parked)
         return parked.has_turn
+
+
+def _end_wait(woken: asyncio.Future[None]) -> None:
+    if not woken.done():
+        woken.set_result(None)

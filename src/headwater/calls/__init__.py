@@ -154,6 +154,7 @@ from headwater.calls.reading import (
 from headwater.calls.store import (
     EncodedAppend,
     EncodedEvent,
+    append_ahead,
     append_group,
     count_matching,
     create_event_store,
@@ -207,6 +208,7 @@ __all__ = [
     "advance_replay",
     "alter_group",
     "alter_topic",
+    "append_ahead",
     "append_group",
     "archives",
     "average_bytes",

@@ -63,7 +63,9 @@ class Lane:
     def __init__(self, send: Send) -> None:
         self._send = send
         self._waiting: deque[Ticket] = deque()
-        self._turn = Turn()
+        # How many appended at a time of late: half of them go out while the other half is made ready.
+        self._busy = 1
+        self._turn = Turn(lambda: len(self._waiting) * 2 >= self._busy)
 
     def append(self, append: EncodedAppend, *, timeout_seconds: float) -> Verdict:
         """Append with whoever else is appending; returns the verdict on this one."""
@@ -110,6 +112,7 @@ class Lane:
         finally:
             # Whoever was stopped in the middle of it leaves the others their place. They are sent again under the
             # same ids, so what was appended already is not appended twice.
+            self._busy = len(group) + len(self._waiting)
             self._waiting.extendleft(ticket for ticket in reversed(group) if not ticket.is_done())
 
     def _answer(self, group: Sequence[Ticket]) -> HeadwaterError | psycopg.Error | None:

@@ -12,6 +12,7 @@ from collections.abc import (
 from functools import partial
 from typing import Any, TypeVar
 
+import psycopg
 from psycopg import Connection
 from psycopg_pool import ConnectionPool
 
@@ -31,8 +32,10 @@ from headwater.query import (
     NewStoreEvent,
     Query,
     StoreEvent,
+    Verdict,
     outcome,
 )
+from headwater.window import Noted, Question, Window
 
 T = TypeVar("T")
 StoreHandler = Callable[[Connection[Any], Sequence[StoreEvent]], None]
@@ -49,6 +52,8 @@ class EventStore(Subscribing):
         self._log = log
         # What was empty and settled when last looked at: the position read after, and the head of the log.
         self._quiet: tuple[int, int] | None = None
+        # Only who has the turn of the lane appends, and so uses it.
+        self._window = Window()
 
     def append(
         self,
@@ -211,7 +216,46 @@ class EventStore(Subscribing):
                 continue
 
     def _send(self, appends: Sequence[calls.EncodedAppend]) -> Verdicts:
-        return self._log._run(calls.append_group(self.topic, appends))
+        """Those against which nothing can speak go first and together; those in doubt are checked in full, in order."""
+        verdicts: dict[int, Verdict] = {}
+        pending = list(range(len(appends)))
+        while pending:
+            asked = self._window.accept((appends[place].question, appends[place].marks) for place in pending)
+            chosen = [pending[number] for number, _ in asked]
+            accepted = self._append_ahead([appends[place] for place in chosen], [left for _, left in asked])
+            verdicts.update(zip(chosen, accepted, strict=False))
+            in_doubt = chosen[len(accepted)] if len(accepted) < len(chosen) else None
+            pending = [place for place in pending if place not in verdicts]
+            doubtful = 0
+            while doubtful < len(pending) and (
+                pending[doubtful] == in_doubt or self._window.is_in_doubt(appends[pending[doubtful]].question)
+            ):
+                doubtful += 1
+            if doubtful:
+                checking = [appends[place] for place in pending[:doubtful]]
+                checked = self._log._run(calls.append_group(self.topic, checking))
+                verdicts.update(zip(pending[:doubtful], checked, strict=True))
+                pending = pending[doubtful:]
+        return [verdicts[place] for place in range(len(appends))]
+
+    def _append_ahead(self, appends: Sequence[calls.EncodedAppend], questions: Sequence[Question]) -> Verdicts:
+        """Append the first of these, up to the one that is in doubt."""
+        if not appends:
+            return []
+        try:
+            call = calls.append_ahead(self.topic, appends, questions, self._window.known)
+            tail, positions = self._log._run(call)
+        except psycopg.errors.UniqueViolation:
+            # Some were appended before. Who sends them again is told where they are, and the others go with them.
+            checked: Verdicts = self._log._run(calls.append_group(self.topic, appends))
+            return checked
+        noted = (
+            Noted(position, event.event_id, event.marks)
+            for append, places in zip(appends, positions, strict=False)
+            for position, event in zip(places, append.events, strict=True)
+        )
+        self._window.note(tail, noted)
+        return [Verdict(places, False, None, None) for places in positions]
 
     def _read_after(self, position: int, batch_size: int) -> StoreEvents:
         if self._quiet is not None and self._quiet == (position, self._log._run(calls.head())):

@@ -7,11 +7,11 @@ declare
     -- What a function needs of others, it needs as its caller: each list is complete.
     publishing constant text[] := array[
         'advertise_publisher', 'advertise_on_insert', 'head', 'raise_topic_not_found', 'find_topic',
-        'create_missing_topic', 'topic_to_publish', 'key_hash', 'lane_of', 'refuse_too_large', 'lock_lanes',
+        'create_missing_topic', 'topic_to_publish', 'key_hash', 'lane_of', 'refuse_too_large', 'lane_key', 'lock_lanes',
         'next_offset', 'publish_batch', 'publish_bytes', 'publish', 'schedule_bytes', 'release_due',
         'cancel_scheduled', 'move_scheduled', 'maintain', 'set_periodic', 'due_periodics', 'fire_periodic',
         'pause_periodic', 'delete_periodic', 'publish_epoch', 'discard_staged',
-        'append_group', 'append', 'refuse_bad_query', 'mark_fields'
+        'append_ahead', 'append_group', 'append', 'refuse_bad_query', 'mark_fields'
     ];
     consuming constant text[] := array[
         'head', 'settled', 'refresh_settled', 'log_state', 'positions_between', 'raise_topic_not_found',

@@ -63,3 +63,10 @@ create type headwater.append_verdict as (
     -- This id belongs to an event of another append.
     taken_id  text
 );
+
+-- Where an event store ends: its last event, and the offset that the next one gets.
+create type headwater.store_tail as (
+    position    bigint,
+    event_id    text,
+    next_offset bigint
+);
