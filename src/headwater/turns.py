@@ -10,6 +10,8 @@ import asyncio
 import threading
 from collections.abc import Callable
 
+SMOOTHING = 0.1
+
 
 class _Parked:
     """A thread that waits until it is `done`, or if it wants the turn, until it has it."""
@@ -28,8 +30,10 @@ class _Parked:
 class Turn:
     """The right to work for all, of one thread at a time. No thread is needed that does nothing else."""
 
+    # Nobody knows when other threads get to run: the turn never waits for enough of them.
+    seconds_each = 0.0
+
     def __init__(self, enough: Callable[[], bool] | None = None) -> None:
-        # Nobody knows when other threads get to run, so the turn never waits for enough of them.
         self._lock = threading.Lock()
         self._taken = False
         self._parked: list[_Parked] = []
@@ -107,6 +111,8 @@ class AsyncTurn:
     """
 
     def __init__(self, enough: Callable[[], bool] = lambda: True) -> None:
+        # What a task took of late, from being woken until it waited for something again.
+        self.seconds_each = 0.0
         self._enough = enough
         self._taken = False
         self._parked: list[_ParkedTask] = []
@@ -123,11 +129,7 @@ class AsyncTurn:
     def give(self) -> None:
         """Give the turn back, or rather on."""
         self._taken = False
-        hand_on = self._enough()
-        self._wake(hand_on=hand_on)
-        if not hand_on:
-            # Behind those who are done: they are what the turn waits for.
-            self._hand_on_soon()
+        self._wake(hand_on=self._enough())
 
     def _wake(self, *, hand_on: bool) -> None:
         awake, asleep = [], []
@@ -144,12 +146,16 @@ class AsyncTurn:
         for parked in awake:
             if not parked.woken.done():
                 parked.woken.set_result(None)
+        if awake or not hand_on:
+            # Behind those who are woken: they are what the turn waits for.
+            loop = asyncio.get_running_loop()
+            loop.call_soon(self._hand_on, loop.time(), len(awake))
 
-    def _hand_on_soon(self) -> None:
-        asyncio.get_running_loop().call_soon(self._hand_on)
-
-    def _hand_on(self) -> None:
-        if not self._taken:
+    def _hand_on(self, woken_at: float, woken: int) -> None:
+        if woken:
+            each = (asyncio.get_running_loop().time() - woken_at) / woken
+            self.seconds_each += (each - self.seconds_each) * SMOOTHING
+        if not self._taken and self._parked:
             self._wake(hand_on=True)
 
     async def _wait(self, done: Callable[[], bool], seconds: float, *, wants_turn: bool) -> bool:
@@ -159,7 +165,8 @@ class AsyncTurn:
             if self._enough():
                 self._taken = True
                 return True
-            self._hand_on_soon()
+            loop = asyncio.get_running_loop()
+            loop.call_soon(self._hand_on, loop.time(), 0)
         parked = _ParkedTask(done, wants_turn)
         self._parked.append(parked)
         timer = parked.woken.get_loop().call_later(seconds, _end_wait, parked.woken)

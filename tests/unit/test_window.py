@@ -129,7 +129,10 @@ def test_what_is_known_is_not_asked_and_what_is_forgotten_is() -> None:
     assert window.known is None
 
 
-def test_tasks_go_out_in_two_halves_and_one_alone_at_once() -> None:
+@pytest.mark.parametrize(("in_halves", "least", "most"), [(True, 6, 10), (False, 15, 16)])
+def test_tasks_go_out_together_or_in_two_halves_and_one_alone_at_once(
+    in_halves: bool, least: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes: list[int] = []
 
     async def send(group: object) -> list[Verdict]:
@@ -137,6 +140,7 @@ def test_tasks_go_out_in_two_halves_and_one_alone_at_once() -> None:
         await asyncio.sleep(0.001)
         return [Verdict((1,), False, None, None)] * sizes[-1]
 
+    monkeypatch.setattr(Lane, "_goes_in_halves", lambda lane: in_halves)
     lane = Lane(send)
     append = calls.encode_append([NewStoreEvent("A")], None, ["x"])
 
@@ -150,7 +154,7 @@ def test_tasks_go_out_in_two_halves_and_one_alone_at_once() -> None:
     asyncio.run(writers(16))
     assert sum(sizes) == 192
     # After a few that tell how many there are, and before the last ones end.
-    assert all(6 <= size <= 10 for size in sizes[3:15]), sizes
+    assert all(least <= size <= most for size in sizes[3:10]), sizes
     sizes.clear()
     asyncio.run(writers(1))
     assert sizes == [1] * 12
