@@ -1,4 +1,4 @@
-"""Is an event store the same wherever it lives? One suite for Postgres and for SQLite."""
+"""Is an event store the same wherever it lives? One suite for Postgres and SQLite, with and without an event loop."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
+from blocking import Blocking, Loop
+from psycopg import conninfo
 
 import headwater
 from headwater.errors import AppendConflict, EventTooLarge, InvalidRequest, TopicExists, TopicNotFound
@@ -32,13 +35,26 @@ Stores = headwater.Headwater | SqliteStores
 Until = Callable[[Callable[[], Any]], Any]
 
 
-@pytest.fixture(params=["postgres", "sqlite"])
+@pytest.fixture(params=["postgres", "sqlite", "postgres async", "sqlite async"])
 def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stores]:
     if request.param == "postgres":
         yield request.getfixturevalue("log")
-    else:
+    elif request.param == "sqlite":
         with SqliteStores(tmp_path / "stores") as stores:
             yield stores
+    else:
+        loop = Loop()
+        sqlite = f"sqlite:///{tmp_path / 'stores'}"
+        address = sqlite if request.param == "sqlite async" else _address(request.getfixturevalue("dsn"))
+        opened = loop.run(headwater.open_async(address))
+        yield Blocking(loop, opened)  # type: ignore[misc]
+        loop.run(opened.close())
+        loop.close()
+
+
+def _address(dsn: str) -> str:
+    parts = conninfo.conninfo_to_dict(dsn)
+    return f"postgresql:///{parts.pop('dbname')}?{urlencode(parts)}"
 
 
 @pytest.fixture

@@ -120,7 +120,7 @@ def test_every_verdict_and_every_read_is_what_the_model_says(
     store = stores.create_store(f"model-{next(_numbers)}")
     model = Model()
     for number, group in enumerate(groups):
-        if number == index_after and isinstance(stores, headwater.Headwater):
+        if number == index_after:
             # An index changes nothing but the way.
             store.create_index("by_k", ["k"])
         # A position that was seen is one of an event, 0, or above them all.

@@ -8,6 +8,7 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
+    Mapping,
     Sequence,
 )
 from functools import partial
@@ -23,12 +24,12 @@ from headwater.aio.shell import PooledConnection, Shell
 from headwater.aio.subscribing import Subscribing
 from headwater.aio.tailing import StoreEvents
 from headwater.errors import CursorMoved, LeaseLost
+from headwater.field_index import Combine, FieldIndex, IndexCondition, Kind, defined
 from headwater.model import Lease
 from headwater.query import (
     EVERYTHING,
     Appended,
     Condition,
-    FieldIndex,
     Latest,
     NewStoreEvent,
     Query,
@@ -122,12 +123,22 @@ class EventStore(Subscribing):
         """The position of the last event; 0 if there is none."""
         return await self._log._run(calls.event_store_head(self.topic), connection)
 
-    async def create_index(self, name: str, fields: Sequence[str], *, batch_size: int = 1000) -> None:
+    async def create_index(
+        self,
+        name: str,
+        fields: Sequence[str] | Mapping[str, Kind],
+        *,
+        conditions: Sequence[IndexCondition] = (),
+        combine: Combine = "and",
+        batch_size: int = 1000,
+    ) -> None:
         """Let queries on all of these fields, and maybe more, find their events as by a tag. Appends go on meanwhile.
 
-        Returns when it is filled. If that is interrupted, call it again: it goes on where it was.
+        `fields` are names, or names and kinds: {"amount": "numeric"} has only events whose amount is a number. With
+        `conditions` it has only the events of which all hold, or one with combine="or", and is used by queries that
+        imply that. Returns when it is filled. If that is interrupted, call it again: it goes on where it was.
         """
-        await self._log._run(calls.create_field_index(self.topic, name, fields))
+        await self._log._run(calls.create_field_index(self.topic, defined(name, fields, conditions, combine)))
         while await self._log.run(calls.fill_field_index(self.topic, name, batch_size=batch_size)):
             pass
 
@@ -138,6 +149,11 @@ class EventStore(Subscribing):
     async def indexes(self) -> list[FieldIndex]:
         """The indexes on fields."""
         return await self._log._run(calls.field_indexes(self.topic))
+
+    async def index(self, name: str) -> FieldIndex | None:
+        """The index of a name; None: there is none."""
+        found = await self._log._run(calls.field_indexes(self.topic, name))
+        return found[0] if found else None
 
     async def process(
         self,

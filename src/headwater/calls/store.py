@@ -20,11 +20,11 @@ from headwater.calls.encoding import (
     pack,
 )
 from headwater.errors import InvalidEvent, InvalidRequest
+from headwater.field_index import FieldIndex, conditions_as_json, conditions_from_json
 from headwater.query import (
     EVERYTHING,
     MAX_TAGS,
     Condition,
-    FieldIndex,
     Latest,
     LatestMatchIs,
     NewStoreEvent,
@@ -311,16 +311,17 @@ def latest_matching(topic: str, query: Query) -> Call[Latest]:
     )
 
 
-def create_field_index(topic: str, name: str, fields: Sequence[str]) -> Call[None]:
+def create_field_index(topic: str, index: FieldIndex) -> Call[None]:
     """Declare an index on fields of the data."""
-    if isinstance(fields, str):
-        raise InvalidRequest("fields are a list of texts, not one text", hint=f'Write fields=["{fields}"].')
     return Call(
-        "select headwater.create_field_index(%s, %s, %s::text[])",
+        "select headwater.create_field_index(%s, %s, %s::text[], %s::text[], %s::jsonb, %s)",
         (
             checked_text(topic, "topic name"),
-            checked_text(name, "index name"),
-            [checked_text(field, "field") for field in fields],
+            index.name,
+            list(index.fields),
+            list(index.kinds),
+            conditions_as_json(index.conditions),
+            index.combine,
         ),
         nothing,
     )
@@ -339,11 +340,16 @@ def drop_field_index(topic: str, name: str) -> Call[bool]:
     )
 
 
-def field_indexes(topic: str) -> Call[list[FieldIndex]]:
+def field_indexes(topic: str, name: str | None = None) -> Call[list[FieldIndex]]:
+    """The indexes of a store, or the one of a name."""
     return Call(
-        "select name, fields, ready from headwater.field_index_overview where topic = %s order by name",
-        (checked_text(topic, "topic name"),),
-        lambda rows: [FieldIndex(name, tuple(fields), ready) for name, fields, ready in rows],
+        "select name, fields, ready, kinds, conditions, combine "
+        "from headwater.field_index_overview where topic = %s and name = coalesce(%s, name) order by name",
+        (checked_text(topic, "topic name"), name),
+        lambda rows: [
+            FieldIndex(name, tuple(fields), ready, tuple(kinds), conditions_from_json(conditions), combine)
+            for name, fields, ready, kinds, conditions, combine in rows
+        ],
     )
 
 

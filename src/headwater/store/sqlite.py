@@ -7,7 +7,7 @@ import os
 import re
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
@@ -27,6 +27,7 @@ from headwater.errors import (
     TopicExists,
     TopicNotFound,
 )
+from headwater.field_index import Combine, FieldIndex, IndexCondition, Kind, defined
 from headwater.query import (
     EVERYTHING,
     Appended,
@@ -46,6 +47,7 @@ NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,248}")
 MAX_PAYLOAD_BYTES = 1_048_576
 MAX_METADATA_BYTES = 65_536
 READERS = 4
+CLEAR_MARKS = 10_000
 
 
 class SqliteEventStore(Subscribing):
@@ -71,12 +73,17 @@ class SqliteEventStore(Subscribing):
 
         Events that have ids may be appended again without harm: an append that was done is not done twice.
         """
+        encoded = self.encoded(events, condition)
+        return outcome(self._lane.append(encoded, timeout_seconds=patience_seconds), condition)
+
+    def encoded(self, events: NewStoreEvent | Sequence[NewStoreEvent], condition: Condition | None) -> EncodedAppend:
+        """An append, checked and as bytes; refuses what is too large for a file."""
         batch = [events] if isinstance(events, NewStoreEvent) else list(events)
         encoded = encode_append(batch, condition, new_event_ids(len(batch)))
         for event in encoded.events:
             _refuse_too_large("a payload", len(event.payload or b""), MAX_PAYLOAD_BYTES)
             _refuse_too_large("metadata", len((event.metadata or "").encode()), MAX_METADATA_BYTES)
-        return outcome(self._lane.append(encoded, timeout_seconds=patience_seconds), condition)
+        return encoded
 
     def read(
         self,
@@ -117,6 +124,46 @@ class SqliteEventStore(Subscribing):
         with self._reading() as connection:
             return rows.head(connection)
 
+    def create_index(
+        self,
+        name: str,
+        fields: Sequence[str] | Mapping[str, Kind],
+        *,
+        conditions: Sequence[IndexCondition] = (),
+        combine: Combine = "and",
+        batch_size: int = 1000,
+    ) -> None:
+        """Let queries on all of these fields, and maybe more, find their events as by a tag. Appends go on meanwhile.
+
+        Returns when it is filled. If that is interrupted, call it again: it goes on where it was.
+        """
+        index = defined(name, fields, conditions, combine)
+        with self._transaction() as connection:
+            rows.create_field_index(connection, index)
+        while True:
+            with self._transaction() as connection:
+                if not rows.fill_field_index(connection, name, batch_size):
+                    return
+
+    def drop_index(self, name: str) -> bool:
+        """Do without an index from now on, and give its room back. False if there was none."""
+        with self._transaction() as connection:
+            dropped = rows.drop_field_index(connection, name)
+        left = dropped
+        while left:
+            with self._transaction() as connection:
+                left = rows.clear_marks(connection, name, CLEAR_MARKS)
+        return dropped
+
+    def indexes(self) -> list[FieldIndex]:
+        """The indexes on fields."""
+        with self._reading() as connection:
+            return rows.field_indexes(connection)
+
+    def index(self, name: str) -> FieldIndex | None:
+        """The index of a name; None: there is none."""
+        return next((index for index in self.indexes() if index.name == name), None)
+
     def close(self) -> None:
         """Close the file. Whoever still uses the store gets an error."""
         with self._writing:
@@ -127,7 +174,8 @@ class SqliteEventStore(Subscribing):
 
     def _send(self, appends: Sequence[EncodedAppend]) -> Verdicts:
         with self._transaction() as connection:
-            return [rows.append(connection, append) for append in appends]
+            indexes = rows.field_indexes(connection)
+            return [rows.append(connection, append, indexes) for append in appends]
 
     def _read_after(self, position: int, batch_size: int) -> StoreEvents:
         return self.read(after=position, batch_size=batch_size)

@@ -35,7 +35,7 @@ declare
         'prepare_projection', 'refuse_foreign_table', 'merge_projection', 'empty_staging', 'projection_generation',
         'begin_rebuild', 'abandon_rebuild', 'drop_projection_tables', 'switch_rebuilt', 'reshape_projection',
         'forget_projections',
-        'find_event_store', 'refuse_bad_query', 'fields_match', 'store_json', 'field_mark', 'item_matches', 'read_matching', 'read_at', 'count_matching',
+        'find_event_store', 'refuse_bad_query', 'fields_match', 'store_json', 'is_of_kind', 'value_compares', 'field_value', 'field_mark', 'item_matches', 'read_matching', 'read_at', 'count_matching',
         'latest_matching', 'event_store_head'
     ];
     missing text;

@@ -32,6 +32,14 @@ create table headwater.field_index (
     name     text    not null constraint "an index name is 1 to 63 characters" check (length(name) between 1 and 63),
     fields   text[]  not null
         constraint "an index has 1 to 8 fields" check (cardinality(fields) between 1 and 8),
+    kinds    text[]  not null
+        constraint "a field is text, numeric, boolean or timestamp" check (
+            kinds <@ array['text', 'numeric', 'boolean', 'timestamp'] and cardinality(kinds) = cardinality(fields)
+        ),
+    -- Which events it has: [{"field": "k", "operator": "=", "value": "1"}]; all, or one, must hold. Empty: every event.
+    conditions jsonb not null default '[]',
+    combine    text  not null default 'and'
+        constraint "conditions are combined by and, or by or" check (combine in ('and', 'or')),
     -- Events after `fill_to` have their marks from the start; of the earlier ones, those up to `filled_to`.
     fill_to   bigint  not null,
     filled_to bigint  not null default 0,
