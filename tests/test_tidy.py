@@ -25,6 +25,7 @@ LAYERS = {
     "access": 1,
     "query": 1,
     "window": 1.5,
+    "deciding": 1.5,
     "field_index": 1.5,
     "tail": 2,
     "turns": 1,

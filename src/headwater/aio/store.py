@@ -21,9 +21,10 @@ from psycopg_pool import AsyncConnectionPool
 from headwater import calls
 from headwater.aio.appending import Verdicts, new_event_ids
 from headwater.aio.shell import PooledConnection, Shell
-from headwater.aio.subscribing import Subscribing
+from headwater.aio.subscribing import StoreHandler, Subscribing
 from headwater.aio.tailing import StoreEvents
-from headwater.errors import CursorMoved, LeaseLost
+from headwater.deciding import SavedState, SnapshotKey
+from headwater.errors import LeaseLost
 from headwater.field_index import Combine, FieldIndex, IndexCondition, Kind, defined
 from headwater.model import Lease
 from headwater.query import (
@@ -40,7 +41,6 @@ from headwater.query import (
 from headwater.window import Noted, Question, Window
 
 T = TypeVar("T")
-StoreHandler = Callable[[AsyncConnection[Any], Sequence[StoreEvent]], Awaitable[None]]
 
 SHORTEST_WAIT_SECONDS = 0.001
 REAP_SECONDS = 1.0
@@ -155,38 +155,17 @@ class EventStore(Subscribing):
         found = await self._log._run(calls.field_indexes(self.topic, name))
         return found[0] if found else None
 
-    async def process(
-        self,
-        query: Query,
-        handler: StoreHandler,
-        *,
-        cursor: str,
-        after: int | None = None,
-        from_end: bool = False,
-        batch_size: int = 1000,
-        stop_when_caught_up: bool = False,
-        patience_seconds: float | None = 60.0,
-    ) -> None:
-        """Run `handler(connection, events)` on every batch that matches, its transaction moving the cursor too.
+    async def load_snapshot(self, key: SnapshotKey) -> SavedState | None:
+        """The state that a decider saved; None: there is none of this version."""
+        return await self._log._run(calls.load_snapshot(self.topic, key))
 
-        What the handler writes on that connection and the position commit together, so each event has its
-        effect exactly once.
-        """
-        place = saved = await self._begin(after, from_end, cursor)
-        while True:
-            place, events = await self._next(query, place, batch_size, stop_when_caught_up, patience_seconds)
-            try:
-                if events:
-                    move = calls.advance_cursor(cursor, from_position=saved, to_position=place)
-                    await self._patiently(partial(self._apply, handler, events, move), patience_seconds)
-                    saved = place
-                elif stop_when_caught_up:
-                    return
-                elif (found := await self._look_at(cursor, patience_seconds)) != saved:
-                    place = saved = found
-            except CursorMoved:
-                place = saved = await self._look_at(cursor, patience_seconds)
-            await self._do_upkeep()
+    async def save_snapshot(self, key: SnapshotKey, saved: SavedState) -> None:
+        """Keep a state for the next decision, unless a later one is kept."""
+        await self._log._run(calls.save_snapshot(self.topic, key, saved))
+
+    async def forget_snapshots(self, name: str) -> int:
+        """Forget all states of a name, and say how many there were."""
+        return await self._log._run(calls.forget_snapshots(self.topic, name))
 
     async def compete(
         self,
@@ -308,8 +287,11 @@ class EventStore(Subscribing):
     async def _patiently(self, act: Callable[[], Awaitable[T]], patience_seconds: float | None) -> T:
         return await self._log._patiently(act, patience_seconds)
 
-    async def _apply(self, handler: StoreHandler, events: Sequence[StoreEvent], move: calls.Call[None]) -> None:
+    async def _apply(
+        self, handler: StoreHandler, events: Sequence[StoreEvent], cursor: str, from_position: int, to_position: int
+    ) -> None:
         async with self._log.transaction() as connection:
+            move = calls.advance_cursor(cursor, from_position=from_position, to_position=to_position)
             await self._log._run(move, connection)
             await handler(connection, events)
 

@@ -19,6 +19,7 @@ from headwater.calls.encoding import (
     encode_payload,
     pack,
 )
+from headwater.deciding import SavedState, SnapshotKey
 from headwater.errors import InvalidEvent, InvalidRequest
 from headwater.field_index import FieldIndex, conditions_as_json, conditions_from_json
 from headwater.query import (
@@ -356,3 +357,37 @@ def field_indexes(topic: str, name: str | None = None) -> Call[list[FieldIndex]]
 def event_store_head(topic: str) -> Call[int]:
     """The last position of an event store; 0: it is empty."""
     return Call("select headwater.event_store_head(%s)", (checked_text(topic, "topic name"),), only_value)
+
+
+def load_snapshot(topic: str, key: SnapshotKey) -> Call[SavedState | None]:
+    """The state that was saved under a key."""
+    return Call(
+        "select position, state from headwater.load_snapshot(%s, %s, %s, %s)",
+        (checked_text(topic, "topic name"), checked_text(key.name, "name"), key.query_hash, key.version),
+        lambda rows: SavedState(*rows[0]) if rows else None,
+    )
+
+
+def save_snapshot(topic: str, key: SnapshotKey, saved: SavedState) -> Call[None]:
+    """Keep a state, unless a later one is kept."""
+    return Call(
+        "select headwater.save_snapshot(%s, %s, %s, %s, %s, %b)",
+        (
+            checked_text(topic, "topic name"),
+            checked_text(key.name, "name"),
+            key.query_hash,
+            key.version,
+            saved.position,
+            saved.state,
+        ),
+        nothing,
+    )
+
+
+def forget_snapshots(topic: str, name: str) -> Call[int]:
+    """Forget all states of a name; how many there were."""
+    return Call(
+        "select headwater.forget_snapshots(%s, %s)",
+        (checked_text(topic, "topic name"), checked_text(name, "name")),
+        only_value,
+    )

@@ -20,9 +20,10 @@ from psycopg_pool import ConnectionPool
 from headwater import calls
 from headwater.client.appending import Verdicts, new_event_ids
 from headwater.client.shell import PooledConnection, Shell
-from headwater.client.subscribing import Subscribing
+from headwater.client.subscribing import StoreHandler, Subscribing
 from headwater.client.tailing import StoreEvents
-from headwater.errors import CursorMoved, LeaseLost
+from headwater.deciding import SavedState, SnapshotKey
+from headwater.errors import LeaseLost
 from headwater.field_index import Combine, FieldIndex, IndexCondition, Kind, defined
 from headwater.model import Lease
 from headwater.query import (
@@ -39,7 +40,6 @@ from headwater.query import (
 from headwater.window import Noted, Question, Window
 
 T = TypeVar("T")
-StoreHandler = Callable[[Connection[Any], Sequence[StoreEvent]], None]
 
 SHORTEST_WAIT_SECONDS = 0.001
 REAP_SECONDS = 1.0
@@ -154,38 +154,17 @@ class EventStore(Subscribing):
         found = self._log._run(calls.field_indexes(self.topic, name))
         return found[0] if found else None
 
-    def process(
-        self,
-        query: Query,
-        handler: StoreHandler,
-        *,
-        cursor: str,
-        after: int | None = None,
-        from_end: bool = False,
-        batch_size: int = 1000,
-        stop_when_caught_up: bool = False,
-        patience_seconds: float | None = 60.0,
-    ) -> None:
-        """Run `handler(connection, events)` on every batch that matches, its transaction moving the cursor too.
+    def load_snapshot(self, key: SnapshotKey) -> SavedState | None:
+        """The state that a decider saved; None: there is none of this version."""
+        return self._log._run(calls.load_snapshot(self.topic, key))
 
-        What the handler writes on that connection and the position commit together, so each event has its
-        effect exactly once.
-        """
-        place = saved = self._begin(after, from_end, cursor)
-        while True:
-            place, events = self._next(query, place, batch_size, stop_when_caught_up, patience_seconds)
-            try:
-                if events:
-                    move = calls.advance_cursor(cursor, from_position=saved, to_position=place)
-                    self._patiently(partial(self._apply, handler, events, move), patience_seconds)
-                    saved = place
-                elif stop_when_caught_up:
-                    return
-                elif (found := self._look_at(cursor, patience_seconds)) != saved:
-                    place = saved = found
-            except CursorMoved:
-                place = saved = self._look_at(cursor, patience_seconds)
-            self._do_upkeep()
+    def save_snapshot(self, key: SnapshotKey, saved: SavedState) -> None:
+        """Keep a state for the next decision, unless a later one is kept."""
+        self._log._run(calls.save_snapshot(self.topic, key, saved))
+
+    def forget_snapshots(self, name: str) -> int:
+        """Forget all states of a name, and say how many there were."""
+        return self._log._run(calls.forget_snapshots(self.topic, name))
 
     def compete(
         self,
@@ -307,8 +286,11 @@ class EventStore(Subscribing):
     def _patiently(self, act: Callable[[], T], patience_seconds: float | None) -> T:
         return self._log._patiently(act, patience_seconds)
 
-    def _apply(self, handler: StoreHandler, events: Sequence[StoreEvent], move: calls.Call[None]) -> None:
+    def _apply(
+        self, handler: StoreHandler, events: Sequence[StoreEvent], cursor: str, from_position: int, to_position: int
+    ) -> None:
         with self._log.transaction() as connection:
+            move = calls.advance_cursor(cursor, from_position=from_position, to_position=to_position)
             self._log._run(move, connection)
             handler(connection, events)
 

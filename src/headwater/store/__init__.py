@@ -1,5 +1,6 @@
 """The event store: what is asked of it, what it answers, and where it can live."""
 
+from headwater.deciding import Decider, Decision, SavedSnapshots, Snapshots
 from headwater.field_index import FieldIndex, IndexCondition
 from headwater.query import (
     EVERYTHING,
@@ -13,7 +14,7 @@ from headwater.query import (
     Query,
     StoreEvent,
 )
-from headwater.store.deciding import Decider, Decision, Snapshots, execute, execute_async
+from headwater.store.deciding import execute, execute_async
 from headwater.store.opening import open, open_async
 from headwater.store.sqlite import SqliteEventStore, SqliteStores
 from headwater.store.sqlite_async import AsyncSqliteEventStore, AsyncSqliteStores
@@ -34,6 +35,7 @@ __all__ = [
     "NewStoreEvent",
     "NoMatchAfter",
     "Query",
+    "SavedSnapshots",
     "Snapshots",
     "SqliteEventStore",
     "SqliteStores",

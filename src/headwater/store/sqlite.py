@@ -16,10 +16,10 @@ from typing import Self, TypeVar
 
 from headwater.calls import EncodedAppend, encode_append
 from headwater.client.appending import Verdicts, new_event_ids
-from headwater.client.subscribing import Subscribing
+from headwater.client.subscribing import StoreHandler, Subscribing
 from headwater.client.tailing import StoreEvents
+from headwater.deciding import SavedState, SnapshotKey
 from headwater.errors import (
-    CursorMoved,
     EventTooLarge,
     InvalidRequest,
     LogUnavailable,
@@ -46,6 +46,7 @@ T = TypeVar("T")
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,248}")
 MAX_PAYLOAD_BYTES = 1_048_576
 MAX_METADATA_BYTES = 65_536
+MAX_SNAPSHOT_BYTES = 16_777_216
 READERS = 4
 CLEAR_MARKS = 10_000
 
@@ -164,6 +165,30 @@ class SqliteEventStore(Subscribing):
         """The index of a name; None: there is none."""
         return next((index for index in self.indexes() if index.name == name), None)
 
+    def load_snapshot(self, key: SnapshotKey) -> SavedState | None:
+        """The state that a decider saved; None: there is none of this version."""
+        with self._reading() as connection:
+            found = connection.execute(
+                "select position, state from snapshot where name = ? and query_hash = ? and version = ?", key
+            ).fetchone()
+        return None if found is None else SavedState(*found)
+
+    def save_snapshot(self, key: SnapshotKey, saved: SavedState) -> None:
+        """Keep a state for the next decision, unless a later one is kept. Those of earlier versions go."""
+        _refuse_too_large("a snapshot", len(saved.state), MAX_SNAPSHOT_BYTES)
+        with self._transaction() as connection:
+            connection.execute(
+                "insert into snapshot values (?, ?, ?, ?, ?) on conflict do update "
+                "set position = excluded.position, state = excluded.state where position < excluded.position",
+                (*key, *saved),
+            )
+            connection.execute("delete from snapshot where name = ? and query_hash = ? and version < ?", key)
+
+    def forget_snapshots(self, name: str) -> int:
+        """Forget all states of a name, and say how many there were."""
+        with self._transaction() as connection:
+            return connection.execute("delete from snapshot where name = ?", (name,)).rowcount
+
     def close(self) -> None:
         """Close the file. Whoever still uses the store gets an error."""
         with self._writing:
@@ -200,16 +225,14 @@ class SqliteEventStore(Subscribing):
 
     def _move_cursor(self, name: str, from_position: int, to_position: int) -> None:
         with self._transaction() as connection:
-            moved = connection.execute(
-                "update cursor set position = ? where name = ? and position = ?", (to_position, name, from_position)
-            ).rowcount
-        if not moved:
-            actual = self._find_cursor(name)
-            raise CursorMoved(
-                f'cursor "{name}" is at {actual}, not at {from_position}',
-                hint="Somebody set it, or another reader uses it. Open it again and read from there.",
-                detail={"cursor": name, "actual_position": actual},
-            )
+            rows.move_cursor(connection, name, from_position, to_position)
+
+    def _apply(
+        self, handler: StoreHandler, events: Sequence[StoreEvent], cursor: str, from_position: int, to_position: int
+    ) -> None:
+        with self._transaction() as connection:
+            rows.move_cursor(connection, cursor, from_position, to_position)
+            handler(connection, events)
 
     def _do_upkeep(self) -> None:
         """A file needs none."""
@@ -221,16 +244,24 @@ class SqliteEventStore(Subscribing):
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         """The one writer, in a transaction that commits at the end."""
-        with self._writing, _translated():
-            self._refuse_closed()
-            self._writer.execute("begin immediate")
-            try:
-                yield self._writer
-                self._writer.execute("commit")
-            except BaseException:
-                with suppress(sqlite3.Error):
-                    self._writer.execute("rollback")
-                raise
+        if not self._writing.acquire(timeout=BUSY_SECONDS):
+            raise LogUnavailable(
+                f"somebody has written to the event store for {BUSY_SECONDS:g} s",
+                hint="Does a handler of `process` append to the store whose transaction it is in? Do that after it.",
+            )
+        try:
+            with _translated():
+                self._refuse_closed()
+                self._writer.execute("begin immediate")
+                try:
+                    yield self._writer
+                    self._writer.execute("commit")
+                except BaseException:
+                    with suppress(sqlite3.Error):
+                        self._writer.execute("rollback")
+                    raise
+        finally:
+            self._writing.release()
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:

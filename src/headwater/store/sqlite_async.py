@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
 from headwater.aio.appending import Verdicts
-from headwater.aio.subscribing import Subscribing
+from headwater.aio.subscribing import StoreHandler, Subscribing
 from headwater.aio.tailing import StoreEvents
 from headwater.calls import EncodedAppend
+from headwater.deciding import SavedState, SnapshotKey
 from headwater.field_index import Combine, FieldIndex, IndexCondition, Kind
 from headwater.query import EVERYTHING, Appended, Condition, Latest, NewStoreEvent, Query, StoreEvent, outcome
 from headwater.store.sqlite import SqliteEventStore, SqliteStores
@@ -96,6 +98,18 @@ class AsyncSqliteEventStore(Subscribing):
         """The index of a name; None: there is none."""
         return await asyncio.to_thread(self._store.index, name)
 
+    async def load_snapshot(self, key: SnapshotKey) -> SavedState | None:
+        """The state that a decider saved; None: there is none of this version."""
+        return await asyncio.to_thread(self._store.load_snapshot, key)
+
+    async def save_snapshot(self, key: SnapshotKey, saved: SavedState) -> None:
+        """Keep a state for the next decision, unless a later one is kept."""
+        await asyncio.to_thread(self._store.save_snapshot, key, saved)
+
+    async def forget_snapshots(self, name: str) -> int:
+        """Forget all states of a name, and say how many there were."""
+        return await asyncio.to_thread(self._store.forget_snapshots, name)
+
     async def _send(self, appends: Sequence[EncodedAppend]) -> Verdicts:
         return await asyncio.to_thread(self._store._send, appends)
 
@@ -119,12 +133,27 @@ class AsyncSqliteEventStore(Subscribing):
     async def _move_cursor(self, name: str, from_position: int, to_position: int) -> None:
         await asyncio.to_thread(self._store._move_cursor, name, from_position, to_position)
 
+    async def _apply(
+        self, handler: StoreHandler, events: Sequence[StoreEvent], cursor: str, from_position: int, to_position: int
+    ) -> None:
+        loop = asyncio.get_running_loop()
+
+        def handle(connection: sqlite3.Connection, handed: Sequence[StoreEvent]) -> None:
+            # The transaction is of the thread; the handler runs in the event loop, which is not blocked meanwhile.
+            asyncio.run_coroutine_threadsafe(_awaited(handler(connection, handed)), loop).result()
+
+        await asyncio.to_thread(self._store._apply, handle, events, cursor, from_position, to_position)
+
     async def _do_upkeep(self) -> None:
         """A file needs none."""
 
     async def _patiently(self, act: Callable[[], Awaitable[T]], patience_seconds: float | None) -> T:
         # Nothing is far away here: what fails now fails later.
         return await act()
+
+
+async def _awaited(handling: Awaitable[None]) -> None:
+    await handling
 
 
 class AsyncSqliteStores:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.calls import EncodedAppend
-from headwater.errors import SchemaMismatch
+from headwater.errors import CursorMoved, SchemaMismatch
 from headwater.field_index import FieldIndex, conditions_as_json, conditions_from_json, refuse_other
 from headwater.query import Condition, Item, LatestMatchIs, Query, StoreEvent, Verdict, json_of
 
@@ -52,6 +52,14 @@ create table field_index (
     combine    text    not null,
     fill_to    integer not null,
     filled_to  integer not null
+) strict, without rowid;
+create table snapshot (
+    name       text    not null,
+    query_hash text    not null,
+    version    integer not null,
+    position   integer not null,
+    state      blob    not null,
+    primary key (name, query_hash, version)
 ) strict, without rowid;
 create table cursor (
     name     text    primary key,
@@ -309,6 +317,20 @@ def _event(connection: sqlite3.Connection, position: int) -> StoreEvent:
             EPOCH + timedelta(microseconds=row[8]),
         )
     )
+
+
+def move_cursor(connection: sqlite3.Connection, name: str, from_position: int, to_position: int) -> None:
+    """Move a cursor on; CursorMoved if it is elsewhere."""
+    moved = connection.execute(
+        "update cursor set position = ? where name = ? and position = ?", (to_position, name, from_position)
+    ).rowcount
+    if not moved:
+        actual = value(connection, "select position from cursor where name = ?", name)
+        raise CursorMoved(
+            f'cursor "{name}" is at {actual}, not at {from_position}',
+            hint="Somebody set it, or another reader uses it. Open it again and read from there.",
+            detail={"cursor": name, "actual_position": actual},
+        )
 
 
 def head(connection: sqlite3.Connection) -> int:

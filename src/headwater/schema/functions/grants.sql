@@ -36,7 +36,7 @@ declare
         'begin_rebuild', 'abandon_rebuild', 'drop_projection_tables', 'switch_rebuilt', 'reshape_projection',
         'forget_projections',
         'find_event_store', 'refuse_bad_query', 'fields_match', 'store_json', 'is_of_kind', 'value_compares', 'field_value', 'field_mark', 'item_matches', 'read_matching', 'read_at', 'count_matching',
-        'latest_matching', 'event_store_head'
+        'latest_matching', 'event_store_head', 'load_snapshot', 'save_snapshot', 'forget_snapshots'
     ];
     missing text;
     opened record;
@@ -92,7 +92,8 @@ begin
             headwater.cursor, headwater.consumer_group, headwater.binding, headwater.ledger, headwater.group_progress,
             headwater.redelivery, headwater.dead_letter,
             headwater.condition, headwater.subscription, headwater.reading, headwater.subscription_retry,
-            headwater.projection, headwater.pipeline, headwater.pipeline_snapshot, headwater.archive, headwater.archive_start, headwater.replay
+            headwater.projection, headwater.pipeline, headwater.pipeline_snapshot, headwater.archive, headwater.archive_start, headwater.replay,
+            headwater.store_snapshot
             to headwater_consumer;
         grant select on sequence headwater.position, headwater.settled_register to headwater_consumer;
         grant usage on sequence headwater.lease_token, headwater.pipeline_generation to headwater_consumer;

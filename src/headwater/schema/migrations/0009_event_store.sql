@@ -48,6 +48,21 @@ create table headwater.field_index (
 );
 create unique index field_index_name on headwater.field_index (topic_id, name) where not dropped;
 
+-- States that decisions were made on, kept so that the next decision reads only what came since. Each is of one query,
+-- of which `query_hash` stands here, and of one version of the program that made it.
+create table headwater.store_snapshot (
+    topic_id   integer     not null references headwater.topic (id) on delete cascade,
+    name       text        not null
+        constraint "the name of snapshots is 1 to 200 characters" check (length(name) between 1 and 200),
+    query_hash text        not null check (length(query_hash) <= 64),
+    version    integer     not null constraint "a version is 1 or more" check (version >= 1),
+    position   bigint      not null constraint "a position is not negative" check (position >= 0),
+    state      bytea       not null
+        constraint "a snapshot is up to 16 MiB" check (octet_length(state) <= 16777216),
+    saved_at   timestamptz not null default clock_timestamp(),
+    primary key (topic_id, name, query_hash, version)
+);
+
 -- What crosses the contract when an event store is read.
 create type headwater.store_event as (
     position     bigint,
