@@ -20,7 +20,7 @@ State = TypeVar("State")
 Command = TypeVar("Command")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Decider(Generic[State, Command]):
     """How a command becomes events: what it must know, how that becomes a state, and what follows from it.
 
@@ -33,7 +33,7 @@ class Decider(Generic[State, Command]):
     decide: Callable[[State, Command], Sequence[NewStoreEvent]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Decision(Generic[State]):
     """What was decided: the state it was decided on, where the events are (None: there were none), and at which try."""
 
@@ -77,7 +77,7 @@ def _as_json(state: Any) -> bytes:
     return json.dumps(state, ensure_ascii=False).encode()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SavedSnapshots(Generic[State]):
     """States that are kept in the event store, so that whoever decides next, anywhere, reads only what came since.
 

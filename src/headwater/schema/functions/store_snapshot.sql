@@ -43,7 +43,7 @@ begin
     values (
         store.id, save_snapshot.name, save_snapshot.query_hash, save_snapshot.version, at_position, save_snapshot.state
     )
-    on conflict (topic_id, name, query_hash, version) do update
+    on conflict on constraint store_snapshot_pkey do update
         set position = excluded.position, state = excluded.state, saved_at = excluded.saved_at
         where s.position < excluded.position;
     delete from headwater.store_snapshot s

@@ -1,0 +1,184 @@
+"""Do those who read an event store get every event once, and do its effects happen once, whoever is killed?"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from test_store_history import killing, random_appends
+
+import headwater
+from headwater import aio
+from headwater.store import NewStoreEvent, Query, SqliteStores, StoreEvent
+
+pytestmark = pytest.mark.crash
+
+_numbers = itertools.count()
+Until = Callable[[Callable[[], Any]], Any]
+ROUNDS = int(os.environ.get("CRASH_ROUNDS", "3"))
+SUBSCRIBERS = int(os.environ.get("STORE_SUBSCRIBERS", "1000"))
+
+# Adds to a balance, which would show an event that is left out or taken twice, and says so after each commit.
+PROJECTOR = """
+import os, sys
+import headwater
+from headwater.store import Query
+
+def handle(connection, events):
+    for event in events:
+        connection.execute(
+            "update balance set amount = amount + %s, events = events + 1" % event.data["amount"]
+        )
+
+store = headwater.connect(sys.argv[1]).store(sys.argv[2])
+os.write(1, b"ready\\n")
+store.process(Query.of(types=["Paid"]), handle, cursor=sys.argv[2], batch_size=3)
+"""
+
+
+def test_a_projector_that_is_killed_counts_every_event_once(
+    dsn: str, log: headwater.Headwater, connection: psycopg.Connection[Any], until: Until
+) -> None:
+    store = log.create_store(f"store-{next(_numbers)}")
+    connection.execute("create table balance (amount bigint not null, events bigint not null)")
+    connection.execute("insert into balance values (0, 0)")
+    amounts = list(range(1, 61))
+
+    def projected() -> tuple[int, int]:
+        row = connection.execute("select amount, events from balance").fetchone()
+        assert row is not None
+        return row
+
+    chunks = [amounts[n :: ROUNDS + 1] for n in range(ROUNDS + 1)]
+    for number, chunk in enumerate(chunks):
+        process = subprocess.Popen([sys.executable, "-c", PROJECTOR, dsn, store.topic], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == b"ready\n"
+            before = projected()[1]
+            for amount in chunk:
+                store.append([NewStoreEvent("Paid", {"amount": amount}), NewStoreEvent("Noted")])
+            if number < ROUNDS:
+                until(lambda before=before: projected()[1] > before)
+            else:
+                until(lambda: projected()[1] >= len(amounts))
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait(20)
+            process.stdout.close()
+    assert projected() == (sum(amounts), len(amounts))
+
+
+# One process has the files, so the one that is killed appends as well.
+ON_SQLITE = """
+import os, sys
+from pathlib import Path
+from headwater.store import NewStoreEvent, Query, SqliteStores
+
+def handle(connection, events):
+    connection.execute("create table if not exists balance (amount integer not null, events integer not null)")
+    if connection.execute("select count(*) from balance").fetchone() == (0,):
+        connection.execute("insert into balance values (0, 0)")
+    for event in events:
+        connection.execute(
+            "update balance set amount = amount + ?, events = events + 1", (event.data["amount"],)
+        )
+
+with SqliteStores(Path(sys.argv[1])) as stores:
+    store = stores.create_store("s", if_missing=True)
+    while True:
+        n = store.count()
+        store.append([NewStoreEvent("Paid", {"amount": n + k}) for k in range(5)])
+        store.process(Query(), handle, cursor="balance", batch_size=2, stop_when_caught_up=True)
+        os.write(1, b"round\\n")
+"""
+
+
+def test_a_projector_on_sqlite_that_is_killed_counts_every_event_once(tmp_path: Path) -> None:
+    for _ in range(ROUNDS):
+        process = subprocess.Popen([sys.executable, "-c", ON_SQLITE, str(tmp_path)], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        try:
+            for _ in range(5):
+                assert process.stdout.readline() == b"round\n"
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait(20)
+            process.stdout.close()
+    with SqliteStores(tmp_path) as stores:
+        store = stores.store("s")
+        counted: list[tuple[int, int]] = []
+        store.process(
+            Query(),
+            lambda connection, events: counted.extend(connection.execute("select amount, events from balance")),
+            cursor="look",
+            batch_size=1,
+            after=store.head() - 1,
+            stop_when_caught_up=True,
+        )
+        place = store._find_cursor("balance")
+        assert place is not None
+        before = store.read(before=place + 1, batch_size=100_000)
+        assert counted == [(sum(event.data["amount"] for event in before), len(before))]
+        assert len(before) >= 25
+
+
+def test_thousands_of_subscribers_share_one_reader_while_backends_are_killed(
+    dsn: str, log: headwater.Headwater, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = log.create_store(f"store-{next(_numbers)}")
+    monkeypatch.setattr("headwater.tail.Tail.extended.__kwdefaults__", {"max_events": 16, "max_bytes": 1 << 20})
+    end = Query.of(types=["End"])
+    wanted = [Query(), Query.of(tags=["a"]) | end, Query.of(types=["A", "End"])]
+    reading = most = 0
+
+    async def follow(following: aio.store.EventStore, number: int) -> list[int]:
+        got: list[StoreEvent] = []
+        async for events in following.subscribe_batches(wanted[number % 3], batch_size=7):
+            got += events
+            if number % 100 == 0:
+                # Slow: by the time it comes back, what it needs is no longer kept in memory.
+                await asyncio.sleep(0.05)
+            if got[-1].type == "End":
+                return [event.position for event in got]
+        raise AssertionError("a live subscription does not end")
+
+    async def run() -> list[list[int]]:
+        nonlocal reading, most
+        async with await aio.connect(dsn, application_name="doomed") as opened:
+            following = opened.store(store.topic)
+            read_after = following._feed._read_after
+
+            async def watched(position: int, batch_size: int) -> list[StoreEvent]:
+                nonlocal reading, most
+                reading += 1
+                most = max(most, reading)
+                try:
+                    return await read_after(position, batch_size)
+                finally:
+                    reading -= 1
+
+            following._feed._read_after = watched
+            tasks = [asyncio.create_task(follow(following, n)) for n in range(SUBSCRIBERS)]
+            with killing(dsn):
+                for seed in range(3):
+                    await asyncio.to_thread(random_appends, store, 10, seed)
+                await asyncio.to_thread(store.append, NewStoreEvent("End"))
+                received = await asyncio.wait_for(asyncio.gather(*tasks), 120)
+            assert following._feed._tail is not None
+            assert len(following._feed._tail.events) <= 16
+            return received
+
+    received = asyncio.run(run())
+    expected = [[event.position for event in store.read_all(query)] for query in wanted]
+    assert all(got == expected[n % 3] for n, got in enumerate(received))
+    assert most == 1
