@@ -82,7 +82,9 @@ def test_a_projector_that_is_killed_counts_every_event_once(
                 until(lambda: backends("wait_event_type = 'Lock'"))
                 process.send_signal(signal.SIGKILL)
                 process.wait(20)
-            until(lambda: backends("true") == 0)
+                # What its backend waits to do must not be done after its death.
+                assert backends("pg_terminate_backend(pid)")
+                until(lambda: backends("true") == 0)
         finally:
             process.send_signal(signal.SIGKILL)
             process.wait(20)
