@@ -146,9 +146,9 @@ class AsyncTurn:
         for parked in awake:
             if not parked.woken.done():
                 parked.woken.set_result(None)
-        if awake or not hand_on:
+        if awake or (asleep and not hand_on):
             # Behind those who are woken: they are what the turn waits for.
-            loop = asyncio.get_running_loop()
+            loop = (awake or asleep)[0].woken.get_loop()
             loop.call_soon(self._hand_on, loop.time(), len(awake))
 
     def _hand_on(self, woken_at: float, woken: int) -> None:
