@@ -24,6 +24,9 @@ LAYERS = {
     "visibility": 1,
     "access": 1,
     "query": 1,
+    "window": 1.5,
+    "deciding": 1.5,
+    "field_index": 1.5,
     "tail": 2,
     "turns": 1,
     "settings": 1,
@@ -45,7 +48,19 @@ LAYERS = {
 DOORS = {"kafka", "server", "cdc", "nats", "lake", "spark"}
 # Spark moves what these know how to read and to write.
 NEIGHBOURS = {("spark", "cdc"), ("spark", "nats"), ("spark", "lake")}
-PURE = ("model", "errors", "settings", "calls", "subscription", "cron", "visibility", "query", "tail", "access")
+PURE = (
+    "model",
+    "errors",
+    "settings",
+    "calls",
+    "subscription",
+    "cron",
+    "visibility",
+    "query",
+    "window",
+    "tail",
+    "access",
+)
 PURE_FILES = tuple(f"cdc/{name}.py" for name in ("images", "json_text", "pgoutput", "relation")) + tuple(
     f"kafka/{name}.py" for name in ("assignment", "compression", "configs", "coordinator", "events", "records", "wire")
 )

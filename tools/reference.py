@@ -422,8 +422,8 @@ ORISUN_DIFFERENCES = (
     "as `payload_base64`.",
     "A page that would be larger than a message is RESOURCE_EXHAUSTED.",
     "A subscriber that names no position gets what comes from then on. One without a name is one of any number.",
-    "Indexes are on text, and hold all events with their fields; others are UNIMPLEMENTED. `eventType` beside other "
-    "fields of an index is left out: events are always found by their type.",
+    "An index has events whose values have the form that it says; others are saved all the same. Events are always "
+    "found by their type, so an index leaves `eventType` out, of its fields and of its conditions, and has more events.",
     "A boundary is active at once. Its description, and the namespace of its placement, are not kept.",
     "A user's id and name are the username. Rights are those of the account, for each topic.",
     "Reflection is open to everybody, as health is.",

@@ -1,4 +1,4 @@
-"""Is an event store the same wherever it lives? One suite for Postgres and for SQLite, in the process and by gRPC."""
+"""Is an event store the same wherever it lives? Postgres and SQLite: here, with an event loop, and by gRPC."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
+from blocking import Blocking, Loop
+from psycopg import conninfo
 
 import headwater
 from headwater.errors import AppendConflict, EventTooLarge, InvalidRequest, TopicExists, TopicNotFound
@@ -50,15 +53,28 @@ def sqlite_by_grpc(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RpcStor
         yield stores
 
 
-@pytest.fixture(params=["postgres", "sqlite", "postgres by gRPC", "sqlite by gRPC"])
+@pytest.fixture(params=["postgres", "sqlite", "postgres async", "sqlite async", "postgres by gRPC", "sqlite by gRPC"])
 def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stores]:
     if request.param == "postgres":
         yield request.getfixturevalue("log")
     elif request.param == "sqlite":
         with SqliteStores(tmp_path / "stores") as stores:
             yield stores
-    else:
+    elif request.param.endswith("gRPC"):
         yield request.getfixturevalue(request.param.replace(" ", "_").lower())
+    else:
+        loop = Loop()
+        sqlite = f"sqlite:///{tmp_path / 'stores'}"
+        address = sqlite if request.param == "sqlite async" else _address(request.getfixturevalue("dsn"))
+        opened = loop.run(headwater.open_async(address))
+        yield Blocking(loop, opened)  # type: ignore[misc]
+        loop.run(opened.close())
+        loop.close()
+
+
+def _address(dsn: str) -> str:
+    parts = conninfo.conninfo_to_dict(dsn)
+    return f"postgresql:///{parts.pop('dbname')}?{urlencode(parts)}"
 
 
 @pytest.fixture

@@ -344,11 +344,11 @@ async def _serve_stores(stack: AsyncExitStack, plan: Plan, tell: processes.Tell,
 
     assert plan.stores is not None
     assert plan.grpc is not None
-    stores = store.open(plan.stores)
-    if not isinstance(stores, store.SqliteStores):
-        stores.close()
+    if not plan.stores.startswith("sqlite:"):
         raise InvalidRequest("event stores in Postgres are served with --dsn, and need no --store")
-    stack.enter_context(stores)
+    stores = await store.open_async(plan.stores)
+    assert isinstance(stores, store.AsyncSqliteStores)
+    await stack.enter_async_context(stores)
     door = await stack.enter_async_context(serving_stores(stores, plan.grpc))
     tell({"grpc": door.address})
     waits = [asyncio.ensure_future(event.wait()) for event in (stop, door.failed)]

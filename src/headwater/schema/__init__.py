@@ -46,6 +46,7 @@ FUNCTION_FILES = (
     "event_store.sql",
     "store_query.sql",
     "field_index.sql",
+    "store_snapshot.sql",
     "subscriber_name.sql",
     "access.sql",
     "api_key.sql",

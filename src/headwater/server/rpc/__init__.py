@@ -24,7 +24,7 @@ from headwater.server.rpc.orisun_admin import OrisunAdmin
 from headwater.server.rpc.orisun_store import OrisunEventStore
 from headwater.server.rpc.queue_service import QueueService
 from headwater.server.rpc.store_service import EventStoreService
-from headwater.store import SqliteStores
+from headwater.store import AsyncSqliteStores
 from headwater.telemetry import ERROR, logger
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
@@ -64,7 +64,7 @@ async def serving(log: AsyncHeadwater, opening: Opening) -> AsyncIterator[Door]:
 
 
 @asynccontextmanager
-async def serving_stores(stores: SqliteStores, opening: Opening) -> AsyncIterator[Door]:
+async def serving_stores(stores: AsyncSqliteStores, opening: Opening) -> AsyncIterator[Door]:
     """Serve the event stores of a directory until the block is left. There are no accounts, so everybody may come."""
     backend = SqliteBackend(stores)
     services = {"EventStore": EventStoreService(backend)}

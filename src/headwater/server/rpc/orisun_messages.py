@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from json.decoder import scanstring  # type: ignore[attr-defined]
-from typing import Final
+from typing import Any, Final
 
 from headwater.errors import AppendConflict, InvalidEvent, InvalidRequest
+from headwater.field_index import FieldIndex, IndexCondition, Kind, defined
 from headwater.query import (
     EVERYTHING,
     JSON_TYPE,
@@ -33,6 +34,13 @@ TYPE_KEY: Final = "eventType"
 NOWHERE: Final = (1 << 62) - 1
 # Where an event's payload goes that is no JSON: other doors can append those.
 BYTES_KEY: Final = "payload_base64"
+KINDS: Final[Mapping[pb.ValueType, Kind]] = {
+    pb.TEXT: "text",
+    pb.NUMERIC: "numeric",
+    pb.BOOLEAN: "boolean",
+    pb.TIMESTAMPTZ: "timestamp",
+}
+VALUE_TYPES: Final = {kind: number for number, kind in KINDS.items()}
 
 _decode = json.JSONDecoder().raw_decode
 _encode = json.JSONEncoder(ensure_ascii=False).encode
@@ -213,7 +221,33 @@ def _past_space(text: str, at: int) -> int:
     return at
 
 
-def index_fields(request: pb.CreateIndexRequest) -> list[str]:
-    """The fields of an index. An event is always found by its type, so that is left out beside others."""
-    fields = [field.json_key for field in request.fields]
-    return [field for field in fields if field != TYPE_KEY] or fields
+def index(request: pb.CreateIndexRequest) -> FieldIndex:
+    """An index as it is kept. Events are always found by their type, so that is left out: the index has more events."""
+    fields = {field.json_key: KINDS[field.value_type] for field in request.fields}
+    conditions = [one for one in request.conditions if one.key != TYPE_KEY]
+    either = request.condition_combinator == pb.OR
+    if either and len(conditions) < len(request.conditions):
+        # Of the events of a type it would have all.
+        conditions = []
+    operators: Any = [one.operator for one in conditions]
+    return defined(
+        request.name,
+        {name: kind for name, kind in fields.items() if name != TYPE_KEY} or fields,
+        [IndexCondition(one.key, operator, one.value) for one, operator in zip(conditions, operators, strict=True)],
+        "or" if either else "and",
+    )
+
+
+def index_definition(kept: FieldIndex) -> pb.IndexDefinition:
+    return pb.IndexDefinition(
+        name=kept.name,
+        fields=[
+            pb.IndexField(json_key=field, value_type=VALUE_TYPES[kind])
+            for field, kind in zip(kept.fields, kept.kinds, strict=True)
+        ],
+        conditions=[
+            pb.IndexCondition(key=one.field, operator=one.operator, value=str(one.value)) for one in kept.conditions
+        ],
+        condition_combinator=pb.OR if kept.combine == "or" else pb.AND,
+        state=pb.INDEX_STATE_READY if kept.ready else pb.INDEX_STATE_BUILDING,
+    )

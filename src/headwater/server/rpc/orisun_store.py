@@ -10,12 +10,12 @@ from importlib.metadata import version
 from typing import Final
 
 from headwater.errors import AppendConflict, InvalidRequest
-from headwater.query import EVERYTHING, FieldIndex
+from headwater.query import EVERYTHING
 from headwater.server.rpc import orisun_messages as messages
 from headwater.server.rpc.backends import Backend, Store
 from headwater.server.rpc.calling import Call
 from headwater.server.rpc.generated import eventstore_pb2 as pb
-from headwater.server.rpc.statuses import NotOffered, NotThere, TooMuch
+from headwater.server.rpc.statuses import NotThere, TooMuch
 
 MAX_COUNT: Final = 10_000
 # A page has all that was asked for, or its reader would take it for the last; so it can only be refused.
@@ -105,7 +105,6 @@ class OrisunEventStore:
         return pb.PingResponse()
 
     async def get_server_info(self, request: pb.GetServerInfoRequest, call: Call) -> pb.GetServerInfoResponse:
-        indexed = [pb.SERVER_CAPABILITY_INDEX_MANAGEMENT] if self._backend.kind == "postgres" else []
         return pb.GetServerInfoResponse(
             version=self._version,
             backend=BACKENDS[self._backend.kind],
@@ -113,7 +112,7 @@ class OrisunEventStore:
             capabilities=[
                 pb.SERVER_CAPABILITY_COMMAND_CONTEXT_CONSISTENCY,
                 pb.SERVER_CAPABILITY_CATCH_UP_SUBSCRIPTIONS,
-                *indexed,
+                pb.SERVER_CAPABILITY_INDEX_MANAGEMENT,
                 pb.SERVER_CAPABILITY_BOUNDARY_CATALOG,
                 pb.SERVER_CAPABILITY_GRPC_HEALTH,
             ],
@@ -122,31 +121,31 @@ class OrisunEventStore:
     async def create_index(self, request: pb.CreateIndexRequest, call: Call) -> pb.CreateIndexResponse:
         if not request.name or not request.fields or not all(field.json_key for field in request.fields):
             raise InvalidRequest("an index has a name, and at least one field, each with its json_key")
-        await self._boundary(request.boundary, "alter", call)
-        if any(field.value_type != pb.TEXT for field in request.fields):
-            raise NotOffered(
-                "fields are compared as text", hint="Say TEXT: criteria are found by it whatever they hold."
-            )
-        if request.conditions:
-            raise NotOffered("an index holds all events that have its fields", hint="Leave its conditions out.")
-        await self._backend.create_index(request.boundary, request.name, messages.index_fields(request))
+        store = await self._boundary(request.boundary, "alter", call)
+        wanted = messages.index(request)
+        await store.create_index(
+            wanted.name,
+            dict(zip(wanted.fields, wanted.kinds, strict=True)),
+            conditions=wanted.conditions,
+            combine=wanted.combine,
+        )
         return pb.CreateIndexResponse()
 
     async def drop_index(self, request: pb.DropIndexRequest, call: Call) -> pb.DropIndexResponse:
-        await self._boundary(request.boundary, "alter", call)
-        if not await self._backend.drop_index(request.boundary, request.name):
+        store = await self._boundary(request.boundary, "alter", call)
+        if not await store.drop_index(request.name):
             raise _no_index(request.boundary, request.name)
         return pb.DropIndexResponse()
 
     async def list_indexes(self, request: pb.ListIndexesRequest, call: Call) -> pb.ListIndexesResponse:
-        await self._boundary(request.boundary, "describe", call)
-        return pb.ListIndexesResponse(indexes=map(_definition, await self._backend.indexes(request.boundary)))
+        store = await self._boundary(request.boundary, "describe", call)
+        return pb.ListIndexesResponse(indexes=map(messages.index_definition, await store.indexes()))
 
     async def get_index(self, request: pb.GetIndexRequest, call: Call) -> pb.GetIndexResponse:
-        await self._boundary(request.boundary, "describe", call)
-        for index in await self._backend.indexes(request.boundary):
+        store = await self._boundary(request.boundary, "describe", call)
+        for index in await store.indexes():
             if index.name == request.name:
-                return pb.GetIndexResponse(index=_definition(index))
+                return pb.GetIndexResponse(index=messages.index_definition(index))
         raise _no_index(request.boundary, request.name)
 
     async def _boundary(self, name: str, action: str, call: Call) -> Store:
@@ -154,14 +153,6 @@ class OrisunEventStore:
             raise InvalidRequest("a boundary is needed")
         call.need(action, "topic", name)
         return await self._backend.store(name)
-
-
-def _definition(index: FieldIndex) -> pb.IndexDefinition:
-    return pb.IndexDefinition(
-        name=index.name,
-        fields=[pb.IndexField(json_key=field) for field in index.fields],
-        state=pb.INDEX_STATE_READY if index.ready else pb.INDEX_STATE_BUILDING,
-    )
 
 
 def _no_index(boundary: str, name: str) -> NotThere:

@@ -134,15 +134,13 @@ class EventStoreService:
 
     async def open_store_cursor(self, request: pb.OpenStoreCursorRequest, call: Call) -> pb.OpenCursorResponse:
         call.need("read", "group", request.cursor)
-        await self._backend.store(request.store)
-        position = await self._backend.open_cursor(request.store, request.cursor, request.start_after)
-        return pb.OpenCursorResponse(position=position)
+        store = await self._backend.store(request.store)
+        return pb.OpenCursorResponse(position=await store._open_cursor(request.cursor, request.start_after))
 
     async def advance_store_cursor(self, request: pb.AdvanceStoreCursorRequest, call: Call) -> pb.AdvanceCursorResponse:
         call.need("read", "group", request.cursor)
-        await self._backend.advance_cursor(
-            request.store, request.cursor, from_position=request.from_position, to_position=request.to_position
-        )
+        store = await self._backend.store(request.store)
+        await store._move_cursor(request.cursor, request.from_position, request.to_position)
         return pb.AdvanceCursorResponse()
 
 
