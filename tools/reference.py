@@ -423,7 +423,7 @@ ORISUN_DIFFERENCES = (
     "A page that would be larger than a message is RESOURCE_EXHAUSTED.",
     "A subscriber that names no position gets what comes from then on. One without a name is one of any number.",
     "An index has events whose values have the form that it says; others are saved all the same. Events are always "
-    "found by their type, so an index leaves `eventType` out, of its fields and of its conditions, and has more events.",
+    "found by their type, so an index leaves `eventType` out, of its fields and its conditions, and has more events.",
     "A boundary is active at once. Its description, and the namespace of its placement, are not kept.",
     "A user's id and name are the username. Rights are those of the account, for each topic.",
     "Reflection is open to everybody, as health is.",
