@@ -8,9 +8,11 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 
 import headwater
@@ -318,3 +320,19 @@ def test_connections_are_encrypted_where_a_certificate_is_given(dsn: str, tmp_pa
             service(channel, "orisun.EventStore").Ping(EMPTY, timeout=SECONDS)
         with grpc.insecure_channel(server.address) as channel, refused(grpc.StatusCode.UNAVAILABLE):
             service(channel, "orisun.EventStore").Ping(EMPTY, timeout=SECONDS)
+
+
+def test_of_two_who_make_the_same_user_the_second_finds_it(
+    dsn: str, connection: psycopg.Connection, until: Until
+) -> None:
+    free = calls.account_is_free("wanted")
+    made = calls.set_account("wanted", access.verifiers("p", os.urandom(16), 4096))
+    with psycopg.connect(dsn) as first, psycopg.connect(dsn) as second, ThreadPoolExecutor(1) as pool:
+        assert first.execute(free.sql, free.params).fetchall() == [(True,)]
+        asking = pool.submit(lambda: second.execute(free.sql, free.params).fetchall())
+        waits = "select wait_event_type = 'Lock' from pg_stat_activity where pid = %s"
+        until(lambda: connection.execute(waits, [second.info.backend_pid]).fetchall() == [(True,)])
+        first.execute(made.sql, made.params)
+        first.commit()
+        assert asking.result(SECONDS) == [(False,)]
+    connection.execute("select headwater.delete_account('wanted')")

@@ -20,13 +20,9 @@ def set_account(name: str, verifiers: Verifiers, *, administrator: bool | None =
     )
 
 
-def create_account(name: str, verifiers: Verifiers, *, administrator: bool) -> Call[bool]:
-    """Make an account; False if there is one of that name."""
-    return Call(
-        "select headwater.create_account(%s, %s, %s, %s, %s, %s, %s, %s)",
-        (checked_text(name, "account name"), *verifiers, administrator),
-        only_value,
-    )
+def account_is_free(name: str) -> Call[bool]:
+    """Whether no account has the name, and nobody else can give it to one until the transaction ends."""
+    return Call("select headwater.account_is_free(%s)", (checked_text(name, "account name"),), only_value)
 
 
 def delete_account(name: str) -> Call[bool]:

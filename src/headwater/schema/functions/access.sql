@@ -34,30 +34,16 @@ begin atomic
     delete from headwater.api_key k where k.account = set_account.name and k.session;
 end;
 
--- Make an account. False: there is one of that name, and it is left as it is.
-create or replace function headwater.create_account(
-    name text,
-    salt bytea,
-    iterations integer,
-    stored_key_256 bytea,
-    server_key_256 bytea,
-    stored_key_512 bytea,
-    server_key_512 bytea,
-    administrator boolean default false
-)
+-- Whether no account has a name. Until the transaction ends nobody else makes one, or changes one.
+create or replace function headwater.account_is_free(name text)
 returns boolean
 language plpgsql
+volatile
 as $$
 begin
-    -- Two who make it at once: the second sees what the first has made.
     lock table headwater.account in share row exclusive mode;
-    if exists (select from headwater.account a where a.name = create_account.name) then
-        return false;
-    end if;
-    perform headwater.set_account(
-        name, salt, iterations, stored_key_256, server_key_256, stored_key_512, server_key_512, administrator
-    );
-    return true;
+    -- In a new snapshot: what others made before the lock is seen.
+    return not exists (select from headwater.account a where a.name = account_is_free.name);
 end;
 $$;
 

@@ -76,10 +76,10 @@ class OrisunAdmin:
             raise InvalidRequest(f"the roles of a user are {ADMIN} or {OPERATIONS}, or both")
         kept = await asyncio.to_thread(access.verifiers, request.password, os.urandom(16))
         async with log.transaction() as connection:
-            administrator = ADMIN in request.roles
-            made = calls.create_account(request.username, kept, administrator=administrator)
-            if not await log._run(made, connection):
+            if not await log._run(calls.account_is_free(request.username), connection):
                 raise AccountExists(f'there is a user "{request.username}" already')
+            made = calls.set_account(request.username, kept, administrator=ADMIN in request.roles)
+            await log._run(made, connection)
             if OPERATIONS in request.roles:
                 for permission in OPERATING:
                     await log._run(calls.allow(Permission(request.username, *permission)), connection)
