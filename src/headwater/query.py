@@ -216,12 +216,13 @@ def distinct(values: Iterable[str], what: str) -> tuple[str, ...]:
     if isinstance(values, str):
         raise InvalidRequest(f"{what} are a list of texts, not one text", hint=f'Write {what}=["{values}"].')
     longest = MAX_TYPE_CHARACTERS if what == "types" else MAX_TAG_CHARACTERS
-    found = tuple(dict.fromkeys(values))
+    found = tuple(values)
     for value in found:
         if not isinstance(value, str) or not 1 <= len(value) <= longest:
             raise InvalidEvent(f"each of the {what} is a text of 1 to {longest} characters, not {value!r}")
-        _refuse_strange_text(value, what)
-    return found
+        if not value.isascii() or "\x00" in value:
+            _refuse_strange_text(value, what)
+    return found if len(found) < 2 else tuple(dict.fromkeys(found))
 
 
 def _refuse_strange_text(value: str, what: str) -> None:

@@ -97,27 +97,32 @@ class Window:
         # Marks of events up to the middle: forgotten when the recent ones are too many.
         self._older: dict[str, int] = {}
 
-    def accept(self, wishes: Iterable[tuple[Question | None, Collection[str]]]) -> list[tuple[int, Question]]:
+    def accept(
+        self, wishes: Iterable[tuple[Question | None, Collection[str], Collection[str]]]
+    ) -> list[tuple[int, Question]]:
         """Which of several appends can be accepted side by side, and what is left to ask for each.
 
-        A wish is the question of an append and the marks of its events. One goes before another that came first only
-        if neither is about what the other appends, so that each fares as it would have fared in order.
+        A wish is the question of an append, and the marks and ids of its events. One goes before another that came
+        first only if neither is about what the other appends, so that each fares as it would have fared in order.
         """
         chosen = []
         earlier: set[str] = set()
         # What those who stay behind must not see appended before them.
         watched: set[str] = set()
-        for place, (question, marks) in enumerate(wishes):
+        ids_behind: set[str] = set()
+        for place, (question, marks, ids) in enumerate(wishes):
             if question is None:
                 break
             if (
                 self.is_in_doubt(question)
                 or not watched.isdisjoint(marks)
+                or not ids_behind.isdisjoint(ids)
                 or (earlier and any(earlier.issuperset(doubt.marks) for doubt in question.doubts))
             ):
                 if not all(doubt.marks for doubt in question.doubts):
                     break
                 watched.update(doubt.marks[0] for doubt in question.doubts)
+                ids_behind.update(ids)
             else:
                 chosen.append((place, self._left_of(question)))
             earlier.update(marks)

@@ -67,7 +67,7 @@ def test_what_is_accepted_ahead_is_right_whoever_else_appends(
         question = question_of(condition)
         tail = log.events[-1].position if log.events else 0
         event = Noted(tail + 1, f"{tail + 1}", marks_of(type_, sorted(tags)))
-        left = log.window.accept([(question, event.marks)])
+        left = log.window.accept([(question, event.marks, {event.event_id})])
         known = log.window.known
         fenced = known is not None and known.position == tail
         doubts = [doubt for _, asked in left for doubt in asked.doubts]
@@ -112,18 +112,20 @@ def test_what_is_known_is_not_asked_and_what_is_forgotten_is() -> None:
     window.note(10, [Noted(11, "e", (":A", "#a")), Noted(12, "f", (":A", "#b"))])
     assert window.known == Known(12, "f")
     about = Question((Doubt(("#a",), 11),))
-    assert window.accept([(about, ())]) == [(0, Question((Doubt(("#a",), 12),)))]
+    assert window.accept([(about, (), ())]) == [(0, Question((Doubt(("#a",), 12),)))]
     before = Question((Doubt(("#a",), 9),))
     assert window.is_in_doubt(before)
-    assert window.accept([(Question((Doubt(("#c",), 9),)), ())]) == [(0, Question((Doubt(("#c",), 9),)))]
+    assert window.accept([(Question((Doubt(("#c",), 9),)), (), ())]) == [(0, Question((Doubt(("#c",), 9),)))]
     # Of two that are about each other, the first; who is about neither goes past, unless the other waits for that.
     second, third = (Question((Doubt((mark,), 12),)) for mark in ("#c", "#d"))
-    assert [n for n, _ in window.accept([(about, {"#c"}), (second, {"#e"}), (third, {"#f"})])] == [0, 2]
-    assert [n for n, _ in window.accept([(about, {"#d"}), (third, {"#e"}), (second, {"#d"})])] == [0]
-    assert [n for n, _ in window.accept([(None, {"#c"}), (third, {"#f"})])] == []
+    assert [n for n, _ in window.accept([(about, {"#c"}, ()), (second, {"#e"}, ()), (third, {"#f"}, ())])] == [0, 2]
+    assert [n for n, _ in window.accept([(about, {"#d"}, ()), (third, {"#e"}, ()), (second, {"#d"}, ())])] == [0]
+    assert [n for n, _ in window.accept([(None, {"#c"}, ()), (third, {"#f"}, ())])] == []
+    same = (third, {"#f"}, {"1"})
+    assert [n for n, _ in window.accept([(before, (), {"1"}), same, (third, {"#f"}, {"2"})])] == [2]
     window.note(12, [Noted(13, "g", ("#x", "#y"))])
     window.note(13, [Noted(14, "h", ("#r", "#s", "#t", "#u"))])
-    assert window.accept([(about, ())]) == [(0, Question((Doubt(("#a",), 11),)))]
+    assert window.accept([(about, (), ())]) == [(0, Question((Doubt(("#a",), 11),)))]
     # Somebody else has appended 15.
     window.note(15, [])
     assert window.known is None

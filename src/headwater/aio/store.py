@@ -216,7 +216,9 @@ class EventStore(Subscribing):
         verdicts: dict[int, Verdict] = {}
         pending = list(range(len(appends)))
         while pending:
-            asked = self._window.accept((appends[place].question, appends[place].marks) for place in pending)
+            asked = self._window.accept(
+                (append.question, append.marks, append.ids) for append in map(appends.__getitem__, pending)
+            )
             chosen = [pending[number] for number, _ in asked]
             accepted = await self._append_ahead([appends[place] for place in chosen], [left for _, left in asked])
             verdicts.update(zip(chosen, accepted, strict=False))

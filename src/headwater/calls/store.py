@@ -60,6 +60,7 @@ class EncodedAppend(NamedTuple):
     condition: Condition | None
     question: Question | None
     marks: frozenset[str]
+    ids: frozenset[str]
     payload_bytes: int
 
 
@@ -70,14 +71,15 @@ def encode_append(
     if not 1 <= len(events) <= MAX_EVENTS:
         raise InvalidRequest(f"an append has 1 to {MAX_EVENTS} events, this one has {len(events)}")
     encoded = tuple(map(_encode_event, events, new_ids))
-    if len(encoded) > 1 and len({event.event_id for event in encoded}) < len(encoded):
+    ids = frozenset([event.event_id for event in encoded])
+    if len(ids) < len(encoded):
         raise InvalidEvent("two events of one append have the same id")
     marks: set[str] = set()
     size = 0
     for event in encoded:
         marks.update(event.marks)
         size += len(event.payload or b"")
-    return EncodedAppend(encoded, condition, question_of(condition), frozenset(marks), size)
+    return EncodedAppend(encoded, condition, question_of(condition), frozenset(marks), ids, size)
 
 
 def _encode_event(event: NewStoreEvent, new_id: str) -> EncodedEvent:
@@ -117,16 +119,21 @@ class _PackedPositionsDumper(_PackedIntegersDumper):
 
 psycopg.adapters.register_dumper(_PackedIntegers, _PackedIntegersDumper)
 psycopg.adapters.register_dumper(_PackedPositions, _PackedPositionsDumper)
-_INTEGER = struct.Struct("!i").pack
-_POSITION = struct.Struct("!q").pack
 
 
 def _integers(values: Sequence[int]) -> _PackedIntegers:
-    return _PackedIntegers(pack([_INTEGER(value) for value in values], 23))
+    return _PackedIntegers(_packed(values, 23, 4, "ii"))
 
 
 def _positions(values: Sequence[int]) -> _PackedPositions:
-    return _PackedPositions(pack([_POSITION(value) for value in values], 20))
+    return _PackedPositions(_packed(values, 20, 8, "iq"))
+
+
+def _packed(values: Sequence[int], oid: int, size: int, form: str) -> bytes:
+    """Numbers of one size as an array, in one go."""
+    parts = [size] * (2 * len(values))
+    parts[1::2] = values
+    return struct.pack(f"!iIiii{form * len(values)}", 1, 0, oid, len(values), 1, *parts)
 
 
 def _text(values: Sequence[str | None]) -> PackedText:
