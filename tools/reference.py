@@ -408,6 +408,8 @@ GRPC_LIMITS = (
     "An append has up to 1,000 events, a query up to 100 items, a batch that is read up to 10,000 events and 16 MiB.",
     "A connection has up to 1,000 calls under way, a process 10,000. Pings come at most every ten seconds.",
     "A stream of appends has up to 256 of them under way, or 16 MiB.",
+    "Of what a stream is slow to take, the server has a batch in hand: for a follower up to 4 MiB, for a subscriber of "
+    "an event store up to 16 MiB.",
     "A call waits for a lost database for 30 seconds, or until its deadline; a subscriber for 60.",
 )
 ORISUN_DIFFERENCES = (

@@ -160,7 +160,7 @@ def test_a_follower_that_does_not_read_is_waited_for_and_loses_nothing(
     seen = [sum(len(answer.events) for answer in answers) for answers in idle[:2]]
     assert seen == [400, 400]
     # Eight have been served nothing but what fits on the way; all of it would be 640 MB.
-    assert resident_bytes() - before < 350_000_000
+    assert resident_bytes() - before < 200_000_000
     assert 400 - sum(len(answer.events) for answer in first) in range(1, 11)
     for answers in idle[2:]:
         answers.cancel()

@@ -63,6 +63,7 @@ class LogService:
             after=None if request.from_end else request.after,
             from_end=request.from_end,
             batch_size=messages.within(request.batch_size, messages.MAX_STREAMED, messages.MAX_STREAMED, "a batch"),
+            max_bytes=messages.FOLLOWED_BYTES,
             skip_expired=request.skip_expired,
             stop_when_caught_up=request.stop_when_caught_up,
         )

@@ -29,6 +29,8 @@ E = TypeVar("E", Event, StoreEvent)
 MAX_READ: Final = 10_000
 MAX_STREAMED: Final = 1000
 MAX_READ_BYTES: Final = 16_777_216
+# As much of the log is in hand for a follower, who may be slow to take it.
+FOLLOWED_BYTES: Final = 4_194_304
 # A message of a stream is as large as this, or has one event.
 PARCEL_BYTES: Final = 1_048_576
 EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
