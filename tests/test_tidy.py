@@ -25,6 +25,9 @@ LAYERS = {
     "access": 1,
     "query": 1,
     "schemas": 1,
+    "window": 1.5,
+    "deciding": 1.5,
+    "field_index": 1.5,
     "tail": 2,
     "turns": 1,
     "settings": 1,
@@ -61,6 +64,7 @@ PURE = (
     "access",
     "schemas",
     "registry",
+    "window",
 )
 PURE_FILES = tuple(f"cdc/{name}.py" for name in ("images", "json_text", "pgoutput", "relation")) + tuple(
     f"kafka/{name}.py" for name in ("assignment", "compression", "configs", "coordinator", "events", "records", "wire")
@@ -231,6 +235,18 @@ def test_every_function_file_is_installed() -> None:
 def test_the_blocking_shell_is_made_from_the_asynchronous_one() -> None:
     check = subprocess.run(
         [sys.executable, str(ROOT / "tools" / "unasync.py"), "--check"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert check.returncode == 0, check.stdout
+
+
+def test_the_modules_of_messages_are_made_from_the_files_of_the_protocol() -> None:
+    pytest.importorskip("grpc_tools")
+    check = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "protos.py"), "--check"],
         capture_output=True,
         text=True,
         timeout=60,

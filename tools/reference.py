@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "reference"
 FUNCTIONS = ROOT / "src" / "headwater" / "schema" / "functions"
 MIGRATIONS = ROOT / "src" / "headwater" / "schema" / "migrations"
+PROTOS = ROOT / "proto"
 CALLS = ROOT / "src" / "headwater" / "calls"
 NOTE = "<!-- Written by tools/reference.py; change the code, then run that. -->\n"
 
@@ -459,8 +460,86 @@ def http_fields(shape: Any) -> str:
     )
 
 
+def grpc_page() -> str:
+    from headwater.server.rpc import statuses
+
+    parts = [
+        "# gRPC: services, methods, status codes",
+        "Messages are in the files of the protocol; their comments say what each field means. "
+        "[How to use them](../how-to/grpc.md).",
+    ]
+    for path in sorted(PROTOS.rglob("*.proto")):
+        text = path.read_text()
+        about = text.partition("\n")[0].removeprefix("// ")
+        package = re.search(r"^package (.*);", text, re.MULTILINE)
+        assert package is not None
+        file = path.relative_to(ROOT).as_posix()
+        parts += [f"## `{package[1]}`", f"{about} [{file}](../../{file})"]
+        for comment, name, body in PROTO_SERVICE.findall(text):
+            rows = [
+                (f"`{method}`", f"`{asked}`", f"`{answered}`", promised(promise))
+                for promise, method, asked, answered in PROTO_METHOD.findall(body)
+            ]
+            parts += [f"### {name}", promised(comment), table(("method", "takes", "answers", "means"), rows)]
+    codes: dict[str, list[str]] = {}
+    for error, code in statuses.BY_ERROR.items():
+        codes.setdefault(code.name, []).append(f"`{error.__name__}`")
+    rows = [(f"`{code}`", ", ".join(kinds)) for code, kinds in sorted(codes.items())]
+    rows.append(("`INTERNAL`", "what is not in this table, as a bug of ours"))
+    rows.append(("`DEADLINE_EXCEEDED`", "the deadline of the call came first; what it did may be done"))
+    parts += [
+        "## Status codes",
+        "The [error](errors.md) itself comes beside the status, in the trailing metadata: `headwater-error-bin` is "
+        "JSON with `error`, `message`, `hint` and `detail`.",
+        table(("status", "errors"), rows),
+        "## Limits",
+        "\n".join(f"- {limit}" for limit in GRPC_LIMITS),
+        "## Differences from Orisun",
+        "\n".join(f"- {difference}" for difference in ORISUN_DIFFERENCES),
+    ]
+    return "\n\n".join(part.strip() for part in parts)
+
+
+PROTO_SERVICE = re.compile(r"((?:^// [^\n]*\n)*)^service (\w+) \{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
+PROTO_METHOD = re.compile(r"((?:^ *// [^\n]*\n)*)^ *rpc (\w+)\(([^)]*)\) returns \(([^)]*)\)", re.MULTILINE)
+
+
+def promised(comment: str) -> str:
+    return " ".join(line.strip().removeprefix("// ") for line in comment.strip().splitlines())
+
+
+GRPC_LIMITS = (
+    "A message has up to 64 MiB, and an event as much as its topic allows: 1 MiB if nothing else is said.",
+    "An append has up to 1,000 events, a query up to 100 items, a batch that is read up to 10,000 events and 16 MiB.",
+    "A connection has up to 1,000 calls under way, a process 10,000. Pings come at most every ten seconds.",
+    "A stream of appends has up to 256 of them under way, or 16 MiB.",
+    "Of what a stream is slow to take, the server has a batch in hand: for a follower up to 4 MiB, for a subscriber of "
+    "an event store up to 16 MiB.",
+    "A call waits for a lost database for 30 seconds, or until its deadline; a subscriber for 60.",
+)
+ORISUN_DIFFERENCES = (
+    "Both numbers of a position are the same, so events that were saved together do not share the first. Positions are "
+    "of the whole log and have gaps.",
+    "Ids are unique within a boundary: what is saved again under the same ids is not saved twice, and the answer is "
+    "that of the first time, whatever its condition says by now. An id that another event has is INVALID_ARGUMENT. Any "
+    "text of up to 255 characters is an id; without one, an event gets one.",
+    "An event has up to 1 MiB of data and 64 KiB of metadata, a type up to 200 characters, one call up to 1,000 events "
+    "and 100 criteria.",
+    "Data comes back as it was written, to the letter. An event that another door appended and that is no JSON comes "
+    "as `payload_base64`.",
+    "A page that would be larger than a message is RESOURCE_EXHAUSTED.",
+    "A subscriber that names no position gets what comes from then on. One without a name is one of any number.",
+    "An index has events whose values have the form that it says; others are saved all the same. Events are always "
+    "found by their type, so an index leaves `eventType` out, of its fields and its conditions, and has more events.",
+    "A boundary is active at once. Its description, and the namespace of its placement, are not kept.",
+    "A user's id and name are the username. Rights are those of the account, for each topic.",
+    "Reflection is open to everybody, as health is.",
+)
+
+
 PAGES = {
     "http.md": http_page,
+    "grpc.md": grpc_page,
     "kafka.md": kafka_page,
     "cli.md": cli_page,
     "python.md": python_page,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from headwater.access import ApiKey, Credential, Permission, Verifiers
@@ -48,6 +48,11 @@ def set_credential(name: str, mechanism: str, credential: Credential | None) -> 
     )
 
 
+def account_is_free(name: str) -> Call[bool]:
+    """Whether no account has the name, and nobody else can give it to one until the transaction ends."""
+    return Call("select headwater.account_is_free(%s)", (checked_text(name, "account name"),), only_value)
+
+
 def delete_account(name: str) -> Call[bool]:
     return Call("select headwater.delete_account(%s)", (checked_text(name, "account name"),), only_value)
 
@@ -76,6 +81,11 @@ def credentials() -> Call[dict[str, Verifiers]]:
         (),
         lambda rows: {row[8]: _verifiers(row) for row in rows},
     )
+
+
+def account_times() -> Call[dict[str, datetime]]:
+    """When each account was made, by its name."""
+    return Call("select name, created_at from headwater.account order by name", (), lambda rows: dict(rows))
 
 
 def permissions() -> Call[list[Permission]]:

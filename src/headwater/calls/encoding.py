@@ -35,7 +35,7 @@ def encode_payload(payload: Payload, content_type: str | None) -> tuple[bytes | 
         if content_type == JSON_TYPE:
             try:
                 json.loads(encoded)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise InvalidEvent(f"the payload is not the JSON that its content type says: {error}") from None
             _refuse_nul(encoded)
         return encoded, content_type

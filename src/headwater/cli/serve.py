@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from headwater import aio
+from headwater import aio, store
 from headwater.cli import output, processes
 from headwater.cli.arguments import Dsn, Json, examples
 from headwater.cli.connection import connect, session, translated
@@ -47,9 +47,10 @@ class KafkaPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one process serves."""
+    """What one process serves: a log, or the event stores of a directory."""
 
     dsn: str
+    stores: str | None
     pool_size: int
     kafka: KafkaPlan | None
     http: Opening | None
@@ -63,6 +64,7 @@ class Plan:
         "headwater serve",
         "headwater serve --http 127.0.0.1:8080 --webhooks",
         "headwater serve --kafka 127.0.0.1:9092 --processes 2",
+        "headwater serve --grpc 127.0.0.1:5005 --store sqlite:///stores",
         "headwater serve --http 0.0.0.0:443 --authenticate --tls-certificate cert.pem --tls-key key.pem",
     )
 )
@@ -81,6 +83,15 @@ def serve(
         typer.Option(metavar="HOST:PORT", help="Speak Kafka here. Port 0: any free one.", show_default=False),
     ] = None,
     grpc: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Speak gRPC here.", show_default=False)] = None,
+    stores: Annotated[
+        str | None,
+        typer.Option(
+            "--store",
+            metavar="sqlite:///DIR",
+            help="Serve the event stores of a directory by gRPC, without a Postgres.",
+            show_default=False,
+        ),
+    ] = None,
     webhooks: Annotated[bool, typer.Option("--webhooks", help="Deliver events to the URLs of webhooks.")] = False,
     allow_network: AllowNetwork = None,
     processes_: Annotated[
@@ -132,6 +143,13 @@ def serve(
         raise typer.BadParameter("--authenticate and --without-authentication exclude each other")
     if (tls_certificate is None) != (tls_key is None):
         raise typer.BadParameter("a certificate and its key go together: --tls-certificate and --tls-key")
+    if stores is not None and (
+        grpc is None or http is not None or kafka is not None or webhooks or authenticate or processes_ > 1
+    ):
+        raise typer.BadParameter(
+            "the event stores of a directory are served by gRPC alone, by one process, and have no accounts: "
+            "--grpc HOST:PORT --store sqlite:///DIR"
+        )
     if http is None and kafka is None and grpc is None and not webhooks:
         http = DEFAULT_HTTP
 
@@ -156,9 +174,10 @@ def serve(
     doors = {"http": opening(http, "--http"), "kafka": opening(kafka, "--kafka"), "grpc": opening(grpc, "--grpc")}
     _refuse_bad_certificate(tls_certificate, tls_key)
     found = session(context)
-    database = found.dsn(dsn)
-    with translated():
-        connect(database).close()
+    database = "" if stores is not None else found.dsn(dsn)
+    if stores is None:
+        with translated():
+            connect(database).close()
 
     with ExitStack() as reserved:
         for name in ("http", "grpc"):
@@ -167,6 +186,7 @@ def serve(
         plans = [
             Plan(
                 dsn=database,
+                stores=stores,
                 pool_size=found.settings.pool_size,
                 kafka=_broker(doors["kafka"], number, advertise, partitions, rebalance_delay_seconds),
                 http=doors["http"],
@@ -317,6 +337,9 @@ async def _serve(plan: Plan, tell: processes.Tell, *, parent: Connection | None)
     addresses: dict[str, str] = {}
     ends = [stop]
     async with AsyncExitStack() as stack:
+        if plan.stores is not None:
+            await _serve_stores(stack, plan, tell, stop)
+            return
         log = await stack.enter_async_context(
             await aio.connect(plan.dsn, pool_size=max(plan.pool_size, 4), application_name="headwater serve")
         )
@@ -341,6 +364,26 @@ async def _serve(plan: Plan, tell: processes.Tell, *, parent: Connection | None)
             one.cancel()
         if not stop.is_set():
             raise DoorFailed("a door stopped working; what went wrong is in its log")
+
+
+async def _serve_stores(stack: AsyncExitStack, plan: Plan, tell: processes.Tell, stop: asyncio.Event) -> None:
+    from headwater.server.rpc import serving_stores
+
+    assert plan.stores is not None
+    assert plan.grpc is not None
+    if not plan.stores.startswith("sqlite:"):
+        raise InvalidRequest("event stores in Postgres are served with --dsn, and need no --store")
+    stores = await store.open_async(plan.stores)
+    assert isinstance(stores, store.AsyncSqliteStores)
+    await stack.enter_async_context(stores)
+    door = await stack.enter_async_context(serving_stores(stores, plan.grpc))
+    tell({"grpc": door.address})
+    waits = [asyncio.ensure_future(event.wait()) for event in (stop, door.failed)]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for one in waits:
+        one.cancel()
+    if not stop.is_set():
+        raise DoorFailed("the door for gRPC stopped working; what went wrong is in its log")
 
 
 async def _open_kafka(stack: AsyncExitStack, log: aio.AsyncHeadwater, plan: KafkaPlan) -> tuple[str, asyncio.Event]:

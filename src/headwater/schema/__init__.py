@@ -47,6 +47,8 @@ FUNCTION_FILES = (
     "event_store.sql",
     "store_query.sql",
     "field_index.sql",
+    "store_snapshot.sql",
+    "subscriber_name.sql",
     "access.sql",
     "api_key.sql",
     "schema_registry.sql",

@@ -75,6 +75,19 @@ begin
 end;
 $$;
 
+-- Whether no account has a name. Until the transaction ends nobody else makes one, or changes one.
+create or replace function headwater.account_is_free(name text)
+returns boolean
+language plpgsql
+volatile
+as $$
+begin
+    lock table headwater.account in share row exclusive mode;
+    -- In a new snapshot: what others made before the lock is seen.
+    return not exists (select from headwater.account a where a.name = account_is_free.name);
+end;
+$$;
+
 -- Delete an account with its permissions. False: there is none.
 create or replace function headwater.delete_account(name text)
 returns boolean

@@ -108,10 +108,14 @@ begin
             events_swept := events_swept + swept;
         end if;
     end loop;
-    delete from headwater.topic t
-    where
-        t.deleted_at < clock_timestamp() - interval '1 day'
-        and not exists (select from headwater.event e where e.topic_id = t.id);
+    with gone as (
+        delete from headwater.topic t
+        where
+            t.deleted_at < clock_timestamp() - interval '1 day'
+            and not exists (select from headwater.event e where e.topic_id = t.id)
+        returning t.id
+    )
+    delete from headwater.event_identity i using gone where i.topic_id = gone.id;
 end;
 $$;
 

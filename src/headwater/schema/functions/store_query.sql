@@ -48,11 +48,14 @@ begin
     if asked is not null then
         -- An index leads to events as a tag does.
         tags := tags || array(
-            select headwater.field_mark(x.id, x.fields, asked)
+            select m.mark
             from headwater.field_index x
+            cross join lateral (
+                select headwater.field_mark(x.id, x.fields, x.kinds, x.conditions, x.combine, asked) as mark
+            ) as m
             where
                 x.topic_id = item_matches.topic_id and not x.dropped and x.filled_to >= x.fill_to
-                and asked ?& x.fields
+                and m.mark is not null
         );
     end if;
     if cardinality(tags) + least(cardinality(types), 1) > 1 then
