@@ -42,7 +42,8 @@ from headwater.errors import AppendConflict
 from headwater.store import NewStoreEvent, NoMatchAfter, Query, SqliteEventStore, SqliteStores
 
 ACT_SECONDS = 0.2
-FILL_EVENTS = 1000
+APPEND_EVENTS = 1000
+FILL_EVENTS = 50_000
 DATA = b"x" * 200
 STORE = "bench"
 LARGE = "bench-large"
@@ -287,8 +288,8 @@ class Turn:
     """Of client and server together, for one append."""
 
 
-def fill(server: Server, events: int, places: dict[str, str | None]) -> None:
-    """Large stores of every kind: ours in the database by the function that appends use, the others by appending."""
+def fill(server: Server, events: int) -> None:
+    """A large store of ours in the database, by the function that appends use."""
     measure.say(f"filling event stores with {events:,} events each")
     with headwater.connect(server.dsn) as log:
         log.create_store(LARGE)
@@ -315,14 +316,13 @@ def fill(server: Server, events: int, places: dict[str, str | None]) -> None:
 
 
 def filling(dsn: str, store: str, place: str | None, events: int) -> Act:
-    """Append so many events once: a variant that is never timed."""
+    """Append so many events each time: a variant that is never timed."""
     append, _ = STORES[store](dsn, place)
-    once = iter((True,))
+    numbers = itertools.count()
 
     def act() -> int:
-        if next(once, False):
-            for start in range(0, events, FILL_EVENTS):
-                append(f"fill-{start}", min(FILL_EVENTS, events - start), None)
+        for start in range(0, events, APPEND_EVENTS):
+            append(f"fill-{next(numbers)}", min(APPEND_EVENTS, events - start), None)
         return events
 
     return act
@@ -401,12 +401,13 @@ def main() -> None:
                 for workload in sorted(chosen, key=lambda workload: workload.large):
                     if workload.large and places.get("headwater") is None:
                         # Whoever has one log has no empty one any more: so the large ones come last.
-                        fill(server, large, places)
+                        fill(server, large)
                         places |= {"headwater": LARGE, "headwater threads": LARGE}
                         places["headwater sqlite"] = str(files / "large")
                         for name in ("headwater sqlite", "eventsourcing", "umadb"):
-                            what = {"store": name, "place": places.get(name), "events": large}
-                            crew.ready(Variant(f"fill {name}", filling, what))
+                            what = {"store": name, "place": places.get(name), "events": min(large, FILL_EVENTS)}
+                            for _ in range(0, large, FILL_EVENTS):
+                                crew.ready(Variant(f"fill {name}", filling, what))
                     measure.say(workload.title)
                     variants = {
                         name: Variant(
