@@ -63,14 +63,14 @@ class AppendBatch(NamedTuple):
     producer_id: int
     producer_epoch: int
     first_sequence: int
-    payloads: list[bytes | None]
-    keys: list[bytes | None]
-    types: list[str | None] | None
-    routing_keys: list[str | None] | None
-    headers: list[str | None] | None
-    content_types: list[str | None] | None
-    produced_ms: list[int] | None
-    record_headers: list[bytes | None] | None
+    payloads: Sequence[bytes | None]
+    keys: Sequence[bytes | None]
+    types: Sequence[str | None] | None
+    routing_keys: Sequence[str | None] | None
+    headers: Sequence[str | None] | None
+    content_types: Sequence[str | None] | None
+    produced_ms: Sequence[int] | None
+    record_headers: Sequence[bytes | None] | None
 
 
 class Appended(NamedTuple):
@@ -81,20 +81,44 @@ class Appended(NamedTuple):
     appended_ms: int
 
 
-class FetchedEvent(NamedTuple):
-    """An event as a fetch reads it."""
+class Wanted(NamedTuple):
+    """What a fetch asks of a lane. No `from_offset`: no page; no `kept_offset`: nothing is remembered of it."""
 
-    offset: int
-    position: int
-    time_ms: int
-    key: bytes | None
-    payload: bytes | None
-    record_headers: bytes | None
-    headers: dict[str, Any] | None
-    type: str | None
-    routing_key: str | None
-    content_type: str | None
-    event_id: str | None
+    lane: Lane
+    from_offset: int | None
+    after_position: int
+    max_events: int
+    max_bytes: int
+    kept_offset: int | None
+
+
+class Page(NamedTuple):
+    """Events of a lane up to an offset; where the last one is in the log, and when it was published.
+
+    `plain`: no offset is left out, and no event has more than a key and a payload.
+    """
+
+    last_offset: int
+    last_position: int
+    last_ms: int | None
+    plain: bool
+
+
+class Seen(NamedTuple):
+    """A lane as a fetch finds it: its bounds, the page it wanted, and when the remembered event was published."""
+
+    bounds: Bounds
+    page: Page | None
+    kept_ms: int | None
+
+
+FetchedRows = list[tuple[int, int, bytes | None, bytes | None, bytes | None, list[Any] | None]]
+"""Events as a fetch reads them: offset, time, key, payload, the headers of a record as they came, and what few have:
+headers, type, routing key, content type and id. Plain tuples, since to name them costs as much as to read them."""
+
+
+PlainRows = list[tuple[int, bytes | None, bytes | None]]
+"""The same of a plain page: time, key and payload of one offset after the other."""
 
 
 class CommittedOffset(NamedTuple):
@@ -294,28 +318,53 @@ def kafka_bounds(lanes: Sequence[Lane]) -> Call[dict[Lane, Bounds]]:
     )
 
 
-_FETCHED = (
-    "topic_offset, position, time_ms, key, payload, record_headers, headers, type, routing_key, content_type, event_id"
-)
-
-
-def kafka_fetch_sequenced(
-    lane: Lane, *, from_offset: int, after_position: int, max_events: int, max_bytes: int
-) -> Call[list[FetchedEvent]]:
+def kafka_look(wanted: Sequence[Wanted]) -> Call[dict[int, Seen]]:
+    """What a fetch must know before it reads, by the place in `wanted`; a lane that does not exist is left out."""
     return Call(
-        f"select {_FETCHED} from headwater.kafka_fetch_sequenced(%s, %s, %s, %s, %s, %s)",
-        (lane.topic_id, lane.partition, from_offset, after_position, max_events, max_bytes),
-        lambda rows: list(map(FetchedEvent._make, rows)),
+        "select number, start_offset, end_offset, last_offset, last_position, last_ms, plain, kept_ms "
+        "from headwater.kafka_look("
+        "%s::int[], %s::int[], %s::bigint[], %s::bigint[], %s::int[], %s::bigint[], %s::bigint[])",
+        (
+            [one.lane.topic_id for one in wanted],
+            [one.lane.partition for one in wanted],
+            [one.from_offset for one in wanted],
+            [one.after_position for one in wanted],
+            [one.max_events for one in wanted],
+            [one.max_bytes for one in wanted],
+            [one.kept_offset for one in wanted],
+        ),
+        lambda rows: {
+            number - 1: Seen(Bounds(start, end), None if last is None else Page(last, *page), kept_ms)
+            for number, start, end, last, *page, kept_ms in rows
+        },
+    )
+
+
+def kafka_fetch_sequenced(lane: Lane, page: Page, *, from_offset: int, after_position: int) -> Call[FetchedRows]:
+    return Call(
+        "select topic_offset, time_ms, key, payload, record_headers, parts "
+        "from headwater.kafka_fetch_sequenced(%s, %s, %s, %s, %s, %s)",
+        (lane.topic_id, lane.partition, from_offset, page.last_offset, after_position, page.last_position),
+        list,
+    )
+
+
+def kafka_fetch_plain(lane: Lane, page: Page, *, from_offset: int, after_position: int) -> Call[PlainRows]:
+    return Call(
+        "select time_ms, key, payload from headwater.kafka_fetch_plain(%s, %s, %s, %s, %s, %s)",
+        (lane.topic_id, lane.partition, from_offset, page.last_offset, after_position, page.last_position),
+        list,
     )
 
 
 def kafka_fetch_open(
     lane: Lane, *, from_offset: int, end_offset: int, max_events: int, max_bytes: int
-) -> Call[list[FetchedEvent]]:
+) -> Call[FetchedRows]:
     return Call(
-        f"select {_FETCHED} from headwater.kafka_fetch_open(%s, %s, %s, %s, %s, %s)",
+        "select topic_offset, time_ms, key, payload, record_headers, parts "
+        "from headwater.kafka_fetch_open(%s, %s, %s, %s, %s, %s)",
         (lane.topic_id, lane.partition, from_offset, end_offset, max_events, max_bytes),
-        lambda rows: list(map(FetchedEvent._make, rows)),
+        list,
     )
 
 

@@ -1,0 +1,318 @@
+"""Reading lanes: from memory where Postgres says that it still holds, else from Postgres, and ahead of who reads on."""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Container, Sequence
+from itertools import accumulate, pairwise
+from typing import Final, NamedTuple, TypeVar
+
+import psycopg
+
+from headwater.calls import kafka as calls
+from headwater.calls.kafka import Bounds, FetchedRows, KafkaTopic, Lane, Page, Seen, Wanted
+from headwater.errors import HeadwaterError
+from headwater.kafka.broker import Broker
+from headwater.kafka.compression import CODECS
+from headwater.kafka.events import section_of
+from headwater.kafka.kept import Batch
+from headwater.kafka.records import MAX_DELTA, Columns, build_batch
+from headwater.telemetry import ERROR, logger
+
+MAX_EVENTS: Final = 10_000
+FIRST_EVENTS: Final = 2_000
+"""Of a lane of which it is not known how large its events are."""
+FEWEST_EVENTS: Final = 100
+"""Of one whose events were large, since the next may be small."""
+AT_A_TIME: Final = 4
+"""How many lanes are read at once: others need connections too."""
+MAX_AHEAD_BYTES: Final = 1024 * 1024
+KEPT_PLACES: Final = 10_000
+ZSTD: Final = 4
+PATIENCE_SECONDS: Final = 5.0
+
+_Place = TypeVar("_Place", Lane, tuple[Lane, int])
+
+
+class Asked(NamedTuple):
+    """A lane that is to be read from an offset on. `zstd`: whether the reader can unpack it."""
+
+    topic: KafkaTopic
+    lane: Lane
+    offset: int
+    max_bytes: int
+    zstd: bool
+
+
+class Read(NamedTuple):
+    """What there is of a lane: its bounds, and records that go up to, not including, `end`."""
+
+    bounds: Bounds
+    records: bytes = b""
+    end: int = 0
+
+
+class Records(NamedTuple):
+    """Events as records."""
+
+    offsets: Sequence[int]
+    columns: Columns
+
+
+class Reading:
+    """How a broker reads lanes."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self._kept = broker.kept
+        # The position before an offset that was read up to: a lane that is read on is found without older segments.
+        self._places: OrderedDict[tuple[Lane, int], int] = OrderedDict()
+        # Up to where an open topic has nothing for a lane after an offset.
+        self._barren: OrderedDict[tuple[Lane, int], int] = OrderedDict()
+        # How large a record of the lane was, on average, when it was last read.
+        self._sizes: OrderedDict[Lane, int] = OrderedDict()
+        self._ahead: dict[tuple[Lane, int], asyncio.Task[None]] = {}
+        self._turns = asyncio.Semaphore(AT_A_TIME)
+
+    async def read(self, asked: Sequence[Asked], *, max_bytes: int) -> list[Read | None]:
+        """What there is of each lane, together up to `max_bytes`, but one batch at least; None: it is not there."""
+        for one in asked:
+            # Somebody reads just that: a second reading would cost as much again, and come later.
+            if (reading := self._ahead.get((one.lane, one.offset))) is not None:
+                await asyncio.wait((reading,), timeout=PATIENCE_SECONDS)
+        remembered = [self._remembered(one) for one in asked]
+        # The bounds of all; but where to read up to only for as many as may fit.
+        fitting = max(bisect_right(list(accumulate(one.max_bytes for one in asked)), max_bytes), 1)
+        seen = await self._look(asked, remembered, pages=range(fitting))
+        found: list[Read | None] = [None] * len(asked)
+        left = max_bytes
+        for start in range(0, len(asked), AT_A_TIME):
+            places = [place for place in range(start, min(start + AT_A_TIME, len(asked))) if place in seen]
+            if left > 0 and (unseen := [place for place in places if place >= fitting and not remembered[place]]):
+                again = await self._look(
+                    [asked[place] for place in unseen], [[]] * len(unseen), pages=range(len(unseen))
+                )
+                seen |= {unseen[number]: one for number, one in again.items()}
+            answers = await asyncio.gather(
+                *(self._of_lane(asked[place], remembered[place], seen[place], left) for place in places)
+            )
+            for place, answer in zip(places, answers, strict=True):
+                fits = len(answer.records) <= left or left == max_bytes
+                found[place] = answer if fits else Read(answer.bounds)
+                left -= len(answer.records) if fits else 0
+        self._read_ahead(asked, found)
+        return found
+
+    def _remembered(self, asked: Asked) -> list[Batch]:
+        """What memory has of a lane. Of one that is compacted nothing, since it loses records from its middle."""
+        if asked.topic.kind != "sequenced" or asked.topic.compacted:
+            return []
+        return self._kept.batches(
+            asked.lane,
+            asked.offset,
+            max_bytes=asked.max_bytes,
+            codecs=_codecs(asked.topic, zstd=asked.zstd),
+            by_log_time=_by_log_time(asked.topic),
+        )
+
+    async def _look(
+        self, asked: Sequence[Asked], remembered: Sequence[list[Batch]], *, pages: Container[int]
+    ) -> dict[int, Seen]:
+        """What Postgres says of lanes, by their place. What is remembered, and is not so, is forgotten."""
+        if not asked:
+            return {}
+        wanted = [
+            self._wanted(one, kept[-1].end - 1 if kept else None, page=place in pages)
+            for place, (one, kept) in enumerate(zip(asked, remembered, strict=True))
+        ]
+        seen = await self._broker.log.run(calls.kafka_look(wanted), patience_seconds=PATIENCE_SECONDS)
+        untrue = [
+            place for place, kept in enumerate(remembered) if kept and place in seen and not _holds(kept, seen[place])
+        ]
+        if untrue:
+            for place in untrue:
+                self._kept.forget(asked[place].lane)
+                remembered[place].clear()
+                del seen[place]
+            seen |= await self._look_again(asked, untrue)
+        return seen
+
+    async def _look_again(self, asked: Sequence[Asked], places: Sequence[int]) -> dict[int, Seen]:
+        """The same of some of the lanes, of which nothing is remembered."""
+        again = await self._look([asked[place] for place in places], [[]] * len(places), pages=range(len(places)))
+        return {places[number]: one for number, one in again.items()}
+
+    def _wanted(self, asked: Asked, kept_offset: int | None, *, page: bool) -> Wanted:
+        reads = page and asked.topic.kind == "sequenced" and kept_offset is None
+        size = self._sizes.get(asked.lane)
+        # A little less than what should fit: that too much is there is found out at thrice the price.
+        fitting = FIRST_EVENTS if size is None else asked.max_bytes * 19 // (size * 20)
+        events = min(max(fitting, FEWEST_EVENTS), MAX_EVENTS)
+        return Wanted(
+            asked.lane,
+            asked.offset if reads else None,
+            self._places.get((asked.lane, asked.offset), 0),
+            events,
+            asked.max_bytes,
+            kept_offset,
+        )
+
+    async def _of_lane(self, asked: Asked, remembered: list[Batch], seen: Seen, left: int) -> Read:
+        bounds = seen.bounds
+        if not bounds.start <= asked.offset < bounds.end or left <= 0:
+            return Read(bounds)
+        if remembered:
+            return Read(bounds, b"".join([batch.records for batch in remembered]), remembered[-1].end)
+        if asked.topic.kind == "open":
+            records = await self._open_rows(asked, bounds)
+        elif seen.page is None:
+            return Read(bounds)
+        else:
+            records = await self._page_records(asked, seen.page)
+        if records is None:
+            return Read(bounds)
+        packed = as_batches(asked.topic, records, zstd=asked.zstd)
+        first, last = records.offsets[0], records.offsets[-1]
+        _remember(self._sizes, asked.lane, max(len(packed) // len(records.offsets), 1))
+        if seen.page is not None and last == seen.page.last_offset:
+            _remember(self._places, (asked.lane, last + 1), seen.page.last_position)
+            # What has gaps may be of a topic that was compacted once: memory has whole stretches only.
+            if last - first == len(records.offsets) - 1 and seen.page.last_ms is not None and not asked.topic.compacted:
+                codec = _codec(asked.topic, zstd=asked.zstd)
+                batch = Batch(first, last + 1, seen.page.last_ms, codec, _by_log_time(asked.topic), packed)
+                self._kept.keep(asked.lane, batch)
+        return Read(bounds, packed, last + 1)
+
+    async def _page_records(self, asked: Asked, page: Page) -> Records | None:
+        after_position = self._places.get((asked.lane, asked.offset), 0)
+        if page.plain:
+            plain = await self._broker.log.run(
+                calls.kafka_fetch_plain(asked.lane, page, from_offset=asked.offset, after_position=after_position),
+                patience_seconds=PATIENCE_SECONDS,
+            )
+            offsets = range(asked.offset, page.last_offset + 1)
+            if len(plain) == len(offsets):
+                times, keys, payloads = zip(*plain, strict=True)
+                return Records(offsets, Columns(times, keys, payloads, (None,) * len(plain)))
+        # Or something was taken meanwhile.
+        rows = await self._broker.log.run(
+            calls.kafka_fetch_sequenced(asked.lane, page, from_offset=asked.offset, after_position=after_position),
+            patience_seconds=PATIENCE_SECONDS,
+        )
+        return _records(rows)
+
+    async def _open_rows(self, asked: Asked, bounds: Bounds) -> Records | None:
+        place = (asked.lane, asked.offset)
+        if self._barren.get(place, 0) >= bounds.end:
+            return None
+        rows = await self._broker.log.run(
+            calls.kafka_fetch_open(
+                asked.lane,
+                from_offset=max(asked.offset, self._barren.get(place, 0)),
+                end_offset=bounds.end,
+                max_events=MAX_EVENTS,
+                max_bytes=asked.max_bytes,
+            ),
+            patience_seconds=PATIENCE_SECONDS,
+        )
+        if not rows:
+            _remember(self._barren, place, bounds.end)
+        return _records(rows)
+
+    # Ahead of readers
+
+    def _read_ahead(self, asked: Sequence[Asked], found: Sequence[Read | None]) -> None:
+        """Read what comes next of lanes that are read on, while those who read look at what they have."""
+        for one, read in zip(asked, found, strict=True):
+            if (
+                read is None
+                or not read.records
+                or read.end >= read.bounds.end
+                or one.topic.kind != "sequenced"
+                or one.topic.compacted
+                # With too many lanes what was read ahead would be pushed out before it is asked for.
+                or (len(asked) + len(self._ahead)) * MAX_AHEAD_BYTES > self._kept.max_bytes // 4
+            ):
+                continue
+            further = one._replace(offset=read.end, max_bytes=min(one.max_bytes, MAX_AHEAD_BYTES))
+            place = (further.lane, further.offset)
+            if place not in self._ahead and not self._remembered(further):
+                task = asyncio.create_task(self._read_page(further), name="kafka reading ahead")
+                self._ahead[place] = task
+                task.add_done_callback(lambda _, place=place: self._ahead.pop(place, None))  # type: ignore[misc]
+
+    async def _read_page(self, asked: Asked) -> None:
+        async with self._turns:
+            try:
+                seen = (await self._look([asked], [[]], pages=(0,))).get(0)
+                if seen is not None:
+                    await self._of_lane(asked, [], seen, asked.max_bytes)
+            except (HeadwaterError, psycopg.Error) as error:
+                # Nobody waits for it yet: whoever needs it reads it, and hears what is wrong.
+                logger.info("not read ahead", extra={ERROR: str(error)})
+
+
+def _holds(kept: list[Batch], seen: Seen) -> bool:
+    return kept[-1].end <= seen.bounds.end and kept[-1].published_ms == seen.kept_ms
+
+
+def _remember(memory: OrderedDict[_Place, int], place: _Place, value: int) -> None:
+    memory[place] = value
+    memory.move_to_end(place)
+    if len(memory) > KEPT_PLACES:
+        memory.popitem(last=False)
+
+
+def _by_log_time(topic: KafkaTopic) -> bool:
+    return topic.timestamp_type == "LogAppendTime"
+
+
+def _codec(topic: KafkaTopic, *, zstd: bool) -> int:
+    codec = CODECS.index(topic.compression_type) if topic.compression_type in CODECS else 0
+    # Old clients cannot read it.
+    return 0 if codec == ZSTD and not zstd else codec
+
+
+def _codecs(topic: KafkaTopic, *, zstd: bool) -> range | tuple[int]:
+    """With what records may be packed that are sent: as the topic says, or as their producer chose."""
+    if topic.compression_type == "producer":
+        return range(len(CODECS) if zstd else ZSTD)
+    return (_codec(topic, zstd=zstd),)
+
+
+def _records(rows: FetchedRows) -> Records | None:
+    if not rows:
+        return None
+    offsets, times, keys, payloads, sections, parts = zip(*rows, strict=True)
+    if any(parts):
+        sections = tuple(
+            section_of(*part) if section is None and part else section
+            for section, part in zip(sections, parts, strict=True)
+        )
+    return Records(offsets, Columns(times, keys, payloads, sections))
+
+
+def as_batches(topic: KafkaTopic, records: Records, *, zstd: bool) -> bytes:
+    """Events as record batches: one, unless offsets are too far apart or, by the log's time, times differ."""
+    codec = _codec(topic, zstd=zstd)
+    by_log_time = _by_log_time(topic)
+    offsets, columns = records
+    cuts = [0, len(offsets)]
+    if offsets[-1] - offsets[0] > MAX_DELTA:
+        cuts = list(range(len(offsets) + 1))
+    elif by_log_time:
+        cuts = [0, *(place for place, (a, b) in enumerate(pairwise(columns.times_ms), 1) if a != b), len(offsets)]
+    parts = [records] if len(cuts) == 2 else [_part(records, start, stop) for start, stop in pairwise(cuts)]
+    return b"".join(
+        [build_batch(part.offsets, part.columns, codec=codec, log_append_time=by_log_time) for part in parts]
+    )
+
+
+def _part(records: Records, start: int, stop: int) -> Records:
+    times, keys, values, headers = records.columns
+    return Records(
+        records.offsets[start:stop],
+        Columns(times[start:stop], keys[start:stop], values[start:stop], headers[start:stop]),
+    )
