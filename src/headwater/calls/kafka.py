@@ -74,22 +74,26 @@ class AppendBatch(NamedTuple):
 
 
 class Appended(NamedTuple):
-    """What became of a batch: appended, duplicate, out of order, fenced, no topic; its offset; when."""
+    """What became of a batch: appended, duplicate, out of order, fenced, no topic; its offset; when; after what."""
 
     outcome: str
     base_offset: int | None
     appended_ms: int
+    after_position: int = 0
 
 
 class Wanted(NamedTuple):
-    """What a fetch asks of a lane. No `from_offset`: no page; no `kept_offset`: nothing is remembered of it."""
+    """What a fetch asks of a lane. No `from_offset`: no page.
+
+    `kept`: remembered events, each as its offset and a position below its own.
+    """
 
     lane: Lane
     from_offset: int | None
     after_position: int
     max_events: int
     max_bytes: int
-    kept_offset: int | None
+    kept: Sequence[tuple[int, int]]
 
 
 class Page(NamedTuple):
@@ -105,11 +109,11 @@ class Page(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """A lane as a fetch finds it: its bounds, the page it wanted, and when the remembered event was published."""
+    """A lane as a fetch finds it: its bounds, the page it wanted, and when the remembered events were published."""
 
     bounds: Bounds
     page: Page | None
-    kept_ms: int | None
+    kept_ms: list[int | None]
 
 
 FetchedRows = list[tuple[int, int, bytes | None, bytes | None, bytes | None, list[Any] | None]]
@@ -294,7 +298,7 @@ def _record_params(batches: Sequence[AppendBatch]) -> tuple[Any, ...]:
 def kafka_append(batches: Sequence[AppendBatch]) -> Call[list[Appended]]:
     """Append batches in order, each producer's batch once, in one transaction."""
     return Call(
-        "select outcome, base_offset, appended_ms from headwater.kafka_append("
+        "select outcome, base_offset, appended_ms, after_position from headwater.kafka_append("
         "%s::int[], %s::int[], %s::int[], %s::bigint[], %s::int[], %s::int[], %b, %b, %b, %b, %b, %b, %b, %b)",
         (
             [batch.lane.topic_id for batch in batches],
@@ -320,10 +324,12 @@ def kafka_bounds(lanes: Sequence[Lane]) -> Call[dict[Lane, Bounds]]:
 
 def kafka_look(wanted: Sequence[Wanted]) -> Call[dict[int, Seen]]:
     """What a fetch must know before it reads, by the place in `wanted`; a lane that does not exist is left out."""
+    kept = [(number, *one) for number, lane in enumerate(wanted, 1) for one in lane.kept]
     return Call(
         "select number, start_offset, end_offset, last_offset, last_position, last_ms, plain, kept_ms "
         "from headwater.kafka_look("
-        "%s::int[], %s::int[], %s::bigint[], %s::bigint[], %s::int[], %s::bigint[], %s::bigint[])",
+        "%s::int[], %s::int[], %s::bigint[], %s::bigint[], %s::int[], %s::bigint[], "
+        "%s::int[], %s::bigint[], %s::bigint[])",
         (
             [one.lane.topic_id for one in wanted],
             [one.lane.partition for one in wanted],
@@ -331,7 +337,9 @@ def kafka_look(wanted: Sequence[Wanted]) -> Call[dict[int, Seen]]:
             [one.after_position for one in wanted],
             [one.max_events for one in wanted],
             [one.max_bytes for one in wanted],
-            [one.kept_offset for one in wanted],
+            [number for number, _, _ in kept],
+            [offset for _, offset, _ in kept],
+            [position for _, _, position in kept],
         ),
         lambda rows: {
             number - 1: Seen(Bounds(start, end), None if last is None else Page(last, *page), kept_ms)

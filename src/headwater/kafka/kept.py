@@ -1,8 +1,8 @@
 """Batches of records in memory, as they were just written or read: so many bytes, the oldest go first. Pure.
 
-Nothing here is true by itself. Whoever takes batches from here asks Postgres whether the last of their records is still
-where it was. Since a lane is written in the order of its offsets, and loses from its end (a crash without synchronous
-commits) or from its beginning (retention) only, that holds for all before it as well.
+Nothing here is true by itself. Whoever takes batches from here asks Postgres whether the last record of each is still
+the one that was published when the batch says. Since a lane is written in the order of its offsets, and loses from its
+end (a crash without synchronous commits) or from its beginning (retention) only, then so are the others of the batch.
 """
 
 from __future__ import annotations
@@ -16,16 +16,22 @@ from headwater.calls.kafka import Lane
 
 MAX_BATCH_BYTES: Final = 4 * 1024 * 1024
 """One larger is not kept: it would push out too many others."""
+MAX_BATCHES: Final = 100
+"""How many are taken at a time: each is asked about."""
 BESIDES_BYTES: Final = 500
 """What a batch takes beside its records, so that many small ones count as what they are."""
 
 
 class Batch(NamedTuple):
-    """The records of a lane from `first` up to, not including, `end`; when the last of them was published."""
+    """The records of a lane from `first` up to, not including, `end`.
+
+    The last of them was published at `published_ms`, and has a position above `after_position`.
+    """
 
     first: int
     end: int
     published_ms: int
+    after_position: int
     codec: int
     by_log_time: bool
     records: bytes
@@ -68,7 +74,7 @@ class Kept:
         place = bisect_right(firsts, offset) - 1
         first: int | None = firsts[place] if place >= 0 else None
         left = max_bytes
-        while first is not None:
+        while first is not None and len(found) < MAX_BATCHES:
             batch = self._batches.get((lane, first))
             if batch is None or batch.end <= offset or batch.codec not in codecs or batch.by_log_time != by_log_time:
                 break

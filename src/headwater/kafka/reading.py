@@ -15,7 +15,7 @@ from headwater.calls import kafka as calls
 from headwater.calls.kafka import Bounds, FetchedRows, KafkaTopic, Lane, Page, Seen, Wanted
 from headwater.errors import HeadwaterError
 from headwater.kafka.broker import Broker
-from headwater.kafka.compression import CODECS
+from headwater.kafka.compression import codec_for, codecs_for
 from headwater.kafka.events import section_of
 from headwater.kafka.kept import Batch
 from headwater.kafka.records import MAX_DELTA, Columns, build_batch
@@ -30,7 +30,6 @@ AT_A_TIME: Final = 4
 """How many lanes are read at once: others need connections too."""
 MAX_AHEAD_BYTES: Final = 1024 * 1024
 KEPT_PLACES: Final = 10_000
-ZSTD: Final = 4
 PATIENCE_SECONDS: Final = 5.0
 
 _Place = TypeVar("_Place", Lane, tuple[Lane, int])
@@ -113,7 +112,7 @@ class Reading:
             asked.lane,
             asked.offset,
             max_bytes=asked.max_bytes,
-            codecs=_codecs(asked.topic, zstd=asked.zstd),
+            codecs=codecs_for(asked.topic.compression_type, zstd=asked.zstd),
             by_log_time=_by_log_time(asked.topic),
         )
 
@@ -124,7 +123,7 @@ class Reading:
         if not asked:
             return {}
         wanted = [
-            self._wanted(one, kept[-1].end - 1 if kept else None, page=place in pages)
+            self._wanted(one, kept, page=place in pages)
             for place, (one, kept) in enumerate(zip(asked, remembered, strict=True))
         ]
         seen = await self._broker.log.run(calls.kafka_look(wanted), patience_seconds=PATIENCE_SECONDS)
@@ -144,8 +143,8 @@ class Reading:
         again = await self._look([asked[place] for place in places], [[]] * len(places), pages=range(len(places)))
         return {places[number]: one for number, one in again.items()}
 
-    def _wanted(self, asked: Asked, kept_offset: int | None, *, page: bool) -> Wanted:
-        reads = page and asked.topic.kind == "sequenced" and kept_offset is None
+    def _wanted(self, asked: Asked, kept: list[Batch], *, page: bool) -> Wanted:
+        reads = page and asked.topic.kind == "sequenced" and not kept
         size = self._sizes.get(asked.lane)
         # A little less than what should fit: that too much is there is found out at thrice the price.
         fitting = FIRST_EVENTS if size is None else asked.max_bytes * 19 // (size * 20)
@@ -156,7 +155,7 @@ class Reading:
             self._places.get((asked.lane, asked.offset), 0),
             events,
             asked.max_bytes,
-            kept_offset,
+            [(batch.end - 1, batch.after_position) for batch in kept],
         )
 
     async def _of_lane(self, asked: Asked, remembered: list[Batch], seen: Seen, left: int) -> Read:
@@ -174,16 +173,27 @@ class Reading:
         if records is None:
             return Read(bounds)
         packed = as_batches(asked.topic, records, zstd=asked.zstd)
-        first, last = records.offsets[0], records.offsets[-1]
         _remember(self._sizes, asked.lane, max(len(packed) // len(records.offsets), 1))
+        last = records.offsets[-1]
         if seen.page is not None and last == seen.page.last_offset:
             _remember(self._places, (asked.lane, last + 1), seen.page.last_position)
-            # What has gaps may be of a topic that was compacted once: memory has whole stretches only.
-            if last - first == len(records.offsets) - 1 and seen.page.last_ms is not None and not asked.topic.compacted:
-                codec = _codec(asked.topic, zstd=asked.zstd)
-                batch = Batch(first, last + 1, seen.page.last_ms, codec, _by_log_time(asked.topic), packed)
-                self._kept.keep(asked.lane, batch)
+            self._keep(asked, records.offsets, packed, seen.page)
         return Read(bounds, packed, last + 1)
+
+    def _keep(self, asked: Asked, offsets: Sequence[int], packed: bytes, page: Page) -> None:
+        # What has gaps may be of a topic that was compacted once: memory has whole stretches only.
+        whole = offsets[-1] - offsets[0] == len(offsets) - 1 and not asked.topic.compacted
+        if whole and page.last_ms is not None:
+            kept = Batch(
+                offsets[0],
+                offsets[-1] + 1,
+                page.last_ms,
+                page.last_position - 1,
+                codec_for(asked.topic.compression_type, zstd=asked.zstd),
+                _by_log_time(asked.topic),
+                packed,
+            )
+            self._kept.keep(asked.lane, kept)
 
     async def _page_records(self, asked: Asked, page: Page) -> Records | None:
         after_position = self._places.get((asked.lane, asked.offset), 0)
@@ -255,7 +265,7 @@ class Reading:
 
 
 def _holds(kept: list[Batch], seen: Seen) -> bool:
-    return kept[-1].end <= seen.bounds.end and kept[-1].published_ms == seen.kept_ms
+    return kept[-1].end <= seen.bounds.end and [batch.published_ms for batch in kept] == seen.kept_ms
 
 
 def _remember(memory: OrderedDict[_Place, int], place: _Place, value: int) -> None:
@@ -267,19 +277,6 @@ def _remember(memory: OrderedDict[_Place, int], place: _Place, value: int) -> No
 
 def _by_log_time(topic: KafkaTopic) -> bool:
     return topic.timestamp_type == "LogAppendTime"
-
-
-def _codec(topic: KafkaTopic, *, zstd: bool) -> int:
-    codec = CODECS.index(topic.compression_type) if topic.compression_type in CODECS else 0
-    # Old clients cannot read it.
-    return 0 if codec == ZSTD and not zstd else codec
-
-
-def _codecs(topic: KafkaTopic, *, zstd: bool) -> range | tuple[int]:
-    """With what records may be packed that are sent: as the topic says, or as their producer chose."""
-    if topic.compression_type == "producer":
-        return range(len(CODECS) if zstd else ZSTD)
-    return (_codec(topic, zstd=zstd),)
 
 
 def _records(rows: FetchedRows) -> Records | None:
@@ -296,7 +293,7 @@ def _records(rows: FetchedRows) -> Records | None:
 
 def as_batches(topic: KafkaTopic, records: Records, *, zstd: bool) -> bytes:
     """Events as record batches: one, unless offsets are too far apart or, by the log's time, times differ."""
-    codec = _codec(topic, zstd=zstd)
+    codec = codec_for(topic.compression_type, zstd=zstd)
     by_log_time = _by_log_time(topic)
     offsets, columns = records
     cuts = [0, len(offsets)]

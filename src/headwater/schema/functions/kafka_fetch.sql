@@ -123,8 +123,14 @@ begin
 end;
 $$;
 
--- When the event at an offset was published, in milliseconds. Null: there is none.
-create or replace function headwater.kafka_published_ms(topic_id integer, lane integer, topic_offset bigint)
+-- When the event at an offset was published, in milliseconds. Null: there is none, or not after the position, which must
+-- be below its own.
+create or replace function headwater.kafka_published_ms(
+    topic_id integer,
+    lane integer,
+    topic_offset bigint,
+    after_position bigint
+)
 returns bigint
 language sql
 stable
@@ -135,11 +141,13 @@ return (
         e.topic_id = kafka_published_ms.topic_id
         and e.partition = kafka_published_ms.lane
         and e.topic_offset = kafka_published_ms.topic_offset
+        and e.position > kafka_published_ms.after_position
 );
 
 -- What a fetch must know before it reads. For each lane asked for, by its number: its bounds; the page from an offset on,
--- if one is wanted, with the time at which its last event was published; and the same of the event at `kept_offset`, by
--- which a broker sees whether what it remembers of the lane is still true. No row for a lane that does not exist.
+-- if one is wanted, with the time at which its last event was published; and the same of other events, each given by the
+-- number of its lane, its offset and a position below its own, by which a broker sees whether what it remembers of the
+-- lane is still true. No row for a lane that does not exist.
 create or replace function headwater.kafka_look(
     topic_ids integer[],
     lanes integer[],
@@ -147,7 +155,9 @@ create or replace function headwater.kafka_look(
     after_positions bigint[],
     max_events integer[],
     max_bytes bigint[],
-    kept_offsets bigint[]
+    kept_numbers integer[],
+    kept_offsets bigint[],
+    kept_after bigint[]
 )
 returns table (
     number integer,
@@ -157,7 +167,7 @@ returns table (
     last_position bigint,
     last_ms bigint,
     plain boolean,
-    kept_ms bigint
+    kept_ms bigint[]
 )
 language plpgsql
 volatile
@@ -168,9 +178,8 @@ begin
     for asked in
         select a.*, b.start_offset, b.end_offset, t.kind
         from (select distinct * from headwater.kafka_bounds(topic_ids, lanes)) as b
-        join unnest(topic_ids, lanes, from_offsets, after_positions, max_events, max_bytes, kept_offsets)
-            with ordinality
-            as a (topic_id, lane, from_offset, after_position, max_events, max_bytes, kept_offset, number)
+        join unnest(topic_ids, lanes, from_offsets, after_positions, max_events, max_bytes) with ordinality
+            as a (topic_id, lane, from_offset, after_position, max_events, max_bytes, number)
             using (topic_id, lane)
         join headwater.topic t on t.id = b.topic_id
     loop
@@ -187,9 +196,17 @@ begin
                 asked.topic_id, asked.lane, asked.from_offset, asked.end_offset, asked.after_position,
                 asked.max_events, asked.max_bytes
             ) as p;
-            last_ms := headwater.kafka_published_ms(asked.topic_id, asked.lane, last_offset);
+            last_ms := headwater.kafka_published_ms(
+                asked.topic_id, asked.lane, last_offset, greatest(asked.after_position, last_position - 1)
+            );
         end if;
-        kept_ms := headwater.kafka_published_ms(asked.topic_id, asked.lane, asked.kept_offset);
+        kept_ms := array(
+            select headwater.kafka_published_ms(asked.topic_id, asked.lane, k.kept_offset, k.kept_after)
+            from unnest(kept_numbers, kept_offsets, kept_after)
+                with ordinality as k (lane_number, kept_offset, kept_after, place)
+            where k.lane_number = asked.number
+            order by k.place
+        );
         return next;
     end loop;
 end;
