@@ -183,9 +183,16 @@ psycopg.adapters.register_dumper(PackedIntegers, _PackedIntegersDumper)
 
 
 def _packed_integers(values: Sequence[int | None]) -> PackedIntegers | None:
+    if None not in values:
+        return PackedIntegers(
+            struct.pack("!iIiii", 1, 1, 20, len(values), 1) + b"".join([_INTEGER(8, value) for value in values])
+        )
     if all(value is None for value in values):
         return None
     return PackedIntegers(pack([None if value is None else struct.pack("!q", value) for value in values], 20))
+
+
+_INTEGER = struct.Struct("!iq").pack
 
 
 def kafka_cluster_id() -> Call[UUID]:
@@ -280,8 +287,17 @@ def kafka_new_producer() -> Call[int]:
 
 
 def _record_params(batches: Sequence[AppendBatch]) -> tuple[Any, ...]:
-    def joined(part: str) -> list[Any]:
-        return [value for batch in batches for value in (getattr(batch, part) or (None,) * len(batch.payloads))]
+    def joined(part: str) -> Sequence[Any]:
+        columns = [getattr(batch, part) for batch in batches]
+        if all(column is None for column in columns):
+            return []
+        if len(columns) == 1:
+            return tuple(columns[0])
+        return [
+            value
+            for batch, column in zip(batches, columns, strict=True)
+            for value in (column or (None,) * len(batch.payloads))
+        ]
 
     return (
         PackedBytes(pack(joined("payloads"), 17)),
@@ -290,7 +306,7 @@ def _record_params(batches: Sequence[AppendBatch]) -> tuple[Any, ...]:
         packed_text(joined("routing_keys"), "routing key"),
         packed_text(joined("headers"), "header"),
         packed_text(joined("content_types"), "content type"),
-        _packed_integers(joined("produced_ms")),
+        _packed_integers(joined("produced_ms")) if any(batch.produced_ms for batch in batches) else None,
         packed_bytes(joined("record_headers")),
     )
 

@@ -338,9 +338,9 @@ def _as_batch(topic: KafkaTopic, part: Any, *, version: int) -> tuple[Arrived, b
 def _checked(topic: KafkaTopic, lane: Lane, header: BatchHeader, columns: Columns) -> AppendBatch:
     if header.producer_id >= 0 and (header.producer_epoch < 0 or header.first_sequence < 0):
         raise BadBatch("an idempotent batch needs an epoch and a sequence")
-    if any(key is not None and len(key) > MAX_KEY_BYTES for key in columns.keys):
+    if max(map(len, filter(None, columns.keys)), default=0) > MAX_KEY_BYTES:
         raise BadBatch(f"a key is up to {MAX_KEY_BYTES} bytes")
-    if any(value is not None and len(value) > topic.max_payload_bytes for value in columns.values):
+    if max(map(len, filter(None, columns.values)), default=0) > topic.max_payload_bytes:
         raise Refused(ErrorCode.message_too_large, f"a value is up to {topic.max_payload_bytes} bytes")
     if not all(-_INT64 <= time_ms < _INT64 for time_ms in (min(columns.times_ms), max(columns.times_ms))):
         raise BadBatch("a timestamp is outside of 64 bits")

@@ -109,29 +109,45 @@ def _split(body: bytes, count: int, first_ms: int) -> Columns:
     place = 0
     end = len(body)
     for number in range(count):
-        # Nearly every length is one byte: asking for that first makes the loop twice as fast.
+        # Nearly every number has one or two bytes: asking for those first makes the loop twice as fast.
         byte = body[place]
         place += 1
         if byte > 127:
-            byte, place = _unsigned(body, place - 1)
+            if (more := body[place]) < 128:
+                byte += (more << 7) - 128
+                place += 1
+            else:
+                byte, place = _unsigned(body, place - 1)
         stop = place + ((byte >> 1) ^ -(byte & 1))
         # The attributes of a record mean nothing yet.
         place += 1
         byte = body[place]
         place += 1
         if byte > 127:
-            byte, place = _unsigned(body, place - 1)
+            if (more := body[place]) < 128:
+                byte += (more << 7) - 128
+                place += 1
+            else:
+                byte, place = _unsigned(body, place - 1)
         times.append(first_ms + ((byte >> 1) ^ -(byte & 1)))
         byte = body[place]
         place += 1
         if byte > 127:
-            byte, place = _unsigned(body, place - 1)
+            if (more := body[place]) < 128:
+                byte += (more << 7) - 128
+                place += 1
+            else:
+                byte, place = _unsigned(body, place - 1)
         if byte != number << 1:
             raise BadBatch("the records of a batch are not numbered one by one")
         byte = body[place]
         place += 1
         if byte > 127:
-            byte, place = _unsigned(body, place - 1)
+            if (more := body[place]) < 128:
+                byte += (more << 7) - 128
+                place += 1
+            else:
+                byte, place = _unsigned(body, place - 1)
         if byte & 1:
             keys.append(None)
         else:
@@ -140,7 +156,11 @@ def _split(body: bytes, count: int, first_ms: int) -> Columns:
         byte = body[place]
         place += 1
         if byte > 127:
-            byte, place = _unsigned(body, place - 1)
+            if (more := body[place]) < 128:
+                byte += (more << 7) - 128
+                place += 1
+            else:
+                byte, place = _unsigned(body, place - 1)
         if byte & 1:
             values.append(None)
         else:
