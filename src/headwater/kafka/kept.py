@@ -47,11 +47,11 @@ class Kept:
         self._firsts: dict[Lane, list[int]] = {}
 
     def keep(self, lane: Lane, batch: Batch) -> None:
+        # Of two from the same offset the newer: the other may be of a past that is no more.
+        self._drop(lane, batch.first)
         size = len(batch.records) + BESIDES_BYTES
         if len(batch.records) > MAX_BATCH_BYTES or size > self.max_bytes:
             return
-        # Of two from the same offset the newer: the other may be of a past that is no more.
-        self._drop(lane, batch.first)
         self._batches[lane, batch.first] = batch
         firsts = self._firsts.setdefault(lane, [])
         firsts.insert(bisect_left(firsts, batch.first), batch.first)

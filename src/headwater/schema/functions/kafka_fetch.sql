@@ -8,10 +8,11 @@ language sql
 stable
 return coalesce(produced_ms, floor(extract(epoch from published_at) * 1000)::bigint);
 
--- Where lanes begin and end: the first offset that is kept, and the one after the last that can be read. No row for a
--- lane that does not exist. Events below `end_offset` are read in a later statement.
+-- Where lanes begin and end: the first offset that is kept, and the one after the last that can be read; with their
+-- place in the arrays, and the kind of their topic. No row for a lane that does not exist. Events below `end_offset` are
+-- read in a later statement.
 create or replace function headwater.kafka_bounds(topic_ids integer[], lanes integer[])
-returns table (topic_id integer, lane integer, start_offset bigint, end_offset bigint)
+returns table (topic_id integer, lane integer, start_offset bigint, end_offset bigint, place integer, kind text)
 language plpgsql
 volatile
 as $$
@@ -20,13 +21,15 @@ declare
     asked record;
 begin
     for asked in
-        select t.id, t.kind, t.expired_to, l.lane, coalesce(k.compacted, false) as compacted
-        from unnest(topic_ids, lanes) as l (topic_id, lane)
+        select t.id, t.kind, t.expired_to, l.lane, l.place, coalesce(k.compacted, false) as compacted
+        from unnest(topic_ids, lanes) with ordinality as l (topic_id, lane, place)
         join headwater.topic t on t.id = l.topic_id and t.deleted_at is null and l.lane between 0 and t.partitions - 1
         left join headwater.kafka_topic k on k.topic_id = t.id
     loop
         topic_id := asked.id;
         lane := asked.lane;
+        place := asked.place;
+        kind := asked.kind;
         if asked.kind = 'open' then
             settled_to := coalesce(settled_to, headwater.settled());
             start_offset := asked.expired_to + 1;
@@ -173,40 +176,34 @@ language plpgsql
 volatile
 as $$
 declare
-    asked record;
+    lane record;
 begin
-    for asked in
-        select a.*, b.start_offset, b.end_offset, t.kind
-        from (select distinct * from headwater.kafka_bounds(topic_ids, lanes)) as b
-        join unnest(topic_ids, lanes, from_offsets, after_positions, max_events, max_bytes) with ordinality
-            as a (topic_id, lane, from_offset, after_position, max_events, max_bytes, number)
-            using (topic_id, lane)
-        join headwater.topic t on t.id = b.topic_id
-    loop
-        number := asked.number;
-        start_offset := asked.start_offset;
-        end_offset := asked.end_offset;
+    for lane in select * from headwater.kafka_bounds(topic_ids, lanes) loop
+        number := lane.place;
+        start_offset := lane.start_offset;
+        end_offset := lane.end_offset;
         last_offset := null;
         last_position := null;
         last_ms := null;
         plain := null;
-        if asked.kind = 'sequenced' and asked.from_offset >= asked.start_offset and asked.from_offset < asked.end_offset then
+        kept_ms := '{}';
+        if lane.kind = 'sequenced' and from_offsets[number] >= start_offset and from_offsets[number] < end_offset then
             select p.last_offset, p.last_position, p.plain into last_offset, last_position, plain
             from headwater.kafka_page(
-                asked.topic_id, asked.lane, asked.from_offset, asked.end_offset, asked.after_position,
-                asked.max_events, asked.max_bytes
+                lane.topic_id, lane.lane, from_offsets[number], end_offset, after_positions[number],
+                max_events[number], max_bytes[number]
             ) as p;
-            last_ms := headwater.kafka_published_ms(
-                asked.topic_id, asked.lane, last_offset, greatest(asked.after_position, last_position - 1)
+            last_ms := headwater.kafka_published_ms(lane.topic_id, lane.lane, last_offset, last_position - 1);
+        end if;
+        if number = any (kept_numbers) then
+            kept_ms := array(
+                select headwater.kafka_published_ms(lane.topic_id, lane.lane, k.kept_offset, k.kept_after)
+                from unnest(kept_numbers, kept_offsets, kept_after)
+                    with ordinality as k (lane_number, kept_offset, kept_after, place)
+                where k.lane_number = number
+                order by k.place
             );
         end if;
-        kept_ms := array(
-            select headwater.kafka_published_ms(asked.topic_id, asked.lane, k.kept_offset, k.kept_after)
-            from unnest(kept_numbers, kept_offsets, kept_after)
-                with ordinality as k (lane_number, kept_offset, kept_after, place)
-            where k.lane_number = asked.number
-            order by k.place
-        );
         return next;
     end loop;
 end;
