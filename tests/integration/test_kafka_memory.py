@@ -370,3 +370,43 @@ def test_as_it_came_a_batch_goes_only_to_those_who_can_read_it_and_only_while_th
     part = doors.run(doors.remembers.fetch(topic, 0, 10_000, 12))
     assert part["records"][22] & 7 == 1
     compare(doors, topic, 0, 10_000, 12)
+
+
+def test_records_of_all_sizes_and_kinds_come_whole_and_in_order(doors: Doors) -> None:
+    topic = doors.new_topic()
+    values = [b"small %d" % number for number in range(300)]
+    values[150] = b"large" * 30_000
+    values[250] = b""
+    told = write_headers([(b"name", b"text")])
+    for start in range(0, 300, 50):
+        section = told if start == 200 else None
+        doors.run(doors.forgets.produce(topic, batch(*values[start : start + 50], headers=section)))
+    for door in doors.remembers, doors.forgets:
+        for max_bytes in (100, 5_000, 1_000_000):
+            part = doors.run(door.fetch(topic, 0, max_bytes, 12))
+            assert len(part["records"]) <= max_bytes
+            _, records = doors.run(door.read(topic, 0, max_bytes, 12))
+            assert [(offset, value) for offset, _, _, value, _ in records] == list(enumerate(values))
+            assert {offset for offset, *_, section in records if section == told} == set(range(201, 250, 2))
+
+
+def test_who_reads_on_is_read_ahead_of_and_nobody_else(doors: Doors) -> None:
+    topic = doors.new_topic()
+    for _ in range(4):
+        doors.run(doors.forgets.produce(topic, batch(*[b"x" * 1000] * 50)))
+    kept, ahead = doors.remembers.broker.kept, doors.remembers.fetching._reading._ahead
+    lane = calls.Lane(doors.topic_id(topic), 0)
+
+    async def fetch_and_wait(offset: int) -> int:
+        part = await doors.remembers.fetch(topic, offset, 30_000, 12)
+        if ahead:
+            await asyncio.wait(list(ahead.values()), timeout=20)
+        return records_of(part["records"])[-1][0] + 1
+
+    reached = doors.run(fetch_and_wait(0))
+    found = kept.batches(lane, reached, max_bytes=1, codecs=(0,), by_log_time=False)
+    assert [one.first for one in found] == [reached]
+    # What is at the end of the lane has nothing after it to be read.
+    assert doors.run(fetch_and_wait(190)) == 200
+    assert not ahead
+    assert not kept.batches(lane, 200, max_bytes=1, codecs=(0,), by_log_time=False)

@@ -83,7 +83,7 @@ class Appended(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What a fetch asks of a lane. No `from_offset`: no page.
+    """What a fetch asks of a lane. No `from_offset`: no page; no `max_bytes`: a plain one, of the next offsets.
 
     `kept`: remembered events, each as its offset and a position below its own.
     """
@@ -92,14 +92,14 @@ class Wanted(NamedTuple):
     from_offset: int | None
     after_position: int
     max_events: int
-    max_bytes: int
+    max_bytes: int | None
     kept: Sequence[tuple[int, int]]
 
 
 class Page(NamedTuple):
     """Events of a lane up to an offset; where the last one is in the log, and when it was published.
 
-    `plain`: no offset is left out, and no event has more than a key and a payload.
+    `plain`: nobody looked at them yet. All offsets should be there, and no event have more than a key and a payload.
     """
 
     last_offset: int
@@ -373,10 +373,21 @@ def kafka_fetch_sequenced(lane: Lane, page: Page, *, from_offset: int, after_pos
     )
 
 
-def kafka_fetch_plain(lane: Lane, page: Page, *, from_offset: int, after_position: int) -> Call[PlainRows]:
+def kafka_fetch_plain(
+    lane: Lane, page: Page, *, from_offset: int, after_position: int, max_part_bytes: int
+) -> Call[PlainRows]:
+    """The events of a plain page; fewer than its offsets: it is not plain."""
     return Call(
-        "select time_ms, key, payload from headwater.kafka_fetch_plain(%s, %s, %s, %s, %s, %s)",
-        (lane.topic_id, lane.partition, from_offset, page.last_offset, after_position, page.last_position),
+        "select time_ms, key, payload from headwater.kafka_fetch_plain(%s, %s, %s, %s, %s, %s, %s)",
+        (
+            lane.topic_id,
+            lane.partition,
+            from_offset,
+            page.last_offset,
+            after_position,
+            page.last_position,
+            max_part_bytes,
+        ),
         list,
     )
 

@@ -22,10 +22,17 @@ from headwater.kafka.records import MAX_DELTA, Columns, build_batch
 from headwater.telemetry import ERROR, logger
 
 MAX_EVENTS: Final = 10_000
-FIRST_EVENTS: Final = 2_000
-"""Of a lane of which it is not known how large its events are."""
 FEWEST_EVENTS: Final = 100
-"""Of one whose events were large, since the next may be small."""
+FEWEST_PLAIN: Final = 10
+"""Of a lane whose events were large, since the next may be small. How many of them fit is seen, of plain ones later."""
+FIRST_SIZE_BYTES: Final = 500
+"""How large a record is taken to be while none of the lane was read."""
+TIMES_AS_LARGE: Final = 8
+MAX_UNSEEN_BYTES: Final = 32 * 1024 * 1024
+"""What is read without being looked at first: a part of a record up to so many times the size that records of the lane
+have, and all keys together, and all payloads, up to so many bytes."""
+PAGES_LOOKED_AT: Final = 16
+"""How many pages are, after one that was not plain."""
 AT_A_TIME: Final = 4
 """How many lanes are read at once: others need connections too."""
 MAX_AHEAD_BYTES: Final = 1024 * 1024
@@ -72,6 +79,8 @@ class Reading:
         self._barren: OrderedDict[tuple[Lane, int], int] = OrderedDict()
         # How large a record of the lane was, on average, when it was last read.
         self._sizes: OrderedDict[Lane, int] = OrderedDict()
+        # How many more pages of a lane are looked at before they are read.
+        self._varied: OrderedDict[Lane, int] = OrderedDict()
         self._ahead: dict[tuple[Lane, int], asyncio.Task[None]] = {}
         self._turns = asyncio.Semaphore(AT_A_TIME)
 
@@ -145,16 +154,15 @@ class Reading:
 
     def _wanted(self, asked: Asked, kept: list[Batch], *, page: bool) -> Wanted:
         reads = page and asked.topic.kind == "sequenced" and not kept
-        size = self._sizes.get(asked.lane)
         # A little less than what should fit: that too much is there is found out at thrice the price.
-        fitting = FIRST_EVENTS if size is None else asked.max_bytes * 19 // (size * 20)
-        events = min(max(fitting, FEWEST_EVENTS), MAX_EVENTS)
+        fitting = asked.max_bytes * 19 // (self._sizes.get(asked.lane, FIRST_SIZE_BYTES) * 20)
+        plain = not asked.topic.compacted and not self._varied.get(asked.lane)
         return Wanted(
             asked.lane,
             asked.offset if reads else None,
             self._places.get((asked.lane, asked.offset), 0),
-            events,
-            asked.max_bytes,
+            min(max(fitting, FEWEST_PLAIN if plain else FEWEST_EVENTS), MAX_EVENTS),
+            None if plain else asked.max_bytes,
             [(batch.end - 1, batch.after_position) for batch in kept],
         )
 
@@ -164,20 +172,23 @@ class Reading:
             return Read(bounds)
         if remembered:
             return Read(bounds, b"".join([batch.records for batch in remembered]), remembered[-1].end)
+        page: Page | None = None
         if asked.topic.kind == "open":
-            records = await self._open_rows(asked, bounds)
-        elif seen.page is None:
-            return Read(bounds)
+            records = await self._open_records(asked, bounds)
         else:
-            records = await self._page_records(asked, seen.page)
+            records, page = await self._page_records(asked, seen.page)
         if records is None:
             return Read(bounds)
         packed = as_batches(asked.topic, records, zstd=asked.zstd)
+        while page is not None and page.plain and len(packed) > asked.max_bytes and len(records.offsets) > 1:
+            # They are larger than those before. Not for long: their size is remembered.
+            records = _part(records, 0, max(len(records.offsets) * asked.max_bytes // len(packed), 1))
+            packed = as_batches(asked.topic, records, zstd=asked.zstd)
         _remember(self._sizes, asked.lane, max(len(packed) // len(records.offsets), 1))
         last = records.offsets[-1]
-        if seen.page is not None and last == seen.page.last_offset:
-            _remember(self._places, (asked.lane, last + 1), seen.page.last_position)
-            self._keep(asked, records.offsets, packed, seen.page)
+        if page is not None and last == page.last_offset:
+            _remember(self._places, (asked.lane, last + 1), page.last_position)
+            self._keep(asked, records.offsets, packed, page)
         return Read(bounds, packed, last + 1)
 
     def _keep(self, asked: Asked, offsets: Sequence[int], packed: bytes, page: Page) -> None:
@@ -195,25 +206,39 @@ class Reading:
             )
             self._kept.keep(asked.lane, kept)
 
-    async def _page_records(self, asked: Asked, page: Page) -> Records | None:
+    async def _page_records(self, asked: Asked, page: Page | None) -> tuple[Records | None, Page | None]:
+        """The records of a page, or of one that is looked at first, where this one is not as plain as was believed."""
+        if (page is None or page.plain) and not self._varied.get(asked.lane):
+            records = None if page is None else await self._plain_records(asked, page)
+            if records is not None:
+                return records, page
+            _remember(self._varied, asked.lane, PAGES_LOOKED_AT)
+            seen = (await self._look([asked], [[]], pages=(0,))).get(0)
+            page = None if seen is None else seen.page
+        if page is None or page.plain:
+            return None, None
+        self._varied[asked.lane] = max(self._varied.get(asked.lane, 0) - 1, 0)
         after_position = self._places.get((asked.lane, asked.offset), 0)
-        if page.plain:
-            plain = await self._broker.log.run(
-                calls.kafka_fetch_plain(asked.lane, page, from_offset=asked.offset, after_position=after_position),
-                patience_seconds=PATIENCE_SECONDS,
-            )
-            offsets = range(asked.offset, page.last_offset + 1)
-            if len(plain) == len(offsets):
-                times, keys, payloads = zip(*plain, strict=True)
-                return Records(offsets, Columns(times, keys, payloads, (None,) * len(plain)))
-        # Or something was taken meanwhile.
-        rows = await self._broker.log.run(
-            calls.kafka_fetch_sequenced(asked.lane, page, from_offset=asked.offset, after_position=after_position),
-            patience_seconds=PATIENCE_SECONDS,
-        )
-        return _records(rows)
+        call = calls.kafka_fetch_sequenced(asked.lane, page, from_offset=asked.offset, after_position=after_position)
+        return _records(await self._broker.log.run(call, patience_seconds=PATIENCE_SECONDS)), page
 
-    async def _open_rows(self, asked: Asked, bounds: Bounds) -> Records | None:
+    async def _plain_records(self, asked: Asked, page: Page) -> Records | None:
+        offsets = range(asked.offset, page.last_offset + 1)
+        size = self._sizes.get(asked.lane, FIRST_SIZE_BYTES)
+        call = calls.kafka_fetch_plain(
+            asked.lane,
+            page,
+            from_offset=asked.offset,
+            after_position=self._places.get((asked.lane, asked.offset), 0),
+            max_part_bytes=min(TIMES_AS_LARGE * size, MAX_UNSEEN_BYTES // len(offsets)),
+        )
+        rows = await self._broker.log.run(call, patience_seconds=PATIENCE_SECONDS)
+        if len(rows) != len(offsets):
+            return None
+        times, keys, payloads = zip(*rows, strict=True)
+        return Records(offsets, Columns(times, keys, payloads, (None,) * len(rows)))
+
+    async def _open_records(self, asked: Asked, bounds: Bounds) -> Records | None:
         place = (asked.lane, asked.offset)
         if self._barren.get(place, 0) >= bounds.end:
             return None
@@ -242,11 +267,12 @@ class Reading:
                 or read.end >= read.bounds.end
                 or one.topic.kind != "sequenced"
                 or one.topic.compacted
-                # With too many lanes what was read ahead would be pushed out before it is asked for.
-                or (len(asked) + len(self._ahead)) * MAX_AHEAD_BYTES > self._kept.max_bytes // 4
             ):
                 continue
             further = one._replace(offset=read.end, max_bytes=min(one.max_bytes, MAX_AHEAD_BYTES))
+            if (len(asked) + len(self._ahead)) * further.max_bytes > self._kept.max_bytes // 4:
+                # With so many lanes what is read ahead would be pushed out before it is asked for.
+                continue
             place = (further.lane, further.offset)
             if place not in self._ahead and not self._remembered(further):
                 task = asyncio.create_task(self._read_page(further), name="kafka reading ahead")

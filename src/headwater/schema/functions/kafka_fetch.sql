@@ -64,8 +64,7 @@ return 12 + coalesce(octet_length(e.payload), 0) + coalesce(octet_length(e.key),
 
 -- A page of a sequenced lane: up to `max_events` events from an offset on and below `end_offset`, until `max_bytes` are
 -- reached; one event comes whatever its size. In a lane, positions grow with offsets: `after_position`, that of an
--- earlier event or 0, spares the look into older segments. `plain`: no offset is left out, and no event has more than a
--- key and a payload. All null: there is no event.
+-- earlier event or 0, spares the look into older segments. All null: there is no event.
 create or replace function headwater.kafka_page(
     topic_id integer,
     lane integer,
@@ -75,24 +74,17 @@ create or replace function headwater.kafka_page(
     max_events integer,
     max_bytes bigint,
     out last_offset bigint,
-    out last_position bigint,
-    out plain boolean
+    out last_position bigint
 )
 language plpgsql
 stable
 as $$
 declare
     bytes bigint;
-    bare bigint;
 begin
-    select
-        max(f.topic_offset), max(f.position), sum(f.bytes),
-        count(*) filter (where f.others = 0)
-    into last_offset, last_position, bytes, bare
+    select max(f.topic_offset), max(f.position), sum(f.bytes) into last_offset, last_position, bytes
     from (
-        select
-            e.topic_offset, e.position, headwater.kafka_size(e) as bytes,
-            num_nonnulls(e.headers, e.type, e.routing_key, e.content_type, e.event_id, e.record_headers) as others
+        select e.topic_offset, e.position, headwater.kafka_size(e) as bytes
         from headwater.event e
         where
             e.topic_id = kafka_page.topic_id and e.partition = lane
@@ -119,10 +111,7 @@ begin
             ) as f
         ) as g
         where coalesce(g.before < max_bytes, true);
-        -- Of a page that is cut short it is not known.
-        bare := null;
     end if;
-    plain := coalesce(bare = last_offset - from_offset + 1, false);
 end;
 $$;
 
@@ -150,7 +139,8 @@ return (
 -- What a fetch must know before it reads. For each lane asked for, by its number: its bounds; the page from an offset on,
 -- if one is wanted, with the time at which its last event was published; and the same of other events, each given by the
 -- number of its lane, its offset and a position below its own, by which a broker sees whether what it remembers of the
--- lane is still true. No row for a lane that does not exist.
+-- lane is still true. No row for a lane that does not exist. Where `max_bytes` is null the events are not looked at: the
+-- page, then called plain, is the next `max_events` offsets.
 create or replace function headwater.kafka_look(
     topic_ids integer[],
     lanes integer[],
@@ -185,15 +175,25 @@ begin
         last_offset := null;
         last_position := null;
         last_ms := null;
-        plain := null;
+        plain := max_bytes[number] is null;
         kept_ms := '{}';
         if lane.kind = 'sequenced' and from_offsets[number] >= start_offset and from_offsets[number] < end_offset then
-            select p.last_offset, p.last_position, p.plain into last_offset, last_position, plain
-            from headwater.kafka_page(
-                lane.topic_id, lane.lane, from_offsets[number], end_offset, after_positions[number],
-                max_events[number], max_bytes[number]
-            ) as p;
-            last_ms := headwater.kafka_published_ms(lane.topic_id, lane.lane, last_offset, last_position - 1);
+            if plain then
+                select e.topic_offset, e.position, headwater.kafka_time(null, e.published_at)
+                into last_offset, last_position, last_ms
+                from headwater.event e
+                where
+                    e.topic_id = lane.topic_id and e.partition = lane.lane
+                    and e.topic_offset = least(from_offsets[number] + max_events[number], end_offset) - 1
+                    and e.position > after_positions[number];
+            else
+                select p.last_offset, p.last_position into last_offset, last_position
+                from headwater.kafka_page(
+                    lane.topic_id, lane.lane, from_offsets[number], end_offset, after_positions[number],
+                    max_events[number], max_bytes[number]
+                ) as p;
+                last_ms := headwater.kafka_published_ms(lane.topic_id, lane.lane, last_offset, last_position - 1);
+            end if;
         end if;
         if number = any (kept_numbers) then
             kept_ms := array(
@@ -249,14 +249,16 @@ begin atomic
     limit kafka_fetch_sequenced.last_offset - from_offset + 1;
 end;
 
--- The same of a page that is plain: what each of its events has. If something was taken since, there are fewer.
+-- The same of a page that is taken to be plain: only what each event has, and only of events that have no more, and
+-- whose key and payload have up to `max_part` bytes each. If there are as many as offsets, then the page was plain.
 create or replace function headwater.kafka_fetch_plain(
     topic_id integer,
     lane integer,
     from_offset bigint,
     last_offset bigint,
     after_position bigint,
-    last_position bigint
+    last_position bigint,
+    max_part integer
 )
 returns table (time_ms bigint, key bytea, payload bytea)
 language sql
@@ -271,6 +273,9 @@ begin atomic
         and e.topic_offset <= kafka_fetch_plain.last_offset
         and e.position > after_position
         and e.position <= kafka_fetch_plain.last_position
+        and num_nonnulls(e.headers, e.type, e.routing_key, e.content_type, e.event_id, e.record_headers) = 0
+        and coalesce(octet_length(e.payload), 0) <= max_part
+        and coalesce(octet_length(e.key), 0) <= max_part
     order by e.topic_offset
     limit kafka_fetch_plain.last_offset - from_offset + 1;
 end;
