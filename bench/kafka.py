@@ -74,7 +74,9 @@ def ready(started: Brokers, processes: int) -> None:
             break
         assert time.monotonic() < deadline, "the brokers do not share the partitions"
         time.sleep(0.1)
-    consume(started.bootstrap, WARM_UP, 6, WARM_UP_COUNT)
+    consumer = consumer_of(started.bootstrap, WARM_UP)
+    consume(consumer, WARM_UP, 6, WARM_UP_COUNT)
+    consumer.close()
 
 
 WARM_UP = "bench-warm-up"
@@ -91,7 +93,7 @@ def prepare(server: Server) -> None:
     server.execute(FLOOR)
 
 
-def produce(bootstrap: str, topic: str, count: int, value: bytes) -> None:
+def producer_of(bootstrap: str, topic: str) -> Producer:
     producer = Producer(
         {
             "bootstrap.servers": bootstrap,
@@ -101,6 +103,11 @@ def produce(bootstrap: str, topic: str, count: int, value: bytes) -> None:
             "queue.buffering.max.messages": 1_000_000,
         }
     )
+    producer.list_topics(topic, timeout=10)
+    return producer
+
+
+def produce(producer: Producer, topic: str, count: int, value: bytes) -> None:
     for number in range(count):
         while True:
             try:
@@ -112,7 +119,7 @@ def produce(bootstrap: str, topic: str, count: int, value: bytes) -> None:
     assert left == 0, f"{left} records were not acknowledged"
 
 
-def consume(bootstrap: str, topic: str, partitions: int, count: int) -> None:
+def consumer_of(bootstrap: str, topic: str) -> Consumer:
     consumer = Consumer(
         {
             "bootstrap.servers": bootstrap,
@@ -122,41 +129,43 @@ def consume(bootstrap: str, topic: str, partitions: int, count: int) -> None:
             "fetch.queue.backoff.ms": 5,
         }
     )
+    consumer.list_topics(topic, timeout=10)
+    return consumer
+
+
+def consume(consumer: Consumer, topic: str, partitions: int, count: int) -> None:
     consumer.assign([TopicPartition(topic, partition, 0) for partition in range(partitions)])
     got = 0
     while got < count:
         messages = consumer.consume(min(count - got, 10_000), timeout=30)
         assert messages, f"only {got} of {count} records came"
         got += len(messages)
-    consumer.close()
 
 
-def copy(server: Server, count: int, value: bytes) -> None:
+def copy(connection: psycopg.Connection, count: int, value: bytes) -> None:
     """The floor of producing: the same rows by COPY, as many to a transaction as a batch holds."""
-    with psycopg.connect(server.dsn, autocommit=True) as connection:
-        for first in range(0, count, BATCH_SIZE):
-            with connection.cursor().copy(
-                "copy floor.record (key, payload, produced_ms) from stdin (format binary)"
-            ) as rows:
-                rows.set_types(("bytea", "bytea", "int8"))
-                for number in range(first, min(first + BATCH_SIZE, count)):
-                    rows.write_row((b"%d" % (number % 1000), value, 1))
+    for first in range(0, count, BATCH_SIZE):
+        with connection.cursor().copy(
+            "copy floor.record (key, payload, produced_ms) from stdin (format binary)"
+        ) as rows:
+            rows.set_types(("bytea", "bytea", "int8"))
+            for number in range(first, min(first + BATCH_SIZE, count)):
+                rows.write_row((b"%d" % (number % 1000), value, 1))
 
 
-def select(server: Server, count: int) -> None:
+def select(connection: psycopg.Connection, count: int) -> None:
     """The floor of fetching: the same parts of the same rows, prepared, in binary form, a page at a time."""
-    with psycopg.connect(server.dsn, autocommit=True) as connection:
-        cursor = connection.cursor(binary=True)
-        after = got = 0
-        while got < count:
-            page = cursor.execute(
-                "select position, key, payload, produced_ms from floor.record where position > %s order by position "
-                "limit 5000",
-                (after,),
-                prepare=True,
-            ).fetchall()
-            got += len(page)
-            after = page[-1][0]
+    cursor = connection.cursor(binary=True)
+    after = got = 0
+    while got < count:
+        page = cursor.execute(
+            "select position, key, payload, produced_ms from floor.record where position > %s order by position "
+            "limit 5000",
+            (after,),
+            prepare=True,
+        ).fetchall()
+        got += len(page)
+        after = page[-1][0]
 
 
 @contextmanager
@@ -207,17 +216,22 @@ def rounds_of(server: Server, size: int, partitions: int, count: int, rounds: in
         with headwater.connect(server.dsn) as log:
             log.create_topic(topic, kind="sequenced", partitions=partitions)
         server.execute("truncate floor.record restart identity")
-        with measured(server, None, count, costs["copy"]):
-            copy(server, count, value)
-        with brokers(server.dsn, PROCESSES) as up, measured(server, up.parent, count, costs["produce"]):
-            produce(up.bootstrap, topic, count, value)
-        with measured(server, None, count, costs["select"]):
-            select(server, count)
+        with psycopg.connect(server.dsn, autocommit=True) as connection:
+            with measured(server, None, count, costs["copy"]):
+                copy(connection, count, value)
+            with brokers(server.dsn, PROCESSES) as up:
+                producer = producer_of(up.bootstrap, topic)
+                with measured(server, up.parent, count, costs["produce"]):
+                    produce(producer, topic, count, value)
+            with measured(server, None, count, costs["select"]):
+                select(connection, count)
         # Brokers that have nothing in memory; then the same again.
         with brokers(server.dsn, PROCESSES) as up:
             for name in ("cold", "warm"):
+                consumer = consumer_of(up.bootstrap, topic)
                 with measured(server, up.parent, count, costs[name]):
-                    consume(up.bootstrap, topic, partitions, count)
+                    consume(consumer, topic, partitions, count)
+                consumer.close()
     return costs
 
 
@@ -241,7 +255,7 @@ NAMES = {
 def main() -> None:
     options = measure.arguments(__doc__ or "")
     started = time.monotonic()
-    counts = {100: 40_000, 1000: 8_000} if options.quick else {100: 400_000, 1000: 50_000}
+    counts = {100: 40_000, 1000: 8_000} if options.quick else {100: 500_000, 1000: 50_000}
     rounds = 1 if options.quick else 3
     result: dict[str, Any] = {"bench": "kafka"}
     rows: list[list[str] | None] = []
