@@ -74,6 +74,7 @@ def ready(started: Brokers, processes: int) -> None:
             break
         assert time.monotonic() < deadline, "the brokers do not share the partitions"
         time.sleep(0.1)
+    produce(producer, WARM_UP, WARM_UP_COUNT, b"x")
     consumer = consumer_of(started.bootstrap, WARM_UP)
     consume(consumer, WARM_UP, 6, WARM_UP_COUNT)
     consumer.close()

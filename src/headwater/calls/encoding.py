@@ -104,8 +104,9 @@ class _PackedBytesDumper(Dumper):
     format = Format.BINARY
     oid = 1001
 
-    def dump(self, obj: Any) -> bytes:
-        return bytes(obj)
+    def dump(self, obj: Any) -> Any:
+        # As it is: a copy of some megabytes costs as much as packing them.
+        return obj
 
 
 class _PackedTextDumper(_PackedBytesDumper):
