@@ -86,10 +86,9 @@ class Reading:
 
     async def read(self, asked: Sequence[Asked], *, max_bytes: int) -> list[Read | None]:
         """What there is of each lane, together up to `max_bytes`, but one batch at least; None: it is not there."""
-        for one in asked:
-            # Somebody reads just that: a second reading would cost as much again, and come later.
-            if (reading := self._ahead.get((one.lane, one.offset))) is not None:
-                await asyncio.wait((reading,), timeout=PATIENCE_SECONDS)
+        # What is just being read ahead is waited for: a second reading would cost as much again, and come later.
+        if under_way := [task for one in asked if (task := self._ahead.get((one.lane, one.offset))) is not None]:
+            await asyncio.wait(under_way, timeout=PATIENCE_SECONDS)
         remembered = [self._remembered(one) for one in asked]
         # The bounds of all; but where to read up to only for as many as may fit.
         fitting = max(bisect_right(list(accumulate(one.max_bytes for one in asked)), max_bytes), 1)
@@ -217,7 +216,8 @@ class Reading:
             page = None if seen is None else seen.page
         if page is None or page.plain:
             return None, None
-        self._varied[asked.lane] = max(self._varied.get(asked.lane, 0) - 1, 0)
+        if self._varied.get(asked.lane):
+            self._varied[asked.lane] -= 1
         after_position = self._places.get((asked.lane, asked.offset), 0)
         call = calls.kafka_fetch_sequenced(asked.lane, page, from_offset=asked.offset, after_position=after_position)
         return _records(await self._broker.log.run(call, patience_seconds=PATIENCE_SECONDS)), page
