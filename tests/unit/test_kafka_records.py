@@ -87,6 +87,15 @@ def test_what_is_not_plain_is_written_all_the_same(columns: Columns) -> None:
     assert read_records(batch, read_header(batch), limit_bytes=LIMIT) == columns
 
 
+@pytest.mark.parametrize("size", [0, 1, 55, 63, 64, 127, 128, 8180, 8191, 8192, 20_000, 200_000])
+def test_records_of_any_size_are_read_back(size: int) -> None:
+    count = 70
+    columns = Columns([1000 + place * size for place in range(count)], [b"k" * min(size, 9000)] * count,
+                      [b"v" * size] * count, [None] * count)  # fmt: skip
+    batch = memoryview(build_batch(list(range(count)), columns))
+    assert read_records(batch, read_header(batch), limit_bytes=10 * LIMIT) == columns
+
+
 @pytest.mark.parametrize("log_append_ms", [None, 123_456])
 def test_an_appended_batch_is_what_came_with_its_offset_and_the_logs_time(log_append_ms: int | None) -> None:
     columns = Columns([1000, 900], [b"k", None], [b"v", b"w"], [None, None])
