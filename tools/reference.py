@@ -355,7 +355,7 @@ KAFKA_DIFFERENCES = (
     "`read_uncommitted` does not see them before either.",
     "A key has up to 65535 bytes. `max.message.bytes` is also the limit of one value after unpacking.",
     "Records are stored one by one, not as the batches that came. What fetched records are packed with, the topic's "
-    "`compression.type` says; `producer` is as good as `uncompressed`.",
+    "`compression.type` says; with `producer` they go as they came while a broker remembers them, and else unpacked.",
     "Fetch sessions are not kept: every fetch is a whole one.",
     "Any broker serves any partition. Metadata names one leader for each, to spread the work; the leader epoch is 0.",
     "There are no replicas: Postgres replicates. `acks=1` and `acks=all` both mean committed in Postgres.",

@@ -104,8 +104,9 @@ class _PackedBytesDumper(Dumper):
     format = Format.BINARY
     oid = 1001
 
-    def dump(self, obj: Any) -> bytes:
-        return bytes(obj)
+    def dump(self, obj: Any) -> Any:
+        # As it is: a copy of some megabytes costs as much as packing them.
+        return obj
 
 
 class _PackedTextDumper(_PackedBytesDumper):
@@ -120,13 +121,10 @@ _NULL = _LENGTH(-1)
 
 
 def pack(values: Sequence[bytes | None], element_oid: int) -> bytes:
-    parts = [struct.pack("!iIiii", 1, 1, element_oid, len(values), 1)]
-    for value in values:
-        if value is None:
-            parts.append(_NULL)
-        else:
-            parts.append(_LENGTH(len(value)))
-            parts.append(value)
+    parts = [b""] * (2 * len(values) + 1)
+    parts[0] = struct.pack("!iIiii", 1, 1, element_oid, len(values), 1)
+    parts[1::2] = [_NULL if value is None else _LENGTH(len(value)) for value in values]
+    parts[2::2] = [value or b"" for value in values]
     return b"".join(parts)
 
 

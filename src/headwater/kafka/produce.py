@@ -13,12 +13,15 @@ from headwater.calls import kafka as calls
 from headwater.calls.kafka import AppendBatch, Appended, KafkaTopic, Lane
 from headwater.errors import EventTooLarge, HeadwaterError, InvalidRequest, LogUnavailable, TransactionAborted
 from headwater.kafka.broker import Broker
+from headwater.kafka.compression import codecs_for
 from headwater.kafka.events import NO_PARTS, Parts, parts_of
+from headwater.kafka.kept import Batch
 from headwater.kafka.records import (
     TRANSACTIONAL,
     BadBatch,
     BatchHeader,
     Columns,
+    as_appended,
     read_header,
     read_records,
 )
@@ -56,10 +59,23 @@ class Refused(Exception):
         self.message = message
 
 
-class _Pending(NamedTuple):
+class Arrived(NamedTuple):
+    """A batch that is to be appended; as it came, if it may be kept like that for readers; by whose time it is."""
+
     batch: AppendBatch
+    as_it_came: memoryview | None
+    codec: int
+    by_log_time: bool
     bytes: int
+
+
+class _Pending(NamedTuple):
+    arrived: Arrived
     done: asyncio.Future[Appended]
+
+    @property
+    def batch(self) -> AppendBatch:
+        return self.arrived.batch
 
 
 class Appender:
@@ -78,10 +94,10 @@ class Appender:
         """Wait until there is room for more."""
         await self._has_room.wait()
 
-    def submit(self, batch: AppendBatch, size_bytes: int) -> asyncio.Future[Appended]:
+    def submit(self, arrived: Arrived) -> asyncio.Future[Appended]:
         done: asyncio.Future[Appended] = asyncio.get_running_loop().create_future()
-        self._pending.append(_Pending(batch, size_bytes, done))
-        self.pending_bytes += size_bytes
+        self._pending.append(_Pending(arrived, done))
+        self.pending_bytes += arrived.bytes
         if self.pending_bytes > MAX_PENDING_BYTES:
             self._has_room.clear()
         self._wanted.set()
@@ -97,7 +113,7 @@ class Appender:
             try:
                 await self._append(taken)
             finally:
-                self.pending_bytes -= sum(one.bytes for one in taken)
+                self.pending_bytes -= sum(one.arrived.bytes for one in taken)
                 if self.pending_bytes <= MAX_PENDING_BYTES:
                     self._has_room.set()
                 for one in taken:
@@ -111,7 +127,7 @@ class Appender:
         while self._pending:
             ahead = self._pending[0]
             records += len(ahead.batch.payloads)
-            size += ahead.bytes
+            size += ahead.arrived.bytes
             if taken and (records > MAX_RECORDS or size > MAX_BYTES):
                 break
             taken.append(self._pending.popleft())
@@ -140,7 +156,24 @@ class Appender:
             if not one.done.done():
                 one.done.set_result(answer)
             if answer.outcome == "appended" and answer.base_offset is not None:
+                # Before those who wait are woken, so that they find it.
+                self._keep(one.arrived, answer.base_offset, answer)
                 self._broker.tails.advance(one.batch.lane, answer.base_offset + len(one.batch.payloads))
+
+    def _keep(self, arrived: Arrived, first: int, answer: Appended) -> None:
+        if arrived.as_it_came is None:
+            return
+        log_append_ms = answer.appended_ms if arrived.by_log_time else None
+        kept = Batch(
+            first,
+            first + len(arrived.batch.payloads),
+            answer.appended_ms,
+            answer.after_position,
+            arrived.codec,
+            arrived.by_log_time,
+            as_appended(arrived.as_it_came, first, log_append_ms=log_append_ms),
+        )
+        self._broker.kept.keep(arrived.batch.lane, kept)
 
     async def _append_apart(self, lane: Lane, taken: Sequence[_Pending]) -> None:
         # A few at a time: the lease and others who read need connections too.
@@ -234,18 +267,18 @@ class Producing:
                 ErrorCode.invalid_request,
                 f'topic "{topic.name}" is {kind}: it can be read here, and written by SQL and the library only',
             )
-        batch, transactional = _as_batch(topic, part, version=request.version)
-        # Unpacked, since that is what waits.
-        size = sum(map(len, filter(None, batch.payloads)))
+        arrived, transactional = _as_batch(topic, part, version=request.version)
         if transactional:
             if not request.fields.transactional_id:
                 raise Refused(ErrorCode.invalid_txn_state, "the batch is of a transaction, the request is not")
             if not request.allowed("write", "transaction", request.fields.transactional_id):
                 raise Refused(ErrorCode.transactional_id_authorization_failed, "the transactional id may not be used")
-            landing: asyncio.Future[Appended] = asyncio.ensure_future(stage(request.fields.transactional_id, batch))
+            landing: asyncio.Future[Appended] = asyncio.ensure_future(
+                stage(request.fields.transactional_id, arrived.batch)
+            )
         else:
-            appender = self._appenders[hash(batch.lane) % len(self._appenders)]
-            landing = appender.submit(batch, size)
+            appender = self._appenders[hash(arrived.batch.lane) % len(self._appenders)]
+            landing = appender.submit(arrived)
         return _landed(part.index, landing, log_append=topic.timestamp_type == "LogAppendTime")
 
 
@@ -282,7 +315,7 @@ async def _landed(index: int, landing: Awaitable[Appended], *, log_append: bool)
     return _Answer(index, code, None, offset, appended.appended_ms if fresh else -1)
 
 
-def _as_batch(topic: KafkaTopic, part: Any, *, version: int) -> tuple[AppendBatch, bool]:
+def _as_batch(topic: KafkaTopic, part: Any, *, version: int) -> tuple[Arrived, bool]:
     """The batch that a client sent for a partition, checked, and whether it is of a transaction."""
     if part.records is None:
         raise Refused(ErrorCode.invalid_record, "there are no records")
@@ -296,7 +329,14 @@ def _as_batch(topic: KafkaTopic, part: Any, *, version: int) -> tuple[AppendBatc
         if header.codec == 4 and version < 7:
             raise Refused(ErrorCode.unsupported_compression_type, "zstd needs Produce version 7 or newer")
         columns = read_records(part.records, header, limit_bytes=UNPACKED_LIMIT_BYTES)
-        return _checked(topic, Lane(topic.id, part.index), header, columns), bool(header.attributes & TRANSACTIONAL)
+        batch = _checked(topic, Lane(topic.id, part.index), header, columns)
+        # Unpacked, since that is what waits.
+        size = len(part.records) + sum(map(len, filter(None, columns.values)))
+        # As the topic packs its records, and whole: compaction takes single ones.
+        fits = header.codec in codecs_for(topic.compression_type, zstd=True) and not topic.compacted
+        by_log_time = topic.timestamp_type == "LogAppendTime"
+        arrived = Arrived(batch, part.records if fits else None, header.codec, by_log_time, size)
+        return arrived, bool(header.attributes & TRANSACTIONAL)
     except BadBatch as error:
         code = ErrorCode.corrupt_message if error.corrupt else ErrorCode.invalid_record
         raise Refused(code, str(error)) from None
@@ -305,9 +345,9 @@ def _as_batch(topic: KafkaTopic, part: Any, *, version: int) -> tuple[AppendBatc
 def _checked(topic: KafkaTopic, lane: Lane, header: BatchHeader, columns: Columns) -> AppendBatch:
     if header.producer_id >= 0 and (header.producer_epoch < 0 or header.first_sequence < 0):
         raise BadBatch("an idempotent batch needs an epoch and a sequence")
-    if any(key is not None and len(key) > MAX_KEY_BYTES for key in columns.keys):
+    if max(map(len, filter(None, columns.keys)), default=0) > MAX_KEY_BYTES:
         raise BadBatch(f"a key is up to {MAX_KEY_BYTES} bytes")
-    if any(value is not None and len(value) > topic.max_payload_bytes for value in columns.values):
+    if max(map(len, filter(None, columns.values)), default=0) > topic.max_payload_bytes:
         raise Refused(ErrorCode.message_too_large, f"a value is up to {topic.max_payload_bytes} bytes")
     if not all(-_INT64 <= time_ms < _INT64 for time_ms in (min(columns.times_ms), max(columns.times_ms))):
         raise BadBatch("a timestamp is outside of 64 bits")
