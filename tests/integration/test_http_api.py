@@ -195,6 +195,18 @@ def test_an_act_and_its_record_are_one_transaction(
     finally:
         connection.execute("alter table headwater.event drop constraint no_audit")
     assert audit(log, before) == []
+    # And the other way round: the act fails at the last moment, when it is committed.
+    connection.execute(
+        "create function public.refuse() returns trigger language plpgsql as $$ begin raise 'no'; end; $$;"
+        "create constraint trigger refuse after insert on headwater.topic deferrable initially deferred "
+        "for each row execute function public.refuse()"
+    )
+    try:
+        assert http.post("/v1/topics", json={"name": "half"}).status_code == 500
+        problem(http.get("/v1/topics/half"), 404, "TopicNotFound")
+    finally:
+        connection.execute("drop trigger refuse on headwater.topic; drop function public.refuse()")
+    assert audit(log, before) == []
 
 
 def test_a_queue_is_worked_over_http(http: httpx.Client, log: headwater.Headwater, topic: str) -> None:

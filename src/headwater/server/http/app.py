@@ -52,6 +52,9 @@ ROUTERS: Final[tuple[APIRouter, ...]] = (
     looking.routes,
     pages.routes,
 )
+# Routers of other shapes than ours, which ask for rights by themselves: with `request.scope["headwater.caller"]` and
+# `request.app.state.log`. Behind the same gate.
+FOREIGN_ROUTERS: Final[tuple[APIRouter, ...]] = ()
 # Served to everybody, beside the console's files.
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/openapi.json", "/docs", "/v1/sessions"})
 
@@ -66,7 +69,7 @@ def described() -> FastAPI:
     app = FastAPI(
         title="Headwater", version=VERSION, description=_ABOUT, openapi_url=None, docs_url=None, redoc_url=None
     )
-    for one in ROUTERS:
+    for one in (*ROUTERS, *FOREIGN_ROUTERS):
         app.include_router(one)
     return app
 
@@ -95,6 +98,7 @@ def application(served: Served) -> ASGIApp:
     """All that one server offers, behind its gate."""
     app = described()
     app.state.served = served
+    app.state.log = served.log
     app.state.pace = looking.Pace()
     _tell_errors(app)
     described_as = document(app)

@@ -53,10 +53,14 @@ class Buckets:
         # Whose -> how many are left, as of when.
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
+    def left(self, whose: str, now: float) -> float:
+        """How many a caller may send now."""
+        left, at = self._left.get(whose, (self._burst, now))
+        return min(self._burst, left + (now - at) * self._per_second)
+
     def take(self, whose: str, now: float) -> bool:
         """One request; False: it is one too many."""
-        left, at = self._left.get(whose, (self._burst, now))
-        left = min(self._burst, left + (now - at) * self._per_second)
+        left = self.left(whose, now)
         taken = left >= 1
         self._left[whose] = (left - 1 if taken else left, now)
         self._left.move_to_end(whose)
@@ -159,11 +163,13 @@ class Gate:
 
     async def by_password(self, name: str, password: str, address: str) -> Caller:
         """Who comes with a name and a password, unless too many wrong ones came from there."""
+        if self._wrong.left(address, time.monotonic()) < 1:
+            # Before it is checked: that is what costs.
+            raise TooManyRequests("too many wrong passwords from this address")
         try:
             return await self._callers.by_password(name, password)
         except NotAuthenticated:
-            if not self._wrong.take(address, time.monotonic()):
-                raise TooManyRequests("too many wrong passwords from this address") from None
+            self._wrong.take(address, time.monotonic())
             raise
 
     async def _bounded(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive) -> Receive:
