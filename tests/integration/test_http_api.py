@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -12,7 +13,7 @@ from typing import Any
 import httpx
 import psycopg
 import pytest
-from http_server import http_door
+from http_server import http_door, http_process
 
 import headwater
 from headwater.server.door import Limits
@@ -158,6 +159,8 @@ def test_topics_are_made_changed_and_deleted_and_it_is_told(
     assert http.patch("/v1/topics/made", json={"retention_seconds": None}).json()["retention_seconds"] is None
     problem(http.patch("/v1/topics/made", json={"partitions": 1}), 400, "InvalidRequest")
     positions = log.publish_batch("made", [headwater.NewEvent(1), headwater.NewEvent(2)])
+    # Nobody looked whether it is root.
+    assert http.patch("/v1/topics/made", json={}, auth=("root", "x")).status_code == 200
     would = http.delete("/v1/topics/made?dry_run=true").json()
     assert would == {
         "deleted": False,
@@ -173,6 +176,7 @@ def test_topics_are_made_changed_and_deleted_and_it_is_told(
     assert told == [
         ("everybody", "topic.create", "made"),
         ("everybody", "topic.create", "made"),
+        ("everybody", "topic.alter", "made"),
         ("everybody", "topic.alter", "made"),
         ("everybody", "topic.alter", "made"),
         ("everybody", "topic.delete", "made"),
@@ -566,3 +570,36 @@ def test_a_request_that_takes_too_long_is_ended(
         connection.execute("select headwater.publish('locked', '1')")
         problem(client.post(f"/v1/topics/{store}/events", json={"data": 1}), 504, "TookTooLong")
     assert [event.data for event in log.read(store)] == [1]
+
+
+def test_a_server_that_is_killed_leaves_no_half_and_a_repeat_completes_the_rest(
+    dsn: str, log: headwater.Headwater, topic: str
+) -> None:
+    batches = {f"batch-{n}": {"events": [{"data": [n, m]} for m in range(50)]} for n in range(40)}
+    sent: list[str] = []
+
+    def send(address: str, keys: list[str]) -> None:
+        with httpx.Client(base_url=address, timeout=20) as client:
+            for key in keys:
+                sent.append(key)
+                path = f"/v1/topics/{topic}/events"
+                assert client.post(path, json=batches[key], headers={"idempotency-key": key}).status_code == 200
+
+    def until_it_dies(address: str) -> None:
+        with contextlib.suppress(httpx.TransportError):
+            send(address, list(batches))
+
+    with http_process(dsn) as (address, process):
+        sending = threading.Thread(target=until_it_dies, args=(address,))
+        sending.start()
+        while len(sent) < 5:
+            assert sending.is_alive()
+        process.kill()
+        sending.join(20)
+    found = [event.data for event in log.read(topic, batch_size=5000)]
+    assert len(found) % 50 == 0
+    assert 4 * 50 <= len(found) <= len(sent) * 50
+    with http_process(dsn) as (address, _):
+        send(address, list(batches))
+    found = [event.data for event in log.read(topic, batch_size=5000)]
+    assert sorted(found) == [[n, m] for n in range(40) for m in range(50)]
