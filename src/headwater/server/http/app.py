@@ -55,6 +55,7 @@ ROUTERS: Final[tuple[APIRouter, ...]] = (
 # Routers of other shapes than ours, which ask for rights by themselves: with `request.scope["headwater.caller"]` and
 # `request.app.state.log`. Behind the same gate.
 FOREIGN_ROUTERS: Final[tuple[APIRouter, ...]] = ()
+FOREIGN: Final = "asked for by the route itself"
 # Served to everybody, beside the console's files.
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/openapi.json", "/docs", "/v1/sessions"})
 
@@ -77,6 +78,10 @@ def described() -> FastAPI:
 def document(app: FastAPI) -> dict[str, Any]:
     """The OpenAPI document, with the right that each route needs."""
     found = app.openapi()
+    for methods in found["paths"].values():
+        for one in methods.values():
+            one["x-headwater-right"] = FOREIGN
+            one.setdefault("tags", ["other shapes"])
     for router in ROUTERS:
         for route in router.routes:
             if not isinstance(route, APIRoute):
