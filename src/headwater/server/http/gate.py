@@ -36,6 +36,8 @@ SESSION_COOKIE: Final = "headwater_session"
 OWN_HEADER: Final = b"x-headwater-console"
 SAFE: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 MAX_BUCKETS: Final = 10_000
+# However few a second: a page of the console alone asks for several things at once.
+SMALLEST_BURST: Final = 10
 # Passwords are slow to check, on purpose: who sends wrong ones gets this many at once, and then one a second.
 WRONG_PASSWORDS: Final = 20
 _HEADERS: Final = (
@@ -80,7 +82,7 @@ class Gate:
         self._limits: Limits = opening.limits
         self._open_paths = open_paths
         rate = self._limits.requests_per_second
-        self._requests = Buckets(rate, rate * 2) if rate > 0 else None
+        self._requests = Buckets(rate, max(rate * 2, SMALLEST_BURST)) if rate > 0 else None
         self._wrong = Buckets(1.0, WRONG_PASSWORDS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
