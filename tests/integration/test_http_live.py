@@ -284,6 +284,39 @@ def test_a_slow_client_is_told_the_end_and_resumes_without_loss(
     assert got + [one.data["position"] for one in resumed] == positions
 
 
+def test_who_falls_behind_what_is_kept_reads_from_the_log_again(
+    dsn: str, log: headwater.Headwater, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headwater.server.http.live.KEPT_EVENTS", 20)
+    with http_door(dsn) as address, httpx.Client(base_url=address, timeout=20) as client:
+        host, _, port = address.removeprefix("http://").partition(":")
+        late = socket.socket()
+        late.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        late.settimeout(20)
+        late.connect((host, int(port)))
+        late.sendall(f"GET /v1/topics/{topic}/follow HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode())
+        lines = late.makefile("rb")
+        while lines.readline() != b"retry: 1000\n":
+            pass
+        with client.stream("GET", f"/v1/topics/{topic}/follow") as quick:
+            rest = quick.iter_lines()
+            next(rest)
+            positions: list[int | None] = []
+            for _ in range(10):
+                positions += log.publish_batch(topic, [headwater.NewEvent("x" * 50_000) for _ in range(30)])
+            seen = (told.data["position"] for told in parsed(rest) if told.data is not None)
+            # While one takes all of them, the other takes none: what it lacks is no longer kept.
+            assert [next(seen) for _ in positions] == positions
+            got = []
+            while len(got) < len(positions):
+                line = lines.readline()
+                assert line, "the stream ended"
+                if line.startswith(b"data: "):
+                    got.append(json.loads(line[6:])["position"])
+            assert got == positions
+        late.close()
+
+
 async def _read_head(reader: asyncio.StreamReader) -> None:
     while (await reader.readline()) != b"\r\n":
         pass

@@ -449,9 +449,13 @@ class Health(BaseModel):
 
 
 class Check(BaseModel):
+    """What was looked at, and what to do if it is not well. One that is not `required` is a warning only."""
+
     name: str
     ok: bool
     detail: str
+    action: str | None
+    required: bool
 
 
 class Ready(BaseModel):

@@ -55,6 +55,10 @@ ROUTERS: Final[tuple[APIRouter, ...]] = (
     looking.routes,
     pages.routes,
 )
+# Routers of other shapes than ours, which ask for rights by themselves: with `request.scope["headwater.caller"]` and
+# `request.app.state.log`. Behind the same gate.
+FOREIGN_ROUTERS: Final[tuple[APIRouter, ...]] = ()
+FOREIGN: Final = "asked for by the route itself"
 # Served to everybody, beside the console's files.
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/openapi.json", "/docs", "/v1/sessions"})
 
@@ -69,7 +73,7 @@ def described() -> FastAPI:
     app = FastAPI(
         title="Headwater", version=VERSION, description=_ABOUT, openapi_url=None, docs_url=None, redoc_url=None
     )
-    for one in ROUTERS:
+    for one in (*ROUTERS, *FOREIGN_ROUTERS):
         app.include_router(one)
     return app
 
@@ -77,6 +81,10 @@ def described() -> FastAPI:
 def document(app: FastAPI) -> dict[str, Any]:
     """The OpenAPI document, with the right that each route needs."""
     found = app.openapi()
+    for methods in found["paths"].values():
+        for one in methods.values():
+            one["x-headwater-right"] = FOREIGN
+            one.setdefault("tags", ["other shapes"])
     for router in ROUTERS:
         for route in router.routes:
             if not isinstance(route, APIRoute):
@@ -98,6 +106,7 @@ def application(served: Served) -> ASGIApp:
     """All that one server offers, behind its gate."""
     app = described()
     app.state.served = served
+    app.state.log = served.log
     app.state.pace = looking.Pace()
     # The registry has a shape of its own, which others describe.
     app.state.log = served.log

@@ -8,8 +8,9 @@ import binascii
 import ipaddress
 import time
 from collections import OrderedDict
+from functools import lru_cache
 from http.cookies import CookieError, SimpleCookie
-from typing import Any, Final
+from typing import Final
 from urllib.parse import urlsplit
 
 import psycopg
@@ -35,6 +36,8 @@ SESSION_COOKIE: Final = "headwater_session"
 OWN_HEADER: Final = b"x-headwater-console"
 SAFE: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 MAX_BUCKETS: Final = 10_000
+# However few a second: a page of the console alone asks for several things at once.
+SMALLEST_BURST: Final = 10
 # Passwords are slow to check, on purpose: who sends wrong ones gets this many at once, and then one a second.
 WRONG_PASSWORDS: Final = 20
 _HEADERS: Final = (
@@ -53,10 +56,14 @@ class Buckets:
         # Whose -> how many are left, as of when.
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
+    def left(self, whose: str, now: float) -> float:
+        """How many a caller may send now."""
+        left, at = self._left.get(whose, (self._burst, now))
+        return min(self._burst, left + (now - at) * self._per_second)
+
     def take(self, whose: str, now: float) -> bool:
         """One request; False: it is one too many."""
-        left, at = self._left.get(whose, (self._burst, now))
-        left = min(self._burst, left + (now - at) * self._per_second)
+        left = self.left(whose, now)
         taken = left >= 1
         self._left[whose] = (left - 1 if taken else left, now)
         self._left.move_to_end(whose)
@@ -75,7 +82,7 @@ class Gate:
         self._limits: Limits = opening.limits
         self._open_paths = open_paths
         rate = self._limits.requests_per_second
-        self._requests = Buckets(rate, rate * 2) if rate > 0 else None
+        self._requests = Buckets(rate, max(rate * 2, SMALLEST_BURST)) if rate > 0 else None
         self._wrong = Buckets(1.0, WRONG_PASSWORDS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -138,6 +145,9 @@ class Gate:
             raise ForeignOrigin("a page of another site sent this", hint="Use the console of this server.")
 
     async def _caller(self, scope: Scope, headers: dict[bytes, bytes], address: str) -> Caller:
+        if not self._opening.authenticate:
+            # Whatever they say of themselves, nobody looked: it must not get into the record of what was done.
+            return self._callers.everybody()
         given = headers.get(b"authorization", b"").decode("latin-1")
         scheme, _, secret = given.partition(" ")
         if scheme.lower() == "basic":
@@ -159,11 +169,13 @@ class Gate:
 
     async def by_password(self, name: str, password: str, address: str) -> Caller:
         """Who comes with a name and a password, unless too many wrong ones came from there."""
+        if self._wrong.left(address, time.monotonic()) < 1:
+            # Before it is checked: that is what costs.
+            raise TooManyRequests("too many wrong passwords from this address")
         try:
             return await self._callers.by_password(name, password)
         except NotAuthenticated:
-            if not self._wrong.take(address, time.monotonic()):
-                raise TooManyRequests("too many wrong passwords from this address") from None
+            self._wrong.take(address, time.monotonic())
             raise
 
     async def _bounded(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive) -> Receive:
@@ -230,10 +242,10 @@ def _is_json(content_type: bytes) -> bool:
     return kind == b"application/json" or (kind.startswith(b"application/") and kind.endswith(b"+json"))
 
 
+@lru_cache(maxsize=256)
 def _is_loopback(host: str) -> bool:
-    name: Any = urlsplit(f"//{host}")
     try:
-        name = name.hostname or ""
+        name = urlsplit(f"//{host}").hostname or ""
         return name == "localhost" or ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False

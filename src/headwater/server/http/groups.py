@@ -120,11 +120,8 @@ async def create_group(request: Request, body: GroupToCreate) -> Response:
         }
     )
     async with audited(log, caller, "group.create", body.name, body.model_dump(exclude_unset=True)) as connection:
-        before = None
-        if body.if_missing:
-            known = await log.run(overview.group_exists(body.name), connection=connection)
-            before = body.name if known else None
-        if before is None:
+        there = body.if_missing and await log.run(overview.group_exists(body.name), connection=connection)
+        if not there:
             await log.run(calls.create_group(body.name, start_position=start, **settings), connection=connection)
             for one in body.bindings:
                 await log.run(_bind(body.name, one), connection=connection)

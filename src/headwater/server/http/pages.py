@@ -93,11 +93,12 @@ async def health() -> Response:
 )
 async def ready(request: Request) -> Response:
     """Whether requests can be served now, and what is in the way."""
+    found = await _metrics().readiness(served(request).log)
     checks = [
-        {"name": check.name, "ok": check.ok, "detail": str(check.detail)}
-        for check in await _metrics().readiness(served(request).log)
+        {"name": one.name, "ok": one.ok, "detail": one.message, "action": one.action, "required": one.required}
+        for one in found
     ]
-    well = all(check["ok"] for check in checks)
+    well = all(one.ok or not one.required for one in found)
     return answer({"ready": well, "checks": checks}, status=200 if well else 503)
 
 

@@ -16,19 +16,15 @@ from headwater.server.http.problems import invalid
 from headwater.server.http.rendering import store_event_json
 from headwater.server.http.rights import needs
 from headwater.server.http.served import answer, listed, problems, router, served
-from headwater.server.http.shapes import (
-    MAX_EVENTS,
+from headwater.server.http.shapes import MAX_EVENTS, Position, Shape, TopicName, read_json
+from headwater.server.http.store_shapes import (
     Append,
-    Position,
-    Shape,
     StoreCount,
     StoreLatest,
     StoreQuery,
     StoreRead,
     Tagged,
-    TopicName,
     Typed,
-    read_json,
 )
 
 routes = router("event stores")
