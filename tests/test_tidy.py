@@ -40,6 +40,7 @@ LAYERS = {
     "": 7,
     **dict.fromkeys(("kafka", "server", "cdc", "nats", "lake"), 8),
     "spark": 9,
+    "chaos": 9,
     "cli": 10,
 }
 DOORS = {"kafka", "server", "cdc", "nats", "lake", "spark"}

@@ -198,6 +198,7 @@ class App:
         worker_name: str | None = None,
         pool_size: int | None = None,
         read_ahead: int = 10,
+        application_name: str = "headwater work",
     ) -> None:
         """Run all workers until `stop` is set. Then running handlers have `grace_seconds` to finish; what was not
         started, or does not finish, is given back."""
@@ -210,12 +211,12 @@ class App:
         pool_size = pool_size or 4 + len(self.subscribers) + sum(
             w.concurrency if w.transactional else 2 for w in self.workers
         )
-        async with await aio.connect(dsn, pool_size=pool_size, application_name="headwater work") as log:
+        async with await aio.connect(dsn, pool_size=pool_size, application_name=application_name) as log:
             for settings in self._periodics:
                 await log.set_periodic(**settings)
             lease_seconds = {one.group: await _prepare_group(log, one) for one in self.workers}
             blocking = (
-                await asyncio.to_thread(client.connect, dsn, pool_size=pool_size)
+                await asyncio.to_thread(client.connect, dsn, pool_size=pool_size, application_name=application_name)
                 if any(w.transactional and not w.is_async for w in self.workers)
                 else None
             )

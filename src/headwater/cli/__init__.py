@@ -14,6 +14,7 @@ from headwater.cli import (
     account,
     archive,
     bench,
+    chaos,
     cursor,
     dead,
     demo,
@@ -129,6 +130,7 @@ app.add_typer(doctor.app)
 app.add_typer(maintain.app)
 app.add_typer(log_settings.app, name="settings")
 app.add_typer(bench.app)
+app.add_typer(chaos.app)
 
 
 def main() -> None:
