@@ -21,6 +21,7 @@ LAYERS = {
     "model": 0,
     "errors": 0,
     "telemetry": 0,
+    "counters": 1,
     "visibility": 1,
     "access": 1,
     "query": 1,

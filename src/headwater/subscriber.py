@@ -16,9 +16,10 @@ from datetime import timedelta
 from typing import Any
 
 from headwater import aio
+from headwater.counters import COUNTERS
 from headwater.errors import HeadwaterError, ReaderBusy
 from headwater.model import Dead, Event, MatchedEvent, Retry, Snooze
-from headwater.telemetry import ERROR, GROUP, POSITION, logger
+from headwater.telemetry import ERROR, GROUP, HANDLED, POSITION, logger
 
 LEASE_SECONDS = 30.0
 KEEP_SECONDS = 10.0
@@ -169,6 +170,8 @@ class GroupReader:
         if error is not None and not isinstance(error, Exception):
             raise error
         result = Retry(reason=f"{type(error).__name__}: {error}") if error is not None else task.result()
+        kind = type(result).__name__.lower() if isinstance(result, Retry | Snooze | Dead) else "done"
+        COUNTERS.add(HANDLED, self.group, kind)
         match result:
             case Retry():
                 logger.warning(

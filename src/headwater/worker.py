@@ -15,6 +15,7 @@ import inspect
 import math
 import os
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -22,11 +23,12 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from headwater import aio, calls, client
+from headwater.counters import COUNTERS
 from headwater.errors import HeadwaterError, InvalidRequest, LeaseLost
 from headwater.model import ClaimedEvent, Dead, Lease, NewEvent, Outcome, Retry, Snooze
 from headwater.subscriber import GroupReader, Subscriber
 from headwater.subscription import Handle, Handled, Wait, WorkStep, work
-from headwater.telemetry import ERROR, GROUP, POSITION, logger
+from headwater.telemetry import ERROR, GROUP, HANDLED, LEASES_LOST, POSITION, logger
 
 Work = ClaimedEvent | Sequence[ClaimedEvent]
 """What a handler is given: one event, or a batch of them."""
@@ -376,11 +378,13 @@ class _Process:
                         outcome = await self._stops_within(step.seconds)
                     case Handle():
                         outcomes = await self._handle(one, free, step.lease)
+                        _count(one.group, step.lease, outcomes)
                         outcome = Handled(outcomes, stop=self.stopping.is_set())
                     case calls.Call():
                         try:
                             outcome = await self.log.run(step)
                         except LeaseLost as error:
+                            COUNTERS.add(LEASES_LOST, one.group)
                             logger.warning("lease lost", extra={GROUP: one.group, ERROR: error.message})
                             failure = error
         finally:
@@ -515,6 +519,14 @@ class _Process:
             if result is not None:
                 raise _NotDone(result)
         return None
+
+
+def _count(group: str, lease: Lease, outcomes: Mapping[int, Outcome]) -> None:
+    """What became of the events of a lease, for the metrics. What is not named is done."""
+    kinds = Counter(type(outcome).__name__.lower() for outcome in outcomes.values() if outcome is not None)
+    kinds["done"] = len(lease.events) - kinds.total()
+    for kind, events in kinds.items():
+        COUNTERS.add(HANDLED, group, kind, by=events)
 
 
 def _wrapped(around: Middleware, inner: Next) -> Next:

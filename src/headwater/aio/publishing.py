@@ -17,6 +17,7 @@ from psycopg import AsyncConnection
 
 from headwater import calls
 from headwater.aio.shell import Shell, translated
+from headwater.counters import COUNTERS
 from headwater.cron import next_time
 from headwater.errors import InvalidRequest
 from headwater.model import (
@@ -25,6 +26,7 @@ from headwater.model import (
     Periodic,
     Scheduled,
 )
+from headwater.telemetry import PUBLISHED
 
 
 class Publishing(Shell):
@@ -61,13 +63,17 @@ class Publishing(Shell):
             content_type=content_type,
             deliver_at=_due(deliver_at, delay),
         )
-        return await self._run(call, connection)
+        position = await self._run(call, connection)
+        COUNTERS.add(PUBLISHED, topic)
+        return position
 
     async def publish_batch(
         self, topic: str, events: Sequence[NewEvent], *, connection: AsyncConnection[Any] | None = None
     ) -> list[int | None]:
         """Publish all of these events or none, in this order; returns their positions."""
-        return await self._run(calls.publish_batch(topic, events), connection)
+        positions = await self._run(calls.publish_batch(topic, events), connection)
+        COUNTERS.add(PUBLISHED, topic, by=len(positions))
+        return positions
 
     async def publish_many(
         self,
@@ -124,6 +130,7 @@ class Publishing(Shell):
                     await copy.write(calls.COPY_END)
             except psycopg.Error as error:
                 raise translated(error) from error
+        COUNTERS.add(PUBLISHED, topic, by=total)
         return total
 
     async def schedule(

@@ -21,6 +21,7 @@ from headwater.aio.appending import Verdicts, new_event_ids
 from headwater.aio.shell import PooledConnection, Shell
 from headwater.aio.subscribing import Subscribing
 from headwater.aio.tailing import StoreEvents
+from headwater.counters import COUNTERS
 from headwater.errors import CursorMoved, LeaseLost
 from headwater.model import Lease
 from headwater.query import (
@@ -34,6 +35,7 @@ from headwater.query import (
     StoreEvent,
     outcome,
 )
+from headwater.telemetry import APPENDS
 
 T = TypeVar("T")
 StoreHandler = Callable[[AsyncConnection[Any], Sequence[StoreEvent]], Awaitable[None]]
@@ -73,6 +75,7 @@ class EventStore(Subscribing):
             verdict = await self._patiently(
                 partial(self._lane.append, encoded, timeout_seconds=patience_seconds), patience_seconds
             )
+        COUNTERS.add(APPENDS, self.topic, "conflict" if verdict.positions is None else "appended")
         return outcome(verdict, condition)
 
     async def read(

@@ -80,6 +80,7 @@ from headwater.calls.log import (
     topic_to_publish,
     topics,
 )
+from headwater.calls.metrics import log_health, metrics
 from headwater.calls.pipeline_runs import (
     claim_pipeline,
     delete_pipeline,
@@ -264,10 +265,12 @@ __all__ = [
     "keep_subscriptions",
     "kept_topics",
     "latest_matching",
+    "log_health",
     "log_settings",
     "log_state",
     "maintain",
     "merge_projection",
+    "metrics",
     "move_scheduled",
     "note_archived",
     "nothing",

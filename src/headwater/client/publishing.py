@@ -18,6 +18,7 @@ from psycopg import Connection
 
 from headwater import calls
 from headwater.client.shell import Shell, translated
+from headwater.counters import COUNTERS
 from headwater.cron import next_time
 from headwater.errors import InvalidRequest
 from headwater.model import (
@@ -26,6 +27,7 @@ from headwater.model import (
     Periodic,
     Scheduled,
 )
+from headwater.telemetry import PUBLISHED
 
 
 class Publishing(Shell):
@@ -62,13 +64,17 @@ class Publishing(Shell):
             content_type=content_type,
             deliver_at=_due(deliver_at, delay),
         )
-        return self._run(call, connection)
+        position = self._run(call, connection)
+        COUNTERS.add(PUBLISHED, topic)
+        return position
 
     def publish_batch(
         self, topic: str, events: Sequence[NewEvent], *, connection: Connection[Any] | None = None
     ) -> list[int | None]:
         """Publish all of these events or none, in this order; returns their positions."""
-        return self._run(calls.publish_batch(topic, events), connection)
+        positions = self._run(calls.publish_batch(topic, events), connection)
+        COUNTERS.add(PUBLISHED, topic, by=len(positions))
+        return positions
 
     def publish_many(
         self,
@@ -125,6 +131,7 @@ class Publishing(Shell):
                     copy.write(calls.COPY_END)
             except psycopg.Error as error:
                 raise translated(error) from error
+        COUNTERS.add(PUBLISHED, topic, by=total)
         return total
 
     def schedule(

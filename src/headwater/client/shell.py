@@ -22,9 +22,10 @@ from psycopg_pool import ConnectionPool, PoolTimeout
 
 from headwater import calls, errors
 from headwater.calls import Call
+from headwater.counters import COUNTERS
 from headwater.errors import HeadwaterError, InvalidRequest, LogUnavailable
 from headwater.subscription import UpkeepTimes
-from headwater.telemetry import ERROR, WAIT_SECONDS, logger
+from headwater.telemetry import ERROR, UNAVAILABLE, WAIT_SECONDS, logger
 
 T = TypeVar("T")
 Topics = str | Sequence[str] | None
@@ -120,6 +121,7 @@ class Shell:
             try:
                 return act()
             except LogUnavailable as error:
+                COUNTERS.add(UNAVAILABLE)
                 if patience_seconds is not None and time.monotonic() - started + wait > patience_seconds:
                     raise
                 logger.warning("log unavailable", extra={ERROR: error.message, WAIT_SECONDS: wait})

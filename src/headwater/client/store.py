@@ -20,6 +20,7 @@ from headwater.client.appending import Verdicts, new_event_ids
 from headwater.client.shell import PooledConnection, Shell
 from headwater.client.subscribing import Subscribing
 from headwater.client.tailing import StoreEvents
+from headwater.counters import COUNTERS
 from headwater.errors import CursorMoved, LeaseLost
 from headwater.model import Lease
 from headwater.query import (
@@ -33,6 +34,7 @@ from headwater.query import (
     StoreEvent,
     outcome,
 )
+from headwater.telemetry import APPENDS
 
 T = TypeVar("T")
 StoreHandler = Callable[[Connection[Any], Sequence[StoreEvent]], None]
@@ -72,6 +74,7 @@ class EventStore(Subscribing):
             verdict = self._patiently(
                 partial(self._lane.append, encoded, timeout_seconds=patience_seconds), patience_seconds
             )
+        COUNTERS.add(APPENDS, self.topic, "conflict" if verdict.positions is None else "appended")
         return outcome(verdict, condition)
 
     def read(

@@ -54,6 +54,7 @@ FUNCTION_FILES = (
     "kafka_transaction.sql",
     "retention.sql",
     "cursor.sql",
+    "metrics.sql",
     "grants.sql",
 )
 

@@ -36,7 +36,8 @@ declare
         'begin_rebuild', 'abandon_rebuild', 'drop_projection_tables', 'switch_rebuilt', 'reshape_projection',
         'forget_projections',
         'find_event_store', 'refuse_bad_query', 'fields_match', 'store_json', 'field_mark', 'item_matches', 'read_matching', 'read_at', 'count_matching',
-        'latest_matching', 'event_store_head'
+        'latest_matching', 'event_store_head',
+        'metrics', 'log_health'
     ];
     missing text;
     opened record;
