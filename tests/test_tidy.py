@@ -22,6 +22,7 @@ LAYERS = {
     "errors": 0,
     "telemetry": 0,
     "counters": 1,
+    "tracing": 1,
     "visibility": 1,
     "access": 1,
     "query": 1,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from headwater import aio
+from headwater import aio, tracing
 from headwater.counters import COUNTERS
 from headwater.errors import HeadwaterError, ReaderBusy
 from headwater.model import Dead, Event, MatchedEvent, Retry, Snooze
@@ -39,9 +39,10 @@ class Subscriber:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def call(self, event: Event) -> object:
-        if inspect.iscoroutinefunction(self.handler):
-            return await self.handler(event)
-        return await asyncio.to_thread(self.handler, event)
+        with tracing.consuming(self.group, [event]):
+            if inspect.iscoroutinefunction(self.handler):
+                return await self.handler(event)
+            return await asyncio.to_thread(self.handler, event)
 
 
 @dataclass(slots=True)

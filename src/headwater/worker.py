@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from headwater import aio, calls, client
+from headwater import aio, calls, client, tracing
 from headwater.counters import COUNTERS
 from headwater.errors import HeadwaterError, InvalidRequest, LeaseLost
 from headwater.model import ClaimedEvent, Dead, Lease, NewEvent, Outcome, Retry, Snooze
@@ -466,7 +466,7 @@ class _Process:
         chain: Next = innermost
         for around in reversed(self.middleware):
             chain = _wrapped(around, chain)
-        task = asyncio.ensure_future(chain(given))
+        task = asyncio.ensure_future(_traced(one.group, chain, given))
         late = asyncio.ensure_future(self.out_of_time.wait())
         try:
             await asyncio.wait({task, late}, timeout=one.timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -534,6 +534,15 @@ def _wrapped(around: Middleware, inner: Next) -> Next:
         return await around(given, inner)
 
     return call
+
+
+async def _traced(group: str, inner: Next, given: Work) -> Result:
+    """The handler with its middleware, in a span that is linked to the publisher's."""
+    events = [given] if isinstance(given, ClaimedEvent) else given
+    with tracing.consuming(group, events, no_error=(_NotDone, LeaseLost)) as ended:
+        result = await inner(given)
+        ended(type(result).__name__.lower() if isinstance(result, _OUTCOMES) else "done")
+        return result
 
 
 def _checked(one: Worker, result: object) -> Result:
