@@ -94,7 +94,7 @@ def run(
     """Put the log at `dsn` on trial. `server`: the embedded Postgres that it is on, which may be killed."""
     with tempfile.TemporaryDirectory(prefix="headwater-chaos-", ignore_cleanup_errors=True) as name:
         directory = Path(name)
-        with _proxy(dsn, directory) as proxy, _stage(plan, dsn, proxy, directory) as stage:
+        with _proxy(dsn, directory) as proxy, staged(plan, dsn, directory, through=proxy.dsn) as stage:
             wanted = {"producer": 2, "worker": 2, FOLLOWER: 1, PROCESSOR: 1}
             if plan.kafka:
                 wanted |= {"broker": 1, "kafka-producer": 1}
@@ -107,7 +107,7 @@ def run(
             finally:
                 scene.end(PATIENCE_SECONDS)
                 crew.stop()
-            verdict = _judge(stage, dsn, directory)
+            verdict = judged(stage, dsn, directory)
             return Outcome(
                 verdict=verdict,
                 seed=plan.seed,
@@ -129,10 +129,13 @@ def _proxy(dsn: str, directory: Path) -> Iterator[Proxy]:
 
 
 @contextmanager
-def _stage(plan: Plan, dsn: str, proxy: Proxy, directory: Path) -> Iterator[Stage]:
-    """Topics, groups, cursors and a table of the trial's own, taken away at its end."""
+def staged(plan: Plan, dsn: str, directory: Path, *, through: str) -> Iterator[Stage]:
+    """Topics, groups, cursors and a table of the trial's own, taken away at its end.
+
+    `through`: what its parts connect to.
+    """
     stage = Stage(
-        dsn=proxy.dsn,
+        dsn=through,
         name=f"chaos-{secrets.token_hex(3)}",
         directory=str(directory),
         events_per_second=plan.events_per_second / 2,
@@ -230,25 +233,29 @@ def _calm(scene: Scene, disasters: int, tell: Callable[[Progress], None]) -> Non
     before: object = None
     tell_at = 0.0
     with headwater.connect(scene.direct_dsn, pool_size=2) as log:
-        last = _last_position(log, scene.stage)
         while time.monotonic() < moved_at + PATIENCE_SECONDS:
             scene.crew.keep_up()
-            groups = {one.name: one for one in log.groups()}
-            cursors = {one.name: one.position for one in log.cursors()}
-            left = sum(
-                one.ready + one.processing + one.retrying
-                for one in (groups[scene.stage.consumer(role)] for role in GROUPS)
-            )
-            behind = [max(0, last - cursors[scene.stage.consumer(role)]) for role in CURSORS]
-            if not left and not any(behind):
+            left = remaining(log, scene.stage)
+            if not any(left.values()):
                 return
-            now = (left, behind, sum(one.done + one.dead for one in groups.values()))
-            if now != before:
-                before, moved_at = now, time.monotonic()
+            if left != before:
+                before, moved_at = left, time.monotonic()
             if time.monotonic() > tell_at:
                 tell_at = time.monotonic() + TELL_SECONDS
-                tell(Progress(1.0, f"calm: {left + sum(behind)} to go", disasters, last))
+                tell(Progress(1.0, f"calm: {sum(left.values())} to go", disasters, 0))
             time.sleep(LOOK_SECONDS)
+
+
+def remaining(log: headwater.Headwater, stage: Stage) -> dict[str, int]:
+    """What each consumer has yet to do: events of a group, positions of a cursor."""
+    groups = {one.name: one for one in log.groups()}
+    cursors = {one.name: one.position for one in log.cursors()}
+    left = {}
+    for role in GROUPS:
+        one = groups[stage.consumer(role)]
+        left[role] = one.ready + one.processing + one.retrying
+    last = _last_position(log, stage)
+    return left | {role: max(0, last - cursors[stage.consumer(role)]) for role in CURSORS}
 
 
 def _last_position(log: headwater.Headwater, stage: Stage) -> int:
@@ -256,7 +263,7 @@ def _last_position(log: headwater.Headwater, stage: Stage) -> int:
     return events[0].position if events else 0
 
 
-def _judge(stage: Stage, dsn: str, directory: Path) -> Verdict:
+def judged(stage: Stage, dsn: str, directory: Path) -> Verdict:
     lines = list(journal.read_all(directory))
     seen: defaultdict[str, Counter[int]] = defaultdict(Counter)
     for line in lines:
