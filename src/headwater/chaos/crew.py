@@ -95,4 +95,6 @@ class Crew:
         if process.returncode not in (0, -signal.SIGKILL, -signal.SIGTERM):
             name = process.args[4] if isinstance(process.args, list) else role
             said = (self.directory / f"{name}.stderr").read_bytes()[-2000:].decode(errors="replace").strip()
-            self.failures.append(f"{name} ended with {process.returncode}: {said.rpartition(chr(10))[2]}")
+            # The error itself: what follows it, and its traceback, is indented.
+            plain = [line for line in said.splitlines() if line and not line[0].isspace()] or [said]
+            self.failures.append(f"{name} ended with {process.returncode}: {plain[-1]}")

@@ -23,7 +23,7 @@ import psycopg
 import headwater
 from headwater import App, ClaimedEvent, Dead, Event, NewEvent, Retry
 from headwater.chaos.journal import Journal
-from headwater.errors import LogUnavailable
+from headwater.errors import LogUnavailable, TransactionAborted
 from headwater.model import Outcome
 
 STAGE_VARIABLE: Final = "HEADWATER_CHAOS_STAGE"
@@ -100,8 +100,9 @@ class Producer:
         while not self.stage.stop_file.exists():
             try:
                 made = self.chance.choice(ways)()
-            except LogUnavailable:
-                # Whether it was published, nobody knows: it stays as tried.
+            except (LogUnavailable, TransactionAborted):
+                # Whether it was published, nobody knows: it stays as tried. Two that publish to lanes in several calls
+                # of one transaction may stand in each other's way, and Postgres then ends one of them.
                 made = 1
             # Not a wait for something: this is how fast it is to go.
             threading.Event().wait(made / self.stage.events_per_second)

@@ -78,7 +78,9 @@ create table if not exists headwater.installed (
 );
 """
 
-FIRST_UPKEEP = "select headwater.maintain();\n"
+# What was known to be settled is found out anew: in a database that was restored from a dump it may be more than is
+# true, since a dump reads sequences one after the other.
+FIRST_UPKEEP = "select setval('headwater.settled_register', 0);\nselect headwater.maintain();\n"
 
 # A step that waits for a table has all who come after it wait, too. So it gives up soon, and tries again: before
 # Postgres looks for deadlocks (deadlock_timeout, 1 second), and might end somebody else's transaction for ours.
