@@ -17,6 +17,7 @@ WAIT_SECONDS: Final = "wait_seconds"
 ERROR: Final = "error"
 SLOT: Final = "slot"
 RETAINED_BYTES: Final = "retained_bytes"
+OPEN: Final = "open"
 
 LOG_FIELDS: Final = {
     CURSOR: "the cursor's name",
@@ -26,6 +27,7 @@ LOG_FIELDS: Final = {
     ERROR: "what went wrong, as text",
     SLOT: "the replication slot's name",
     RETAINED_BYTES: "what a slot keeps of the server's log",
+    OPEN: "messages that wait for their acknowledgement",
 }
 
 # --- metrics -------------------------------------------------------------------------------------------------

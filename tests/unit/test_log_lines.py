@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import logging
+from pathlib import Path
 
 import pytest
 
+from headwater import telemetry
 from headwater.cli.log_lines import JsonLines, TextLines
 from headwater.telemetry import ERROR, GROUP, LOG_FIELDS, POSITION, logger
 
@@ -53,3 +56,18 @@ def test_what_json_cannot_hold_is_written_as_text(caplog: pytest.LogCaptureFixtu
 
 def test_every_field_has_a_meaning() -> None:
     assert all(name.isidentifier() and meaning for name, meaning in LOG_FIELDS.items())
+
+
+def test_every_field_that_a_log_line_has_is_on_the_page() -> None:
+    named = {name: value for name, value in vars(telemetry).items() if isinstance(value, str)}
+    unknown = []
+    for path in Path(telemetry.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or "logger" not in ast.unparse(node.func):
+                continue
+            for given in (keyword.value for keyword in node.keywords if keyword.arg == "extra"):
+                assert isinstance(given, ast.Dict)
+                written = [ast.unparse(key).rpartition(".")[2] for key in given.keys if key is not None]
+                fields = {named[name] if name in named else name.strip("'") for name in written}
+                unknown += [f"{path.name}:{given.lineno}: {field}" for field in sorted(fields - set(LOG_FIELDS))]
+    assert unknown == []

@@ -20,7 +20,7 @@ from headwater.cli import output
 from headwater.cli.arguments import Dsn, Json, Yes, examples
 from headwater.cli.connection import session
 from headwater.cli.exit_codes import ChecksFailed
-from headwater.cli.up import prepare
+from headwater.cli.up import orderly_end, prepare
 from headwater.embedded import Postgres
 
 app = typer.Typer()
@@ -63,7 +63,7 @@ def chaos(
     if given is not None:
         output.note("warning: this burdens a database that others may use; it is made for one that nobody needs")
         output.confirm(f"put the log in this database on trial for {plan.seconds:g} seconds?", yes=yes)
-    with _database(context, given) as (database, server), _telling(as_json=as_json) as tell:
+    with orderly_end(), _database(context, given) as (database, server), _telling(as_json=as_json) as tell:
         outcome = trial.run(plan, database, server=server, tell=tell)
     _print(outcome, as_json=as_json)
     if not outcome.verdict.ok:
