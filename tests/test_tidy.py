@@ -21,6 +21,8 @@ LAYERS = {
     "model": 0,
     "errors": 0,
     "telemetry": 0,
+    "counters": 1,
+    "tracing": 1,
     "visibility": 1,
     "access": 1,
     "query": 1,
@@ -46,6 +48,7 @@ LAYERS = {
     "": 7,
     **dict.fromkeys(("kafka", "server", "cdc", "nats", "lake"), 8),
     "spark": 9,
+    "chaos": 9,
     "cli": 10,
 }
 DOORS = {"kafka", "server", "cdc", "nats", "lake", "spark"}

@@ -1,4 +1,4 @@
-"""Write the pages of docs/reference from the code: command line, Python, SQL, errors, settings.
+"""Write the pages of docs/reference from the code: command line, Python, SQL, errors, settings, metrics.
 
 `--check` writes nothing and ends with 1 if a page is not what the code says.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import typer.main
 
 import headwater
-from headwater import errors, model, query, schema, settings, worker
+from headwater import errors, model, query, schema, settings, telemetry, worker
 from headwater.cli import app, exit_codes
 from headwater.client.store import EventStore
 from headwater.client.subscribing import Subscribing
@@ -304,6 +304,37 @@ def settings_page() -> str:
     )
 
 
+def metrics_page() -> str:
+    def rows(source: str) -> list[tuple[str, ...]]:
+        return [
+            (f"`{metric.name}`", metric.kind, ", ".join(f"`{label}`" for label in metric.labels), metric.meaning)
+            for metric in telemetry.METRICS
+            if metric.source == source
+        ]
+
+    columns = ("metric", "kind", "labels", "means")
+    return "\n\n".join(
+        (
+            "# Metrics and log fields",
+            "A server gives them at `/metrics`, `headwater metrics` prints them, `headwater.metrics()` has those of "
+            "the database as rows. [How to monitor](../how-to/monitor.md) says which to watch.",
+            "## Of the log, asked of the database",
+            "The same whichever process is asked; at most once a second. Figures by name are given for the first 200 "
+            "topics, groups, cursors and pipelines each, by name; `headwater_topics`, `headwater_groups` and "
+            "`headwater_cursors` tell how many there are.",
+            table(columns, rows("database")).strip(),
+            "## Of one process, counted since its start",
+            "Of each, at most 1000 combinations of labels; what comes after them is counted as `(others)`.",
+            table(columns, rows("process")).strip(),
+            "## Log fields",
+            "A message never varies; what does is a field. With `HEADWATER_LOG_FORMAT=json`, or `headwater "
+            "--log-format json`, each line is one JSON object with `time`, `level`, `logger`, `message`, these fields "
+            "where they apply, and `exception` with a traceback if there is one.",
+            table(("field", "means"), [(f"`{name}`", text) for name, text in telemetry.LOG_FIELDS.items()]).strip(),
+        )
+    )
+
+
 def kafka_page() -> str:
     from kio.index import api_key_map
 
@@ -546,6 +577,7 @@ PAGES = {
     "sql.md": sql_page,
     "errors.md": errors_page,
     "settings.md": settings_page,
+    "metrics.md": metrics_page,
 }
 
 

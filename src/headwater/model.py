@@ -146,6 +146,27 @@ class Upkeep:
     events_swept: int
 
 
+class Sample(NamedTuple):
+    """One figure: which metric, the values of its labels, how much."""
+
+    name: str
+    labels: tuple[str, ...]
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class LogHealth:
+    """What tells whether the log can be worked with. None: there is nothing to tell, or a standby cannot."""
+
+    primary_server: bool
+    writable: bool
+    maintained_seconds_ago: float | None
+    positions_left: int | None
+    oldest_publisher_pid: int | None
+    oldest_publisher_seconds: float | None
+    unsettled: int | None
+
+
 @dataclass(frozen=True, slots=True)
 class Publisher:
     """A transaction that has published and is still open: what readers wait for."""

@@ -10,9 +10,11 @@ from psycopg import AsyncConnection
 from headwater import calls
 from headwater.aio.shell import Shell
 from headwater.model import (
+    LogHealth,
     LogSettings,
     LogState,
     Publisher,
+    Sample,
     Topic,
     TopicKind,
     TopicOverview,
@@ -113,3 +115,11 @@ class Administration(Shell):
     async def maintain(self) -> Upkeep:
         """One round of upkeep: due events enter, segments are made ahead and dropped behind."""
         return await self._run(calls.maintain())
+
+    async def metrics(self, *, most: int = 200) -> list[Sample]:
+        """The log in figures; of topics, groups, cursors and pipelines at most so many each."""
+        return await self._run(calls.metrics(most=most))
+
+    async def health(self) -> LogHealth:
+        """What tells whether the log can be worked with."""
+        return await self._run(calls.log_health())

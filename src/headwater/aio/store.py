@@ -23,6 +23,7 @@ from headwater.aio.appending import Verdicts, new_event_ids
 from headwater.aio.shell import PooledConnection, Shell
 from headwater.aio.subscribing import StoreHandler, Subscribing
 from headwater.aio.tailing import StoreEvents
+from headwater.counters import COUNTERS
 from headwater.deciding import SavedState, SnapshotKey
 from headwater.errors import LeaseLost
 from headwater.field_index import Combine, FieldIndex, IndexCondition, Kind, defined
@@ -38,6 +39,7 @@ from headwater.query import (
     Verdict,
     outcome,
 )
+from headwater.telemetry import APPENDS
 from headwater.window import Noted, Question, Window
 
 T = TypeVar("T")
@@ -79,6 +81,7 @@ class EventStore(Subscribing):
             verdict = await self._patiently(
                 partial(self._lane.append, encoded, timeout_seconds=patience_seconds), patience_seconds
             )
+        COUNTERS.add(APPENDS, self.topic, "conflict" if verdict.positions is None else "appended")
         return outcome(verdict, condition)
 
     async def read(

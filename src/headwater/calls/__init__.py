@@ -80,6 +80,7 @@ from headwater.calls.log import (
     topic_to_publish,
     topics,
 )
+from headwater.calls.metrics import log_health, metrics
 from headwater.calls.pipeline_runs import (
     claim_pipeline,
     delete_pipeline,
@@ -276,10 +277,12 @@ __all__ = [
     "kept_topics",
     "latest_matching",
     "load_snapshot",
+    "log_health",
     "log_settings",
     "log_state",
     "maintain",
     "merge_projection",
+    "metrics",
     "move_scheduled",
     "note_archived",
     "nothing",

@@ -11,9 +11,11 @@ from psycopg import Connection
 from headwater import calls
 from headwater.client.shell import Shell
 from headwater.model import (
+    LogHealth,
     LogSettings,
     LogState,
     Publisher,
+    Sample,
     Topic,
     TopicKind,
     TopicOverview,
@@ -114,3 +116,11 @@ class Administration(Shell):
     def maintain(self) -> Upkeep:
         """One round of upkeep: due events enter, segments are made ahead and dropped behind."""
         return self._run(calls.maintain())
+
+    def metrics(self, *, most: int = 200) -> list[Sample]:
+        """The log in figures; of topics, groups, cursors and pipelines at most so many each."""
+        return self._run(calls.metrics(most=most))
+
+    def health(self) -> LogHealth:
+        """What tells whether the log can be worked with."""
+        return self._run(calls.log_health())

@@ -22,6 +22,7 @@ from headwater.client.appending import Verdicts, new_event_ids
 from headwater.client.shell import PooledConnection, Shell
 from headwater.client.subscribing import StoreHandler, Subscribing
 from headwater.client.tailing import StoreEvents
+from headwater.counters import COUNTERS
 from headwater.deciding import SavedState, SnapshotKey
 from headwater.errors import LeaseLost
 from headwater.field_index import Combine, FieldIndex, IndexCondition, Kind, defined
@@ -37,6 +38,7 @@ from headwater.query import (
     Verdict,
     outcome,
 )
+from headwater.telemetry import APPENDS
 from headwater.window import Noted, Question, Window
 
 T = TypeVar("T")
@@ -78,6 +80,7 @@ class EventStore(Subscribing):
             verdict = self._patiently(
                 partial(self._lane.append, encoded, timeout_seconds=patience_seconds), patience_seconds
             )
+        COUNTERS.add(APPENDS, self.topic, "conflict" if verdict.positions is None else "appended")
         return outcome(verdict, condition)
 
     def read(

@@ -37,7 +37,8 @@ declare
         'forget_projections',
         'find_event_store', 'refuse_bad_query', 'fields_match', 'is_of_kind', 'value_compares', 'field_value', 'field_mark', 'item_matches', 'read_matching', 'read_at', 'count_matching',
         'latest_matching', 'event_store_head', 'load_snapshot', 'save_snapshot', 'forget_snapshots',
-        'events_at', 'read_bound', 'age_of_first', 'leases', 'topic_contents', 'bound_count', 'dead_letter_count'
+        'events_at', 'read_bound', 'age_of_first', 'leases', 'topic_contents', 'bound_count', 'dead_letter_count',
+        'metrics', 'log_health'
     ];
     missing text;
     opened record;

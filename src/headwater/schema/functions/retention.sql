@@ -86,6 +86,8 @@ begin
                     'event_' || lpad((old.lo / headwater.segment_size())::text, 7, '0')
                 );
                 delete from headwater.segment s where s.lo = old.lo;
+                update headwater.upkeep u
+                set dropped_positions = u.dropped_positions + coalesce(old.last_position - greatest(old.lo, 1) + 1, 0);
                 segments_dropped := segments_dropped + 1;
             exception
                 when lock_not_available then
@@ -140,6 +142,7 @@ begin
     if busy then
         return;
     end if;
+    update headwater.upkeep u set maintained_at = clock_timestamp();
     select r.released into released from headwater.release_due() as r;
     begin
         segments_made := headwater.rotate();
