@@ -13,7 +13,6 @@ from typing import Any
 import httpx
 import psycopg
 import pytest
-from http_server import http_door, http_process
 from typer.testing import CliRunner
 
 import headwater
@@ -23,6 +22,7 @@ from headwater.calls import access as calls
 from headwater.cli import app
 from headwater.server.callers import Caller
 from headwater.server.http import app as application
+from http_server import http_door, http_process
 
 PASSWORD = "correct horse"
 

@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import psycopg
 import pytest
-from http_server import http_door, http_process
 
 import headwater
 from headwater.server.door import Limits
+from http_server import http_door, http_process
 
 MAX_BODY = 1024 * 1024
 

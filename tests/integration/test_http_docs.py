@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from http_server import http_door
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "http.md"

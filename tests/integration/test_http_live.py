@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import httpx
 import psycopg
 import pytest
-from http_server import http_door, http_process
 
 import headwater
 from headwater.server.door import Limits
+from http_server import http_door, http_process
 
 CONNECTIONS = 1000
 

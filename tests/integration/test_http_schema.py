@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from http_server import http_door
 
 import headwater
 from headwater.server.door import Limits
+from http_server import http_door
 
 pytest.importorskip("schemathesis")
 
