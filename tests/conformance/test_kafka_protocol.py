@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from select import select
 from typing import Any
 
 import psycopg
@@ -182,6 +183,35 @@ def test_a_lane_that_a_transaction_holds_does_not_hold_up_others(
         codes = [one.partition_responses[0].error_code for one in answer.responses]
         assert codes == [ErrorCode.request_timed_out, *[ErrorCode.none] * 4]
     assert raw.produce(lane, batch_of(b"again")).base_offset == 1
+
+
+def test_a_batch_of_which_nobody_knows_whether_it_is_there_ends_the_connection(
+    broker: BrokerProcess, lane: str, dsn: str, connection: psycopg.Connection
+) -> None:
+    # Told by a code, a client begins a new epoch at the gap that the next batch meets, and sends again under other
+    # numbers what may be in the log already.
+    end_waiting = (
+        "select pg_terminate_backend(pid) from pg_stat_activity "
+        "where datname = current_database() and wait_event_type = 'Lock' and query like '%kafka_append%'"
+    )
+    with psycopg.connect(dsn) as holder:
+        holder.execute("select headwater.publish(%s, '1')", (lane,))
+        # The broker waits for the lane for a second, which a busy machine may let pass.
+        for _ in range(20):
+            raw = Raw(broker)
+            raw.send_produce(lane, batch_of(b"v", producer=7, epoch=0, sequence=0))
+            while (
+                not (ended := connection.execute(end_waiting).fetchone()) and not select([raw.socket], [], [], 0.01)[0]
+            ):
+                pass
+            if ended:
+                with pytest.raises(ConnectionError):
+                    raw.receive(0, 9)
+                break
+        else:
+            pytest.fail("the broker was never found waiting")
+        holder.rollback()
+    assert Raw(broker).produce(lane, batch_of(b"v", producer=7, epoch=0, sequence=0)).base_offset == 0
 
 
 # Fetching

@@ -285,9 +285,21 @@ class Producing:
 async def _answered(
     waiting: list[tuple[dict[str, Any], list[Awaitable[_Answer]]]], *, silent: bool
 ) -> dict[str, Any] | None:
-    responses = [
-        {**named, "partition_responses": [(await answer).fields() for answer in answers]} for named, answers in waiting
-    ]
+    lost: LogUnavailable | None = None
+    responses = []
+    for named, answers in waiting:
+        landed = []
+        for answer in answers:
+            try:
+                landed.append((await answer).fields())
+            except LogUnavailable as error:
+                lost = error
+        responses.append({**named, "partition_responses": landed})
+    if lost is not None:
+        # Whether it was committed, nobody knows. The connection is ended, so that the client sends all that is in
+        # flight again as it was. Told by a code, it would hear of a gap in the batches behind, begin a new epoch for
+        # all partitions, and send under other numbers what may be in the log already.
+        raise lost
     return None if silent else {"responses": responses}
 
 
@@ -298,8 +310,8 @@ async def _now(answer: _Answer) -> _Answer:
 async def _landed(index: int, landing: Awaitable[Appended], *, log_append: bool) -> _Answer:
     try:
         appended = await landing
-    except LogUnavailable as error:
-        return _Answer(index, ErrorCode.request_timed_out, error.message)
+    except LogUnavailable:
+        raise
     except EventTooLarge as error:
         return _Answer(index, ErrorCode.message_too_large, error.message)
     except InvalidRequest as error:
