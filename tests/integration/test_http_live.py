@@ -44,7 +44,7 @@ def parsed(lines: Iterator[str]) -> Iterator[Told]:
 
 @pytest.fixture(scope="module")
 def address(dsn: str) -> Iterator[str]:
-    with http_door(dsn, limits=Limits(heartbeat_seconds=0.5, slow_seconds=1.0)) as found:
+    with http_door(dsn, limits=Limits(heartbeat_seconds=0.5)) as found:
         yield found
 
 
@@ -243,37 +243,25 @@ def test_a_deleted_topic_ends_its_streams_and_no_others(
 
 
 def test_a_slow_client_is_told_the_end_and_resumes_without_loss(
-    address: str, http: httpx.Client, log: headwater.Headwater, topic: str
+    dsn: str,
+    http: httpx.Client,
+    log: headwater.Headwater,
+    topic: str,
+    until: Callable[[Callable[[], Any]], Any],
 ) -> None:
-    host, _, port = address.removeprefix("http://").partition(":")
-    slow = socket.socket()
-    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    slow.settimeout(20)
-    slow.connect((host, int(port)))
-    slow.sendall(f"GET /v1/topics/{topic}/follow?after=0 HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode())
-    positions: list[int | None] = []
-    for _ in range(16):
-        positions += log.publish_batch(topic, [headwater.NewEvent("x" * 50_000) for _ in range(20)])
-    # Others do not wait for it.
-    quick = follow(http, f"/v1/topics/{topic}/follow?after=0", len(positions))
-    assert [told.data["position"] for told in quick] == positions
-    while True:
+    with http_door(dsn, limits=Limits(slow_seconds=1.0)) as address:
+        host, _, port = address.removeprefix("http://").partition(":")
+        slow = socket.socket()
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.settimeout(20)
+        slow.connect((host, int(port)))
+        slow.sendall(f"GET /v1/topics/{topic}/follow?after=0 HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode())
+        positions: list[int | None] = []
+        for _ in range(16):
+            positions += log.publish_batch(topic, [headwater.NewEvent("x" * 50_000) for _ in range(20)])
         # It reads nothing until the server has given up on it.
-        if json.loads(http.get("/v1/overview").text)["streams"] == 0:
-            break
-    received = b""
-    while part := slow.recv(1 << 20):
-        received += part
-    slow.close()
-    head, _, rest = received.partition(b"\r\n\r\n")
-    assert b"200 OK" in head
-    body = b""
-    while rest and not rest.startswith(b"0\r\n"):
-        size, _, rest = rest.partition(b"\r\n")
-        body += rest[: int(size, 16)]
-        rest = rest[int(size, 16) + 2 :]
-    assert rest == b"0\r\n\r\n", "the answer is whole"
-    told = list(parsed(iter(body.decode().split("\n"))))
+        until(lambda: httpx.get(f"{address}/v1/overview").json()["streams"] == 0)
+        told = list(parsed(iter(_all_of(slow).decode().split("\n"))))
     assert told[-1].event == "end"
     assert told[-1].data["reason"] == "too slow"
     got = [one.data["position"] for one in told if one.data is not None and one.event != "end"]
@@ -282,6 +270,23 @@ def test_a_slow_client_is_told_the_end_and_resumes_without_loss(
     after = {"last-event-id": told[-1].id or ""}
     resumed = follow(http, f"/v1/topics/{topic}/follow", len(positions) - len(got), **after)
     assert got + [one.data["position"] for one in resumed] == positions
+
+
+def _all_of(connection: socket.socket) -> bytes:
+    """The body of an answer, which must be whole."""
+    received = b""
+    while part := connection.recv(1 << 20):
+        received += part
+    connection.close()
+    head, _, rest = received.partition(b"\r\n\r\n")
+    assert b"200 OK" in head
+    body = b""
+    while rest and not rest.startswith(b"0\r\n"):
+        size, _, rest = rest.partition(b"\r\n")
+        body += rest[: int(size, 16)]
+        rest = rest[int(size, 16) + 2 :]
+    assert rest == b"0\r\n\r\n", "the answer is whole"
+    return body
 
 
 def test_who_falls_behind_what_is_kept_reads_from_the_log_again(
