@@ -131,7 +131,7 @@ def test_events_are_followed_live_over_a_restart_of_the_server(
         page.get_by_label("Follow live").check()
         expect(page.get_by_text("live", exact=True).last).to_be_visible()
         expect(page.locator(".badge.good")).to_have_text("live")
-        log.publish("live", {"number": 1})
+        log.publish("live", {"number": 1}, type="counted")
         rows = page.get_by_role("table", name="Events").locator("tbody tr")
         expect(rows).to_have_count(2)
     log.publish("live", {"number": 2})

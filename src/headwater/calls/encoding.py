@@ -100,6 +100,14 @@ class PackedText(bytes):
     """The same for text[]."""
 
 
+class PackedIntegers(bytes):
+    """The same for integer[]."""
+
+
+class PackedPositions(bytes):
+    """The same for bigint[]."""
+
+
 class _PackedBytesDumper(Dumper):
     format = Format.BINARY
     oid = 1001
@@ -113,8 +121,19 @@ class _PackedTextDumper(_PackedBytesDumper):
     oid = 1009
 
 
+class _PackedIntegersDumper(_PackedBytesDumper):
+    oid = 1007
+
+
+class _PackedPositionsDumper(_PackedBytesDumper):
+    oid = 1016
+
+
+# Here, for all: a connection knows the types that were registered when it was opened.
 psycopg.adapters.register_dumper(PackedBytes, _PackedBytesDumper)
 psycopg.adapters.register_dumper(PackedText, _PackedTextDumper)
+psycopg.adapters.register_dumper(PackedIntegers, _PackedIntegersDumper)
+psycopg.adapters.register_dumper(PackedPositions, _PackedPositionsDumper)
 
 _LENGTH = struct.Struct("!i").pack
 _NULL = _LENGTH(-1)

@@ -8,13 +8,10 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 from uuid import UUID
 
-import psycopg
-from psycopg.adapt import Dumper
-from psycopg.pq import Format
 from psycopg.types.json import Jsonb
 
 from headwater.calls.call import Call, nothing, only_value
-from headwater.calls.encoding import PackedBytes, pack, packed_bytes, packed_text
+from headwater.calls.encoding import PackedBytes, PackedPositions, pack, packed_bytes, packed_text
 
 
 class KafkaTopic(NamedTuple):
@@ -171,30 +168,14 @@ class ActiveProducer(NamedTuple):
     heard_ms: int
 
 
-class PackedIntegers(bytes):
-    """A bigint[] already in Postgres' binary form."""
-
-
-class _PackedIntegersDumper(Dumper):
-    format = Format.BINARY
-    oid = 1016
-
-    def dump(self, obj: Any) -> Any:
-        # As it is: a copy of some megabytes costs as much as packing them.
-        return obj
-
-
-psycopg.adapters.register_dumper(PackedIntegers, _PackedIntegersDumper)
-
-
-def _packed_integers(values: Sequence[int | None]) -> PackedIntegers | None:
+def _packed_integers(values: Sequence[int | None]) -> PackedPositions | None:
     if None not in values:
-        return PackedIntegers(
+        return PackedPositions(
             struct.pack("!iIiii", 1, 1, 20, len(values), 1) + b"".join([_INTEGER(8, value) for value in values])
         )
     if all(value is None for value in values):
         return None
-    return PackedIntegers(pack([None if value is None else struct.pack("!q", value) for value in values], 20))
+    return PackedPositions(pack([None if value is None else struct.pack("!q", value) for value in values], 20))
 
 
 _INTEGER = struct.Struct("!iq").pack

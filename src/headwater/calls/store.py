@@ -6,13 +6,11 @@ import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import psycopg
-from psycopg.adapt import Dumper
-from psycopg.pq import Format
-
 from headwater.calls.call import Call, Rows, nothing, only_value
 from headwater.calls.encoding import (
     PackedBytes,
+    PackedIntegers,
+    PackedPositions,
     PackedText,
     checked_text,
     encode_headers,
@@ -97,36 +95,12 @@ def _encode_event(event: NewStoreEvent, new_id: str) -> EncodedEvent:
     return EncodedEvent(event_id, type_, tags, payload, content_type, metadata, marks_of(type_, tags))
 
 
-class _PackedIntegers(bytes):
-    """An integer[] already in Postgres' binary form."""
+def _integers(values: Sequence[int]) -> PackedIntegers:
+    return PackedIntegers(_packed(values, 23, 4, "ii"))
 
 
-class _PackedPositions(bytes):
-    """The same for bigint[]."""
-
-
-class _PackedIntegersDumper(Dumper):
-    format = Format.BINARY
-    oid = 1007
-
-    def dump(self, obj: Any) -> bytes:
-        return bytes(obj)
-
-
-class _PackedPositionsDumper(_PackedIntegersDumper):
-    oid = 1016
-
-
-psycopg.adapters.register_dumper(_PackedIntegers, _PackedIntegersDumper)
-psycopg.adapters.register_dumper(_PackedPositions, _PackedPositionsDumper)
-
-
-def _integers(values: Sequence[int]) -> _PackedIntegers:
-    return _PackedIntegers(_packed(values, 23, 4, "ii"))
-
-
-def _positions(values: Sequence[int]) -> _PackedPositions:
-    return _PackedPositions(_packed(values, 20, 8, "iq"))
+def _positions(values: Sequence[int]) -> PackedPositions:
+    return PackedPositions(_packed(values, 20, 8, "iq"))
 
 
 def _packed(values: Sequence[int], oid: int, size: int, form: str) -> bytes:

@@ -68,12 +68,7 @@ export function query(values) {
 /** Live events of an address, until the answer is called. The browser resumes by itself where it was. */
 export function follow(address, onEvent, onState) {
   const source = new EventSource(address);
-  const take = (message) => {
-    const event = JSON.parse(message.data);
-    if (event && event.position !== undefined) onEvent(event);
-  };
-  source.onmessage = take;
-  source.addEventListener("event", take);
+  source.onmessage = (message) => onEvent(JSON.parse(message.data));
   source.onopen = () => onState("live");
   source.onerror = () => onState(source.readyState === EventSource.CLOSED ? "ended" : "connecting");
   return () => source.close();

@@ -55,10 +55,6 @@ ROUTERS: Final[tuple[APIRouter, ...]] = (
     looking.routes,
     pages.routes,
 )
-# Routers of other shapes than ours, which ask for rights by themselves: with `request.scope["headwater.caller"]` and
-# `request.app.state.log`. Behind the same gate.
-FOREIGN_ROUTERS: Final[tuple[APIRouter, ...]] = ()
-FOREIGN: Final = "asked for by the route itself"
 # Served to everybody, beside the console's files.
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/openapi.json", "/docs", "/v1/sessions"})
 
@@ -73,7 +69,7 @@ def described() -> FastAPI:
     app = FastAPI(
         title="Headwater", version=VERSION, description=_ABOUT, openapi_url=None, docs_url=None, redoc_url=None
     )
-    for one in (*ROUTERS, *FOREIGN_ROUTERS):
+    for one in ROUTERS:
         app.include_router(one)
     return app
 
@@ -81,10 +77,6 @@ def described() -> FastAPI:
 def document(app: FastAPI) -> dict[str, Any]:
     """The OpenAPI document, with the right that each route needs."""
     found = app.openapi()
-    for methods in found["paths"].values():
-        for one in methods.values():
-            one["x-headwater-right"] = FOREIGN
-            one.setdefault("tags", ["other shapes"])
     for router in ROUTERS:
         for route in router.routes:
             if not isinstance(route, APIRoute):
@@ -106,9 +98,8 @@ def application(served: Served) -> ASGIApp:
     """All that one server offers, behind its gate."""
     app = described()
     app.state.served = served
-    app.state.log = served.log
     app.state.pace = looking.Pace()
-    # The registry has a shape of its own, which others describe.
+    # The registry has a shape of its own, which others describe. It asks for rights by itself.
     app.state.log = served.log
     app.include_router(registry.router, prefix="/registry")
     _tell_errors(app)

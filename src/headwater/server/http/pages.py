@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import html
-import importlib
 import json
 import mimetypes
 from collections.abc import Iterator
@@ -16,8 +15,8 @@ from typing import Any, Final
 from fastapi import Request
 from starlette.responses import Response
 
+from headwater.server import metrics
 from headwater.server.http import answers
-from headwater.server.http.problems import NotServed
 from headwater.server.http.rights import decides, needs
 from headwater.server.http.served import answer, problems, router, served
 
@@ -93,12 +92,12 @@ async def health() -> Response:
 )
 async def ready(request: Request) -> Response:
     """Whether requests can be served now, and what is in the way."""
-    found = await _metrics().readiness(served(request).log)
+    found = await metrics.readiness(served(request).log)
     checks = [
         {"name": one.name, "ok": one.ok, "detail": one.message, "action": one.action, "required": one.required}
         for one in found
     ]
-    well = all(one.ok or not one.required for one in found)
+    well = metrics.is_ready(found)
     return answer({"ready": well, "checks": checks}, status=200 if well else 503)
 
 
@@ -111,20 +110,9 @@ async def ready(request: Request) -> Response:
         **problems(),
     },
 )
-async def metrics(request: Request) -> Response:
+async def show_metrics(request: Request) -> Response:
     """Metrics for Prometheus."""
-    text: bytes = await _metrics().render(served(request).log)
-    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
-
-
-def _metrics() -> Any:
-    try:
-        return importlib.import_module("headwater.server.metrics")
-    except ModuleNotFoundError as error:
-        raise NotServed(
-            f"metrics are not collected here: {error.name} is not installed",
-            hint="Run: pip install 'headwater[http]'",
-        ) from None
+    return Response(await metrics.render(served(request).log), media_type=metrics.CONTENT_TYPE)
 
 
 def description_page(document: dict[str, Any]) -> Page:

@@ -59,10 +59,6 @@ class KeyReused(InvalidRequest):
     """The idempotency key belongs to another request: use a new one for each."""
 
 
-class NotServed(HeadwaterError):
-    """This server does not offer that."""
-
-
 # The nearest class in an error's ancestry decides, so a new kind of InvalidRequest needs no line here.
 STATUS: Final[Mapping[type[HeadwaterError], int]] = {
     InvalidRequest: 400,
@@ -93,7 +89,6 @@ STATUS: Final[Mapping[type[HeadwaterError], int]] = {
     errors.WrongTransaction: 503,
     errors.SchemaMismatch: 503,
     LogUnavailable: 503,
-    NotServed: 503,
     TookTooLong: 504,
 }
 # Beside the shape of the answer: headers that some answers must have, or that help.

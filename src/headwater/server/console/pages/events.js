@@ -126,7 +126,7 @@ export async function events(search) {
       const { type, key, ...rest } = wanted(given);
       delete rest.since;
       delete rest.until;
-      stop = follow(base(given) + "follow" + query({ type, key, ...rest }), (event) => {
+      stop = follow(base(given) + "follow" + query({ type, key, ...rest, named: false }), (event) => {
         nothing.textContent = "";
         list.add(event);
       }, (how) => state.replaceChildren(how === "live" ? badge("live", "good") : badge(how, "warn")));
