@@ -78,8 +78,9 @@ def server(serve: Serve) -> Iterator[Serving]:
         yield found
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    # Not for the whole run: while Playwright is there, its event loop runs in this thread, and no other can.
     found = next((path for name in ("chromium", "chromium-browser") if (path := shutil.which(name))), None)
     if found is None:
         pytest.skip("no Chromium on this machine: apt-get install chromium")

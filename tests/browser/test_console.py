@@ -211,7 +211,8 @@ def test_an_event_store_is_browsed_by_tag(page: Page, server: Serving, log: head
     expect(page.get_by_text("3 events match")).to_be_visible()
 
 
-def test_groups_of_kafka_clients_are_seen_with_their_lag(page: Page, server: Serving) -> None:
+def test_groups_of_kafka_clients_are_seen_with_their_lag(page: Page, server: Serving, log: headwater.Headwater) -> None:
+    log.create_topic("from-kafka", kind="sequenced")
     producer = Producer({"bootstrap.servers": server.kafka, "log_level": 0})
     for number in range(10):
         producer.produce("from-kafka", b"%d" % number)

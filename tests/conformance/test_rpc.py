@@ -361,7 +361,7 @@ def test_a_stream_that_goes_wrong_ends_after_the_verdicts_before(
 
 # --- errors, limits, health --------------------------------------------------------------------------------------
 
-# What a caller of this door can never meet: pipelines, capture, lakes, settings of the command line, bugs of ours.
+# What a caller of this door can never meet: pipelines, capture, lakes, the registry, settings, bugs of ours.
 NEVER_MET = {
     "PipelineNotFound",
     "PipelineBusy",
@@ -372,6 +372,10 @@ NEVER_MET = {
     "LakeBusy",
     "InvalidSettings",
     "OrderBroken",
+    "IncompatibleSchema",
+    "SchemaNotFound",
+    "SchemaInUse",
+    "SchemaNotDeleted",
 }
 
 

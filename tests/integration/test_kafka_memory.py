@@ -58,7 +58,7 @@ class Door:
         return answer["responses"][0]["partition_responses"][0]
 
     async def _stage(self, transactional_id: str, batch: AppendBatch) -> Appended:
-        return Appended(await self.broker.log.run(calls.kafka_stage(transactional_id, batch)), -1, -1)
+        return Appended(await self.broker.log.run(calls.kafka_stage(transactional_id, batch, may_begin=False)), -1, -1)
 
     async def fetch(self, topic: str, offset: int, max_bytes: int, version: int) -> Any:
         part = SimpleNamespace(partition=0, fetch_offset=offset, partition_max_bytes=max_bytes)
@@ -281,8 +281,8 @@ def write_in_transaction(doors: Doors, topic: str, values: list[bytes | None], c
     sent = batch(*values, producer=producer, epoch=epoch, sequence=0, transactional=True)
     assert doors.run(doors.remembers.produce(topic, sent, name))["error_code"] == ErrorCode.none
     compare(doors, topic, 0, 100_000, 12)
-    ended = calls.kafka_end_transaction(name, producer, epoch, committed=committed)
-    assert doors.run(log.run(ended)) == "ok"
+    ended = calls.kafka_end_transaction(name, producer, epoch, committed=committed, next_epoch=False)
+    assert doors.run(log.run(ended))[0] == "ok"
 
 
 def expire(doors: Doors, topic: str, count: int) -> None:

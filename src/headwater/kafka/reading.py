@@ -291,7 +291,9 @@ class Reading:
 
 
 def _holds(kept: list[Batch], seen: Seen) -> bool:
-    return kept[-1].end <= seen.bounds.end and [batch.published_ms for batch in kept] == seen.kept_ms
+    """Whether all of these records are where they were, and none has been deleted."""
+    inside = seen.bounds.start <= kept[0].first and kept[-1].end <= seen.bounds.end
+    return inside and [batch.published_ms for batch in kept] == seen.kept_ms
 
 
 def _remember(memory: OrderedDict[_Place, int], place: _Place, value: int) -> None:

@@ -25,7 +25,7 @@ import psycopg
 from headwater import aio
 from headwater.calls import webhooks as calls
 from headwater.errors import GroupNotFound, HeadwaterError
-from headwater.model import ClaimedEvent, Event, Outcome, Retry, Snooze, Webhook, WebhookRoute, WebhookTest
+from headwater.model import ClaimedEvent, Event, Outcome, Retry, Snooze, WebhookRoute, WebhookTest
 from headwater.server.webhook_addresses import Network
 from headwater.server.webhook_requests import Gone, judged, message_id, request_for
 from headwater.server.webhook_sender import Sender
@@ -175,7 +175,14 @@ class Dispatcher:
                 # That its group was deleted is no failure.
                 if (error := task.exception()) and webhook_id in wanted:
                     self.resting[webhook_id] = now + REST_SECONDS
-                    logger.warning("webhook delivery failed", extra=_about(route.route.webhook, error))
+                    logger.warning(
+                        "webhook delivery failed",
+                        extra={
+                            WEBHOOK: route.route.webhook.name,
+                            GROUP: route.route.webhook.group,
+                            ERROR: _told(error),
+                        },
+                    )
             elif route.route != wanted.get(webhook_id):
                 route.stop.set()
         for one in wanted.values():
@@ -204,10 +211,10 @@ class Dispatcher:
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _about(webhook: Webhook, error: BaseException) -> dict[str, str]:
+def _told(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return {WEBHOOK: webhook.name, GROUP: webhook.group, ERROR: f"{type(error).__name__}: {error}"}
+    return f"{type(error).__name__}: {error}"
 
 
 @asynccontextmanager
