@@ -1,12 +1,18 @@
 """Appending under a condition, against the eventsourcing library's Postgres recorder and UmaDB, in one run.
 
-Every store is used by threads of one client process, as a server would use it. New context: a tag that no event has
-yet, asked for in the condition. Existing: each writer has a tag of its own and knows its last position. Contended: all
-writers have one tag, and read again when others were faster.
+Every store is used from one client process, by so many writers at a time, each of which waits for its answer before it
+appends again. Headwater's writers are tasks of an event loop where there are several, and a plain loop where there is
+one; `threads` is the same work by threads. The others have no asynchronous client: their writers are threads. The
+recorder of eventsourcing is the fastest that it has for Postgres; for SQLite it has none.
+
+New context: a tag that no event has yet, asked for in the condition. Existing: each writer has a tag of its own and
+knows its last position. Contended: all writers have one tag, and read again when others were faster. Large: the store
+holds a million events before.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import shutil
@@ -16,11 +22,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +36,14 @@ from psycopg import conninfo
 import headwater
 from bench import _measure as measure
 from bench._measure import Act, Crew, Server, Variant
+from headwater import aio
 from headwater.client.store import EventStore
 from headwater.errors import AppendConflict
 from headwater.store import NewStoreEvent, NoMatchAfter, Query, SqliteEventStore, SqliteStores
 
-BURST = 8
+ACT_SECONDS = 0.2
+APPEND_EVENTS = 1000
+FILL_EVENTS = 50_000
 DATA = b"x" * 200
 STORE = "bench"
 LARGE = "bench-large"
@@ -42,6 +52,8 @@ UMADB_SECONDS = 30.0
 Append = Callable[[str, int, int | None], int | None]
 """Append so many events about a tag if nothing about it came after a position; None: something did."""
 Latest = Callable[[str], int]
+AsyncAppend = Callable[[str, int, int | None], Awaitable[int | None]]
+AsyncLatest = Callable[[str], Awaitable[int]]
 
 
 # --- the stores --------------------------------------------------------------------------------------------------
@@ -59,14 +71,34 @@ def ours(store: EventStore | SqliteEventStore) -> tuple[Append, Latest]:
 
 
 @cache
+def by_tasks(dsn: str, place: str | None) -> tuple[asyncio.AbstractEventLoop, AsyncAppend, AsyncLatest]:
+    loop = asyncio.new_event_loop()
+    log = loop.run_until_complete(aio.connect(dsn, pool_size=4))
+    store = log.store(place or STORE)
+    # Processes of a crew end without running what is registered with atexit.
+    Finalize(None, lambda: loop.run_until_complete(log.close()), exitpriority=1)
+
+    async def append(tag: str, events: int, after: int | None) -> int | None:
+        new = [NewStoreEvent("Happened", DATA, [tag, "all"]) for _ in range(events)]
+        try:
+            return (await store.append(new, NoMatchAfter(Query.of(tags=[tag]), after or 0))).position
+        except AppendConflict:
+            return None
+
+    async def latest(tag: str) -> int:
+        return (await store.latest(Query.of(tags=[tag]))).position
+
+    return loop, append, latest
+
+
+@cache
 def on_postgres(dsn: str, place: str | None) -> tuple[Append, Latest]:
     return ours(headwater.connect(dsn, pool_size=4).store(place or STORE))
 
 
 @cache
 def on_sqlite(dsn: str, place: str | None) -> tuple[Append, Latest]:
-    directory = Path(place or "") / f"{os.getpid()}"
-    return ours(SqliteStores(directory).create_store(STORE, if_missing=True))
+    return ours(SqliteStores(Path(place or "")).create_store(STORE, if_missing=True))
 
 
 @cache
@@ -127,7 +159,7 @@ def by_umadb(dsn: str, place: str | None) -> tuple[Append, Latest]:
 
 
 STORES: dict[str, Callable[[str, str | None], tuple[Append, Latest]]] = {
-    "headwater": on_postgres,
+    "headwater threads": on_postgres,
     "headwater sqlite": on_sqlite,
     "eventsourcing": by_eventsourcing,
     "umadb": by_umadb,
@@ -137,29 +169,76 @@ STORES: dict[str, Callable[[str, str | None], tuple[Append, Latest]]] = {
 # --- the work ----------------------------------------------------------------------------------------------------
 
 
+class Contexts:
+    """What the writers append about, and how far they know it."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._run = f"{os.getpid()}-{time.time_ns()}"
+        self._numbers = itertools.count()
+        self.known: dict[str, int] = {}
+
+    def next_tag(self, writer: int) -> str:
+        if self._kind == "new":
+            return f"{self._run}-{next(self._numbers)}"
+        return f"{self._run}-{writer if self._kind == 'existing' else 'one'}"
+
+    def note(self, tag: str, position: int) -> None:
+        if self._kind != "new":
+            self.known[tag] = position
+
+
 def appending(dsn: str, store: str, place: str | None, writers: int, events: int, context: str) -> Act:
-    """Threads that append in bursts; counts the appends that went through."""
+    """So many writers that append until the time is over; counts the appends that went through."""
+    contexts = Contexts(context)
+    if store == "headwater":
+        if writers > 1:
+            return by_loop(*by_tasks(dsn, place), contexts, writers, events)
+        store = "headwater threads"
     append, latest = STORES[store](dsn, place)
     pool = ThreadPoolExecutor(writers)
-    numbers = itertools.count()
-    run = f"{os.getpid()}-{time.time_ns()}"
-    known: dict[str, int] = {}
 
-    def burst(writer: int) -> None:
-        for _ in range(BURST):
-            if context == "new":
-                assert append(f"{run}-{next(numbers)}", events, None) is not None
-                continue
-            tag = f"{run}-{writer if context == 'existing' else 'one'}"
-            while (position := append(tag, events, known.get(tag))) is None:
-                known[tag] = latest(tag)
-            known[tag] = position
+    def write(writer: int) -> int:
+        done = 0
+        until = time.monotonic() + ACT_SECONDS
+        while time.monotonic() < until:
+            tag = contexts.next_tag(writer)
+            while (position := append(tag, events, contexts.known.get(tag))) is None:
+                contexts.note(tag, latest(tag))
+            contexts.note(tag, position)
+            done += 1
+        return done
 
-    def act() -> int:
-        list(pool.map(burst, range(writers)))
-        return writers * BURST
+    if writers == 1:
+        return lambda: write(0)
+    return lambda: sum(pool.map(write, range(writers)))
 
-    return act
+
+def by_loop(
+    loop: asyncio.AbstractEventLoop,
+    append: AsyncAppend,
+    latest: AsyncLatest,
+    contexts: Contexts,
+    writers: int,
+    events: int,
+) -> Act:
+    """The same by tasks."""
+
+    async def write(writer: int) -> int:
+        done = 0
+        until = time.monotonic() + ACT_SECONDS
+        while time.monotonic() < until:
+            tag = contexts.next_tag(writer)
+            while (position := await append(tag, events, contexts.known.get(tag))) is None:
+                contexts.note(tag, await latest(tag))
+            contexts.note(tag, position)
+            done += 1
+        return done
+
+    async def write_all() -> int:
+        return sum(await asyncio.gather(*(write(writer) for writer in range(writers))))
+
+    return lambda: loop.run_until_complete(write_all())
 
 
 @dataclass(frozen=True)
@@ -167,22 +246,36 @@ class Workload:
     """A key of the JSON line, and what is done."""
 
     key: str
-    title: str
     writers: int
     events: int = 1
     context: str = "new"
     large: bool = False
 
+    @property
+    def title(self) -> str:
+        contexts = {"new": "new contexts", "existing": "existing contexts", "contended": "one context"}[self.context]
+        writers = f"{self.writers} writer{'s' if self.writers > 1 else ''}"
+        events = f"{self.events} event{'s' if self.events > 1 else ''}"
+        return f"{writers}, {events}, {contexts}{', large store' if self.large else ''}"
+
     def stores(self) -> list[str]:
-        return ["headwater", "headwater large"] if self.large else list(STORES)
+        """Who takes part. One writer needs no threads; beside a large store there is the empty one."""
+        names = ["headwater", *STORES]
+        if self.writers == 1:
+            names.remove("headwater threads")
+        return names
 
 
+WRITERS = (1, 4, 16, 64)
 WORKLOADS = (
-    *(Workload(f"append{n}", f"{n} writers, 1 event, new contexts", n) for n in (1, 4, 16, 64)),
-    Workload("append16x10", "16 writers, 10 events, new contexts", 16, events=10),
-    Workload("existing16", "16 writers, 1 event, existing contexts", 16, context="existing"),
-    Workload("contended16", "16 writers, 1 event, one context", 16, context="contended"),
-    Workload("large16", "16 writers, 1 event, new contexts, empty and large store", 16, large=True),
+    *(Workload(f"append{n}", n) for n in WRITERS),
+    *(Workload(f"append{n}x10", n, events=10) for n in WRITERS),
+    *(Workload(f"existing{n}", n, context="existing") for n in WRITERS),
+    Workload("existing16x10", 16, events=10, context="existing"),
+    *(Workload(f"contended{n}", n, context="contended") for n in WRITERS[1:]),
+    *(Workload(f"large{n}", n, large=True) for n in (1, 16)),
+    Workload("large16x10", 16, events=10, large=True),
+    Workload("large_existing16", 16, context="existing", large=True),
 )
 
 
@@ -196,16 +289,16 @@ class Turn:
 
 
 def fill(server: Server, events: int) -> None:
-    """A large event store, written as appends write it."""
-    measure.say(f"filling an event store with {events:,} events")
-    log = headwater.connect(server.dsn)
-    log.create_store(LARGE)
+    """A large store of ours in the database, by the function that appends use."""
+    measure.say(f"filling event stores with {events:,} events each")
+    with headwater.connect(server.dsn) as log:
+        log.create_store(LARGE)
     server.execute("set synchronous_commit = off")
     for start in range(0, events, 10_000):
         server.execute(
             """
             select headwater.insert_appended(
-                (headwater.find_event_store(%s)).id, array_agg(p.place), array_agg(p.n - 1), array_agg('fill-' || p.n),
+                (headwater.find_event_store(%s)).id, min(p.n) - 1, array_agg(p.place), array_agg('fill-' || p.n),
                 array_agg('Happened'::text), array_agg('{all,fill-' || p.n / 10 || '}'), array_agg(%s::bytea),
                 null, null
             )
@@ -217,10 +310,22 @@ def fill(server: Server, events: int) -> None:
             (LARGE, DATA, start + 1, min(start + 10_000, events)),
         )
     server.execute("reset synchronous_commit")
-    server.execute("vacuum analyze headwater.event_mark")
-    server.execute("vacuum analyze headwater.event_identity")
+    for table in ("event_mark", "event_identity"):
+        server.execute(f"vacuum analyze headwater.{table}")
     server.execute("analyze headwater.event")
-    log.close()
+
+
+def filling(dsn: str, store: str, place: str | None, events: int) -> Act:
+    """Append so many events each time: a variant that is never timed."""
+    append, _ = STORES[store](dsn, place)
+    numbers = itertools.count()
+
+    def act() -> int:
+        for start in range(0, events, APPEND_EVENTS):
+            append(f"fill-{next(numbers)}", min(APPEND_EVENTS, events - start), None)
+        return events
+
+    return act
 
 
 @contextmanager
@@ -281,47 +386,62 @@ def _ratio(ours: Sequence[Turn], theirs: Sequence[Turn], of: Callable[[Turn], fl
 def main() -> None:
     options = measure.arguments(__doc__ or "")
     started = time.monotonic()
-    rounds, seconds, large = (2, 0.4, 20_000) if options.quick else (7, 2.0, 1_000_000)
+    rounds, seconds, large = (1, 0.3, 20_000) if options.quick else (5, 1.0, 1_000_000)
     chosen = [workload for workload in WORKLOADS if not options.only or workload.key in options.only]
-    files = tempfile.mkdtemp(prefix="headwater-bench-sqlite-")
+    files = Path(tempfile.mkdtemp(prefix="headwater-bench-sqlite-"))
     result: dict[str, Any] = {"bench": "eventstore"}
     rows: list[Sequence[str] | None] = []
+    turns: dict[str, dict[str, list[Turn]]] = {}
     try:
         with measure.measured_server(options.dsn) as server, umadb_server() as (address, umadb):
+            places: dict[str, str | None] = {"headwater sqlite": str(files / "small"), "umadb": address}
             with headwater.connect(server.dsn) as log:
                 log.create_store(STORE)
-            if any(workload.large for workload in chosen):
-                fill(server, large)
-            places = {"headwater": None, "headwater sqlite": files, "eventsourcing": None, "umadb": address}
             with Crew(server.dsn, 1) as crew:
-                for workload in chosen:
+                for workload in sorted(chosen, key=lambda workload: workload.large):
+                    if workload.large and places.get("headwater") is None:
+                        # Whoever has one log has no empty one any more: so the large ones come last.
+                        fill(server, large)
+                        places |= {"headwater": LARGE, "headwater threads": LARGE}
+                        places["headwater sqlite"] = str(files / "large")
+                        for name in ("headwater sqlite", "eventsourcing", "umadb"):
+                            what = {"store": name, "place": places.get(name), "events": min(large, FILL_EVENTS)}
+                            for _ in range(0, large, FILL_EVENTS):
+                                crew.ready(Variant(f"fill {name}", filling, what))
                     measure.say(workload.title)
-                    variants = {}
-                    for name in workload.stores():
-                        what: dict[str, Any] = {
-                            "store": "headwater" if workload.large else name,
-                            "place": LARGE if name == "headwater large" else places.get(name),
-                            "writers": workload.writers,
-                            "events": workload.events,
-                            "context": workload.context,
-                        }
-                        variants[name] = Variant(f"{workload.key} {name}", appending, what)
-                    turns = measured(server, umadb, crew, variants, rounds=rounds, seconds=seconds)
+                    variants = {
+                        name: Variant(
+                            f"{workload.key} {name}",
+                            appending,
+                            {
+                                "store": name,
+                                "place": places.get(name),
+                                "writers": workload.writers,
+                                "events": workload.events,
+                                "context": workload.context,
+                            },
+                        )
+                        for name in workload.stores()
+                    }
+                    if workload.large:
+                        what = {**variants["headwater"].options, "place": STORE}
+                        variants["headwater empty"] = Variant(f"{workload.key} headwater empty", appending, what)
+                    turns[workload.key] = measured(server, umadb, crew, variants, rounds=rounds, seconds=seconds)
                     rows += [None, (f"[bold]{workload.title}[/bold]", "", "", "")]
-                    for name, got in turns.items():
+                    for name, got in turns[workload.key].items():
                         rate = statistics.median(turn.rate for turn in got)
                         cpu = statistics.median(turn.cpu_us for turn in got)
-                        times = _ratio(turns["headwater"], got, lambda turn: turn.rate)
+                        times = _ratio(turns[workload.key]["headwater"], got, lambda turn: turn.rate)
                         rows.append((f"  {name}", measure.number(rate), measure.number(cpu), measure.number(times, 2)))
                         key = f"{workload.key}_{name.replace(' ', '_')}"
                         result |= {f"{key}_per_second": round(rate), f"{key}_cpu_us": round(cpu, 1)}
                         if name != "headwater":
                             result[f"{workload.key}_vs_{name.replace(' ', '_')}"] = times
-                    if workload.large:
-                        result["cost_1m_vs_empty"] = _ratio(
-                            turns["headwater large"], turns["headwater"], lambda turn: turn.cpu_us
-                        )
-                        result["large_events"] = large
+            if "large16" in turns:
+                result["cost_1m_vs_empty"] = _ratio(
+                    turns["large16"]["headwater"], turns["large16"]["headwater empty"], lambda turn: turn.cpu_us
+                )
+                result["large_events"] = large
             measure.table(
                 "appends; CPU of client and server together",
                 ("", "appends/s", "CPU us", "headwater is"),

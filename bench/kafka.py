@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import psycopg
 from confluent_kafka import Consumer, Producer, TopicPartition
@@ -25,11 +26,28 @@ create table floor.record (
 );
 """
 BATCH_SIZE = 1000
+PROCESSES = 2
+START_SECONDS = 30.0
+
+
+class Brokers(NamedTuple):
+    """Broker processes, as a user starts them: their addresses and the process above them."""
+
+    bootstrap: str
+    parent: int
+
+
+class Cost(NamedTuple):
+    """What something took, for each record: time, and CPU time of everybody who took part, in microseconds."""
+
+    elapsed: float
+    postgres: float | None
+    brokers: float
+    client: float
 
 
 @contextmanager
-def brokers(dsn: str, processes: int) -> Iterator[tuple[str, int]]:
-    """Broker processes, as a user starts them: their addresses and the process above them."""
+def brokers(dsn: str, processes: int) -> Iterator[Brokers]:
     program = "from headwater.cli import main; main()"
     command = [sys.executable, "-c", program, "serve", "--kafka", "127.0.0.1:0", "--dsn", dsn, "--json"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HEADWATER_")}
@@ -38,13 +56,45 @@ def brokers(dsn: str, processes: int) -> Iterator[tuple[str, int]]:
     )
     try:
         assert process.stdout is not None
-        yield ",".join(json.loads(process.stdout.readline())["kafka"]), process.pid
+        started = Brokers(",".join(json.loads(process.stdout.readline())["kafka"]), process.pid)
+        ready(started, processes)
+        yield started
     finally:
         process.terminate()
         process.wait(30)
 
 
-def produce(bootstrap: str, topic: str, count: int, value: bytes) -> float:
+def ready(started: Brokers, processes: int) -> None:
+    """Wait until all brokers know each other and share the partitions, and have connections and plans."""
+    deadline = time.monotonic() + START_SECONDS
+    producer = Producer({"bootstrap.servers": started.bootstrap})
+    while True:
+        topics = producer.list_topics(WARM_UP, timeout=10).topics
+        if len({one.leader for one in topics[WARM_UP].partitions.values()}) == processes:
+            break
+        assert time.monotonic() < deadline, "the brokers do not share the partitions"
+        time.sleep(0.1)
+    produce(producer, WARM_UP, WARM_UP_COUNT, b"x")
+    consumer = consumer_of(started.bootstrap, WARM_UP)
+    consume(consumer, WARM_UP, 6, WARM_UP_COUNT)
+    consumer.close()
+
+
+WARM_UP = "bench-warm-up"
+WARM_UP_COUNT = 12_000
+
+
+def prepare(server: Server) -> None:
+    """What is read from fresh brokers first, so that connecting and planning is not measured; and the floor."""
+    with headwater.connect(server.dsn) as log:
+        log.create_topic(WARM_UP, kind="sequenced", partitions=6)
+        for partition in range(6):
+            events = [headwater.NewEvent(b"x" * 100, partition=partition)] * (WARM_UP_COUNT // 6)
+            log.publish_batch(WARM_UP, events)
+    server.execute(FLOOR)
+
+
+def producer_of(bootstrap: str, topic: str) -> Producer:
     producer = Producer(
         {
             "bootstrap.servers": bootstrap,
@@ -55,7 +105,10 @@ def produce(bootstrap: str, topic: str, count: int, value: bytes) -> float:
         }
     )
     producer.list_topics(topic, timeout=10)
-    started = time.monotonic()
+    return producer
+
+
+def produce(producer: Producer, topic: str, count: int, value: bytes) -> None:
     for number in range(count):
         while True:
             try:
@@ -65,120 +118,197 @@ def produce(bootstrap: str, topic: str, count: int, value: bytes) -> float:
                 producer.poll(0.01)
     left = producer.flush(300)
     assert left == 0, f"{left} records were not acknowledged"
-    return time.monotonic() - started
 
 
-def consume(bootstrap: str, topic: str, partitions: int, count: int) -> float:
-    consumer = Consumer({"bootstrap.servers": bootstrap, "group.id": "bench", "fetch.message.max.bytes": 1_000_000})
+def consumer_of(bootstrap: str, topic: str) -> Consumer:
+    consumer = Consumer(
+        {
+            "bootstrap.servers": bootstrap,
+            "group.id": "bench",
+            "fetch.message.max.bytes": 1_000_000,
+            # When it has 100,000 records in hand it pauses, by default for a second: longer than reading them takes.
+            "fetch.queue.backoff.ms": 5,
+        }
+    )
+    consumer.list_topics(topic, timeout=10)
+    return consumer
+
+
+def consume(consumer: Consumer, topic: str, partitions: int, count: int) -> None:
     consumer.assign([TopicPartition(topic, partition, 0) for partition in range(partitions)])
-    started = time.monotonic()
     got = 0
     while got < count:
         messages = consumer.consume(min(count - got, 10_000), timeout=30)
         assert messages, f"only {got} of {count} records came"
         got += len(messages)
-    spent = time.monotonic() - started
-    consumer.close()
-    return spent
 
 
-def copy(server: Server, count: int, value: bytes) -> float:
+def copy(connection: psycopg.Connection, count: int, value: bytes) -> None:
     """The floor of producing: the same rows by COPY, as many to a transaction as a batch holds."""
-    with psycopg.connect(server.dsn, autocommit=True) as connection:
-        started = time.monotonic()
-        for first in range(0, count, BATCH_SIZE):
-            with connection.cursor().copy(
-                "copy floor.record (key, payload, produced_ms) from stdin (format binary)"
-            ) as rows:
-                rows.set_types(("bytea", "bytea", "int8"))
-                for number in range(first, min(first + BATCH_SIZE, count)):
-                    rows.write_row((b"%d" % (number % 1000), value, 1))
-        return time.monotonic() - started
+    for first in range(0, count, BATCH_SIZE):
+        with connection.cursor().copy(
+            "copy floor.record (key, payload, produced_ms) from stdin (format binary)"
+        ) as rows:
+            rows.set_types(("bytea", "bytea", "int8"))
+            for number in range(first, min(first + BATCH_SIZE, count)):
+                rows.write_row((b"%d" % (number % 1000), value, 1))
 
 
-def select(server: Server, count: int) -> float:
-    """The floor of fetching: the same rows, a page at a time."""
-    with psycopg.connect(server.dsn, autocommit=True) as connection:
-        started = time.monotonic()
-        cursor = connection.cursor(binary=True)
-        after = got = 0
-        while got < count:
-            page = cursor.execute(
-                "select position, key, payload, produced_ms from floor.record where position > %s order by position "
-                "limit 5000",
-                (after,),
-            ).fetchall()
-            got += len(page)
-            after = page[-1][0]
-        return time.monotonic() - started
+def select(connection: psycopg.Connection, count: int) -> None:
+    """The floor of fetching: the same parts of the same rows, prepared, in binary form, a page at a time."""
+    cursor = connection.cursor(binary=True)
+    after = got = 0
+    while got < count:
+        page = cursor.execute(
+            "select position, key, payload, produced_ms from floor.record where position > %s order by position "
+            "limit 5000",
+            (after,),
+            prepare=True,
+        ).fetchall()
+        got += len(page)
+        after = page[-1][0]
 
 
-def latency(bootstrap: str, topic: str, *, rate: int, seconds: float) -> list[float]:
+@contextmanager
+def measured(server: Server, parent: int | None, count: int, costs: list[Cost]) -> Iterator[None]:
+    """Note what the block takes for each of its records."""
+
+    def used() -> tuple[float | None, float]:
+        return server.cpu_seconds(), 0.0 if parent is None else measure._family_cpu_seconds(parent)
+
+    before, client, started = used(), time.process_time(), time.monotonic()
+    yield
+    elapsed, client, after = time.monotonic() - started, time.process_time() - client, used()
+    postgres = None if before[0] is None or after[0] is None else (after[0] - before[0]) * 1e6 / count
+    costs.append(Cost(elapsed * 1e6 / count, postgres, (after[1] - before[1]) * 1e6 / count, client * 1e6 / count))
+
+
+def latency(bootstrap: str, topic: str, partitions: int, *, rate: int, seconds: float) -> list[float]:
     """Milliseconds from produce to the consumer's hand, at so many records a second."""
     consumer = Consumer({"bootstrap.servers": bootstrap, "group.id": "bench-latency", "fetch.wait.max.ms": 100})
-    consumer.assign([TopicPartition(topic, 0, 0)])
+    consumer.assign([TopicPartition(topic, partition, 0) for partition in range(partitions)])
     consumer.poll(1)
     producer = Producer({"bootstrap.servers": bootstrap, "acks": "all", "linger.ms": 0})
+    producer.list_topics(topic, timeout=10)
     spent: list[float] = []
     sent = 0
     started = time.monotonic()
     while time.monotonic() - started < seconds or len(spent) < sent:
         assert time.monotonic() - started < seconds + 30, "records did not come"
         while time.monotonic() - started < seconds and sent < (time.monotonic() - started) * rate:
-            producer.produce(topic, b"%r" % time.monotonic(), partition=0)
+            producer.produce(topic, b"%r" % time.monotonic(), partition=sent % partitions)
             sent += 1
         producer.poll(0)
         came = consumer.consume(100, timeout=0.001)
         now = time.monotonic()
         spent += [(now - float(message.value())) * 1000 for message in came]
     consumer.close()
-    return spent
+    # Until all connections are there, records wait for them.
+    return spent[rate // 2 :]
+
+
+def rounds_of(server: Server, size: int, partitions: int, count: int, rounds: int) -> dict[str, list[Cost]]:
+    """What each way cost in each round. The floor and the door take turns."""
+    value = os.urandom(size)
+    costs: dict[str, list[Cost]] = {"copy": [], "select": [], "produce": [], "cold": [], "warm": []}
+    for number in range(rounds):
+        measure.say(f"{size} B, {partitions} partitions, round {number + 1} of {rounds}")
+        topic = f"bench-{size}-{partitions}-{number}"
+        with headwater.connect(server.dsn) as log:
+            log.create_topic(topic, kind="sequenced", partitions=partitions)
+        server.execute("truncate floor.record restart identity")
+        with psycopg.connect(server.dsn, autocommit=True) as connection:
+            with measured(server, None, count, costs["copy"]):
+                copy(connection, count, value)
+            with brokers(server.dsn, PROCESSES) as up:
+                producer = producer_of(up.bootstrap, topic)
+                with measured(server, up.parent, count, costs["produce"]):
+                    produce(producer, topic, count, value)
+            with measured(server, None, count, costs["select"]):
+                select(connection, count)
+        # Brokers that have nothing in memory; then the same again.
+        with brokers(server.dsn, PROCESSES) as up:
+            for name in ("cold", "warm"):
+                consumer = consumer_of(up.bootstrap, topic)
+                with measured(server, up.parent, count, costs[name]):
+                    consume(consumer, topic, partitions, count)
+                consumer.close()
+    return costs
+
+
+def part_of(floor: list[Cost], ours: list[Cost]) -> float:
+    return round(statistics.median(a.elapsed / b.elapsed for a, b in zip(floor, ours, strict=True)), 3)
+
+
+def middle(costs: list[Cost]) -> Cost:
+    return sorted(costs, key=lambda cost: cost.elapsed)[len(costs) // 2]
+
+
+NAMES = {
+    "copy": "COPY",
+    "produce": "produce",
+    "select": "SELECT",
+    "cold": "fetch, nothing in memory",
+    "warm": "fetch again",
+}
 
 
 def main() -> None:
     options = measure.arguments(__doc__ or "")
     started = time.monotonic()
-    counts = {100: 20_000, 1000: 5_000} if options.quick else {100: 300_000, 1000: 100_000}
+    counts = {100: 40_000, 1000: 8_000} if options.quick else {100: 500_000, 1000: 50_000}
+    rounds = 1 if options.quick else 3
     result: dict[str, Any] = {"bench": "kafka"}
-    rows = []
-    with measure.measured_server(options.dsn) as server, brokers(server.dsn, 2) as (bootstrap, parent):
+    rows: list[list[str] | None] = []
+    with measure.measured_server(options.dsn) as server:
+        prepare(server)
         for size, count in counts.items():
-            value = os.urandom(size)
-            server.execute("drop schema if exists floor cascade")
-            server.execute(FLOOR)
-            floor_in, floor_out = copy(server, count, value), select(server, count)
-            rows.append((f"{size} B, COPY and SELECT", count, floor_in, floor_out, None, None))
             for partitions in (1, 6):
-                topic = f"bench-{size}-{partitions}"
+                costs = rounds_of(server, size, partitions, count, rounds)
+                rows += [None] if rows else []
+                for name, shown in NAMES.items():
+                    cost = middle(costs[name])
+                    megabytes = size / cost.elapsed
+                    rows.append(
+                        [f"{size} B, {partitions} partitions: {shown}", measure.number(1e6 / cost.elapsed),
+                         measure.number(megabytes, 1), measure.number(cost.postgres, 2),
+                         measure.number(cost.brokers, 2), measure.number(cost.client, 2)]
+                    )  # fmt: skip
+                key = f"{size}_{partitions}"
+                result[f"produce_vs_copy_{key}"] = part_of(costs["copy"], costs["produce"])
+                result[f"fetch_vs_select_{key}"] = part_of(costs["select"], costs["cold"])
+                result[f"fetch_again_vs_select_{key}"] = part_of(costs["select"], costs["warm"])
+                for name in ("produce", "cold", "warm"):
+                    cost = middle(costs[name])
+                    result[f"cpu_us_{name}_{key}"] = {
+                        who: None if spent is None else round(spent, 2)
+                        for who, spent in zip(Cost._fields[1:], cost[1:], strict=True)
+                    }
+        latencies = []
+        with brokers(server.dsn, PROCESSES) as up:
+            for partitions in (1, 6):
+                topic = f"bench-latency-{partitions}"
                 with headwater.connect(server.dsn) as log:
                     log.create_topic(topic, kind="sequenced", partitions=partitions)
-                cpu = server.cpu_seconds(), measure._family_cpu_seconds(parent)
-                spent_in = produce(bootstrap, topic, count, value)
-                spent_out = consume(bootstrap, topic, partitions, count)
-                after = server.cpu_seconds(), measure._family_cpu_seconds(parent)
-                postgres = None if cpu[0] is None or after[0] is None else (after[0] - cpu[0]) / count * 1e6
-                rows.append(
-                    (f"{size} B, {partitions} partitions", count, spent_in, spent_out, postgres,
-                     (after[1] - cpu[1]) / count * 1e6)
-                )  # fmt: skip
-                result[f"produce_vs_copy_{size}_{partitions}"] = round(floor_in / spent_in, 3)
-                result[f"fetch_vs_select_{size}_{partitions}"] = round(floor_out / spent_out, 3)
-        with headwater.connect(server.dsn) as log:
-            log.create_topic("bench-latency", kind="sequenced")
-        spent = latency(bootstrap, "bench-latency", rate=1000, seconds=2.0 if options.quick else 20.0)
+                measure.say(f"latency, {partitions} partitions")
+                spent = latency(up.bootstrap, topic, partitions, rate=1000, seconds=3.0 if options.quick else 20.0)
+                figures = [round(measure.percentile(spent, percent), 2) for percent in (50, 99)]
+                latencies.append([f"{partitions} partitions", *(measure.number(figure, 2) for figure in figures)])
+                result |= dict(zip((f"p50_ms_{partitions}", f"p99_ms_{partitions}"), figures, strict=True))
         measure.table(
-            "records a second; CPU of Postgres and of the brokers, both ways together",
-            ("", "in", "out", "Postgres us", "brokers us"),
-            [
-                (name, measure.number(count / i), measure.number(count / o), measure.number(p, 1), measure.number(b, 1))
-                for name, count, i, o, p, b in rows
-            ],
+            f"{PROCESSES} brokers; CPU for each record, in microseconds",
+            ("", "records/s", "MB/s", "Postgres", "brokers", "client"),
+            rows,
+        )
+        measure.table(
+            "1,000 records a second, from produce to the consumer's hand, in ms", ("", "p50", "p99"), latencies
         )
         result |= {
             "produce_vs_copy": result["produce_vs_copy_100_6"],
             "fetch_vs_select": result["fetch_vs_select_100_6"],
-            "p50_ms": round(measure.percentile(spent, 50), 2),
-            "p99_ms": round(measure.percentile(spent, 99), 2),
+            "fetch_again_vs_select": result["fetch_again_vs_select_100_6"],
+            "p50_ms": result["p50_ms_1"],
+            "p99_ms": result["p99_ms_1"],
             "quick": options.quick,
             "seconds": round(time.monotonic() - started, 1),
         }

@@ -21,9 +21,15 @@ LAYERS = {
     "model": 0,
     "errors": 0,
     "telemetry": 0,
+    "counters": 1,
+    "tracing": 1,
     "visibility": 1,
     "access": 1,
     "query": 1,
+    "schemas": 1,
+    "window": 1.5,
+    "deciding": 1.5,
+    "field_index": 1.5,
     "tail": 2,
     "turns": 1,
     "settings": 1,
@@ -32,23 +38,41 @@ LAYERS = {
     "schema": 1,
     "calls": 2,
     "subscription": 3,
+    "registry": 3,
     "aio": 4,
     "client": 4,
+    "registering": 5,
     "subscriber": 5,
     "store": 5,
     "worker": 6,
     "": 7,
     **dict.fromkeys(("kafka", "server", "cdc", "nats", "lake"), 8),
     "spark": 9,
+    "chaos": 9,
     "cli": 10,
 }
 DOORS = {"kafka", "server", "cdc", "nats", "lake", "spark"}
 # Spark moves what these know how to read and to write.
 NEIGHBOURS = {("spark", "cdc"), ("spark", "nats"), ("spark", "lake")}
-PURE = ("model", "errors", "settings", "calls", "subscription", "cron", "visibility", "query", "tail", "access")
+PURE = (
+    "model",
+    "errors",
+    "settings",
+    "calls",
+    "subscription",
+    "cron",
+    "visibility",
+    "query",
+    "tail",
+    "access",
+    "schemas",
+    "registry",
+    "window",
+)
 PURE_FILES = tuple(f"cdc/{name}.py" for name in ("images", "json_text", "pgoutput", "relation")) + tuple(
     f"kafka/{name}.py" for name in ("assignment", "compression", "configs", "coordinator", "events", "records", "wire")
 )
+PURE_FILES += ("server/webhook_requests.py",)
 IMPURE = {"asyncio", "socket", "time", "threading", "os", "subprocess", "selectors", "multiprocessing", "random"}
 NO_NAMES = {"util", "utils", "common", "helper", "helpers", "base", "manager", "managers", "misc"}
 
@@ -214,6 +238,18 @@ def test_every_function_file_is_installed() -> None:
 def test_the_blocking_shell_is_made_from_the_asynchronous_one() -> None:
     check = subprocess.run(
         [sys.executable, str(ROOT / "tools" / "unasync.py"), "--check"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert check.returncode == 0, check.stdout
+
+
+def test_the_modules_of_messages_are_made_from_the_files_of_the_protocol() -> None:
+    pytest.importorskip("grpc_tools")
+    check = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "protos.py"), "--check"],
         capture_output=True,
         text=True,
         timeout=60,

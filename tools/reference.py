@@ -1,4 +1,4 @@
-"""Write the pages of docs/reference from the code: command line, Python, SQL, errors, settings.
+"""Write the pages of docs/reference from the code: command line, Python, SQL, errors, settings, metrics.
 
 `--check` writes nothing and ends with 1 if a page is not what the code says.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import typer.main
 
 import headwater
-from headwater import errors, model, query, schema, settings, worker
+from headwater import errors, model, query, schema, settings, telemetry, worker
 from headwater.cli import app, exit_codes
 from headwater.client.store import EventStore
 from headwater.client.subscribing import Subscribing
@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "reference"
 FUNCTIONS = ROOT / "src" / "headwater" / "schema" / "functions"
 MIGRATIONS = ROOT / "src" / "headwater" / "schema" / "migrations"
+PROTOS = ROOT / "proto"
 CALLS = ROOT / "src" / "headwater" / "calls"
 NOTE = "<!-- Written by tools/reference.py; change the code, then run that. -->\n"
 
@@ -264,6 +265,7 @@ def settings_page() -> str:
                     ("`segment_interval`", "1 day", "how long the log writes to one segment at most"),
                     ("`segments_ahead`", "3", "how many segments are kept ready for the log to grow into"),
                     ("`auto_create_topics`", "false", "whether publishing to a missing topic makes it"),
+                    ("`kafka_offsets_kept`", "7 days", "how long offsets of a Kafka group without members are kept"),
                 ],
             ).strip(),
             "## Of a topic",
@@ -302,10 +304,41 @@ def settings_page() -> str:
     )
 
 
+def metrics_page() -> str:
+    def rows(source: str) -> list[tuple[str, ...]]:
+        return [
+            (f"`{metric.name}`", metric.kind, ", ".join(f"`{label}`" for label in metric.labels), metric.meaning)
+            for metric in telemetry.METRICS
+            if metric.source == source
+        ]
+
+    columns = ("metric", "kind", "labels", "means")
+    return "\n\n".join(
+        (
+            "# Metrics and log fields",
+            "A server gives them at `/metrics`, `headwater metrics` prints them, `headwater.metrics()` has those of "
+            "the database as rows. [How to monitor](../how-to/monitor.md) says which to watch.",
+            "## Of the log, asked of the database",
+            "The same whichever process is asked; at most once a second. Figures by name are given for the first 200 "
+            "topics, groups, cursors and pipelines each, by name; `headwater_topics`, `headwater_groups` and "
+            "`headwater_cursors` tell how many there are.",
+            table(columns, rows("database")).strip(),
+            "## Of one process, counted since its start",
+            "Of each, at most 1000 combinations of labels; what comes after them is counted as `(others)`.",
+            table(columns, rows("process")).strip(),
+            "## Log fields",
+            "A message never varies; what does is a field. With `HEADWATER_LOG_FORMAT=json`, or `headwater "
+            "--log-format json`, each line is one JSON object with `time`, `level`, `logger`, `message`, these fields "
+            "where they apply, and `exception` with a traceback if there is one.",
+            table(("field", "means"), [(f"`{name}`", text) for name, text in telemetry.LOG_FIELDS.items()]).strip(),
+        )
+    )
+
+
 def kafka_page() -> str:
     from kio.index import api_key_map
 
-    from headwater.kafka.apis import OFFERED
+    from headwater.kafka.apis import FEATURES, OFFERED
     from headwater.kafka.configs import TOPIC_CONFIGS
 
     apis = [
@@ -323,6 +356,9 @@ def kafka_page() -> str:
             "A request for anything else ends the connection, but for ApiVersions, which then tells this table. "
             "Produce 0 to 2 are told, since old librdkafka would not compress without them, and refused when used.",
             table(("number", "API", "versions"), apis).strip(),
+            "Features that are told as finalized: "
+            + ", ".join(f"`{name}` {level}" for name, level in FEATURES.items())
+            + ".",
             "## Settings of a topic",
             table(("setting", "default", "can be changed", "means"), configs).strip(),
             "## Differences from Kafka",
@@ -332,35 +368,216 @@ def kafka_page() -> str:
 
 
 KAFKA_DIFFERENCES = (
-    "Not there: retention by size, share groups, quotas, delegation tokens, DeleteRecords, `transaction.version` 2, a "
-    "schema registry.",
+    "Not there: share groups, quotas (there are none to describe), delegation tokens, moving partitions, changing the "
+    "settings of a broker while it runs.",
     "Compaction, every 15 seconds, waits for readers that must not lose an event, and for archives. With "
-    "`cleanup.policy=compact` alone `retention.ms` is -1.",
+    "`cleanup.policy=compact` alone `retention.ms` and `retention.bytes` are -1; `compact,delete` with neither is "
+    "`compact`.",
+    "`retention.bytes` is applied by the log's upkeep, to the event: a partition is at most that large afterwards. It "
+    "counts keys, values and headers, and waits for readers that must not lose an event, and for archives.",
+    "DeleteRecords is refused with POLICY_VIOLATION for what somebody who must not lose an event, or an archive, has "
+    "yet to read, and for event stores and compacted topics. In an open topic it deletes up to a position.",
+    "DescribeLogDirs tells the sizes of the partitions that a broker leads, in one directory, `postgres`.",
     "A consumer group with members of one protocol, classic or that of KIP-848, refuses members of the other. In the "
-    "latter topics are named; patterns are refused.",
+    "latter a pattern of topics is looked up by Postgres: what RE2 has and its regular expressions have not is refused "
+    "or means what it means there.",
     "An open topic can be consumed and not produced to. Its offsets are positions, with gaps.",
     "The records of a transaction enter the log when it commits. Their acknowledgements carry no offset, and "
     "`read_uncommitted` does not see them before either.",
     "A key has up to 65535 bytes. `max.message.bytes` is also the limit of one value after unpacking.",
     "Records are stored one by one, not as the batches that came. What fetched records are packed with, the topic's "
-    "`compression.type` says; `producer` is as good as `uncompressed`.",
+    "`compression.type` says; with `producer` they go as they came while a broker remembers them, and else unpacked.",
     "Fetch sessions are not kept: every fetch is a whole one.",
     "Any broker serves any partition. Metadata names one leader for each, to spread the work; the leader epoch is 0.",
     "There are no replicas: Postgres replicates. `acks=1` and `acks=all` both mean committed in Postgres.",
     "Looking for an offset by time reads through the partition.",
-    "Offsets of groups and their names are kept until they are deleted.",
+    "Offsets of a group without members are kept for seven days after it last had any or committed; `headwater "
+    "settings set --kafka-offsets-kept` changes that.",
     "When another broker takes over a consumer group, its members join anew.",
-    "Permissions only allow; `DENY` and hosts other than `*` are refused.",
+    "Permissions only allow; `DENY` and hosts other than `*` are refused. An account that Kafka's tools give a "
+    "password is made if missing, and may do nothing before somebody allows it; it stays when its last "
+    "password is taken away.",
+)
+
+
+# --- HTTP ----------------------------------------------------------------------------------------------------
+
+
+def http_page() -> str:
+    from headwater.server.http.app import described, document
+    from headwater.server.http.problems import STATUS
+
+    found = document(described())
+    statuses: dict[int, list[str]] = {}
+    for kind, status in STATUS.items():
+        statuses.setdefault(status, []).append(f"`{kind.__name__}`")
+    parts = [
+        "# HTTP",
+        f"{found['info']['description']} [How to use it](../how-to/http.md). The same as OpenAPI: `/openapi.json`.",
+        "## Errors",
+        "`type` is `urn:headwater:error:` and the name; those of the log are in [errors](errors.md).",
+        table(("status", "errors"), [(str(status), ", ".join(names)) for status, names in sorted(statuses.items())]),
+    ]
+    by_tag: dict[str, list[str]] = {}
+    for path, methods in found["paths"].items():
+        for method, route in methods.items():
+            by_tag.setdefault(route["tags"][0], []).append(http_route(path, method, route))
+    for tag, routes in by_tag.items():
+        parts += [f"## {tag.capitalize()}", *routes]
+    parts.append("## Shapes")
+    for name, shape in sorted(found["components"]["schemas"].items()):
+        if name not in ("HTTPValidationError", "ValidationError"):
+            parts.append(f"### {name}\n\n{paragraph(shape.get('description'))}\n\n{http_fields(shape)}")
+    return "\n\n".join(part.strip() for part in parts)
+
+
+def http_route(path: str, method: str, route: Any) -> str:
+    lines = [
+        f"### {method.upper()} {path}",
+        paragraph(route.get("description")),
+        f"Right: {route['x-headwater-right']}.",
+    ]
+    body = route.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
+    if body is not None:
+        lines.append(f"Body: {http_type(body)}.")
+    if rows := [
+        (f"`{one['name']}`", one["in"], http_type(one["schema"]), one.get("description", ""))
+        for one in route.get("parameters", ())
+    ]:
+        lines.append(table(("parameter", "in", "type", "means"), rows))
+    answers = []
+    for status, one in sorted(route["responses"].items()):
+        if status < "400":
+            content = next(iter(one.get("content", {}).items()), ("", {}))
+            kind = content[0] if content[0] == "text/event-stream" else http_type(content[1].get("schema", {}))
+            answers.append(f"{status}: {kind}")
+    problems = [status for status in sorted(route["responses"]) if status >= "400"]
+    lines.append(f"Answers {'; '.join(answers)}." + (f" Problems: {', '.join(problems)}." if problems else ""))
+    return "\n\n".join(line.strip() for line in lines if line)
+
+
+def http_type(shape: Any) -> str:
+    if "$ref" in shape:
+        name = shape["$ref"].rpartition("/")[2]
+        return f"[{name}](#{name.lower()})"
+    for word in ("anyOf", "oneOf"):
+        if word in shape:
+            return " or ".join(dict.fromkeys(http_type(one) for one in shape[word]))
+    if "enum" in shape or "const" in shape:
+        return ", ".join(f"`{one}`" for one in shape.get("enum", [shape.get("const")]))
+    if shape.get("type") == "array":
+        return f"list of {http_type(shape.get('items', {}))}"
+    bounds = [
+        f"{word} {shape[key]}"
+        for key, word in (
+            ("minimum", "from"),
+            ("exclusiveMinimum", "above"),
+            ("maximum", "to"),
+            ("minLength", "from"),
+            ("maxLength", "to"),
+        )
+        if key in shape
+    ]
+    kind = {"string": shape.get("format", "text"), "object": "object"}.get(shape.get("type"), shape.get("type", "any"))
+    return f"{kind} ({' '.join(bounds)})" if bounds else str(kind)
+
+
+def http_fields(shape: Any) -> str:
+    required = set(shape.get("required", ()))
+    return "".join(
+        f"- `{name}`{'' if name in required else ' (may be left out)'}: {http_type(one)}"
+        f"{'. ' + one['description'] if one.get('description') else ''}\n"
+        for name, one in shape.get("properties", {}).items()
+    )
+
+
+def grpc_page() -> str:
+    from headwater.server.rpc import statuses
+
+    parts = [
+        "# gRPC: services, methods, status codes",
+        "Messages are in the files of the protocol; their comments say what each field means. "
+        "[How to use them](../how-to/grpc.md).",
+    ]
+    for path in sorted(PROTOS.rglob("*.proto")):
+        text = path.read_text()
+        about = text.partition("\n")[0].removeprefix("// ")
+        package = re.search(r"^package (.*);", text, re.MULTILINE)
+        assert package is not None
+        file = path.relative_to(ROOT).as_posix()
+        parts += [f"## `{package[1]}`", f"{about} [{file}](../../{file})"]
+        for comment, name, body in PROTO_SERVICE.findall(text):
+            rows = [
+                (f"`{method}`", f"`{asked}`", f"`{answered}`", promised(promise))
+                for promise, method, asked, answered in PROTO_METHOD.findall(body)
+            ]
+            parts += [f"### {name}", promised(comment), table(("method", "takes", "answers", "means"), rows)]
+    codes: dict[str, list[str]] = {}
+    for error, code in statuses.BY_ERROR.items():
+        codes.setdefault(code.name, []).append(f"`{error.__name__}`")
+    rows = [(f"`{code}`", ", ".join(kinds)) for code, kinds in sorted(codes.items())]
+    rows.append(("`INTERNAL`", "what is not in this table, as a bug of ours"))
+    rows.append(("`DEADLINE_EXCEEDED`", "the deadline of the call came first; what it did may be done"))
+    parts += [
+        "## Status codes",
+        "The [error](errors.md) itself comes beside the status, in the trailing metadata: `headwater-error-bin` is "
+        "JSON with `error`, `message`, `hint` and `detail`.",
+        table(("status", "errors"), rows),
+        "## Limits",
+        "\n".join(f"- {limit}" for limit in GRPC_LIMITS),
+        "## Differences from Orisun",
+        "\n".join(f"- {difference}" for difference in ORISUN_DIFFERENCES),
+    ]
+    return "\n\n".join(part.strip() for part in parts)
+
+
+PROTO_SERVICE = re.compile(r"((?:^// [^\n]*\n)*)^service (\w+) \{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
+PROTO_METHOD = re.compile(r"((?:^ *// [^\n]*\n)*)^ *rpc (\w+)\(([^)]*)\) returns \(([^)]*)\)", re.MULTILINE)
+
+
+def promised(comment: str) -> str:
+    return " ".join(line.strip().removeprefix("// ") for line in comment.strip().splitlines())
+
+
+GRPC_LIMITS = (
+    "A message has up to 64 MiB, and an event as much as its topic allows: 1 MiB if nothing else is said.",
+    "An append has up to 1,000 events, a query up to 100 items, a batch that is read up to 10,000 events and 16 MiB.",
+    "A connection has up to 1,000 calls under way, a process 10,000. Pings come at most every ten seconds.",
+    "A stream of appends has up to 256 of them under way, or 16 MiB.",
+    "Of what a stream is slow to take, the server has a batch in hand: for a follower up to 4 MiB, for a subscriber of "
+    "an event store up to 16 MiB.",
+    "A call waits for a lost database for 30 seconds, or until its deadline; a subscriber for 60.",
+)
+ORISUN_DIFFERENCES = (
+    "Both numbers of a position are the same, so events that were saved together do not share the first. Positions are "
+    "of the whole log and have gaps.",
+    "Ids are unique within a boundary: what is saved again under the same ids is not saved twice, and the answer is "
+    "that of the first time, whatever its condition says by now. An id that another event has is INVALID_ARGUMENT. Any "
+    "text of up to 255 characters is an id; without one, an event gets one.",
+    "An event has up to 1 MiB of data and 64 KiB of metadata, a type up to 200 characters, one call up to 1,000 events "
+    "and 100 criteria.",
+    "Data comes back as it was written, to the letter. An event that another door appended and that is no JSON comes "
+    "as `payload_base64`.",
+    "A page that would be larger than a message is RESOURCE_EXHAUSTED.",
+    "A subscriber that names no position gets what comes from then on. One without a name is one of any number.",
+    "An index has events whose values have the form that it says; others are saved all the same. Events are always "
+    "found by their type, so an index leaves `eventType` out, of its fields and its conditions, and has more events.",
+    "A boundary is active at once. Its description, and the namespace of its placement, are not kept.",
+    "A user's id and name are the username. Rights are those of the account, for each topic.",
+    "Reflection is open to everybody, as health is.",
 )
 
 
 PAGES = {
+    "http.md": http_page,
+    "grpc.md": grpc_page,
     "kafka.md": kafka_page,
     "cli.md": cli_page,
     "python.md": python_page,
     "sql.md": sql_page,
     "errors.md": errors_page,
     "settings.md": settings_page,
+    "metrics.md": metrics_page,
 }
 
 

@@ -25,7 +25,7 @@ from headwater.errors import (
 from headwater.model import ClaimedEvent, Cursor, Dead, Event, Lease, LogState, NewEvent, Retry, Snooze, Topic
 from headwater.query import Appended, Item, LatestMatchIs, NewStoreEvent, NoMatchAfter, Query, StoreEvent
 from headwater.schema import VERSION as __version__
-from headwater.store import open
+from headwater.store import open, open_async
 from headwater.worker import App
 
 __all__ = [
@@ -70,4 +70,5 @@ __all__ = [
     "__version__",
     "connect",
     "open",
+    "open_async",
 ]

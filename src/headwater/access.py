@@ -10,30 +10,36 @@ import base64
 import hashlib
 import hmac
 from collections.abc import Iterable
+from datetime import datetime
 from typing import Final, NamedTuple
 
-ITERATIONS: Final = 8192
+# As many as make a guess costly today, for the weaker of the two hashes.
+ITERATIONS: Final = 600_000
 EVERYBODY: Final = "*"
+# Tells a key from a password, for people and for scanners of secrets.
+KEY_PREFIX: Final = "hw_"
 ACTIONS: Final = ("read", "write", "create", "delete", "alter", "describe", "all")
 KINDS: Final = ("topic", "group", "transaction", "log")
 MECHANISMS: Final = {"SCRAM-SHA-256": "sha256", "SCRAM-SHA-512": "sha512"}
 
 
-class Verifiers(NamedTuple):
-    """What is kept of a password."""
+class Credential(NamedTuple):
+    """What one mechanism keeps of a password."""
 
     salt: bytes
     iterations: int
-    stored_key_256: bytes
-    server_key_256: bytes
-    stored_key_512: bytes
-    server_key_512: bytes
+    stored_key: bytes
+    server_key: bytes
 
-    def keys(self, mechanism: str) -> tuple[bytes, bytes]:
-        """The stored key and the server key of a mechanism."""
-        if mechanism == "SCRAM-SHA-256":
-            return self.stored_key_256, self.server_key_256
-        return self.stored_key_512, self.server_key_512
+
+class Verifiers(NamedTuple):
+    """What is kept of a password. None: that mechanism cannot be used."""
+
+    sha_256: Credential | None
+    sha_512: Credential | None
+
+    def credential(self, mechanism: str) -> Credential | None:
+        return self.sha_256 if mechanism == "SCRAM-SHA-256" else self.sha_512
 
 
 class Permission(NamedTuple):
@@ -44,6 +50,16 @@ class Permission(NamedTuple):
     kind: str
     name: str
     prefix: bool = False
+
+
+class ApiKey(NamedTuple):
+    """A key with which a program comes in as an account, as far as it is kept: its hash, in hex."""
+
+    account: str
+    hash: str
+    label: str
+    created_at: datetime
+    expires_at: datetime | None
 
 
 class Access:
@@ -74,20 +90,40 @@ class Access:
         )
 
 
+def key_of(secret: bytes) -> str:
+    """An API key, as its owner keeps it. The secret is random: 32 bytes."""
+    return KEY_PREFIX + base64.urlsafe_b64encode(secret).decode().rstrip("=")
+
+
+def key_hash(key: str) -> bytes:
+    """What is kept of an API key."""
+    return hashlib.sha256(key.encode()).digest()
+
+
 def verifiers(password: str, salt: bytes, iterations: int = ITERATIONS) -> Verifiers:
     """What is kept of a password; the salt is random, for each account its own."""
-    keys = []
-    for algorithm in MECHANISMS.values():
-        salted = hashlib.pbkdf2_hmac(algorithm, password.encode(), salt, iterations)
-        client_key = hmac.digest(salted, b"Client Key", algorithm)
-        keys += [hashlib.new(algorithm, client_key).digest(), hmac.digest(salted, b"Server Key", algorithm)]
-    return Verifiers(salt, iterations, *keys)
+    return Verifiers(*(_of_password(algorithm, password, salt, iterations) for algorithm in MECHANISMS.values()))
+
+
+def _of_password(algorithm: str, password: str, salt: bytes, iterations: int) -> Credential:
+    salted = hashlib.pbkdf2_hmac(algorithm, password.encode(), salt, iterations)
+    return credential_of(algorithm, salted, salt, iterations)
+
+
+def credential_of(algorithm: str, salted_password: bytes, salt: bytes, iterations: int) -> Credential:
+    """What is kept, made from a password that was salted elsewhere."""
+    client_key = hmac.digest(salted_password, b"Client Key", algorithm)
+    stored_key = hashlib.new(algorithm, client_key).digest()
+    return Credential(salt, iterations, stored_key, hmac.digest(salted_password, b"Server Key", algorithm))
 
 
 def password_fits(password: str, kept: Verifiers) -> bool:
     """Whether this is the password. Takes as long for a wrong one."""
-    found = verifiers(password, kept.salt, kept.iterations)
-    return hmac.compare_digest(found.stored_key_256, kept.stored_key_256)
+    for algorithm, known in zip(MECHANISMS.values(), kept, strict=True):
+        if known is not None:
+            found = _of_password(algorithm, password, known.salt, known.iterations)
+            return hmac.compare_digest(found.stored_key, known.stored_key)
+    return False
 
 
 class AuthenticationFailed(Exception):
@@ -98,7 +134,6 @@ class Scram:
     """The server's side of one SCRAM exchange: two messages of the client, two of ours."""
 
     def __init__(self, mechanism: str, nonce: str) -> None:
-        self._mechanism = mechanism
         self._algorithm = MECHANISMS[mechanism]
         self._nonce = nonce
         self._first_bare = ""
@@ -121,15 +156,15 @@ class Scram:
         self.account = name.replace("=2C", ",").replace("=3D", "=")
         return self.account
 
-    def challenge(self, kept: Verifiers) -> bytes:
+    def challenge(self, kept: Credential) -> bytes:
         """Our answer to it."""
         salt = base64.b64encode(kept.salt).decode()
         self._server_first = f"r={self._nonce},s={salt},i={kept.iterations}"
         return self._server_first.encode()
 
-    def finish(self, final: bytes, kept: Verifiers) -> bytes:
+    def finish(self, final: bytes, kept: Credential) -> bytes:
         """Our proof to the client, once it has given its own; or AuthenticationFailed."""
-        stored_key, server_key = kept.keys(self._mechanism)
+        stored_key, server_key = kept.stored_key, kept.server_key
         try:
             text = final.decode()
             without_proof, _, encoded = text.rpartition(",p=")
@@ -152,4 +187,6 @@ def stranger(name: str, secret: bytes) -> Verifiers:
     """Verifiers for a name that nobody has: always the same, so that a challenge does not tell who exists."""
     salt = hmac.digest(secret, name.encode(), "sha256")[:16]
     nothing = bytes(32)
-    return Verifiers(salt, ITERATIONS, nothing, nothing, nothing * 2, nothing * 2)
+    return Verifiers(
+        Credential(salt, ITERATIONS, nothing, nothing), Credential(salt, ITERATIONS, nothing * 2, nothing * 2)
+    )

@@ -72,11 +72,11 @@ class StoreBusy(HeadwaterError):
 
 
 class GroupNotFound(HeadwaterError):
-    """No group, binding or subscription is what was named: create it first."""
+    """No group, binding, subscription or webhook is what was named: create it first."""
 
 
 class GroupExists(HeadwaterError):
-    """A group has that name already."""
+    """A group or a webhook has that name already, or the group has its webhook."""
 
 
 class ReaderBusy(HeadwaterError):
@@ -139,6 +139,26 @@ class LakeBusy(HeadwaterError):
     """Other writers changed a table of the lake at every try. Nothing was committed: run it again later."""
 
 
+class InvalidSchema(InvalidRequest):
+    """What was sent is no schema, or more than is taken: fix it, then register it again."""
+
+
+class IncompatibleSchema(HeadwaterError):
+    """The schema may not follow those before it. `detail` says what does not fit: change it, or the compatibility."""
+
+
+class SchemaNotFound(HeadwaterError):
+    """No subject, version or schema is what was named: register it first."""
+
+
+class SchemaInUse(HeadwaterError):
+    """Another schema refers to it, or a topic must fit it: let go of it there first."""
+
+
+class SchemaNotDeleted(HeadwaterError):
+    """Only what was deleted softly can be deleted for good."""
+
+
 class InvalidSettings(HeadwaterError):
     """Settings that cannot be: every problem is in the message."""
 
@@ -161,6 +181,9 @@ BY_SQLSTATE: Mapping[str, type[HeadwaterError]] = {
     "HW017": PipelineNotFound,
     "HW018": PipelineBusy,
     "HW020": ProjectionRebuilt,
+    "HW030": SchemaNotFound,
+    "HW031": SchemaInUse,
+    "HW032": SchemaNotDeleted,
     "22P02": InvalidEvent,  # invalid_text_representation: JSON that is none
     "22P05": InvalidEvent,  # untranslatable_character: \u0000 in JSON
     "22021": InvalidEvent,  # character_not_in_repertoire: a NUL byte in text

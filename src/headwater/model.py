@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, Literal, NamedTuple
 
@@ -146,6 +146,27 @@ class Upkeep:
     events_swept: int
 
 
+class Sample(NamedTuple):
+    """One figure: which metric, the values of its labels, how much."""
+
+    name: str
+    labels: tuple[str, ...]
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class LogHealth:
+    """What tells whether the log can be worked with. None: there is nothing to tell, or a standby cannot."""
+
+    primary_server: bool
+    writable: bool
+    maintained_seconds_ago: float | None
+    positions_left: int | None
+    oldest_publisher_pid: int | None
+    oldest_publisher_seconds: float | None
+    unsettled: int | None
+
+
 @dataclass(frozen=True, slots=True)
 class Publisher:
     """A transaction that has published and is still open: what readers wait for."""
@@ -167,6 +188,7 @@ class LogSettings:
     segment_interval: timedelta
     segments_ahead: int
     auto_create_topics: bool
+    kafka_offsets_kept: timedelta
 
 
 # --- groups --------------------------------------------------------------------------------------------------
@@ -331,6 +353,52 @@ class DeadLetter:
     last_error: str | None
     history: tuple[Mapping[str, Any], ...]
     died_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Webhook:
+    """A queue whose events are sent to a URL. Its retries, and how many are sent at once, are those of its group."""
+
+    id: int
+    name: str
+    group: str
+    url: str
+    headers: Mapping[str, str]
+    body: Literal["envelope", "raw"]
+    timeout_seconds: float
+    max_concurrency: int | None
+    rate_per_second: float | None
+    gzip_above_bytes: int | None
+    client_errors: Literal["retry", "dead"]
+    state: Literal["active", "paused", "disabled"]
+    state_reason: str | None
+    created_at: datetime
+    updated_at: datetime
+    uid: str
+    version: int
+    # Not in a repr: what is printed ends up in logs.
+    secrets: tuple[str, ...] = field(repr=False)
+
+
+class WebhookRoute(NamedTuple):
+    """A webhook that is to be delivered, with what a worker of its group must know."""
+
+    webhook: Webhook
+    lease_seconds: float
+    ordered_keys: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WebhookTest:
+    """What came of a test: the answer's status and the beginning of its body, or why there was none."""
+
+    webhook: str
+    accepted: bool
+    message_id: str
+    status: int | None
+    latency_ms: float
+    response: str
+    error: str | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ class Item:
             raise InvalidRequest(f"an item of a query has up to {MAX_TAGS} types and as many tags")
         object.__setattr__(self, "types", types)
         object.__setattr__(self, "tags", tags)
-        object.__setattr__(self, "fields", {_field_name(k): _field_text(v) for k, v in self.fields.items()})
+        object.__setattr__(self, "fields", {checked_field_name(k): field_text(v) for k, v in self.fields.items()})
 
     def matches(self, event: StoreEvent) -> bool:
         """Whether the event has all that the item asks for."""
@@ -104,10 +104,8 @@ class Item:
         )
 
     def _fields_match(self, payload: bytes | None, content_type: str | None) -> bool:
-        if payload is None or content_type not in (None, JSON_TYPE):
-            return False
-        data = _parsed(payload)
-        return isinstance(data, dict) and all(_scalar_text(data.get(k)) == v for k, v in self.fields.items())
+        data = json_of(payload, content_type)
+        return isinstance(data, dict) and all(scalar_text(data.get(k)) == v for k, v in self.fields.items())
 
     def as_json(self) -> dict[str, Any]:
         parts: dict[str, Any] = {}
@@ -158,15 +156,6 @@ class Query:
 
 
 EVERYTHING = Query()
-
-
-@dataclass(frozen=True, slots=True)
-class FieldIndex:
-    """Fields of the data by which events are found as by a tag. Until it is `ready`, queries do without it."""
-
-    name: str
-    fields: tuple[str, ...]
-    ready: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,12 +216,13 @@ def distinct(values: Iterable[str], what: str) -> tuple[str, ...]:
     if isinstance(values, str):
         raise InvalidRequest(f"{what} are a list of texts, not one text", hint=f'Write {what}=["{values}"].')
     longest = MAX_TYPE_CHARACTERS if what == "types" else MAX_TAG_CHARACTERS
-    found = tuple(dict.fromkeys(values))
+    found = tuple(values)
     for value in found:
         if not isinstance(value, str) or not 1 <= len(value) <= longest:
             raise InvalidEvent(f"each of the {what} is a text of 1 to {longest} characters, not {value!r}")
-        _refuse_strange_text(value, what)
-    return found
+        if not value.isascii() or "\x00" in value:
+            _refuse_strange_text(value, what)
+    return found if len(found) < 2 else tuple(dict.fromkeys(found))
 
 
 def _refuse_strange_text(value: str, what: str) -> None:
@@ -250,23 +240,25 @@ def _refuse_negative(position: int) -> None:
         raise InvalidRequest(f"a position is not negative, this one is {position!r}")
 
 
-def _field_name(name: str) -> str:
+def checked_field_name(name: str) -> str:
+    """The name of a field; refuses what cannot be one."""
     if not isinstance(name, str):
         raise InvalidRequest(f"a field is named by a text, not by {name!r}")
     _refuse_strange_text(name, "fields")
     return name
 
 
-def _field_text(value: FieldValue) -> str:
+def field_text(value: FieldValue) -> str:
+    """What a field is compared with, as text."""
     # A float is what JSON would make of it.
-    rendered = _scalar_text(Decimal(json.dumps(value)) if type(value) is float else value)
+    rendered = scalar_text(Decimal(json.dumps(value)) if type(value) is float else value)
     if rendered is None:
         raise InvalidRequest(f"a field is compared with a text, a number or a boolean, not with {value!r}")
     _refuse_strange_text(rendered, "fields")
     return rendered
 
 
-def _scalar_text(value: Any) -> str | None:
+def scalar_text(value: Any) -> str | None:
     """A scalar of JSON as Postgres shows it; None for what is none."""
     if isinstance(value, str):
         return value
@@ -300,9 +292,14 @@ def _refuse_constant(text: str) -> Any:
 _decode = json.JSONDecoder(parse_float=_number, parse_int=_number, parse_constant=_refuse_constant).decode
 
 
+def json_of(payload: bytes | None, content_type: str | None) -> Any:
+    """The payload as Postgres would read it as jsonb; None where it would not."""
+    return None if payload is None or content_type not in (None, JSON_TYPE) else _parsed(payload)
+
+
 @lru_cache(maxsize=64)
 def _parsed(payload: bytes) -> Any:
-    """The payload as Postgres would read it as jsonb; None where it would not. Cached: many ask about one event."""
+    # Cached: many ask about one event.
     try:
         text = payload.decode()
         data = _decode(text)

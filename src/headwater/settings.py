@@ -17,6 +17,7 @@ class Settings:
     home: Path
     pool_size: int
     log_level: str
+    log_format: str = "text"
 
 
 VARIABLES: Mapping[str, str] = {
@@ -24,9 +25,11 @@ VARIABLES: Mapping[str, str] = {
     "HEADWATER_HOME": "where the embedded Postgres lives; default ~/.local/share/headwater",
     "HEADWATER_POOL_SIZE": "how many connections one process may hold; default 10",
     "HEADWATER_LOG_LEVEL": "debug, info, warning or error; default warning",
+    "HEADWATER_LOG_FORMAT": "text, or json for a JSON object a line; default text",
 }
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
 
 
 def load(environment: Mapping[str, str]) -> Settings:
@@ -46,6 +49,9 @@ def load(environment: Mapping[str, str]) -> Settings:
     log_level = (environment.get("HEADWATER_LOG_LEVEL") or "warning").lower()
     if log_level not in LOG_LEVELS:
         problems.append(f"HEADWATER_LOG_LEVEL is {log_level!r}, not one of {', '.join(LOG_LEVELS)}")
+    log_format = (environment.get("HEADWATER_LOG_FORMAT") or "text").lower()
+    if log_format not in LOG_FORMATS:
+        problems.append(f"HEADWATER_LOG_FORMAT is {log_format!r}, not one of {', '.join(LOG_FORMATS)}")
     if problems:
         raise InvalidSettings("; ".join(problems))
-    return Settings(dsn=dsn, home=home, pool_size=int(pool_size), log_level=log_level)
+    return Settings(dsn=dsn, home=home, pool_size=int(pool_size), log_level=log_level, log_format=log_format)

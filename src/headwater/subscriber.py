@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from headwater import aio
+from headwater import aio, tracing
+from headwater.counters import COUNTERS
 from headwater.errors import HeadwaterError, ReaderBusy
 from headwater.model import Dead, Event, MatchedEvent, Retry, Snooze
-from headwater.telemetry import ERROR, GROUP, POSITION, logger
+from headwater.telemetry import ERROR, GROUP, HANDLED, POSITION, logger
 
 LEASE_SECONDS = 30.0
 KEEP_SECONDS = 10.0
@@ -38,9 +39,10 @@ class Subscriber:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def call(self, event: Event) -> object:
-        if inspect.iscoroutinefunction(self.handler):
-            return await self.handler(event)
-        return await asyncio.to_thread(self.handler, event)
+        with tracing.consuming(self.group, [event]):
+            if inspect.iscoroutinefunction(self.handler):
+                return await self.handler(event)
+            return await asyncio.to_thread(self.handler, event)
 
 
 @dataclass(slots=True)
@@ -169,6 +171,8 @@ class GroupReader:
         if error is not None and not isinstance(error, Exception):
             raise error
         result = Retry(reason=f"{type(error).__name__}: {error}") if error is not None else task.result()
+        kind = type(result).__name__.lower() if isinstance(result, Retry | Snooze | Dead) else "done"
+        COUNTERS.add(HANDLED, self.group, kind)
         match result:
             case Retry():
                 logger.warning(

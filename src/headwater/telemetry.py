@@ -1,16 +1,168 @@
-"""The name and meaning of every log field, on one page. Log lines are constant; what varies is a field."""
+"""The name and meaning of every metric and log field, on one page. Log lines are constant; what varies is a field."""
 
 from __future__ import annotations
 
 import logging
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, Literal
 
 logger: Final = logging.getLogger("headwater")
 
-CURSOR: Final = "cursor"  # the cursor's name
-GROUP: Final = "group"  # the group's name
-POSITION: Final = "position"  # a place in the log
-WAIT_SECONDS: Final = "wait_seconds"  # how long until the next try
-ERROR: Final = "error"  # what went wrong, as text
-SLOT: Final = "slot"  # the replication slot's name
-RETAINED_BYTES: Final = "retained_bytes"  # what a slot keeps of the server's log
+# --- log fields ----------------------------------------------------------------------------------------------
+
+CURSOR: Final = "cursor"
+GROUP: Final = "group"
+WEBHOOK: Final = "webhook"
+POSITION: Final = "position"
+WAIT_SECONDS: Final = "wait_seconds"
+ERROR: Final = "error"
+SLOT: Final = "slot"
+RETAINED_BYTES: Final = "retained_bytes"
+OPEN: Final = "open"
+
+LOG_FIELDS: Final = {
+    CURSOR: "the cursor's name",
+    GROUP: "the group's name",
+    WEBHOOK: "the webhook's name",
+    POSITION: "a place in the log",
+    WAIT_SECONDS: "how long until the next try",
+    ERROR: "what went wrong, as text",
+    SLOT: "the replication slot's name",
+    RETAINED_BYTES: "what a slot keeps of the server's log",
+    OPEN: "messages that wait for their acknowledgement",
+}
+
+# --- metrics -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A figure that is published. `source`: asked of the database, or counted by this process since its start."""
+
+    name: str
+    kind: Literal["gauge", "counter"]
+    labels: tuple[str, ...]
+    meaning: str
+    source: Literal["database", "process"] = "database"
+
+
+def _gauge(name: str, meaning: str, *labels: str) -> Metric:
+    return Metric(name, "gauge", labels, meaning)
+
+
+def _counter(name: str, meaning: str, *labels: str) -> Metric:
+    return Metric(name, "counter", labels, meaning)
+
+
+def _counted(name: str, meaning: str, *labels: str) -> Metric:
+    return Metric(name, "counter", labels, meaning, "process")
+
+
+PUBLISHED: Final = _counted("headwater_published_events_total", "events that this process published", "topic")
+APPENDS: Final = _counted(
+    "headwater_appends_total",
+    "appends to event stores by this process; outcome: appended, or conflict where the condition did not hold",
+    "topic",
+    "outcome",
+)
+HANDLED: Final = _counted(
+    "headwater_handled_events_total",
+    "events that handlers of this process ended; outcome: done, retry, dead or snooze",
+    "group",
+    "outcome",
+)
+LEASES_LOST: Final = _counted("headwater_leases_lost_total", "leases that ran out under this process", "group")
+UNAVAILABLE: Final = _counted("headwater_unavailable_total", "calls of this process that found no database")
+SCRAPES_FAILED: Final = _counted("headwater_scrapes_failed_total", "times that the database gave no figures")
+
+METRICS: Final = (
+    _gauge(
+        "headwater_up",
+        "1: the database answered when it was asked for these figures; 0: only what this process has counted follows",
+    ),
+    _gauge("headwater_log_drawn_position", "the last position that was handed out"),
+    _gauge(
+        "headwater_log_settled_position",
+        "up to here readers see the log; below the drawn one while publishers are open",
+    ),
+    _counter(
+        "headwater_log_positions_total", "positions handed out since the log began: its events, and those rolled back"
+    ),
+    _gauge("headwater_publishers_in_flight", "open transactions that have published"),
+    _gauge("headwater_oldest_publisher_age_seconds", "how long the oldest of them is open; readers wait for it"),
+    _gauge(
+        "headwater_oldest_publisher_pid", "its process id in Postgres, for pg_terminate_backend; 0: none, or prepared"
+    ),
+    _gauge("headwater_segments", "segments; state: closed, open, or ahead (made and not reached yet)", "state"),
+    _gauge("headwater_open_segment_free_positions", "positions left in the open segment"),
+    _gauge(
+        "headwater_oldest_segment_age_seconds", "how long ago the oldest segment was begun: how far back the log goes"
+    ),
+    _gauge("headwater_log_bytes", "what the events take on disk, with their indexes"),
+    _gauge(
+        "headwater_retention_held_positions",
+        "settled positions that retention must keep for a reader that must not lose",
+    ),
+    _gauge("headwater_maintenance_age_seconds", "how long ago upkeep ran last; missing: never"),
+    _gauge("headwater_scheduled_overdue_seconds", "by how much the most overdue scheduled event is late"),
+    _gauge("headwater_topics", "topics"),
+    _gauge("headwater_topic_last_position", "the topic's last event; 0: it has none", "topic"),
+    _gauge("headwater_topic_silent_seconds", "how long ago it was published", "topic"),
+    _gauge(
+        "headwater_topic_events_per_second",
+        "how fast it grows: by its last 50 events, or those of the last minute",
+        "topic",
+    ),
+    _gauge("headwater_groups", "groups"),
+    _gauge(
+        "headwater_group_lag_events",
+        "events of its topics that the group has not been handed: exact up to 1000, beyond that an upper bound",
+        "group",
+    ),
+    _gauge("headwater_group_lag_seconds", "the age of the oldest of them; 0: none", "group"),
+    _gauge(
+        "headwater_group_unfinished_seconds",
+        "the age of the oldest event that is not done with, retries included",
+        "group",
+    ),
+    _gauge("headwater_group_leased_events", "events that workers hold now", "group"),
+    _gauge("headwater_group_open_leases", "batches that are claimed and not settled", "group"),
+    _gauge(
+        "headwater_group_redeliveries", "events that are to be tried again, or wait behind one of their key", "group"
+    ),
+    _gauge("headwater_group_dead_letters", "events that the group has given up on", "group"),
+    _counter("headwater_group_claimed_events_total", "events that were handed out for the first time", "group"),
+    _gauge("headwater_group_paused", "1: nobody gets events of it", "group"),
+    _gauge("headwater_cursors", "cursors"),
+    _gauge(
+        "headwater_cursor_lag_events",
+        "events of its topics after the cursor: exact up to 1000, beyond that an upper bound",
+        "cursor",
+    ),
+    _gauge("headwater_cursor_lag_seconds", "the age of the oldest of them; 0: none", "cursor"),
+    _gauge("headwater_pipeline_running", "1: somebody runs it", "pipeline"),
+    _gauge(
+        "headwater_pipeline_behind",
+        "positions behind a log, or bytes behind the server's log of changes",
+        "pipeline",
+        "source",
+    ),
+    _counter("headwater_pipeline_rows_total", "rows that it has moved", "pipeline"),
+    _counter("headwater_pipeline_batches_total", "batches that it has finished", "pipeline"),
+    _gauge("headwater_pipeline_failures", "failures in a row; a batch that succeeds makes it 0", "pipeline"),
+    _gauge("headwater_pipeline_silent_seconds", "how long ago its last batch ended", "pipeline"),
+    _gauge("headwater_slot_lag_bytes", "what the replication slot keeps of the server's log", "slot"),
+    _gauge("headwater_slot_active", "1: somebody reads from it", "slot"),
+    _gauge(
+        "headwater_kafka_group_lag_events",
+        "records after what the group has committed, over all partitions",
+        "group",
+        "topic",
+    ),
+    PUBLISHED,
+    APPENDS,
+    HANDLED,
+    LEASES_LOST,
+    UNAVAILABLE,
+    SCRAPES_FAILED,
+)

@@ -10,6 +10,8 @@ import asyncio
 import threading
 from collections.abc import Callable
 
+SMOOTHING = 0.1
+
 
 class _Parked:
     """A thread that waits until it is `done`, or if it wants the turn, until it has it."""
@@ -28,7 +30,10 @@ class _Parked:
 class Turn:
     """The right to work for all, of one thread at a time. No thread is needed that does nothing else."""
 
-    def __init__(self) -> None:
+    # Nobody knows when other threads get to run: the turn never waits for enough of them.
+    seconds_each = 0.0
+
+    def __init__(self, enough: Callable[[], bool] | None = None) -> None:
         self._lock = threading.Lock()
         self._taken = False
         self._parked: list[_Parked] = []
@@ -99,9 +104,16 @@ class _ParkedTask:
 
 
 class AsyncTurn:
-    """The same of one task at a time."""
+    """The same of one task at a time.
 
-    def __init__(self) -> None:
+    While `enough` is false the turn waits for more to come, but only for tasks that can run now: if they bring nothing,
+    the first that waits gets it all the same. So those who were served together are not served one by one from then on.
+    """
+
+    def __init__(self, enough: Callable[[], bool] = lambda: True) -> None:
+        # What a task took of late, from being woken until it waited for something again.
+        self.seconds_each = 0.0
+        self._enough = enough
         self._taken = False
         self._parked: list[_ParkedTask] = []
 
@@ -116,38 +128,61 @@ class AsyncTurn:
 
     def give(self) -> None:
         """Give the turn back, or rather on."""
-        asleep = []
         self._taken = False
+        self._wake(hand_on=self._enough())
+
+    def _wake(self, *, hand_on: bool) -> None:
+        awake, asleep = [], []
         for parked in self._parked:
             if parked.done():
-                pass
-            elif parked.wants_turn and not self._taken:
+                awake.append(parked)
+            elif hand_on and parked.wants_turn and not self._taken:
                 self._taken = parked.has_turn = True
+                # First, so that the next work begins before those who are done get going.
+                awake.insert(0, parked)
             else:
                 asleep.append(parked)
-                continue
+        self._parked = asleep
+        for parked in awake:
             if not parked.woken.done():
                 parked.woken.set_result(None)
-        self._parked = asleep
+        if awake or (asleep and not hand_on):
+            # Behind those who are woken: they are what the turn waits for.
+            loop = (awake or asleep)[0].woken.get_loop()
+            loop.call_soon(self._hand_on, loop.time(), len(awake))
+
+    def _hand_on(self, woken_at: float, woken: int) -> None:
+        if woken:
+            each = (asyncio.get_running_loop().time() - woken_at) / woken
+            self.seconds_each += (each - self.seconds_each) * SMOOTHING
+        if not self._taken and self._parked:
+            self._wake(hand_on=True)
 
     async def _wait(self, done: Callable[[], bool], seconds: float, *, wants_turn: bool) -> bool:
         if done():
             return False
         if wants_turn and not self._taken:
-            self._taken = True
-            return True
+            if self._enough():
+                self._taken = True
+                return True
+            loop = asyncio.get_running_loop()
+            loop.call_soon(self._hand_on, loop.time(), 0)
         parked = _ParkedTask(done, wants_turn)
         self._parked.append(parked)
+        timer = parked.woken.get_loop().call_later(seconds, _end_wait, parked.woken)
         try:
-            async with asyncio.timeout(seconds):
-                await parked.woken
-        except TimeoutError:
-            pass
+            await parked.woken
         except BaseException:
             if parked.has_turn:
                 self.give()
             raise
         finally:
+            timer.cancel()
             if parked in self._parked:
                 self._parked.remove(parked)
         return parked.has_turn
+
+
+def _end_wait(woken: asyncio.Future[None]) -> None:
+    if not woken.done():
+        woken.set_result(None)

@@ -15,18 +15,20 @@ import inspect
 import math
 import os
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from headwater import aio, calls, client
+from headwater import aio, calls, client, tracing
+from headwater.counters import COUNTERS
 from headwater.errors import HeadwaterError, InvalidRequest, LeaseLost
 from headwater.model import ClaimedEvent, Dead, Lease, NewEvent, Outcome, Retry, Snooze
 from headwater.subscriber import GroupReader, Subscriber
 from headwater.subscription import Handle, Handled, Wait, WorkStep, work
-from headwater.telemetry import ERROR, GROUP, POSITION, logger
+from headwater.telemetry import ERROR, GROUP, HANDLED, LEASES_LOST, POSITION, logger
 
 Work = ClaimedEvent | Sequence[ClaimedEvent]
 """What a handler is given: one event, or a batch of them."""
@@ -55,6 +57,8 @@ class Worker:
     timeout_seconds: float | None
     ordered_keys: bool
     group_settings: Mapping[str, Any]
+    # How many leases are held at a time; None: one is worked on while the next is fetched.
+    leases: int | None = None
 
     @property
     def name(self) -> str:
@@ -198,6 +202,7 @@ class App:
         worker_name: str | None = None,
         pool_size: int | None = None,
         read_ahead: int = 10,
+        application_name: str = "headwater work",
     ) -> None:
         """Run all workers until `stop` is set. Then running handlers have `grace_seconds` to finish; what was not
         started, or does not finish, is given back."""
@@ -210,17 +215,17 @@ class App:
         pool_size = pool_size or 4 + len(self.subscribers) + sum(
             w.concurrency if w.transactional else 2 for w in self.workers
         )
-        async with await aio.connect(dsn, pool_size=pool_size, application_name="headwater work") as log:
+        async with await aio.connect(dsn, pool_size=pool_size, application_name=application_name) as log:
             for settings in self._periodics:
                 await log.set_periodic(**settings)
             lease_seconds = {one.group: await _prepare_group(log, one) for one in self.workers}
             blocking = (
-                await asyncio.to_thread(client.connect, dsn, pool_size=pool_size)
+                await asyncio.to_thread(client.connect, dsn, pool_size=pool_size, application_name=application_name)
                 if any(w.transactional and not w.is_async for w in self.workers)
                 else None
             )
             try:
-                process = _Process(
+                process = Process(
                     log=log,
                     blocking=blocking,
                     stopping=stopping,
@@ -307,8 +312,8 @@ class _NotDone(Exception):
 
 
 @dataclass(slots=True)
-class _Process:
-    """One running worker process."""
+class Process:
+    """Workers that run: an App's, or what else sends events on."""
 
     log: aio.AsyncHeadwater
     blocking: client.Headwater | None
@@ -317,6 +322,8 @@ class _Process:
     name: str
     middleware: tuple[Middleware, ...]
     lease_seconds: Mapping[str, float]
+    poll_seconds: float = 0.01
+    look_seconds: float = 0.2
     gate: _Gate = field(default_factory=_Gate)
     out_of_time: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -327,14 +334,15 @@ class _Process:
             loops = [tasks.create_task(reader.run()) for reader in readers]
             for one in workers:
                 free = asyncio.Semaphore(one.concurrency)
-                # One lease is worked on while the next is fetched.
                 leases = one.concurrency if one.batch else math.ceil(one.concurrency / one.prefetch) + 1
-                for number in range(leases):
+                for number in range(one.leases or leases):
                     steps = work(
                         one.group,
                         worker=f"{self.name}/{one.name}/{number}",
                         batch_size=one.prefetch,
                         handler_acks=one.transactional,
+                        poll_seconds=self.poll_seconds,
+                        look_seconds=self.look_seconds,
                     )
                     loops.append(tasks.create_task(self._drive(one, free, steps)))
             await (asyncio.gather(*loops) if loops else self.stopping.wait())
@@ -375,11 +383,13 @@ class _Process:
                         outcome = await self._stops_within(step.seconds)
                     case Handle():
                         outcomes = await self._handle(one, free, step.lease)
+                        _count(one.group, step.lease, outcomes)
                         outcome = Handled(outcomes, stop=self.stopping.is_set())
                     case calls.Call():
                         try:
                             outcome = await self.log.run(step)
                         except LeaseLost as error:
+                            COUNTERS.add(LEASES_LOST, one.group)
                             logger.warning("lease lost", extra={GROUP: one.group, ERROR: error.message})
                             failure = error
         finally:
@@ -388,8 +398,10 @@ class _Process:
     async def _stops_within(self, seconds: float) -> bool:
         if seconds and not self.stopping.is_set():
             waiter = asyncio.ensure_future(self.stopping.wait())
-            await asyncio.wait({waiter}, timeout=seconds)
-            waiter.cancel()
+            try:
+                await asyncio.wait({waiter}, timeout=seconds)
+            finally:
+                waiter.cancel()
         return self.stopping.is_set()
 
     async def _handle(self, one: Worker, free: asyncio.Semaphore, lease: Lease) -> dict[int, Outcome]:
@@ -461,7 +473,7 @@ class _Process:
         chain: Next = innermost
         for around in reversed(self.middleware):
             chain = _wrapped(around, chain)
-        task = asyncio.ensure_future(chain(given))
+        task = asyncio.ensure_future(_traced(one.group, chain, given))
         late = asyncio.ensure_future(self.out_of_time.wait())
         try:
             await asyncio.wait({task, late}, timeout=one.timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -516,11 +528,28 @@ class _Process:
         return None
 
 
+def _count(group: str, lease: Lease, outcomes: Mapping[int, Outcome]) -> None:
+    """What became of the events of a lease, for the metrics. What is not named is done."""
+    kinds = Counter(type(outcome).__name__.lower() for outcome in outcomes.values() if outcome is not None)
+    kinds["done"] = len(lease.events) - kinds.total()
+    for kind, events in kinds.items():
+        COUNTERS.add(HANDLED, group, kind, by=events)
+
+
 def _wrapped(around: Middleware, inner: Next) -> Next:
     async def call(given: Work) -> Result:
         return await around(given, inner)
 
     return call
+
+
+async def _traced(group: str, inner: Next, given: Work) -> Result:
+    """The handler with its middleware, in a span that is linked to the publisher's."""
+    events = [given] if isinstance(given, ClaimedEvent) else given
+    with tracing.consuming(group, events, no_error=(_NotDone, LeaseLost)) as ended:
+        result = await inner(given)
+        ended(type(result).__name__.lower() if isinstance(result, _OUTCOMES) else "done")
+        return result
 
 
 def _checked(one: Worker, result: object) -> Result:

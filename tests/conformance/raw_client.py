@@ -14,7 +14,7 @@ from brokers import BrokerProcess
 from kio.index import load_request_schema, load_response_schema
 from kio.serial import entity_reader, entity_writer
 
-from headwater.kafka.records import Columns, build_batch, read_header, read_records
+from headwater.kafka.records import TRANSACTIONAL, Columns, build_batch, read_header, read_records
 from headwater.kafka.wire import ErrorCode, _shapes
 
 
@@ -71,7 +71,12 @@ class Raw:
     def fetch(
         self, topic: str, offset: int, *, version: int = 12, topic_id: uuid.UUID | None = None, **limits: int
     ) -> Any:
-        part = {"partition": 0, "fetch_offset": offset, "partition_max_bytes": limits.get("partition_bytes", 1_000_000)}
+        lane = limits.get("partition", 0)
+        part = {
+            "partition": lane,
+            "fetch_offset": offset,
+            "partition_max_bytes": limits.get("partition_bytes", 1_000_000),
+        }
         fields = {
             "max_wait": limits.get("wait", 0),
             "min_bytes": 1,
@@ -121,9 +126,12 @@ def batches(records: bytes) -> list[Columns]:
     return found
 
 
-def batch_of(*values: bytes, producer: int = -1, epoch: int = -1, sequence: int = -1) -> bytes:
+def batch_of(
+    *values: bytes, producer: int = -1, epoch: int = -1, sequence: int = -1, transactional: bool = False
+) -> bytes:
     columns = Columns([1] * len(values), [None] * len(values), list(values), [None] * len(values))
     batch = bytearray(build_batch(list(range(len(values))), columns))
     struct.pack_into(">qhi", batch, 43, producer, epoch, sequence)
+    batch[22] |= TRANSACTIONAL if transactional else 0
     struct.pack_into(">I", batch, 17, google_crc32c.value(bytes(batch[21:])))
     return bytes(batch)

@@ -23,6 +23,11 @@ _names = itertools.count()
 PATIENCE_SECONDS = 30
 
 
+@pytest.fixture(scope="module")
+def broker(cluster: BrokerProcess) -> BrokerProcess:
+    return cluster
+
+
 @pytest.fixture
 def admin(broker: BrokerProcess) -> AdminClient:
     return AdminClient({"bootstrap.servers": broker.bootstrap})
@@ -268,6 +273,44 @@ def test_members_of_the_server_side_protocol_share_and_take_over_too(
         produce(broker, topic, [b"more"])
         assert [message.value() for message in take(two, 1)] == [b"more"]
     finally:
+        two.close()
+
+
+@pytest.mark.parametrize("protocol", ["classic", "consumer"])
+def test_a_static_member_that_comes_back_gets_what_it_had_and_nobody_else_notices(
+    broker: BrokerProcess, make_topic: Callable[..., str], protocol: str
+) -> None:
+    topic = make_topic(4)
+    settings = {
+        "bootstrap.servers": broker.bootstrap,
+        "group.id": f"static-{next(_names)}",
+        "group.protocol": protocol,
+        "auto.offset.reset": "earliest",
+    }
+    changes: list[str] = []
+    one = Consumer(settings)
+    two = Consumer({**settings, "group.instance.id": "two"})
+    try:
+        one.subscribe([topic], on_revoke=lambda *_: changes.append("revoked"))
+        two.subscribe([topic])
+
+        def shared() -> bool:
+            one.poll(0.05)
+            two.poll(0.05)
+            return len(one.assignment()) == len(two.assignment()) == 2
+
+        _until(shared)
+        had = {part.partition for part in two.assignment()}
+        changes.clear()
+        two.close()
+        assert one.poll(0.3) is None
+        two = Consumer({**settings, "group.instance.id": "two"})
+        two.subscribe([topic])
+        _until(shared)
+        assert {part.partition for part in two.assignment()} == had
+        assert changes == []
+    finally:
+        one.close()
         two.close()
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import struct
 import threading
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from select import select
 from typing import Any
 
 import psycopg
@@ -106,6 +108,31 @@ def test_many_producers_at_once_get_offsets_without_gap_or_repetition(
         assert mine == [b"%d-%d" % (number, count) for count in range(20)]
 
 
+def test_requests_that_come_at_once_share_a_transaction(
+    broker: BrokerProcess, lane: str, connection: psycopg.Connection, until: Callable[[Callable[[], Any]], Any]
+) -> None:
+    clients = [Raw(broker) for _ in range(5)]
+    with psycopg.connect(connection.info.dsn, autocommit=True) as watcher, connection.transaction():
+        # While the lane is held, the first of them waits for it, and the others for the first.
+        connection.execute("select headwater.publish(%s, '1')", (lane,))
+        for number in range(8):
+            for client in clients:
+                client.send_produce(lane, batch_of(b"v"), correlation=number)
+        waiting = "select count(*) from pg_locks where locktype = 'advisory' and not granted"
+        until(lambda: watcher.execute(waiting).fetchone() != (0,))
+    for client in clients:
+        for number in range(8):
+            answer = client.receive(0, 9, correlation=number).responses[0].partition_responses[0]
+            assert answer.error_code == ErrorCode.none
+    query = (
+        "select count(distinct e.xmin::text), count(*) from headwater.event e "
+        "join headwater.topic t on t.id = e.topic_id where t.name = %s and e.payload = 'v'"
+    )
+    transactions, records = connection.execute(query, (lane,)).fetchone() or (0, 0)
+    assert records == 40
+    assert transactions < 40
+
+
 def test_what_cannot_be_taken_is_refused_and_the_connection_goes_on(raw: Raw, lane: str) -> None:
     good = batch_of(b"v")
     for batch, code in (
@@ -125,6 +152,24 @@ def test_what_cannot_be_taken_is_refused_and_the_connection_goes_on(raw: Raw, la
     assert raw.produce(lane, good).base_offset == 1
 
 
+def test_records_of_a_client_that_waits_for_no_answer_and_goes_are_written(
+    broker: BrokerProcess, lane: str, log: headwater.Headwater, until: Callable[[Callable[[], Any]], Any]
+) -> None:
+    raw = Raw(broker)
+    # A fetch that waits is in front of them, so they are still waiting when the client is gone.
+    part = {"partition": 0, "fetch_offset": 0, "partition_max_bytes": 100}
+    raw.send(1, 12, {"max_wait": 60_000, "min_bytes": 1, "topics": [{"topic": lane, "partitions": [part]}]})
+    for number in range(20):
+        raw.send_produce(lane, batch_of(b"%d" % number), acks=0)
+    raw.socket.close()
+
+    def written() -> list[bytes | None]:
+        return [event.payload for event in log.read(lane, batch_size=1000)]
+
+    until(lambda: len(written()) == 20)
+    assert written() == [b"%d" % number for number in range(20)]
+
+
 def test_a_lane_that_a_transaction_holds_does_not_hold_up_others(
     broker: BrokerProcess, lane: str, log: headwater.Headwater, connection: psycopg.Connection
 ) -> None:
@@ -138,6 +183,35 @@ def test_a_lane_that_a_transaction_holds_does_not_hold_up_others(
         codes = [one.partition_responses[0].error_code for one in answer.responses]
         assert codes == [ErrorCode.request_timed_out, *[ErrorCode.none] * 4]
     assert raw.produce(lane, batch_of(b"again")).base_offset == 1
+
+
+def test_a_batch_of_which_nobody_knows_whether_it_is_there_ends_the_connection(
+    broker: BrokerProcess, lane: str, dsn: str, connection: psycopg.Connection
+) -> None:
+    # Told by a code, a client begins a new epoch at the gap that the next batch meets, and sends again under other
+    # numbers what may be in the log already.
+    end_waiting = (
+        "select pg_terminate_backend(pid) from pg_stat_activity "
+        "where datname = current_database() and wait_event_type = 'Lock' and query like '%kafka_append%'"
+    )
+    with psycopg.connect(dsn) as holder:
+        holder.execute("select headwater.publish(%s, '1')", (lane,))
+        # The broker waits for the lane for a second, which a busy machine may let pass.
+        for _ in range(20):
+            raw = Raw(broker)
+            raw.send_produce(lane, batch_of(b"v", producer=7, epoch=0, sequence=0))
+            while (
+                not (ended := connection.execute(end_waiting).fetchone()) and not select([raw.socket], [], [], 0.01)[0]
+            ):
+                pass
+            if ended:
+                with pytest.raises(ConnectionError):
+                    raw.receive(0, 9)
+                break
+        else:
+            pytest.fail("the broker was never found waiting")
+        holder.rollback()
+    assert Raw(broker).produce(lane, batch_of(b"v", producer=7, epoch=0, sequence=0)).base_offset == 0
 
 
 # Fetching
@@ -307,3 +381,41 @@ def _codes(answer: Any) -> Iterator[ErrorCode]:
         elif shape.nested is not None and value is not None:
             for one in value if shape.array else [value]:
                 yield from _codes(one)
+
+
+# Groups whose partitions the coordinator assigns
+
+
+def test_a_member_that_names_its_topics_by_a_pattern_gets_those_that_fit_and_come_to_fit(
+    raw: Raw, log: headwater.Headwater
+) -> None:
+    stem = f"pattern-{next(_numbers)}"
+    log.create_topic(f"{stem}-a", kind="sequenced")
+    log.create_topic(f"not-{stem}-a", kind="sequenced")
+
+    def beat(**fields: Any) -> Any:
+        unchanged = {"group_id": stem, "member_id": "m", "rebalance_timeout": -1, "subscribed_topic_names": None,
+                     "topic_partitions": None}  # fmt: skip
+        return raw.ask(68, 1, {**unchanged, **fields})
+
+    def names(answer: Any) -> list[str]:
+        ids = [one.topic_id for one in answer.assignment.topic_partitions]
+        found = raw.ask(3, 12, {"topics": [{"topic_id": one, "name": ""} for one in ids]}).topics
+        return sorted(str(one.name) for one in found)
+
+    first = {"member_epoch": 0, "rebalance_timeout": 10_000, "topic_partitions": []}
+    for bad in ("(", "a{9999}", r"(a)\1", "(?=a)", "x" * 1001):
+        refused = beat(**first, subscribed_topic_names=[], subscribed_topic_regex=bad)
+        assert refused.error_code == ErrorCode.invalid_regular_expression
+        assert refused.error_message
+    answer = beat(**first, subscribed_topic_names=[], subscribed_topic_regex=f"{stem}-[ab]")
+    deadline = time.monotonic() + 20
+    for suffixes in ("a", "ab"):
+        log.create_topic(f"{stem}-{suffixes[-1]}", kind="sequenced", if_missing=True)
+        while answer.assignment is None or names(answer) != [f"{stem}-{suffix}" for suffix in suffixes]:
+            assert time.monotonic() < deadline
+            answer = beat(member_epoch=answer.member_epoch)
+            assert answer.error_code == ErrorCode.none
+    (described,) = raw.ask(69, 1, {"group_ids": [stem]}).groups
+    assert [one.subscribed_topic_regex for one in described.members] == [f"{stem}-[ab]"]
+    assert beat(member_epoch=-1).error_code == ErrorCode.none

@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,10 @@ from confluent_kafka.admin import (  # noqa: E402
     NewTopic,
     ResourcePatternType,
     ResourceType,
+    ScramCredentialInfo,
+    ScramMechanism,
+    UserScramCredentialDeletion,
+    UserScramCredentialUpsertion,
 )
 
 PATIENCE_SECONDS = 30
@@ -39,7 +44,8 @@ def guarded(dsn: str) -> Iterator[BrokerProcess]:
     """A broker that asks who comes; with an administrator, a clerk who may do a few things, and two topics."""
     with headwater.connect(dsn) as log:
         for name, administrator in (("root", True), ("clerk", False)):
-            log.run(calls.set_account(name, access.verifiers(f"{name}'s", os.urandom(16)), administrator=administrator))
+            kept = access.verifiers(f"{name}'s", os.urandom(16), 4096)
+            log.run(calls.set_account(name, kept, administrator=administrator))
         for topic in ("open-desk", "vault", "cellar"):
             log.create_topic(topic, kind="sequenced")
         for permission in (
@@ -101,10 +107,68 @@ def test_other_clients_come_in_too(guarded: BrokerProcess) -> None:
 def test_a_wrong_password_or_name_does_not_come_in(guarded: BrokerProcess, name: str, mechanism: str) -> None:
     errors: list[Any] = []
     admin = AdminClient({**config(guarded, name, "wrong", mechanism), "error_cb": errors.append})
-    with pytest.raises(KafkaException):
-        admin.list_topics(timeout=0.7)
-    admin.poll(0)
-    assert KafkaError._AUTHENTICATION in {error.code() for error in errors}
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while KafkaError._AUTHENTICATION not in {error.code() for error in errors}:
+        assert time.monotonic() < deadline
+        with pytest.raises(KafkaException):
+            admin.list_topics(timeout=0.7)
+        admin.poll(0)
+
+
+def test_kafkas_tools_give_accounts_their_passwords_one_mechanism_at_a_time(
+    guarded: BrokerProcess, log: headwater.Headwater
+) -> None:
+    admin = AdminClient(config(guarded, "root"))
+
+    def alter(*changes: Any) -> Any:
+        done = admin.alter_user_scram_credentials(list(changes))
+        return [future.result(PATIENCE_SECONDS) for future in done.values()]
+
+    def enters(password: str, mechanism: str) -> bool:
+        client = AdminClient(config(guarded, "temp", password, mechanism))
+        try:
+            client.list_topics(timeout=0.7)
+        except KafkaException:
+            return False
+        return True
+
+    def infos() -> list[tuple[Any, int]]:
+        found = admin.describe_user_scram_credentials(["temp"])["temp"].result(PATIENCE_SECONDS)
+        return [(one.mechanism, one.iterations) for one in found.scram_credential_infos]
+
+    sha_256, sha_512 = ScramMechanism.SCRAM_SHA_256, ScramMechanism.SCRAM_SHA_512
+    alter(UserScramCredentialUpsertion("temp", ScramCredentialInfo(sha_256, 4096), b"first", b"salt" * 4))
+    assert enters("first", "SCRAM-SHA-256")
+    assert enters("first", "PLAIN")
+    assert not enters("first", "SCRAM-SHA-512")
+    alter(UserScramCredentialUpsertion("temp", ScramCredentialInfo(sha_512, 8192), b"second"))
+    assert enters("second", "SCRAM-SHA-512")
+    assert not enters("second", "SCRAM-SHA-256")
+    assert infos() == [(sha_256, 4096), (sha_512, 8192)]
+    alter(UserScramCredentialDeletion("temp", sha_256))
+    assert infos() == [(sha_512, 8192)]
+    assert enters("second", "PLAIN")
+    assert not enters("first", "SCRAM-SHA-256")
+    alter(UserScramCredentialDeletion("temp", sha_512))
+    for ask, code in (
+        (infos, KafkaError.RESOURCE_NOT_FOUND),
+        (lambda: alter(UserScramCredentialDeletion("temp", sha_512)), KafkaError.RESOURCE_NOT_FOUND),
+        (
+            lambda: alter(UserScramCredentialUpsertion("temp", ScramCredentialInfo(sha_256, 100), b"p")),
+            KafkaError.UNACCEPTABLE_CREDENTIAL,
+        ),
+    ):
+        with pytest.raises(KafkaException) as refused:
+            ask()
+        assert refused.value.args[0].code() == code
+    assert not enters("second", "PLAIN")
+    everybody = admin.describe_user_scram_credentials().result(PATIENCE_SECONDS)
+    assert {"root", "clerk"} <= set(everybody)
+    clerk = AdminClient(config(guarded, "clerk"))
+    forbidden = clerk.alter_user_scram_credentials([UserScramCredentialDeletion("root", sha_256)])["root"]
+    with pytest.raises(KafkaException) as denied:
+        forbidden.result(PATIENCE_SECONDS)
+    assert denied.value.args[0].code() == KafkaError.CLUSTER_AUTHORIZATION_FAILED
 
 
 def test_who_says_nothing_does_not_come_in(guarded: BrokerProcess) -> None:

@@ -11,15 +11,21 @@ from typing import Any
 import psycopg
 import pytest
 from brokers import BrokerProcess
-from raw_client import Raw
+from raw_client import Raw, batch_of
 
 import headwater
+from headwater.kafka.wire import ErrorCode
 
 confluent = pytest.importorskip("confluent_kafka")
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition  # noqa: E402
 
 _names = itertools.count()
 PATIENCE_SECONDS = 30
+
+
+@pytest.fixture(scope="module")
+def broker(cluster: BrokerProcess) -> BrokerProcess:
+    return cluster
 
 
 def producer_of(broker: BrokerProcess, name: str, **config: Any) -> Producer:
@@ -195,3 +201,147 @@ def test_aiokafka_and_kafka_python_write_in_transactions_too(
     producer.commit_transaction()
     producer.close()
     assert payloads(log, topic) == [b"aio", b"kp"]
+
+
+# Transactions with an epoch each (KIP-890), which begin with what is sent
+
+
+class Transactional:
+    """A producer that speaks the newest versions, one request at a time."""
+
+    def __init__(self, broker: BrokerProcess, name: str, topic_id: Any) -> None:
+        self.raw = Raw(broker)
+        self.name = name
+        self.topic_id = topic_id
+        self.id, self.epoch = -1, -1
+
+    def init(self, **fields: Any) -> ErrorCode:
+        asked = {"transactional_id": self.name, "transaction_timeout": 60_000, "producer_id": -1, "producer_epoch": -1}
+        answer = self.raw.ask(22, 5, {**asked, **fields})
+        if answer.error_code == ErrorCode.none:
+            self.id, self.epoch = answer.producer_id, answer.producer_epoch
+        return answer.error_code
+
+    def produce(self, value: bytes, *, sequence: int = 0, epoch: int | None = None, version: int = 13) -> ErrorCode:
+        batch = batch_of(
+            value, producer=self.id, epoch=self.epoch if epoch is None else epoch, sequence=sequence, transactional=True
+        )
+        data = {"topic_id": self.topic_id, "partition_data": [{"index": 0, "records": batch}]}
+        asked = {"transactional_id": self.name, "acks": -1, "timeout": 1000, "topic_data": [data]}
+        return self.raw.ask(0, version, asked).responses[0].partition_responses[0].error_code
+
+    def offsets(self, group: str, topic: str, offset: int) -> ErrorCode:
+        part = {"partition_index": 0, "committed_offset": offset}
+        asked = {"transactional_id": self.name, "group_id": group, "producer_id": self.id, "member_id": "",
+                 "producer_epoch": self.epoch, "topics": [{"name": topic, "partitions": [part]}]}  # fmt: skip
+        return self.raw.ask(28, 5, asked).topics[0].partitions[0].error_code
+
+    def end(self, *, commit: bool, epoch: int | None = None, producer_id: int | None = None) -> Any:
+        asked = {"transactional_id": self.name, "producer_id": self.id if producer_id is None else producer_id,
+                 "producer_epoch": self.epoch if epoch is None else epoch, "committed": commit}  # fmt: skip
+        answer = self.raw.ask(26, 5, asked)
+        if answer.error_code == ErrorCode.none:
+            self.id, self.epoch = answer.producer_id, answer.producer_epoch
+        return answer
+
+
+@pytest.fixture
+def transactional(broker: BrokerProcess, topic: str) -> Transactional:
+    (found,) = Raw(broker).ask(3, 12, {"topics": [{"name": topic}]}).topics
+    made = Transactional(broker, f"kip-{next(_names)}", found.topic_id)
+    assert made.init() == ErrorCode.none
+    return made
+
+
+def committed_offset(raw: Raw, group: str, topic: str) -> int:
+    asked = {"group_id": group, "topics": [{"name": topic, "partition_indexes": [0]}]}
+    answer = raw.ask(9, 8, {"groups": [asked], "require_stable": False})
+    return int(answer.groups[0].topics[0].partitions[0].committed_offset)
+
+
+def test_what_is_sent_begins_a_transaction_whose_end_raises_the_epoch(
+    transactional: Transactional, log: headwater.Headwater, topic: str
+) -> None:
+    raw = transactional.raw
+    features = raw.ask(18, 4, {"client_software_name": "x", "client_software_version": "1"}).finalized_features
+    assert {one.name: one.max_version_level for one in features}["transaction.version"] == 2
+    group = f"kip-group-{next(_names)}"
+    first = transactional.epoch
+    assert transactional.produce(b"one") == ErrorCode.none
+    assert transactional.produce(b"two", sequence=1) == ErrorCode.none
+    assert transactional.offsets(group, topic, 7) == ErrorCode.none
+    assert (payloads(log, topic), committed_offset(raw, group, topic)) == ([], -1)
+    assert transactional.end(commit=True).error_code == ErrorCode.none
+    assert transactional.epoch == first + 1
+    assert (payloads(log, topic), committed_offset(raw, group, topic)) == ([b"one", b"two"], 7)
+    # Whoever did not hear the answer asks again, and hears the same; the opposite is refused.
+    again = transactional.end(commit=True, epoch=first)
+    assert (again.error_code, again.producer_epoch) == (ErrorCode.none, first + 1)
+    assert transactional.end(commit=False, epoch=first).error_code == ErrorCode.invalid_txn_state
+    # What comes late, of a transaction that has ended, becomes part of none.
+    assert transactional.produce(b"late", sequence=2, epoch=first) == ErrorCode.invalid_producer_epoch
+    # Offsets alone begin one too.
+    assert transactional.offsets(group, topic, 9) == ErrorCode.none
+    assert transactional.end(commit=True).error_code == ErrorCode.none
+    assert (payloads(log, topic), committed_offset(raw, group, topic)) == ([b"one", b"two"], 9)
+
+
+def test_an_abort_raises_the_epoch_even_of_a_transaction_nothing_of_which_arrived(
+    transactional: Transactional, log: headwater.Headwater, topic: str
+) -> None:
+    first = transactional.epoch
+    assert transactional.end(commit=True).error_code == ErrorCode.invalid_txn_state
+    assert transactional.end(commit=False).error_code == ErrorCode.none
+    assert transactional.epoch == first + 1
+    # The record that was on its way when its producer gave up.
+    assert transactional.produce(b"late", epoch=first) == ErrorCode.invalid_producer_epoch
+    assert transactional.produce(b"undone") == ErrorCode.none
+    assert transactional.end(commit=False).error_code == ErrorCode.none
+    assert transactional.produce(b"done") == ErrorCode.none
+    assert transactional.end(commit=True).error_code == ErrorCode.none
+    assert payloads(log, topic) == [b"done"]
+    # Before version 12 a transaction is begun by name.
+    assert transactional.raw.ask(26, 4, {"transactional_id": transactional.name, "producer_id": transactional.id,
+                                         "producer_epoch": transactional.epoch, "committed": True}
+                                 ).error_code == ErrorCode.none  # fmt: skip
+
+
+def test_a_zombie_cannot_ask_for_the_epoch_of_its_heir(
+    broker: BrokerProcess, transactional: Transactional, log: headwater.Headwater, topic: str
+) -> None:
+    assert transactional.produce(b"zombie") == ErrorCode.none
+    heir = Transactional(broker, transactional.name, transactional.topic_id)
+    assert heir.init() == ErrorCode.none
+    assert heir.epoch == transactional.epoch + 1
+    for commit in (True, False):
+        assert transactional.end(commit=commit).error_code == ErrorCode.producer_fenced
+    known = {"producer_id": transactional.id, "producer_epoch": transactional.epoch}
+    assert transactional.init(**known) == ErrorCode.producer_fenced
+    assert transactional.produce(b"zombie", sequence=1) == ErrorCode.invalid_producer_epoch
+    assert heir.produce(b"heir") == ErrorCode.none
+    # One that asks with its own epoch gets the next, and the same if it has to ask again.
+    before = heir.epoch
+    known = {"producer_id": heir.id, "producer_epoch": before}
+    for _ in range(2):
+        assert heir.init(**known) == ErrorCode.none
+        assert heir.epoch == before + 1
+    assert heir.produce(b"once more") == ErrorCode.none
+    assert heir.end(commit=True).error_code == ErrorCode.none
+    assert payloads(log, topic) == [b"once more"]
+
+
+def test_after_its_last_epoch_a_producer_gets_another_id(
+    transactional: Transactional, log: headwater.Headwater, topic: str, connection: psycopg.Connection
+) -> None:
+    connection.execute(
+        "update headwater.kafka_transaction set epoch = 32766 where transactional_id = %s", (transactional.name,)
+    )
+    old, transactional.epoch = transactional.id, 32766
+    assert transactional.produce(b"last") == ErrorCode.none
+    assert transactional.end(commit=True).error_code == ErrorCode.none
+    assert (transactional.id != old, transactional.epoch) == (True, 0)
+    again = transactional.end(commit=True, producer_id=old, epoch=32766)
+    assert (again.error_code, again.producer_id, again.producer_epoch) == (ErrorCode.none, transactional.id, 0)
+    assert transactional.produce(b"first") == ErrorCode.none
+    assert transactional.end(commit=True).error_code == ErrorCode.none
+    assert payloads(log, topic) == [b"last", b"first"]

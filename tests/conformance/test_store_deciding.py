@@ -12,8 +12,19 @@ from typing import Any
 import pytest
 
 from headwater import aio
-from headwater.errors import AppendConflict
-from headwater.store import Decider, NewStoreEvent, Query, Snapshots, SqliteStores, StoreEvent, execute, execute_async
+from headwater.deciding import SavedState
+from headwater.errors import AppendConflict, InvalidRequest
+from headwater.store import (
+    AsyncSqliteStores,
+    Decider,
+    NewStoreEvent,
+    Query,
+    SavedSnapshots,
+    Snapshots,
+    SqliteStores,
+    StoreEvent,
+    execute,
+)
 
 _numbers = itertools.count()
 SEATS = 5
@@ -96,6 +107,94 @@ def test_a_snapshot_is_where_the_next_decision_begins(store: Any) -> None:
     assert evolved == [event.position for event in store.read()][:2]
 
 
+def counting(evolved: list[int]) -> Decider[int, str]:
+    """Notes every event that it must look at."""
+
+    def evolve(taken: int, event: StoreEvent) -> int:
+        evolved.append(event.position)
+        return taken + 1
+
+    return Decider(BOOKING.query, BOOKING.initial, evolve, lambda taken, who: [NewStoreEvent("Seen", {"taken": taken})])
+
+
+def test_a_snapshot_in_the_store_is_where_whoever_decides_next_begins(store: Any) -> None:
+    evolved: list[int] = []
+    decider = counting(evolved)
+    kept = SavedSnapshots[int]("seats", every=3)
+    positions = store.append([NewStoreEvent("SeatTaken", tags=["show:1"]) for _ in range(5)]).positions
+    assert execute(store, decider, "a", snapshots=kept).state == 5
+    assert evolved == list(positions)
+    # Too few to be worth a snapshot, so they are read again.
+    more = store.append([NewStoreEvent("SeatTaken", tags=["show:1"]) for _ in range(2)]).positions
+    evolved.clear()
+    for _ in range(2):
+        assert execute(store, decider, "b", snapshots=SavedSnapshots("seats", every=3)).state == 7
+    assert evolved == [*more, *more]
+    # Others of another name or version begin anew, and so do those who ask for something else.
+    evolved.clear()
+    for other in (SavedSnapshots[int]("others", every=100), SavedSnapshots[int]("seats", version=2, every=100)):
+        assert execute(store, decider, "c", snapshots=other).state == 7
+    assert evolved == [*positions, *more] * 2
+    evolved.clear()
+    elsewhere = Decider(lambda who: Query.of(tags=["show:2"]), decider.initial, decider.evolve, decider.decide)
+    assert execute(store, elsewhere, "d", snapshots=kept).state == 0
+    assert store.forget_snapshots("seats") == 1
+    assert execute(store, decider, "e", snapshots=SavedSnapshots("seats", every=100)).state == 7
+    assert evolved == [*positions, *more]
+
+
+def test_of_two_snapshots_the_later_one_stays_and_a_new_version_replaces_the_old(store: Any) -> None:
+    query = Query.of(tags=["a"])
+    first, second = SavedSnapshots[int]("s").key(query), SavedSnapshots[int]("s", version=2).key(query)
+    store.save_snapshot(first, SavedState(7, b"7"))
+    store.save_snapshot(first, SavedState(5, b"5"))
+    assert store.load_snapshot(first) == SavedState(7, b"7")
+    assert store.load_snapshot(second) is None
+    store.save_snapshot(second, SavedState(3, b"3"))
+    assert store.load_snapshot(first) is None
+    assert store.load_snapshot(second) == SavedState(3, b"3")
+
+
+def test_a_snapshot_that_cannot_be_read_says_what_to_do(store: Any) -> None:
+    kept = SavedSnapshots[int]("s")
+    store.save_snapshot(kept.key(BOOKING.query("")), SavedState(1, b"{no json"))
+    with pytest.raises(InvalidRequest, match="raise the version"):
+        execute(store, BOOKING, "a", snapshots=kept)
+
+
+def test_a_snapshot_that_is_too_large_fails_and_what_was_decided_stands(store: Any) -> None:
+    kept = SavedSnapshots[int]("s", every=1, encode=lambda state: bytes(16_777_217))
+    store.append(NewStoreEvent("SeatTaken", tags=["show:1"]))
+    with pytest.raises(InvalidRequest, match="16"):
+        execute(store, BOOKING, "a", snapshots=kept)
+    assert store.count() == 2
+
+
+def test_a_projection_and_its_cursor_are_one_transaction(store: Any) -> None:
+    table = f"seat_{next(_numbers)}"
+    store.append([NewStoreEvent("SeatTaken", {"n": n}, ["show:1"]) for n in range(6)])
+    cursor, failing = f"seats-{next(_numbers)}", [True]
+
+    def handle(connection: Any, events: Sequence[StoreEvent]) -> None:
+        connection.execute(f"create table if not exists {table} (n integer primary key)")
+        for event in events:
+            connection.execute(f"insert into {table} values ({event.data['n']})")
+        if failing and events[-1].data["n"] == 3:
+            failing.clear()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        store.process(Query(), handle, cursor=cursor, batch_size=2, stop_when_caught_up=True)
+    store.process(Query(), handle, cursor=cursor, batch_size=2, stop_when_caught_up=True)
+    got: list[Any] = []
+
+    def look(connection: Any, events: Sequence[StoreEvent]) -> None:
+        got.extend(connection.execute(f"select n from {table} order by n").fetchall())
+
+    store.process(Query(), look, cursor=f"look-{next(_numbers)}", batch_size=100, stop_when_caught_up=True)
+    assert [n for (n,) in got] == list(range(6))
+
+
 def test_tries_have_an_end(store: Any) -> None:
     def decide(taken: int, who: str) -> Sequence[NewStoreEvent]:
         store.append(NewStoreEvent("SeatTaken", tags=["show:1"]))
@@ -112,14 +211,26 @@ def test_nothing_decided_is_nothing_appended(store: Any) -> None:
     assert store.count() == 0
 
 
-def test_tasks_decide_as_threads_do(dsn: str) -> None:
+@pytest.mark.parametrize("backend", ["postgres", "sqlite"])
+def test_tasks_decide_as_threads_do(backend: str, dsn: str, tmp_path: Path) -> None:
     async def run() -> None:
-        async with await aio.connect(dsn) as log:
-            store = await log.create_store(f"deciding-{next(_numbers)}")
+        async with await aio.connect(dsn) if backend == "postgres" else AsyncSqliteStores(tmp_path) as stores:
+            store: Any = await stores.create_store(f"deciding-{next(_numbers)}")
+            kept = SavedSnapshots[int]("seats", every=2)
             booked = await asyncio.gather(
-                *(execute_async(store, BOOKING, f"{n}", max_tries=100) for n in range(12)), return_exceptions=True
+                *(execute(store, BOOKING, f"{n}", max_tries=100, snapshots=kept) for n in range(12)),
+                return_exceptions=True,
             )
             assert sum(not isinstance(answer, BaseException) for answer in booked) == SEATS
             assert sum(isinstance(answer, SoldOut) for answer in booked) == 12 - SEATS
+            assert await store.load_snapshot(kept.key(BOOKING.query(""))) is not None
+            seen: list[StoreEvent] = []
+
+            async def handle(connection: Any, events: Sequence[StoreEvent]) -> None:
+                await asyncio.sleep(0)
+                seen.extend(events)
+
+            await store.process(Query(), handle, cursor=f"all-{next(_numbers)}", stop_when_caught_up=True)
+            assert seen == await store.read()
 
     asyncio.run(run())

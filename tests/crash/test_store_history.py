@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from psycopg.sql import SQL, Identifier
 from store_history import Asked, Violation, ask, check
 
 import headwater
@@ -39,6 +40,7 @@ from headwater.store import (
     SqliteStores,
     StoreEvent,
 )
+from headwater.window import Noted, Window
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -308,7 +310,81 @@ def common(store: EventStore, log: headwater.Headwater, until: Until) -> list[As
     return history
 
 
-SCENARIOS = (held, grouped, alone, lost_answer, common)
+def doubtful(store: EventStore, log: headwater.Headwater, until: Until) -> list[Asked]:
+    """Conditions that only a check in full can tell to be true."""
+    history: list[Asked] = []
+    _ask_all(history, store, [("A", "a", None), ("B", "a", None)])
+    first, second = (max(asked.positions or ()) for asked in history)
+    _ask_all(history, store, [("C", "b", NoMatchAfter(Query.of(types=["A"], tags=["a"]), first))])
+    _ask_all(history, store, [("C", "b", LatestMatchIs(Query.of(types=["A", "B"], tags=["a"]), second))])
+    return history
+
+
+def others(store: EventStore, log: headwater.Headwater, until: Until) -> list[Asked]:
+    """Two who append in turns, each of which knows what it has appended itself."""
+    history: list[Asked] = []
+    other = EventStore(log, store.topic)
+    about_x = Query.of(tags=["x"])
+    _ask_all(history, store, [("A", "x", None)])
+    first = max(history[0].positions or ())
+    _ask_all(history, other, [("A", "x", NoMatchAfter(about_x, first))])
+    # What is known is not all there is; then all that came is known but for what the other one appended.
+    _ask_all(history, store, [("B", "y", NoMatchAfter(about_x, first)), ("B", "y", None)])
+    _ask_all(history, store, [("B", "y", NoMatchAfter(about_x, first)), ("B", "z", LatestMatchIs(about_x, first))])
+    # Each condition by somebody who knows nothing, so that the log is asked.
+    for condition in (NoMatchAfter(about_x | Query.of(tags=["never"])), LatestMatchIs(about_x, first)):
+        _ask_all(history, EventStore(log, store.topic), [("C", "z", condition)])
+    # One in doubt between others that are not.
+    wishes = [("C", "u", None), ("C", "v", NoMatchAfter(Query.of(tags=["x", "y"]), first)), ("C", "w", None)]
+    _ask_all(history, EventStore(log, store.topic), wishes)
+    return history
+
+
+def known(store: EventStore, log: headwater.Headwater, until: Until) -> list[Asked]:
+    """Events that this process has just appended itself, and so many that it forgets the first."""
+    history: list[Asked] = []
+    store._window = Window(max_marks=4)
+    events = [NewStoreEvent("A", tags=[tag], event_id=f"{store.topic}-{tag}") for tag in ("a", "b")]
+    history.append(ask(store, events, None))
+    for tag in ("a", "b"):
+        _ask_all(history, store, [("B", "c", NoMatchAfter(Query.of(tags=[tag])))])
+    for number in range(6):
+        _ask_all(history, store, [("C", f"n{number}", NoMatchAfter(Query.of(tags=[f"n{number}"])))])
+    for tag in ("a", "b", "n0", "n3", "n5"):
+        _ask_all(history, store, [("B", "c", NoMatchAfter(Query.of(tags=[tag])))])
+    return history
+
+
+def lost_event(store: EventStore, log: headwater.Headwater, until: Until) -> list[Asked]:
+    """A server that commits asynchronously has crashed and lost an event; another one takes its place."""
+    history: list[Asked] = []
+    _ask_all(history, store, [("A", "a", None)])
+    first = max(history[0].positions or ())
+    (lost,) = store.append(NewStoreEvent("A", tags=["gone"])).positions
+    with log.transaction() as own:
+        for table in ("event", "event_mark", "event_identity"):
+            own.execute(SQL("delete from headwater.{} where position = %s").format(Identifier(table)), (lost,))
+        own.execute("select setval('headwater.position', %s)", (first,))
+    _ask_all(history, EventStore(log, store.topic), [("A", "a", None)])
+    assert history[-1].positions == (lost,)
+    _ask_all(history, store, [("B", "b", NoMatchAfter(Query.of(tags=["a"]), first))])
+    return history
+
+
+def _ask_all(history: list[Asked], store: EventStore, wishes: Sequence[tuple[str, str, Condition | None]]) -> None:
+    """Each wish is a type, a tag and a condition; all go out as one group."""
+    ids = [f"{store.topic}-{len(history) + n}" for n in range(len(wishes))]
+    appends = [
+        calls.encode_append([NewStoreEvent(type_, tags=[tag])], condition, [event_id])
+        for event_id, (type_, tag, condition) in zip(ids, wishes, strict=True)
+    ]
+    history += [
+        Asked((event_id,), condition, verdict.positions, verdict.moved_to)
+        for event_id, (_, _, condition), verdict in zip(ids, wishes, store._send(appends), strict=True)
+    ]
+
+
+SCENARIOS = (held, grouped, alone, lost_answer, common, doubtful, others, known, lost_event)
 
 
 def run_all(log: headwater.Headwater, until: Until) -> None:
@@ -318,30 +394,68 @@ def run_all(log: headwater.Headwater, until: Until) -> None:
         check(history, list(store.read_all()))
 
 
-LOCK = "        perform headwater.lock_lanes(store.id, array[0]);\n"
-OFFSET = "    next_offset := headwater.next_store_offset(store.id);\n"
-ACCEPTED = "        if not advertised then\n"
+LOCK = "    nothing := headwater.hold_store(store);\n"
+LOCK_OF_GROUP = "    perform headwater.hold_store(store);\n"
+BEFORE = "    before := headwater.store_tail(store.id);\n"
+DRAW = "    nothing := headwater.advertise_publisher();\n"
 LATEST = "        latest := greatest(latest, found_position);\n"
 ASKED = "        if query is not null then\n            exact"
 ABOVE = "and n.position > greatest(above, latest)"
+MARKED = "m.mark = d.mark and m.position > d.above"
+FENCE = "    if tail <> any (above) then\n"
+LOST = "    if known_id is not null and known_id is distinct from before.event_id and not exists (\n"
 MUTANTS = {
-    "check before the lock": [
-        (LOCK, "        null;\n"),
-        (OFFSET, ""),
-        (ACCEPTED, LOCK + OFFSET.replace("    next", "        next") + ACCEPTED),
-    ],
-    "no lock at all": [(LOCK, "        null;\n")],
+    "check before the lock": [(LOCK, ""), (DRAW, LOCK + BEFORE + DRAW)],
+    "no lock at all": [(LOCK, ""), (LOCK_OF_GROUP, "")],
     "one item is ignored": [(LATEST, LATEST + "        exit;\n")],
-    "the group does not see itself": [("if waiting_from is not null and (known", "if false and (known")],
-    "the group looks ahead too far": [("coalesce(f.owner >= w.place, true)", "true")],
     "one tag is not marked": [("unnest(r.tags::text[]) as t (tag)\n", "unnest((r.tags::text[])[:1]) as t (tag)\n")],
-    "a repeat is not known": [("    known := known or exists (", "    known := false and exists (")],
+    "a repeat is not known": [("        if found_positions is not null then", "        if false then")],
     "only the last of many are looked at": [("searched := found_position", "searched := true or found_position")],
     "after means from": [(ABOVE, ABOVE.replace(">", ">="))],
     "exactly there means there or later": [("exact := condition ? 'latest';", "exact := false;")],
     "the condition is not asked": [(ASKED, ASKED.replace("query is not null", "false"))],
-    "offsets start anew": [(OFFSET, "    next_offset := 0;\n")],
+    "offsets start anew": [("before.next_offset", "0")],
+    "doubts are not asked": [(FENCE, "    if false then\n")],
+    "a doubt leaves out the next event": [(MARKED, MARKED.replace("d.above", "d.above + 1"))],
+    "all doubts of an append must be true": [("group by d.owner, d.doubt", "group by d.owner")],
+    "what was seen need not be there": [("    if seen_by is not null then\n", "    if false then\n")],
+    "those behind one in doubt are accepted": [
+        ("case when o.owner < in_doubt or in_doubt is null", "case when o.owner is distinct from in_doubt")
+    ],
+    "the fence is lost": [(FENCE, "    if known_id is null and tail <> any (above) then\n")],
+    "the fence lets pass who is one event behind": [
+        (FENCE, FENCE.replace("tail", "tail - 1")),
+        ("d.above < append_ahead.tail", "d.above < append_ahead.tail - 1"),
+    ],
+    "the fence looks at the place alone": [(LOST, LOST.replace("known_id is distinct from before.event_id", "false"))],
 }
+
+
+def stale(window: Window, tail: int, appended: Iterable[Noted]) -> None:
+    """Takes what it knows for all there is."""
+    if window._head < 0:
+        NOTE(window, tail, ())
+    NOTE(window, window._head, appended)
+
+
+def forgetful(window: Window, tail: int, appended: Iterable[Noted]) -> None:
+    """Knows of the first event of an append what it is found by, and nothing of the others."""
+    NOTE(window, tail, [event._replace(marks=event.marks[: 0 if n else None]) for n, event in enumerate(appended)])
+
+
+def careless(window: Window, tail: int, appended: Iterable[Noted]) -> None:
+    """Does not know of the tags of an event."""
+    NOTE(window, tail, [event._replace(marks=event.marks[:1]) for event in appended])
+
+
+def boundless(window: Window, tail: int, appended: Iterable[Noted]) -> None:
+    """Forgets events and says to know them."""
+    NOTE(window, tail, appended)
+    window._floor = 0
+
+
+NOTE = Window.note
+WINDOWS = (stale, forgetful, careless, boundless)
 
 
 @pytest.fixture
@@ -374,3 +488,15 @@ def test_a_broken_event_store_is_caught(
     # Where a key of a table stops it, it is caught as well.
     with headwater.connect(dsn) as fresh, pytest.raises((Violation, psycopg.IntegrityError)):
         run_all(fresh, until)
+
+
+@pytest.mark.parametrize("note", WINDOWS)
+def test_a_broken_window_is_caught(
+    note: Callable[[Window, int, Iterable[Noted]], None],
+    log: headwater.Headwater,
+    until: Until,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Window, "note", note)
+    with pytest.raises(Violation):
+        run_all(log, until)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from datetime import timedelta
 
+import psycopg
 import pytest
 
 import headwater
@@ -83,3 +85,28 @@ def test_offsets_go_with_their_topic_and_another_of_its_name_has_none(
     # Somebody who has not heard of it commits for the topic that was.
     assert log.run(calls.kafka_commit_offsets(group, brokers[0], [OffsetToCommit(lane, 6, 0, "")]))
     assert log.run(calls.kafka_committed(group)) == []
+
+
+def test_offsets_of_groups_without_members_are_kept_for_as_long_as_the_log_says(
+    log: headwater.Headwater, brokers: list[int], lane: Lane, connection: psycopg.Connection
+) -> None:
+    names = {kind: f"{kind}-{next(_ports)}" for kind in ("gone", "has-members", "commits-without")}
+    for name in names.values():
+        log.run(calls.kafka_take_up(name, brokers[0]))
+        log.run(calls.kafka_note_generation(name, brokers[0], generation=1, protocol_type="consumer"))
+        assert log.run(calls.kafka_commit_offsets(name, brokers[0], [OffsetToCommit(lane, 5, 0, "")]))
+
+    def left(days: int) -> set[str]:
+        connection.execute("update headwater.kafka_group set updated_at = updated_at - %s", (timedelta(days=days),))
+        connection.execute("update headwater.kafka_offset set committed_at = committed_at - %s", (timedelta(days),))
+        log.run(calls.kafka_note_alive([names["has-members"]], brokers[0]))
+        log.run(calls.kafka_commit_offsets(names["commits-without"], brokers[0], [OffsetToCommit(lane, 6, 0, "")]))
+        log.maintain()
+        known = {name for name, _ in log.run(calls.kafka_groups(brokers[0]))}
+        return {kind for kind, name in names.items() if name in known and log.run(calls.kafka_committed(name))}
+
+    assert left(6) == set(names)
+    log.change_settings(kafka_offsets_kept=timedelta(days=30))
+    assert left(2) == set(names)
+    log.change_settings(kafka_offsets_kept=timedelta(days=7))
+    assert left(0) == {"has-members", "commits-without"}

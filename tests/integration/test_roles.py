@@ -14,6 +14,7 @@ from psycopg import conninfo, sql
 
 import headwater
 from headwater import NewEvent
+from headwater.calls import webhooks as calls
 
 _numbers = itertools.count()
 Login = Callable[[str], headwater.Headwater]
@@ -360,3 +361,24 @@ def test_functions_that_run_with_the_owners_rights_trust_no_search_path(connecti
         "and not coalesce('search_path=pg_catalog, pg_temp' = any (p.proconfig), false)"
     ).fetchall()
     assert careless == []
+
+
+def test_webhooks_and_their_secrets_are_for_administrators(login: Login, log: headwater.Headwater, topic: str) -> None:
+    admin = login("headwater_admin")
+    made = admin.create_webhook(topic, "https://a.example/", topic, rate_per_second=10)
+    assert admin.run(calls.next_webhook_turn(made)) is not None
+    assert [one.webhook.name for one in admin.run(calls.webhook_routes())] == [topic]
+    admin.publish(topic, 1)
+    assert admin.claim(made.group, worker="me") is not None
+    assert admin.rotate_webhook_secret(topic).secrets != made.secrets
+    admin.run(calls.set_webhook_state(topic, "disabled", reason="gone"))
+    for role in ("headwater_consumer", "headwater_publisher"):
+        other = login(role)
+        with pytest.raises(headwater.NotAllowed):
+            other.webhooks()
+        with pytest.raises(headwater.NotAllowed):
+            other.webhook(topic)
+        with pytest.raises(headwater.NotAllowed):
+            other.resume_webhook(topic)
+    assert log.webhook(topic).state == "disabled"
+    assert admin.delete_webhook(topic, with_group=True)

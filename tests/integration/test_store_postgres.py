@@ -25,6 +25,7 @@ from headwater.errors import (
     TransactionAborted,
     WrongTransaction,
 )
+from headwater.field_index import defined
 from headwater.store import LatestMatchIs, NewStoreEvent, NoMatchAfter, Query, StoreEvent
 
 _numbers = itertools.count()
@@ -404,7 +405,7 @@ def test_an_index_leads_to_events_without_looking_at_the_others(
 
 def test_an_index_that_is_being_filled_is_not_used(store: EventStore, log: headwater.Headwater) -> None:
     store.append(with_data({"k": 1}, {"k": 2}, {"k": 1}))
-    log._run(calls.create_field_index(store.topic, "by_k", ["k"]))
+    log._run(calls.create_field_index(store.topic, defined("by_k", ["k"])))
     store.append(with_data({"k": 1}))
     assert [index.ready for index in store.indexes()] == [False]
     assert store.count(Query.of(fields={"k": 1})) == 3

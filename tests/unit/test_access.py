@@ -16,6 +16,8 @@ from headwater.access import (
     AuthenticationFailed,
     Permission,
     Scram,
+    Verifiers,
+    credential_of,
     password_fits,
     stranger,
     verifiers,
@@ -23,6 +25,8 @@ from headwater.access import (
 
 SALT = b"0123456789abcdef"
 KEPT = verifiers("pencil", SALT, 4096)
+assert KEPT.sha_256 is not None
+KEPT_256 = KEPT.sha_256
 
 
 def client_final(mechanism: str, password: str, challenge: bytes, first_bare: str) -> tuple[bytes, bytes]:
@@ -39,12 +43,14 @@ def client_final(mechanism: str, password: str, challenge: bytes, first_bare: st
     return f"{without_proof},p={proof}".encode(), b"v=" + base64.b64encode(expected)
 
 
-def exchange(mechanism: str, password: str, kept: object = KEPT) -> bytes:
+def exchange(mechanism: str, password: str, known: Verifiers = KEPT) -> bytes:
     scram = Scram(mechanism, "server")
+    kept = known.credential(mechanism)
+    assert kept is not None
     bare = "n=us=2Cer,r=client"
     assert scram.name_of(f"n,,{bare}".encode()) == "us,er"
-    final, expected = client_final(mechanism, password, scram.challenge(kept), bare)  # type: ignore[arg-type]
-    answer = scram.finish(final, kept)  # type: ignore[arg-type]
+    final, expected = client_final(mechanism, password, scram.challenge(kept), bare)
+    answer = scram.finish(final, kept)
     assert answer == expected
     return answer
 
@@ -64,7 +70,8 @@ def test_a_wrong_password_proves_nothing(mechanism: str) -> None:
 
 def test_the_example_of_the_standard_is_understood() -> None:
     # RFC 7677, section 3.
-    kept = verifiers("pencil", base64.b64decode("W22ZaJ0SNY7soEsUEjb6gQ=="), 4096)
+    kept = verifiers("pencil", base64.b64decode("W22ZaJ0SNY7soEsUEjb6gQ=="), 4096).sha_256
+    assert kept is not None
     scram = Scram("SCRAM-SHA-256", "%hvYDpWUa2RaTCAfuxFIlj)hNlF$k0")
     assert scram.name_of(b"n,,n=user,r=rOprNGfwEbeRWgbNEkqO") == "user"
     assert scram.challenge(kept) == (
@@ -81,29 +88,40 @@ def test_what_is_no_scram_is_refused(first: bytes, final: bytes) -> None:
     scram = Scram("SCRAM-SHA-256", "server")
     with pytest.raises(AuthenticationFailed):
         scram.name_of(first)
-        scram.finish(final, KEPT)
+        scram.finish(final, KEPT_256)
     scram = Scram("SCRAM-SHA-256", "server")
     scram.name_of(b"n,,n=user,r=client")
-    scram.challenge(KEPT)
+    scram.challenge(KEPT_256)
     with pytest.raises(AuthenticationFailed):
-        scram.finish(final, KEPT)
+        scram.finish(final, KEPT_256)
 
 
 def test_a_proof_for_another_exchange_is_refused() -> None:
     scram = Scram("SCRAM-SHA-256", "server")
     scram.name_of(b"n,,n=user,r=client")
-    final, _ = client_final("SCRAM-SHA-256", "pencil", scram.challenge(KEPT), "n=user,r=client")
+    final, _ = client_final("SCRAM-SHA-256", "pencil", scram.challenge(KEPT_256), "n=user,r=client")
     another = Scram("SCRAM-SHA-256", "other")
     another.name_of(b"n,,n=user,r=client")
-    another.challenge(KEPT)
+    another.challenge(KEPT_256)
     with pytest.raises(AuthenticationFailed):
-        another.finish(final, KEPT)
+        another.finish(final, KEPT_256)
 
 
 def test_a_password_in_clear_is_checked_against_the_same_verifiers() -> None:
     assert password_fits("pencil", KEPT)
     assert not password_fits("Pencil", KEPT)
     assert not password_fits("", stranger("nobody", b"secret"))
+    # Also where there is only the other, and where there is none.
+    assert password_fits("pencil", KEPT._replace(sha_256=None))
+    assert not password_fits("Pencil", KEPT._replace(sha_256=None))
+    assert not password_fits("", Verifiers(None, None))
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_a_password_that_was_salted_elsewhere_proves_the_same(mechanism: str) -> None:
+    algorithm = MECHANISMS[mechanism]
+    salted = hashlib.pbkdf2_hmac(algorithm, b"pencil", SALT, 4096)
+    assert credential_of(algorithm, salted, SALT, 4096) == KEPT.credential(mechanism)
 
 
 def test_what_nobody_allowed_is_denied() -> None:

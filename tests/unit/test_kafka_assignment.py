@@ -133,6 +133,8 @@ def test_who_leaves_gives_way_at_once_and_a_static_member_keeps_its_place() -> N
     back.beat(found)
     assert (back.owned, found.epoch) == (had, epoch)
     assert Client("w", {"a"}, instance="i").beat(found).code is ErrorCode.unreleased_instance_id
+    # Who it was before is told that another has its place.
+    assert two.beat(found).code is ErrorCode.fenced_instance_id
     assert back.beat(found, epoch=LEAVES).code is ErrorCode.none
     one.beat(found)
     assert len(one.owned) == 6

@@ -12,8 +12,12 @@ from hypothesis import strategies as st
 from headwater.kafka.compression import CODECS, Undecodable, compress, decompress
 from headwater.kafka.events import parts_of, section_of
 from headwater.kafka.records import (
+    LOG_APPEND_TIME,
     BadBatch,
     Columns,
+    _written,
+    _written_plain,
+    as_appended,
     build_batch,
     read_header,
     read_headers,
@@ -51,6 +55,56 @@ def test_what_is_built_is_read_back_with_every_codec(
     assert (header.codec, header.record_count) == (codec, len(records))
     assert (header.first_time_ms, header.max_time_ms) == (records[0][0], max(r[0] for r in records))
     assert read_records(memoryview(batch), header, limit_bytes=LIMIT) == columns
+
+
+@given(
+    st.lists(st.tuples(st.integers(-3000, 9000), optional_bytes, optional_bytes), min_size=1, max_size=150),
+    st.integers(0, 2**40),
+)
+def test_plain_records_are_written_as_any_others(
+    records: list[tuple[int, bytes | None, bytes | None]], base: int
+) -> None:
+    times, keys, values = (list(column) for column in zip(*records, strict=True))
+    columns = Columns(times, keys, values, [None] * len(records))
+    offsets = range(base, base + len(records))
+    try:
+        plain = _written_plain(offsets, columns)
+    except LookupError:
+        assert max(times) - times[0] >= 8192 or min(times) - times[0] < -2048
+        return
+    assert plain == _written(offsets, columns)
+
+
+@pytest.mark.parametrize("columns", [
+    Columns([1, 2], [None, None], [b"v", b"w"], [None, write_headers([(b"h", b"1")])]),
+    Columns([1, 2], [None, b"k"], [b"v" * 20_000, b"w"], [None, None]),
+    Columns([1, 2**50], [None, b"k"], [b"v", b"w"], [None, None]),
+], ids=["headers", "large", "late"])  # fmt: skip
+def test_what_is_not_plain_is_written_all_the_same(columns: Columns) -> None:
+    with pytest.raises(LookupError):
+        _written_plain([7, 8], columns)
+    batch = memoryview(build_batch([7, 8], columns))
+    assert read_records(batch, read_header(batch), limit_bytes=LIMIT) == columns
+
+
+@pytest.mark.parametrize("size", [0, 1, 55, 63, 64, 127, 128, 8180, 8191, 8192, 20_000, 200_000])
+def test_records_of_any_size_are_read_back(size: int) -> None:
+    count = 70
+    columns = Columns([1000 + place * size for place in range(count)], [b"k" * min(size, 9000)] * count,
+                      [b"v" * size] * count, [None] * count)  # fmt: skip
+    batch = memoryview(build_batch(list(range(count)), columns))
+    assert read_records(batch, read_header(batch), limit_bytes=10 * LIMIT) == columns
+
+
+@pytest.mark.parametrize("log_append_ms", [None, 123_456])
+def test_an_appended_batch_is_what_came_with_its_offset_and_the_logs_time(log_append_ms: int | None) -> None:
+    columns = Columns([1000, 900], [b"k", None], [b"v", b"w"], [None, None])
+    appended = memoryview(as_appended(build_batch([0, 1], columns, codec=4), 77, log_append_ms=log_append_ms))
+    header = read_header(appended)
+    assert struct.unpack_from(">q", appended) == (77,)
+    assert bool(header.attributes & LOG_APPEND_TIME) == (log_append_ms is not None)
+    assert header.max_time_ms == (1000 if log_append_ms is None else log_append_ms)
+    assert read_records(appended, header, limit_bytes=LIMIT) == columns
 
 
 def test_another_implementation_reads_what_is_built_and_writes_what_is_read() -> None:

@@ -12,6 +12,7 @@ from headwater.aio.publishing import Publishing
 from headwater.aio.shell import PooledConnection
 from headwater.aio.store import Stores
 from headwater.aio.subscriptions import Subscriptions
+from headwater.aio.webhooks import Webhooks
 from headwater.errors import LogUnavailable
 
 
@@ -49,5 +50,5 @@ async def connect(
     return log
 
 
-class AsyncHeadwater(Publishing, Following, Groups, Subscriptions, Stores, Administration):
+class AsyncHeadwater(Publishing, Following, Groups, Subscriptions, Stores, Webhooks, Administration):
     """The log. Every method takes `connection=` to run inside the caller's own transaction."""

@@ -10,9 +10,11 @@ from psycopg import AsyncConnection
 from headwater import calls
 from headwater.aio.shell import Shell
 from headwater.model import (
+    LogHealth,
     LogSettings,
     LogState,
     Publisher,
+    Sample,
     Topic,
     TopicKind,
     TopicOverview,
@@ -99,15 +101,25 @@ class Administration(Shell):
         segment_interval: timedelta | None = None,
         segments_ahead: int | None = None,
         auto_create_topics: bool | None = None,
+        kafka_offsets_kept: timedelta | None = None,
     ) -> LogSettings:
         """Change settings of the whole log; None leaves one as it is."""
         call = calls.change_log_settings(
             segment_interval=segment_interval,
             segments_ahead=segments_ahead,
             auto_create_topics=auto_create_topics,
+            kafka_offsets_kept=kafka_offsets_kept,
         )
         return await self._run(call)
 
     async def maintain(self) -> Upkeep:
         """One round of upkeep: due events enter, segments are made ahead and dropped behind."""
         return await self._run(calls.maintain())
+
+    async def metrics(self, *, most: int = 200) -> list[Sample]:
+        """The log in figures; of topics, groups, cursors and pipelines at most so many each."""
+        return await self._run(calls.metrics(most=most))
+
+    async def health(self) -> LogHealth:
+        """What tells whether the log can be worked with."""
+        return await self._run(calls.log_health())

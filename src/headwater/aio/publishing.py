@@ -15,8 +15,9 @@ from typing import Any
 import psycopg
 from psycopg import AsyncConnection
 
-from headwater import calls
+from headwater import calls, tracing
 from headwater.aio.shell import Shell, translated
+from headwater.counters import COUNTERS
 from headwater.cron import next_time
 from headwater.errors import InvalidRequest
 from headwater.model import (
@@ -25,6 +26,7 @@ from headwater.model import (
     Periodic,
     Scheduled,
 )
+from headwater.telemetry import PUBLISHED
 
 
 class Publishing(Shell):
@@ -56,18 +58,22 @@ class Publishing(Shell):
             key=key,
             type=type,
             routing_key=routing_key,
-            headers=headers,
+            headers=tracing.outgoing(headers),
             event_id=event_id,
             content_type=content_type,
             deliver_at=_due(deliver_at, delay),
         )
-        return await self._run(call, connection)
+        position = await self._run(call, connection)
+        COUNTERS.add(PUBLISHED, topic)
+        return position
 
     async def publish_batch(
         self, topic: str, events: Sequence[NewEvent], *, connection: AsyncConnection[Any] | None = None
     ) -> list[int | None]:
         """Publish all of these events or none, in this order; returns their positions."""
-        return await self._run(calls.publish_batch(topic, events), connection)
+        positions = await self._run(calls.publish_batch(topic, tracing.outgoing_batch(events)), connection)
+        COUNTERS.add(PUBLISHED, topic, by=len(positions))
+        return positions
 
     async def publish_many(
         self,
@@ -86,8 +92,8 @@ class Publishing(Shell):
         if connection is not None:
             if commit_every is not None:
                 raise InvalidRequest("commit_every cannot be given inside the caller's own transaction")
-            return await self._publish_stream(topic, iter(events), chunk_size, None, connection)
-        remaining = iter(events)
+            return await self._publish_stream(topic, tracing.outgoing_stream(events), chunk_size, None, connection)
+        remaining = tracing.outgoing_stream(events)
         total = 0
         while True:
             async with self.transaction() as own:
@@ -124,6 +130,7 @@ class Publishing(Shell):
                     await copy.write(calls.COPY_END)
             except psycopg.Error as error:
                 raise translated(error) from error
+        COUNTERS.add(PUBLISHED, topic, by=total)
         return total
 
     async def schedule(
@@ -155,7 +162,7 @@ class Publishing(Shell):
             key=key,
             type=type,
             routing_key=routing_key,
-            headers=headers,
+            headers=tracing.outgoing(headers),
             event_id=event_id,
             content_type=content_type,
         )

@@ -8,35 +8,41 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
+    Mapping,
     Sequence,
 )
 from functools import partial
 from typing import Any, TypeVar
 
+import psycopg
 from psycopg import AsyncConnection
 from psycopg_pool import AsyncConnectionPool
 
 from headwater import calls
 from headwater.aio.appending import Verdicts, new_event_ids
 from headwater.aio.shell import PooledConnection, Shell
-from headwater.aio.subscribing import Subscribing
+from headwater.aio.subscribing import StoreHandler, Subscribing
 from headwater.aio.tailing import StoreEvents
-from headwater.errors import CursorMoved, LeaseLost
+from headwater.counters import COUNTERS
+from headwater.deciding import SavedState, SnapshotKey
+from headwater.errors import LeaseLost
+from headwater.field_index import Combine, FieldIndex, IndexCondition, Kind, defined
 from headwater.model import Lease
 from headwater.query import (
     EVERYTHING,
     Appended,
     Condition,
-    FieldIndex,
     Latest,
     NewStoreEvent,
     Query,
     StoreEvent,
+    Verdict,
     outcome,
 )
+from headwater.telemetry import APPENDS
+from headwater.window import Noted, Question, Window
 
 T = TypeVar("T")
-StoreHandler = Callable[[AsyncConnection[Any], Sequence[StoreEvent]], Awaitable[None]]
 
 SHORTEST_WAIT_SECONDS = 0.001
 REAP_SECONDS = 1.0
@@ -50,6 +56,8 @@ class EventStore(Subscribing):
         self._log = log
         # What was empty and settled when last looked at: the position read after, and the head of the log.
         self._quiet: tuple[int, int] | None = None
+        # Only who has the turn of the lane appends, and so uses it.
+        self._window = Window()
 
     async def append(
         self,
@@ -73,6 +81,7 @@ class EventStore(Subscribing):
             verdict = await self._patiently(
                 partial(self._lane.append, encoded, timeout_seconds=patience_seconds), patience_seconds
             )
+        COUNTERS.add(APPENDS, self.topic, "conflict" if verdict.positions is None else "appended")
         return outcome(verdict, condition)
 
     async def read(
@@ -117,12 +126,22 @@ class EventStore(Subscribing):
         """The position of the last event; 0 if there is none."""
         return await self._log._run(calls.event_store_head(self.topic), connection)
 
-    async def create_index(self, name: str, fields: Sequence[str], *, batch_size: int = 1000) -> None:
+    async def create_index(
+        self,
+        name: str,
+        fields: Sequence[str] | Mapping[str, Kind],
+        *,
+        conditions: Sequence[IndexCondition] = (),
+        combine: Combine = "and",
+        batch_size: int = 1000,
+    ) -> None:
         """Let queries on all of these fields, and maybe more, find their events as by a tag. Appends go on meanwhile.
 
-        Returns when it is filled. If that is interrupted, call it again: it goes on where it was.
+        `fields` are names, or names and kinds: {"amount": "numeric"} has only events whose amount is a number. With
+        `conditions` it has only the events of which all hold, or one with combine="or", and is used by queries that
+        imply that. Returns when it is filled. If that is interrupted, call it again: it goes on where it was.
         """
-        await self._log._run(calls.create_field_index(self.topic, name, fields))
+        await self._log._run(calls.create_field_index(self.topic, defined(name, fields, conditions, combine)))
         while await self._log.run(calls.fill_field_index(self.topic, name, batch_size=batch_size)):
             pass
 
@@ -134,38 +153,22 @@ class EventStore(Subscribing):
         """The indexes on fields."""
         return await self._log._run(calls.field_indexes(self.topic))
 
-    async def process(
-        self,
-        query: Query,
-        handler: StoreHandler,
-        *,
-        cursor: str,
-        after: int | None = None,
-        from_end: bool = False,
-        batch_size: int = 1000,
-        stop_when_caught_up: bool = False,
-        patience_seconds: float | None = 60.0,
-    ) -> None:
-        """Run `handler(connection, events)` on every batch that matches, its transaction moving the cursor too.
+    async def index(self, name: str) -> FieldIndex | None:
+        """The index of a name; None: there is none."""
+        found = await self._log._run(calls.field_indexes(self.topic, name))
+        return found[0] if found else None
 
-        What the handler writes on that connection and the position commit together, so each event has its
-        effect exactly once.
-        """
-        place = saved = await self._begin(after, from_end, cursor)
-        while True:
-            place, events = await self._next(query, place, batch_size, stop_when_caught_up, patience_seconds)
-            try:
-                if events:
-                    move = calls.advance_cursor(cursor, from_position=saved, to_position=place)
-                    await self._patiently(partial(self._apply, handler, events, move), patience_seconds)
-                    saved = place
-                elif stop_when_caught_up:
-                    return
-                elif (found := await self._look_at(cursor, patience_seconds)) != saved:
-                    place = saved = found
-            except CursorMoved:
-                place = saved = await self._look_at(cursor, patience_seconds)
-            await self._do_upkeep()
+    async def load_snapshot(self, key: SnapshotKey) -> SavedState | None:
+        """The state that a decider saved; None: there is none of this version."""
+        return await self._log._run(calls.load_snapshot(self.topic, key))
+
+    async def save_snapshot(self, key: SnapshotKey, saved: SavedState) -> None:
+        """Keep a state for the next decision, unless a later one is kept."""
+        await self._log._run(calls.save_snapshot(self.topic, key, saved))
+
+    async def forget_snapshots(self, name: str) -> int:
+        """Forget all states of a name, and say how many there were."""
+        return await self._log._run(calls.forget_snapshots(self.topic, name))
 
     async def compete(
         self,
@@ -212,7 +215,48 @@ class EventStore(Subscribing):
                 continue
 
     async def _send(self, appends: Sequence[calls.EncodedAppend]) -> Verdicts:
-        return await self._log._run(calls.append_group(self.topic, appends))
+        """Those against which nothing can speak go first and together; those in doubt are checked in full, in order."""
+        verdicts: dict[int, Verdict] = {}
+        pending = list(range(len(appends)))
+        while pending:
+            asked = self._window.accept(
+                (append.question, append.marks, append.ids) for append in map(appends.__getitem__, pending)
+            )
+            chosen = [pending[number] for number, _ in asked]
+            accepted = await self._append_ahead([appends[place] for place in chosen], [left for _, left in asked])
+            verdicts.update(zip(chosen, accepted, strict=False))
+            in_doubt = chosen[len(accepted)] if len(accepted) < len(chosen) else None
+            pending = [place for place in pending if place not in verdicts]
+            doubtful = 0
+            while doubtful < len(pending) and (
+                pending[doubtful] == in_doubt or self._window.is_in_doubt(appends[pending[doubtful]].question)
+            ):
+                doubtful += 1
+            if doubtful:
+                checking = [appends[place] for place in pending[:doubtful]]
+                checked = await self._log._run(calls.append_group(self.topic, checking))
+                verdicts.update(zip(pending[:doubtful], checked, strict=True))
+                pending = pending[doubtful:]
+        return [verdicts[place] for place in range(len(appends))]
+
+    async def _append_ahead(self, appends: Sequence[calls.EncodedAppend], questions: Sequence[Question]) -> Verdicts:
+        """Append the first of these, up to the one that is in doubt."""
+        if not appends:
+            return []
+        try:
+            call = calls.append_ahead(self.topic, appends, questions, self._window.known)
+            tail, positions = await self._log._run(call)
+        except psycopg.errors.UniqueViolation:
+            # Some were appended before. Who sends them again is told where they are, and the others go with them.
+            checked: Verdicts = await self._log._run(calls.append_group(self.topic, appends))
+            return checked
+        noted = (
+            Noted(position, event.event_id, event.marks)
+            for append, places in zip(appends, positions, strict=False)
+            for position, event in zip(places, append.events, strict=True)
+        )
+        self._window.note(tail, noted)
+        return [Verdict(places, False, None, None) for places in positions]
 
     async def _read_after(self, position: int, batch_size: int) -> StoreEvents:
         if self._quiet is not None and self._quiet == (position, await self._log._run(calls.head())):
@@ -248,8 +292,11 @@ class EventStore(Subscribing):
     async def _patiently(self, act: Callable[[], Awaitable[T]], patience_seconds: float | None) -> T:
         return await self._log._patiently(act, patience_seconds)
 
-    async def _apply(self, handler: StoreHandler, events: Sequence[StoreEvent], move: calls.Call[None]) -> None:
+    async def _apply(
+        self, handler: StoreHandler, events: Sequence[StoreEvent], cursor: str, from_position: int, to_position: int
+    ) -> None:
         async with self._log.transaction() as connection:
+            move = calls.advance_cursor(cursor, from_position=from_position, to_position=to_position)
             await self._log._run(move, connection)
             await handler(connection, events)
 

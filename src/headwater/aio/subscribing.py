@@ -11,7 +11,7 @@ from collections.abc import (
     Sequence,
 )
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from headwater.aio.appending import Lane, Verdicts
 from headwater.aio.tailing import Feed, StoreEvents
@@ -20,6 +20,8 @@ from headwater.errors import CursorMoved, InvalidRequest
 from headwater.query import EVERYTHING, Query, StoreEvent
 
 T = TypeVar("T")
+# A connection of the kind that the store has, in a transaction, and the events.
+StoreHandler = Callable[[Any, Sequence[StoreEvent]], Awaitable[None]]
 
 # How long a subscriber waits for live events before it looks after its cursor and the log's upkeep.
 LIVE_SECONDS = 0.5
@@ -63,6 +65,12 @@ class Subscribing(ABC):
     @abstractmethod
     async def _move_cursor(self, name: str, from_position: int, to_position: int) -> None:
         """Move the cursor on; CursorMoved if it is elsewhere."""
+
+    @abstractmethod
+    async def _apply(
+        self, handler: StoreHandler, events: Sequence[StoreEvent], cursor: str, from_position: int, to_position: int
+    ) -> None:
+        """Run a handler and move the cursor, both in one transaction; CursorMoved if it is elsewhere."""
 
     @abstractmethod
     async def _do_upkeep(self) -> None:
@@ -156,6 +164,39 @@ class Subscribing(ABC):
                     place = saved = await self._look_at(cursor, patience_seconds)
             if stop_when_caught_up and not events:
                 return
+            await self._do_upkeep()
+
+    async def process(
+        self,
+        query: Query,
+        handler: StoreHandler,
+        *,
+        cursor: str,
+        after: int | None = None,
+        from_end: bool = False,
+        batch_size: int = 1000,
+        stop_when_caught_up: bool = False,
+        patience_seconds: float | None = 60.0,
+    ) -> None:
+        """Run `handler(connection, events)` on every batch that matches, its transaction moving the cursor too.
+
+        What the handler writes on that connection and the position commit together, so each event has its
+        effect exactly once. On SQLite that is a connection to the store's own file, and nobody appends meanwhile.
+        """
+        place = saved = await self._begin(after, from_end, cursor)
+        while True:
+            place, events = await self._next(query, place, batch_size, stop_when_caught_up, patience_seconds)
+            try:
+                if events:
+                    await self._patiently(partial(self._apply, handler, events, cursor, saved, place), patience_seconds)
+                    saved = place
+                elif stop_when_caught_up:
+                    return
+                elif (found := await self._look_at(cursor, patience_seconds)) != saved:
+                    place = saved = found
+            except CursorMoved:
+                # Another one is at it, or our own commit was done and its answer lost.
+                place = saved = await self._look_at(cursor, patience_seconds)
             await self._do_upkeep()
 
     async def _begin(self, after: int | None, from_end: bool, cursor: str | None) -> int:

@@ -35,7 +35,7 @@ def encode_payload(payload: Payload, content_type: str | None) -> tuple[bytes | 
         if content_type == JSON_TYPE:
             try:
                 json.loads(encoded)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise InvalidEvent(f"the payload is not the JSON that its content type says: {error}") from None
             _refuse_nul(encoded)
         return encoded, content_type
@@ -100,33 +100,50 @@ class PackedText(bytes):
     """The same for text[]."""
 
 
+class PackedIntegers(bytes):
+    """The same for integer[]."""
+
+
+class PackedPositions(bytes):
+    """The same for bigint[]."""
+
+
 class _PackedBytesDumper(Dumper):
     format = Format.BINARY
     oid = 1001
 
-    def dump(self, obj: Any) -> bytes:
-        return bytes(obj)
+    def dump(self, obj: Any) -> Any:
+        # As it is: a copy of some megabytes costs as much as packing them.
+        return obj
 
 
 class _PackedTextDumper(_PackedBytesDumper):
     oid = 1009
 
 
+class _PackedIntegersDumper(_PackedBytesDumper):
+    oid = 1007
+
+
+class _PackedPositionsDumper(_PackedBytesDumper):
+    oid = 1016
+
+
+# Here, for all: a connection knows the types that were registered when it was opened.
 psycopg.adapters.register_dumper(PackedBytes, _PackedBytesDumper)
 psycopg.adapters.register_dumper(PackedText, _PackedTextDumper)
+psycopg.adapters.register_dumper(PackedIntegers, _PackedIntegersDumper)
+psycopg.adapters.register_dumper(PackedPositions, _PackedPositionsDumper)
 
 _LENGTH = struct.Struct("!i").pack
 _NULL = _LENGTH(-1)
 
 
 def pack(values: Sequence[bytes | None], element_oid: int) -> bytes:
-    parts = [struct.pack("!iIiii", 1, 1, element_oid, len(values), 1)]
-    for value in values:
-        if value is None:
-            parts.append(_NULL)
-        else:
-            parts.append(_LENGTH(len(value)))
-            parts.append(value)
+    parts = [b""] * (2 * len(values) + 1)
+    parts[0] = struct.pack("!iIiii", 1, 1, element_oid, len(values), 1)
+    parts[1::2] = [_NULL if value is None else _LENGTH(len(value)) for value in values]
+    parts[2::2] = [value or b"" for value in values]
     return b"".join(parts)
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 from uuid import UUID
 
-import psycopg
-from psycopg.adapt import Dumper
-from psycopg.pq import Format
+from psycopg.types.json import Jsonb
 
 from headwater.calls.call import Call, nothing, only_value
-from headwater.calls.encoding import PackedBytes, pack, packed_bytes, packed_text
+from headwater.calls.encoding import PackedBytes, PackedPositions, pack, packed_bytes, packed_text
 
 
 class KafkaTopic(NamedTuple):
@@ -31,6 +29,9 @@ class KafkaTopic(NamedTuple):
     compression_type: str
     compacted: bool
     tombstones_kept: timedelta
+    retention_bytes: int | None
+    # key and value -> the subject (None: by the strategy), whether an id is needed, the strategy. None: no schema.
+    schemas: Mapping[str, tuple[str | None, bool, str]] | None
 
 
 class KafkaBroker(NamedTuple):
@@ -63,38 +64,66 @@ class AppendBatch(NamedTuple):
     producer_id: int
     producer_epoch: int
     first_sequence: int
-    payloads: list[bytes | None]
-    keys: list[bytes | None]
-    types: list[str | None] | None
-    routing_keys: list[str | None] | None
-    headers: list[str | None] | None
-    content_types: list[str | None] | None
-    produced_ms: list[int] | None
-    record_headers: list[bytes | None] | None
+    payloads: Sequence[bytes | None]
+    keys: Sequence[bytes | None]
+    types: Sequence[str | None] | None
+    routing_keys: Sequence[str | None] | None
+    headers: Sequence[str | None] | None
+    content_types: Sequence[str | None] | None
+    produced_ms: Sequence[int] | None
+    record_headers: Sequence[bytes | None] | None
 
 
 class Appended(NamedTuple):
-    """What became of a batch: appended, duplicate, out of order, fenced, no topic; its offset; when."""
+    """What became of a batch: appended, duplicate, out of order, fenced, no topic; its offset; when; after what."""
 
     outcome: str
     base_offset: int | None
     appended_ms: int
+    after_position: int = 0
 
 
-class FetchedEvent(NamedTuple):
-    """An event as a fetch reads it."""
+class Wanted(NamedTuple):
+    """What a fetch asks of a lane. No `from_offset`: no page; no `max_bytes`: a plain one, of the next offsets.
 
-    offset: int
-    position: int
-    time_ms: int
-    key: bytes | None
-    payload: bytes | None
-    record_headers: bytes | None
-    headers: dict[str, Any] | None
-    type: str | None
-    routing_key: str | None
-    content_type: str | None
-    event_id: str | None
+    `kept`: remembered events, each as its offset and a position below its own.
+    """
+
+    lane: Lane
+    from_offset: int | None
+    after_position: int
+    max_events: int
+    max_bytes: int | None
+    kept: Sequence[tuple[int, int]]
+
+
+class Page(NamedTuple):
+    """Events of a lane up to an offset; where the last one is in the log, and when it was published.
+
+    `plain`: nobody looked at them yet. All offsets should be there, and no event have more than a key and a payload.
+    """
+
+    last_offset: int
+    last_position: int
+    last_ms: int | None
+    plain: bool
+
+
+class Seen(NamedTuple):
+    """A lane as a fetch finds it: its bounds, the page it wanted, and when the remembered events were published."""
+
+    bounds: Bounds
+    page: Page | None
+    kept_ms: list[int | None]
+
+
+FetchedRows = list[tuple[int, int, bytes | None, bytes | None, bytes | None, list[Any] | None]]
+"""Events as a fetch reads them: offset, time, key, payload, the headers of a record as they came, and what few have:
+headers, type, routing key, content type and id. Plain tuples, since to name them costs as much as to read them."""
+
+
+PlainRows = list[tuple[int, bytes | None, bytes | None]]
+"""The same of a plain page: time, key and payload of one offset after the other."""
 
 
 class CommittedOffset(NamedTuple):
@@ -139,25 +168,17 @@ class ActiveProducer(NamedTuple):
     heard_ms: int
 
 
-class PackedIntegers(bytes):
-    """A bigint[] already in Postgres' binary form."""
-
-
-class _PackedIntegersDumper(Dumper):
-    format = Format.BINARY
-    oid = 1016
-
-    def dump(self, obj: Any) -> bytes:
-        return bytes(obj)
-
-
-psycopg.adapters.register_dumper(PackedIntegers, _PackedIntegersDumper)
-
-
-def _packed_integers(values: Sequence[int | None]) -> PackedIntegers | None:
+def _packed_integers(values: Sequence[int | None]) -> PackedPositions | None:
+    if None not in values:
+        return PackedPositions(
+            struct.pack("!iIiii", 1, 1, 20, len(values), 1) + b"".join([_INTEGER(8, value) for value in values])
+        )
     if all(value is None for value in values):
         return None
-    return PackedIntegers(pack([None if value is None else struct.pack("!q", value) for value in values], 20))
+    return PackedPositions(pack([None if value is None else struct.pack("!q", value) for value in values], 20))
+
+
+_INTEGER = struct.Struct("!iq").pack
 
 
 def kafka_cluster_id() -> Call[UUID]:
@@ -188,7 +209,7 @@ def kafka_brokers() -> Call[list[KafkaBroker]]:
 def kafka_topics() -> Call[list[KafkaTopic]]:
     return Call(
         "select id, name, kind, writable, partitions, retention, max_payload_bytes, max_header_bytes, "
-        "timestamp_type, compression_type, compacted, tombstones_kept "
+        "timestamp_type, compression_type, compacted, tombstones_kept, retention_bytes, schemas "
         "from headwater.kafka_topic_overview order by name",
         (),
         lambda rows: [KafkaTopic(*row) for row in rows],
@@ -205,9 +226,11 @@ def kafka_create_topic(
     compression_type: str | None = None,
     compacted: bool | None = None,
     tombstones_kept: timedelta | None = None,
+    retention_bytes: int | None = None,
+    schemas: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Call[int]:
     return Call(
-        "select headwater.kafka_create_topic(%s, %s, %s, %s, %s, %s, %s, %s)",
+        "select headwater.kafka_create_topic(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s)",
         (
             name,
             partitions,
@@ -217,6 +240,8 @@ def kafka_create_topic(
             compression_type,
             compacted,
             tombstones_kept,
+            retention_bytes,
+            Jsonb(schemas) if schemas else None,
         ),
         only_value,
     )
@@ -234,10 +259,27 @@ def kafka_alter_topic(
     compression_type: str | None = None,
     compacted: bool | None = None,
     tombstones_kept: timedelta | None = None,
+    retention_bytes: int | None = None,
+    retention: timedelta | None = None,
+    max_payload_bytes: int | None = None,
+    keep_forever: bool = False,
+    schemas: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Call[None]:
+    """None leaves a setting as it is; a size of -1 removes the limit."""
     return Call(
-        "select headwater.kafka_alter_topic(%s, %s, %s, %s, %s)",
-        (name, timestamp_type, compression_type, compacted, tombstones_kept),
+        "select headwater.kafka_alter_topic(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s)",
+        (
+            name,
+            timestamp_type,
+            compression_type,
+            compacted,
+            tombstones_kept,
+            retention_bytes,
+            retention,
+            max_payload_bytes,
+            keep_forever,
+            Jsonb(schemas) if schemas else None,
+        ),
         nothing,
     )
 
@@ -252,8 +294,17 @@ def kafka_new_producer() -> Call[int]:
 
 
 def _record_params(batches: Sequence[AppendBatch]) -> tuple[Any, ...]:
-    def joined(part: str) -> list[Any]:
-        return [value for batch in batches for value in (getattr(batch, part) or (None,) * len(batch.payloads))]
+    def joined(part: str) -> Sequence[Any]:
+        columns = [getattr(batch, part) for batch in batches]
+        if all(column is None for column in columns):
+            return []
+        if len(columns) == 1:
+            return tuple(columns[0])
+        return [
+            value
+            for batch, column in zip(batches, columns, strict=True)
+            for value in (column or (None,) * len(batch.payloads))
+        ]
 
     return (
         PackedBytes(pack(joined("payloads"), 17)),
@@ -262,7 +313,7 @@ def _record_params(batches: Sequence[AppendBatch]) -> tuple[Any, ...]:
         packed_text(joined("routing_keys"), "routing key"),
         packed_text(joined("headers"), "header"),
         packed_text(joined("content_types"), "content type"),
-        _packed_integers(joined("produced_ms")),
+        _packed_integers(joined("produced_ms")) if any(batch.produced_ms for batch in batches) else None,
         packed_bytes(joined("record_headers")),
     )
 
@@ -270,7 +321,7 @@ def _record_params(batches: Sequence[AppendBatch]) -> tuple[Any, ...]:
 def kafka_append(batches: Sequence[AppendBatch]) -> Call[list[Appended]]:
     """Append batches in order, each producer's batch once, in one transaction."""
     return Call(
-        "select outcome, base_offset, appended_ms from headwater.kafka_append("
+        "select outcome, base_offset, appended_ms, after_position from headwater.kafka_append("
         "%s::int[], %s::int[], %s::int[], %s::bigint[], %s::int[], %s::int[], %b, %b, %b, %b, %b, %b, %b, %b)",
         (
             [batch.lane.topic_id for batch in batches],
@@ -294,28 +345,68 @@ def kafka_bounds(lanes: Sequence[Lane]) -> Call[dict[Lane, Bounds]]:
     )
 
 
-_FETCHED = (
-    "topic_offset, position, time_ms, key, payload, record_headers, headers, type, routing_key, content_type, event_id"
-)
-
-
-def kafka_fetch_sequenced(
-    lane: Lane, *, from_offset: int, after_position: int, max_events: int, max_bytes: int
-) -> Call[list[FetchedEvent]]:
+def kafka_look(wanted: Sequence[Wanted]) -> Call[dict[int, Seen]]:
+    """What a fetch must know before it reads, by the place in `wanted`; a lane that does not exist is left out."""
+    kept = [(number, *one) for number, lane in enumerate(wanted, 1) for one in lane.kept]
     return Call(
-        f"select {_FETCHED} from headwater.kafka_fetch_sequenced(%s, %s, %s, %s, %s, %s)",
-        (lane.topic_id, lane.partition, from_offset, after_position, max_events, max_bytes),
-        lambda rows: list(map(FetchedEvent._make, rows)),
+        "select number, start_offset, end_offset, last_offset, last_position, last_ms, plain, kept_ms "
+        "from headwater.kafka_look("
+        "%s::int[], %s::int[], %s::bigint[], %s::bigint[], %s::int[], %s::bigint[], "
+        "%s::int[], %s::bigint[], %s::bigint[])",
+        (
+            [one.lane.topic_id for one in wanted],
+            [one.lane.partition for one in wanted],
+            [one.from_offset for one in wanted],
+            [one.after_position for one in wanted],
+            [one.max_events for one in wanted],
+            [one.max_bytes for one in wanted],
+            [number for number, _, _ in kept],
+            [offset for _, offset, _ in kept],
+            [position for _, _, position in kept],
+        ),
+        lambda rows: {
+            number - 1: Seen(Bounds(start, end), None if last is None else Page(last, *page), kept_ms)
+            for number, start, end, last, *page, kept_ms in rows
+        },
+    )
+
+
+def kafka_fetch_sequenced(lane: Lane, page: Page, *, from_offset: int, after_position: int) -> Call[FetchedRows]:
+    return Call(
+        "select topic_offset, time_ms, key, payload, record_headers, parts "
+        "from headwater.kafka_fetch_sequenced(%s, %s, %s, %s, %s, %s)",
+        (lane.topic_id, lane.partition, from_offset, page.last_offset, after_position, page.last_position),
+        list,
+    )
+
+
+def kafka_fetch_plain(
+    lane: Lane, page: Page, *, from_offset: int, after_position: int, max_part_bytes: int
+) -> Call[PlainRows]:
+    """The events of a plain page; fewer than its offsets: it is not plain."""
+    return Call(
+        "select time_ms, key, payload from headwater.kafka_fetch_plain(%s, %s, %s, %s, %s, %s, %s)",
+        (
+            lane.topic_id,
+            lane.partition,
+            from_offset,
+            page.last_offset,
+            after_position,
+            page.last_position,
+            max_part_bytes,
+        ),
+        list,
     )
 
 
 def kafka_fetch_open(
     lane: Lane, *, from_offset: int, end_offset: int, max_events: int, max_bytes: int
-) -> Call[list[FetchedEvent]]:
+) -> Call[FetchedRows]:
     return Call(
-        f"select {_FETCHED} from headwater.kafka_fetch_open(%s, %s, %s, %s, %s, %s)",
+        "select topic_offset, time_ms, key, payload, record_headers, parts "
+        "from headwater.kafka_fetch_open(%s, %s, %s, %s, %s, %s)",
         (lane.topic_id, lane.partition, from_offset, end_offset, max_events, max_bytes),
-        lambda rows: list(map(FetchedEvent._make, rows)),
+        list,
     )
 
 
@@ -386,6 +477,11 @@ def kafka_delete_group(group: str, incarnation: int) -> Call[bool]:
     return Call("select headwater.kafka_delete_group(%s, %s)", (group, incarnation), only_value)
 
 
+def kafka_note_alive(groups: Sequence[str], incarnation: int) -> Call[None]:
+    """These groups have members: their offsets do not expire."""
+    return Call("select headwater.kafka_note_alive(%s::text[], %s)", (list(groups), incarnation), nothing)
+
+
 def kafka_groups(incarnation: int) -> Call[list[tuple[str, str]]]:
     """The groups that a broker coordinates, with their kind of protocol."""
     return Call(
@@ -412,10 +508,10 @@ def kafka_begin(transactional_id: str, producer_id: int, epoch: int) -> Call[str
     return Call("select headwater.kafka_begin(%s, %s, %s)", (transactional_id, producer_id, epoch), only_value)
 
 
-def kafka_stage(transactional_id: str, batch: AppendBatch) -> Call[str]:
-    """Put a batch aside for the open transaction of its producer."""
+def kafka_stage(transactional_id: str, batch: AppendBatch, *, may_begin: bool) -> Call[str]:
+    """Put a batch aside for the open transaction of its producer, which it may begin."""
     return Call(
-        "select headwater.kafka_stage(%s, %s, %s, %s, %s, %s, %s, %b, %b, %b, %b, %b, %b, %b, %b)",
+        "select headwater.kafka_stage(%s, %s, %s, %s, %s, %s, %s, %b, %b, %b, %b, %b, %b, %b, %b, %s)",
         (
             transactional_id,
             batch.lane.topic_id,
@@ -425,18 +521,25 @@ def kafka_stage(transactional_id: str, batch: AppendBatch) -> Call[str]:
             batch.producer_epoch,
             batch.first_sequence,
             *_record_params([batch]),
+            may_begin,
         ),
         only_value,
     )
 
 
 def kafka_stage_offsets(
-    transactional_id: str, producer_id: int, epoch: int, group: str, offsets: Sequence[OffsetToCommit]
+    transactional_id: str,
+    producer_id: int,
+    epoch: int,
+    group: str,
+    offsets: Sequence[OffsetToCommit],
+    *,
+    may_begin: bool,
 ) -> Call[str]:
     return Call(
         "select headwater.kafka_stage_offsets("
-        "%s, %s, %s, %s, %s::int[], %s::int[], %s::bigint[], %s::int[], %s::text[])",
-        (transactional_id, producer_id, epoch, group, *_offset_params(offsets)),
+        "%s, %s, %s, %s, %s::int[], %s::int[], %s::bigint[], %s::int[], %s::text[], %s)",
+        (transactional_id, producer_id, epoch, group, *_offset_params(offsets), may_begin),
         only_value,
     )
 
@@ -450,11 +553,14 @@ def kafka_staged_offsets(group: str) -> Call[set[Lane]]:
     )
 
 
-def kafka_end_transaction(transactional_id: str, producer_id: int, epoch: int, *, committed: bool) -> Call[str]:
+def kafka_end_transaction(
+    transactional_id: str, producer_id: int, epoch: int, *, committed: bool, next_epoch: bool
+) -> Call[tuple[str, int, int]]:
+    """The outcome, and the id and epoch that the producer has from now on."""
     return Call(
-        "select headwater.kafka_end_transaction(%s, %s, %s, %s)",
-        (transactional_id, producer_id, epoch, committed),
-        only_value,
+        "select outcome, next_id, raised_epoch from headwater.kafka_end_transaction(%s, %s, %s, %s, %s)",
+        (transactional_id, producer_id, epoch, committed, next_epoch),
+        lambda rows: (rows[0][0], rows[0][1], rows[0][2]),
     )
 
 

@@ -56,7 +56,7 @@ def maintain() -> Call[Upkeep]:
 
 def log_settings() -> Call[LogSettings]:
     return Call(
-        "select segment_interval, segments_ahead, auto_create_topics from headwater.setting",
+        "select segment_interval, segments_ahead, auto_create_topics, kafka_offsets_kept from headwater.setting",
         (),
         lambda rows: LogSettings(*rows[0]),
     )
@@ -67,13 +67,15 @@ def change_log_settings(
     segment_interval: timedelta | None = None,
     segments_ahead: int | None = None,
     auto_create_topics: bool | None = None,
+    kafka_offsets_kept: timedelta | None = None,
 ) -> Call[LogSettings]:
     """Change settings of the whole log; None leaves one as it is."""
     return Call(
         "update headwater.setting set segment_interval = coalesce(%s, segment_interval), "
-        "segments_ahead = coalesce(%s, segments_ahead), auto_create_topics = coalesce(%s, auto_create_topics) "
-        "returning segment_interval, segments_ahead, auto_create_topics",
-        (segment_interval, segments_ahead, auto_create_topics),
+        "segments_ahead = coalesce(%s, segments_ahead), auto_create_topics = coalesce(%s, auto_create_topics), "
+        "kafka_offsets_kept = coalesce(%s, kafka_offsets_kept) "
+        "returning segment_interval, segments_ahead, auto_create_topics, kafka_offsets_kept",
+        (segment_interval, segments_ahead, auto_create_topics, kafka_offsets_kept),
         lambda rows: LogSettings(*rows[0]),
     )
 

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import chain
-from typing import Any
-
-import psycopg
-from psycopg.adapt import Dumper
-from psycopg.pq import Format
+from typing import Any, NamedTuple
 
 from headwater.calls.call import Call, Rows, nothing, only_value
 from headwater.calls.encoding import (
     PackedBytes,
+    PackedIntegers,
+    PackedPositions,
     PackedText,
     checked_text,
     encode_headers,
     encode_payload,
     pack,
 )
+from headwater.deciding import SavedState, SnapshotKey
 from headwater.errors import InvalidEvent, InvalidRequest
+from headwater.field_index import FieldIndex, conditions_as_json, conditions_from_json
 from headwater.query import (
     EVERYTHING,
     MAX_TAGS,
     Condition,
-    FieldIndex,
     Latest,
     LatestMatchIs,
     NewStoreEvent,
@@ -35,14 +32,14 @@ from headwater.query import (
     Verdict,
     distinct,
 )
+from headwater.window import Known, Question, marks_of, question_of
 
 MAX_EVENTS = 1000
 """How many events one append may have."""
 LAST_POSITION = (1 << 63) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedEvent:
+class EncodedEvent(NamedTuple):
     """One event of an append, checked, and as bytes. A named part is None where the event has none."""
 
     event_id: str
@@ -51,14 +48,17 @@ class EncodedEvent:
     payload: bytes | None
     content_type: str | None
     metadata: str | None
+    marks: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedAppend:
-    """One append, ready to be sent with others."""
+class EncodedAppend(NamedTuple):
+    """One append, ready to be sent with others, and what must be asked to accept it: None, if that is too much."""
 
     events: tuple[EncodedEvent, ...]
     condition: Condition | None
+    question: Question | None
+    marks: frozenset[str]
+    ids: frozenset[str]
     payload_bytes: int
 
 
@@ -69,15 +69,21 @@ def encode_append(
     if not 1 <= len(events) <= MAX_EVENTS:
         raise InvalidRequest(f"an append has 1 to {MAX_EVENTS} events, this one has {len(events)}")
     encoded = tuple(map(_encode_event, events, new_ids))
-    if len(encoded) > 1 and len({event.event_id for event in encoded}) < len(encoded):
+    ids = frozenset([event.event_id for event in encoded])
+    if len(ids) < len(encoded):
         raise InvalidEvent("two events of one append have the same id")
-    return EncodedAppend(encoded, condition, sum(len(event.payload or b"") for event in encoded))
+    marks: set[str] = set()
+    size = 0
+    for event in encoded:
+        marks.update(event.marks)
+        size += len(event.payload or b"")
+    return EncodedAppend(encoded, condition, question_of(condition), frozenset(marks), ids, size)
 
 
 def _encode_event(event: NewStoreEvent, new_id: str) -> EncodedEvent:
     if event.type is None:
         raise InvalidEvent("every event of an event store has a type")
-    distinct((event.type,), "types")
+    (type_,) = distinct((event.type,), "types")
     tags = distinct(event.tags, "tags")
     if len(tags) > MAX_TAGS:
         raise InvalidEvent(f"an event has up to {MAX_TAGS} tags, this one has {len(tags)}")
@@ -85,39 +91,39 @@ def _encode_event(event: NewStoreEvent, new_id: str) -> EncodedEvent:
     event_id = new_id if event.event_id is None else checked_text(event.event_id, "event id")
     if not 1 <= len(event_id) <= 255:
         raise InvalidEvent("an event id is 1 to 255 characters")
-    return EncodedEvent(event_id, event.type, tags, payload, content_type, encode_headers(event.metadata))
+    metadata = None if event.metadata is None else encode_headers(event.metadata)
+    return EncodedEvent(event_id, type_, tags, payload, content_type, metadata, marks_of(type_, tags))
 
 
-class _PackedIntegers(bytes):
-    """An integer[] already in Postgres' binary form."""
+def _integers(values: Sequence[int]) -> PackedIntegers:
+    return PackedIntegers(_packed(values, 23, 4, "ii"))
 
 
-class _PackedIntegersDumper(Dumper):
-    format = Format.BINARY
-    oid = 1007
-
-    def dump(self, obj: Any) -> bytes:
-        return bytes(obj)
+def _positions(values: Sequence[int]) -> PackedPositions:
+    return PackedPositions(_packed(values, 20, 8, "iq"))
 
 
-psycopg.adapters.register_dumper(_PackedIntegers, _PackedIntegersDumper)
-_INTEGER = struct.Struct("!i").pack
+def _packed(values: Sequence[int], oid: int, size: int, form: str) -> bytes:
+    """Numbers of one size as an array, in one go."""
+    parts = [size] * (2 * len(values))
+    parts[1::2] = values
+    return struct.pack(f"!iIiii{form * len(values)}", 1, 0, oid, len(values), 1, *parts)
 
 
-def _text(values: list[str]) -> PackedText:
-    return PackedText(pack([value.encode() for value in values], 25))
-
-
-def _optional_text(values: list[str | None]) -> PackedText | None:
-    if not any(values):
-        return None
+def _text(values: Sequence[str | None]) -> PackedText:
     return PackedText(pack([None if value is None else value.encode() for value in values], 25))
+
+
+def _optional_text(values: Sequence[str | None]) -> PackedText | None:
+    return _text(values) if any(values) else None
 
 
 def _array_text(tags: tuple[str, ...]) -> str:
     """Tags as Postgres writes an array."""
-    quoted = (tag.replace("\\", "\\\\").replace('"', '\\"') for tag in tags)
-    return "{" + ",".join(f'"{tag}"' for tag in quoted) + "}"
+    joined = '","'.join(tags)
+    if "\\" in joined or joined.count('"') != 2 * max(len(tags) - 1, 0):
+        joined = '","'.join([tag.replace("\\", "\\\\").replace('"', '\\"') for tag in tags])
+    return f'{{"{joined}"}}' if tags else "{}"
 
 
 def _condition_text(condition: Condition | None) -> str | None:
@@ -127,30 +133,80 @@ def _condition_text(condition: Condition | None) -> str | None:
     return f'{{"query":{condition.query.as_json()},"{kind}":{condition.position or 0}}}'
 
 
+def _event_parts(events: Sequence[EncodedEvent]) -> tuple[object, ...]:
+    ids, types, tags, payloads, content_types, metadata, _ = zip(*events, strict=True)
+    return (
+        _text(ids),
+        _text(types),
+        _text([_array_text(of_event) for of_event in tags]),
+        PackedBytes(pack(payloads, 17)),
+        _optional_text(content_types),
+        _optional_text(metadata),
+    )
+
+
+def append_ahead(
+    topic: str, appends: Sequence[EncodedAppend], questions: Sequence[Question], known: Known | None = None
+) -> Call[tuple[int, list[tuple[int, ...]]]]:
+    """Several appends in one transaction, up to the first that what it asks speaks against. None is about another.
+
+    The answer is the last event before them, and the positions of those that were appended.
+    """
+    owners: list[int] = []
+    doubts: list[tuple[int, int, str | None, int]] = []
+    seen: list[tuple[int, str, int]] = []
+    number = 0
+    for owner, (append, question) in enumerate(zip(appends, questions, strict=True)):
+        owners += [owner] * len(append.events)
+        for doubt in question.doubts:
+            number += 1
+            doubts += [(owner, number, mark, doubt.above) for mark in doubt.marks or (None,)]
+        seen += [(owner, mark, position) for mark, position in question.seen]
+    doubting, numbers, marks, above = zip(*doubts, strict=True) if doubts else ((), (), (), ())
+    seen_by, seen_marks, seen_at = zip(*seen, strict=True) if seen else ((), (), ())
+
+    def decode(rows: Rows) -> tuple[int, list[tuple[int, ...]]]:
+        tail, places = rows[0]
+        positions: list[tuple[int, ...]] = []
+        start = 0
+        for append in appends:
+            if places is None or places[start] is None:
+                break
+            positions.append(tuple(places[start : start + len(append.events)]))
+            start += len(append.events)
+        return tail, positions
+
+    return Call(
+        "select tail, places from headwater.append_ahead("
+        "%s, %b, %b, %b, %b, %b, %b::text[], %b::text[], %b, %b, %b, %b, %s, %s, "
+        "%b::integer[], %b::text[], %b::bigint[])",
+        (
+            checked_text(topic, "topic name"),
+            _integers(owners),
+            *_event_parts([event for append in appends for event in append.events]),
+            _integers(doubting),
+            _integers(numbers),
+            _text(marks),
+            _positions(above),
+            *(known or (None, None)),
+            _integers(seen_by) if seen else None,
+            _text(seen_marks) if seen else None,
+            _positions(seen_at) if seen else None,
+        ),
+        decode,
+    )
+
+
 def append_group(topic: str, appends: Sequence[EncodedAppend]) -> Call[list[Verdict]]:
     """Several appends in one transaction, in order, each with its verdict."""
-    events = list(chain.from_iterable(append.events for append in appends))
     return Call(
         "select positions, repeated, moved_to, taken_id "
         "from headwater.append_group(%s, %b, %b::text[], %b, %b, %b, %b, %b::text[], %b::text[])",
         (
             checked_text(topic, "topic name"),
-            _PackedIntegers(pack([_INTEGER(len(append.events)) for append in appends], 23)),
-            PackedText(
-                pack(
-                    [
-                        None if text is None else text.encode()
-                        for text in (_condition_text(append.condition) for append in appends)
-                    ],
-                    25,
-                )
-            ),
-            _text([event.event_id for event in events]),
-            _text([event.type for event in events]),
-            _text([_array_text(event.tags) for event in events]),
-            PackedBytes(pack([event.payload for event in events], 17)),
-            _optional_text([event.content_type for event in events]),
-            _optional_text([event.metadata for event in events]),
+            _integers([len(append.events) for append in appends]),
+            _text([_condition_text(append.condition) for append in appends]),
+            *_event_parts([event for append in appends for event in append.events]),
         ),
         lambda rows: [Verdict(None if r[0] is None else tuple(r[0]), bool(r[1]), r[2], r[3]) for r in rows],
     )
@@ -237,16 +293,17 @@ def latest_matching(topic: str, query: Query) -> Call[Latest]:
     )
 
 
-def create_field_index(topic: str, name: str, fields: Sequence[str]) -> Call[None]:
+def create_field_index(topic: str, index: FieldIndex) -> Call[None]:
     """Declare an index on fields of the data."""
-    if isinstance(fields, str):
-        raise InvalidRequest("fields are a list of texts, not one text", hint=f'Write fields=["{fields}"].')
     return Call(
-        "select headwater.create_field_index(%s, %s, %s::text[])",
+        "select headwater.create_field_index(%s, %s, %s::text[], %s::text[], %s::jsonb, %s)",
         (
             checked_text(topic, "topic name"),
-            checked_text(name, "index name"),
-            [checked_text(field, "field") for field in fields],
+            index.name,
+            list(index.fields),
+            list(index.kinds),
+            conditions_as_json(index.conditions),
+            index.combine,
         ),
         nothing,
     )
@@ -265,14 +322,76 @@ def drop_field_index(topic: str, name: str) -> Call[bool]:
     )
 
 
-def field_indexes(topic: str) -> Call[list[FieldIndex]]:
+def field_indexes(topic: str, name: str | None = None) -> Call[list[FieldIndex]]:
+    """The indexes of a store, or the one of a name."""
     return Call(
-        "select name, fields, ready from headwater.field_index_overview where topic = %s order by name",
-        (checked_text(topic, "topic name"),),
-        lambda rows: [FieldIndex(name, tuple(fields), ready) for name, fields, ready in rows],
+        "select name, fields, ready, kinds, conditions, combine "
+        "from headwater.field_index_overview where topic = %s and name = coalesce(%s, name) order by name",
+        (checked_text(topic, "topic name"), name),
+        lambda rows: [
+            FieldIndex(name, tuple(fields), ready, tuple(kinds), conditions_from_json(conditions), combine)
+            for name, fields, ready, kinds, conditions, combine in rows
+        ],
     )
 
 
 def event_store_head(topic: str) -> Call[int]:
     """The last position of an event store; 0: it is empty."""
     return Call("select headwater.event_store_head(%s)", (checked_text(topic, "topic name"),), only_value)
+
+
+def event_stores() -> Call[list[str]]:
+    """The names of all event stores."""
+    return Call(
+        "select name from headwater.topic where event_store and deleted_at is null order by name",
+        (),
+        lambda rows: [name for (name,) in rows],
+    )
+
+
+def take_subscriber_name(topic: str, name: str) -> Call[bool]:
+    """Take a name for this session; False: another has it."""
+    return Call(
+        "select headwater.take_subscriber_name(%s, %s)",
+        (checked_text(topic, "topic name"), checked_text(name, "subscriber name")),
+        only_value,
+    )
+
+
+def give_subscriber_name(topic: str, name: str) -> Call[bool]:
+    """Give a name of this session back."""
+    return Call("select headwater.give_subscriber_name(%s, %s)", (topic, name), only_value)
+
+
+def load_snapshot(topic: str, key: SnapshotKey) -> Call[SavedState | None]:
+    """The state that was saved under a key."""
+    return Call(
+        "select position, state from headwater.load_snapshot(%s, %s, %s, %s)",
+        (checked_text(topic, "topic name"), checked_text(key.name, "name"), key.query_hash, key.version),
+        lambda rows: SavedState(*rows[0]) if rows else None,
+    )
+
+
+def save_snapshot(topic: str, key: SnapshotKey, saved: SavedState) -> Call[None]:
+    """Keep a state, unless a later one is kept."""
+    return Call(
+        "select headwater.save_snapshot(%s, %s, %s, %s, %s, %b)",
+        (
+            checked_text(topic, "topic name"),
+            checked_text(key.name, "name"),
+            key.query_hash,
+            key.version,
+            saved.position,
+            saved.state,
+        ),
+        nothing,
+    )
+
+
+def forget_snapshots(topic: str, name: str) -> Call[int]:
+    """Forget all states of a name; how many there were."""
+    return Call(
+        "select headwater.forget_snapshots(%s, %s)",
+        (checked_text(topic, "topic name"), checked_text(name, "name")),
+        only_value,
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +15,7 @@ from headwater.cli import (
     account,
     archive,
     bench,
+    chaos,
     cursor,
     dead,
     demo,
@@ -23,6 +25,7 @@ from headwater.cli import (
     lake,
     log_settings,
     maintain,
+    metrics,
     migrate,
     output,
     periodic,
@@ -32,11 +35,13 @@ from headwater.cli import (
     replay,
     replica,
     scheduled,
+    schema,
     serve,
     sub,
     table,
     topic,
     up,
+    webhook,
     work,
 )
 from headwater.cli.connection import Session
@@ -86,6 +91,13 @@ app = typer.Typer(
 )
 
 
+class LogFormat(StrEnum):
+    """How log lines look."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         output.say(headwater.__version__)
@@ -98,9 +110,13 @@ def root(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
+    log_format: Annotated[
+        LogFormat | None,
+        typer.Option(help="How log lines are written to standard error. Goes before HEADWATER_LOG_FORMAT."),
+    ] = None,
 ) -> None:
     """One event log in your Postgres. Write an event once; consume it every way."""
-    context.obj = Session()
+    context.obj = Session(log_format=log_format.value if log_format is not None else None)
 
 
 # A noun is one line here; a verb without a noun is one line without a name.
@@ -113,6 +129,7 @@ app.add_typer(cursor.app, name="cursor")
 app.add_typer(archive.app, name="archive")
 app.add_typer(group.app, name="group")
 app.add_typer(dead.app, name="dead")
+app.add_typer(webhook.app, name="webhook")
 app.add_typer(work.app)
 app.add_typer(sub.app, name="sub")
 app.add_typer(table.app, name="table")
@@ -124,11 +141,14 @@ app.add_typer(replay.app)
 app.add_typer(replica.app)
 app.add_typer(serve.app)
 app.add_typer(account.app, name="account")
+app.add_typer(schema.app, name="schema")
 app.add_typer(migrate.app)
 app.add_typer(doctor.app)
 app.add_typer(maintain.app)
+app.add_typer(metrics.app)
 app.add_typer(log_settings.app, name="settings")
 app.add_typer(bench.app)
+app.add_typer(chaos.app)
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from typing import Annotated
 
 import typer
@@ -11,12 +12,15 @@ from headwater import access
 from headwater.access import Permission
 from headwater.calls import access as calls
 from headwater.cli import output
-from headwater.cli.arguments import Dsn, Json, examples
+from headwater.cli.arguments import Dsn, Json, duration, examples
 from headwater.cli.connection import session
 from headwater.cli.exit_codes import NotThere
 from headwater.errors import InvalidRequest
 
 app = typer.Typer(no_args_is_help=True, help="Who may come in by the doors that listen, and what they may do there.")
+
+keys = typer.Typer(no_args_is_help=True, help="Keys with which programs come in as an account, by HTTP and gRPC.")
+app.add_typer(keys, name="key")
 
 Name = Annotated[str, typer.Argument(metavar="ACCOUNT", help="The account's name; * is everybody.", show_default=False)]
 Action = Annotated[str, typer.Argument(metavar="ACTION", help=f"One of {', '.join(access.ACTIONS)}.")]
@@ -115,6 +119,63 @@ def list_accounts(context: typer.Context, dsn: Dsn = None, as_json: Json = False
     held = {row[0] for row in rows}
     rows += [(name, "nothing", "", "") for name, _ in accounts if name not in held]
     output.table(("account", "may", "of", "name"), sorted(rows))
+
+
+@keys.command(
+    "create",
+    epilog=examples(
+        "headwater account key create shop", "headwater account key create shop --label ci --expires-in 90d"
+    ),
+)
+def create_key(
+    context: typer.Context,
+    name: Name,
+    label: Annotated[str, typer.Option(help="What it is for.")] = "",
+    expires_in: Annotated[
+        timedelta | None,
+        typer.Option(parser=duration, metavar="DURATION", help="How long it is good, as 90d. Default: until deleted."),
+    ] = None,
+    dsn: Dsn = None,
+    as_json: Json = False,
+) -> None:
+    """Make a key of an account. It is shown this once; only its hash is kept."""
+    key = access.key_of(os.urandom(32))
+    hashed = access.key_hash(key)
+    with session(context).log(dsn) as log:
+        log.run(calls.create_api_key(hashed, name, label=label, expires_in=expires_in))
+    _said({"key": key, "hash": hashed.hex()}, key, as_json=as_json)
+
+
+@keys.command("list", epilog=examples("headwater account key list", "headwater account key list shop"))
+def list_keys(
+    context: typer.Context,
+    name: Annotated[str | None, typer.Argument(metavar="[ACCOUNT]", help="Only those of this account.")] = None,
+    dsn: Dsn = None,
+    as_json: Json = False,
+) -> None:
+    """Show keys, as far as they are kept: their hashes."""
+    with session(context).log(dsn) as log:
+        found = log.run(calls.api_keys(name))
+    if as_json:
+        output.emit({"keys": [key._asdict() for key in found]})
+        return
+    rows = [(key.account, key.hash[:12], key.label, key.created_at, key.expires_at or "never") for key in found]
+    output.table(("account", "hash", "label", "made", "ends"), rows)
+
+
+@keys.command("delete", epilog=examples("headwater account key delete shop 1f2e3d4c5b6a"))
+def delete_key(
+    context: typer.Context,
+    name: Name,
+    hash: Annotated[str, typer.Argument(metavar="HASH", help="The first digits of its hash, 8 or more.")],
+    dsn: Dsn = None,
+    as_json: Json = False,
+) -> None:
+    """Take a key back. Doors that have seen it lately forget it within seconds."""
+    with session(context).log(dsn) as log:
+        if not log.run(calls.delete_api_key(name, hash.lower())):
+            raise NotThere(f"{name} has no such key", hint=f"See headwater account key list {name}.")
+    _said({"deleted": hash}, "the key is gone", as_json=as_json)
 
 
 def _permission(account: str, action: str, kind: str, of: str) -> Permission:

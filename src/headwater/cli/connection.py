@@ -14,6 +14,7 @@ import typer
 
 import headwater
 from headwater import errors, settings
+from headwater.cli import log_lines
 from headwater.embedded import Postgres
 from headwater.errors import LogUnavailable
 from headwater.settings import Settings
@@ -25,10 +26,13 @@ CONNECT_SECONDS = 10
 class Session:
     """One run of the command line: its settings, read once, and the database they lead to."""
 
+    def __init__(self, *, log_format: str | None = None) -> None:
+        self._log_format = log_format
+
     @cached_property
     def settings(self) -> Settings:
         read = settings.load(os.environ)
-        logging.basicConfig(level=read.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+        log_lines.write(level=read.log_level, form=self._log_format or read.log_format)
         # The pool would repeat, for each try, what the error at the end says once.
         logging.getLogger("psycopg.pool").setLevel(logging.ERROR)
         return read

@@ -25,7 +25,7 @@ OUTPUT_CLOSED: Final = 141
 
 MEANINGS: Final[Mapping[int, str]] = {
     OK: "done",
-    UNEXPECTED: "something unexpected: a bug of ours, or a check of `headwater doctor` that failed",
+    UNEXPECTED: "something unexpected: a bug of ours, or what `headwater doctor`, `check` or `chaos` found wrong",
     USAGE: "the command line or a setting makes no sense",
     REFUSED: "the request or the event was refused: fix it, then try again",
     NOT_FOUND: "what was named is not there",
@@ -48,7 +48,7 @@ class NotConfirmed(HeadwaterError):
 
 
 class ChecksFailed(HeadwaterError):
-    """`headwater doctor` found something that does not work."""
+    """`headwater doctor`, `check` or `chaos` found something that does not work."""
 
 
 # The nearest class in an error's ancestry decides, so a new kind of InvalidRequest needs no line here.
@@ -60,9 +60,13 @@ BY_ERROR: Final[Mapping[type[HeadwaterError], int]] = {
     errors.TopicNotFound: NOT_FOUND,
     errors.GroupNotFound: NOT_FOUND,
     errors.PipelineNotFound: NOT_FOUND,
+    errors.SchemaNotFound: NOT_FOUND,
     NotThere: NOT_FOUND,
     errors.TopicExists: CONFLICT,
     errors.GroupExists: CONFLICT,
+    errors.IncompatibleSchema: CONFLICT,
+    errors.SchemaInUse: CONFLICT,
+    errors.SchemaNotDeleted: CONFLICT,
     errors.CursorMoved: CONFLICT,
     errors.AppendConflict: CONFLICT,
     errors.StoreBusy: CONFLICT,

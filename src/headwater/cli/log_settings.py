@@ -34,13 +34,22 @@ def set_settings(
         bool | None,
         typer.Option("--auto-create-topics/--no-auto-create-topics", help="Whether publishing makes a missing topic."),
     ] = None,
+    kafka_offsets_kept: Annotated[
+        timedelta | None,
+        typer.Option(
+            parser=duration, metavar="DURATION", help="How long offsets of a Kafka group without members are kept."
+        ),
+    ] = None,
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:
     """Change settings; those not named stay as they are."""
     with session(context).log(dsn) as log:
         changed = log.change_settings(
-            segment_interval=segment_interval, segments_ahead=segments_ahead, auto_create_topics=auto_create_topics
+            segment_interval=segment_interval,
+            segments_ahead=segments_ahead,
+            auto_create_topics=auto_create_topics,
+            kafka_offsets_kept=kafka_offsets_kept,
         )
         _tell(changed, as_json=as_json)
 

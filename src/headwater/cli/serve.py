@@ -3,64 +3,110 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import importlib
 import ipaddress
-import multiprocessing
-import os
 import signal
+import socket
 import ssl
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
-from typing import Annotated, Final
+from multiprocessing.connection import Connection
+from typing import Annotated, Any, Final
 
 import typer
 
-from headwater import aio
-from headwater.cli import output
+from headwater import aio, store
+from headwater.cli import output, processes
 from headwater.cli.arguments import Dsn, Json, examples
 from headwater.cli.connection import connect, session, translated
-from headwater.errors import HeadwaterError, InvalidRequest, LogUnavailable
+from headwater.cli.extras import needs
+from headwater.cli.webhook import AllowNetwork
+from headwater.errors import HeadwaterError, InvalidRequest
+from headwater.server.door import Limits, Opening
+from headwater.server.webhook_addresses import Network, networks
 
 app = typer.Typer()
 
-START_SECONDS: Final = 30.0
-STOP_SECONDS: Final = 15.0
-RESTART_SECONDS: Final = 1.0
+DEFAULT_HTTP: Final = "127.0.0.1:8080"
 
 
-class BrokerFailed(HeadwaterError):
-    """Something that a broker cannot do without came to an end: a bug of ours."""
+class DoorFailed(HeadwaterError):
+    """Something that a door cannot do without came to an end: a bug of ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class KafkaPlan:
+    """One broker."""
+
+    opening: Opening
+    advertised_host: str
+    default_partitions: int
+    rebalance_delay_seconds: float
+    memory_mib: int
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one process serves."""
+    """What one process serves: a log, or the event stores of a directory."""
 
     dsn: str
-    host: str
-    port: int
-    advertised_host: str
-    default_partitions: int
+    stores: str | None
     pool_size: int
-    rebalance_delay_seconds: float
-    certificate: str | None
-    private_key: str | None
-    authenticate: bool
+    kafka: KafkaPlan | None
+    http: Opening | None
+    grpc: Opening | None
+    webhooks: bool
+    webhook_networks: tuple[Network, ...]
 
 
 @app.command(
-    epilog=examples("headwater serve --kafka 127.0.0.1:9092", "headwater serve --kafka 127.0.0.1:9092 --processes 2")
+    epilog=examples(
+        "headwater serve",
+        "headwater serve --http 127.0.0.1:8080 --webhooks",
+        "headwater serve --kafka 127.0.0.1:9092 --processes 2",
+        "headwater serve --grpc 127.0.0.1:5005 --store sqlite:///stores",
+        "headwater serve --http 0.0.0.0:443 --authenticate --tls-certificate cert.pem --tls-key key.pem",
+    )
 )
 def serve(
     context: typer.Context,
+    http: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help=f"HTTP, server-sent events and the console. Alone if no door is named, at {DEFAULT_HTTP}.",
+            show_default=False,
+        ),
+    ] = None,
     kafka: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Speak Kafka here. Port 0: any free one.", show_default=False)
-    ],
-    processes: Annotated[
-        int, typer.Option(min=1, max=64, help="How many brokers; each has a port of its own, one after the other.")
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Speak Kafka here. Port 0: any free one.", show_default=False),
+    ] = None,
+    grpc: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Speak gRPC here.", show_default=False)] = None,
+    stores: Annotated[
+        str | None,
+        typer.Option(
+            "--store",
+            metavar="sqlite:///DIR",
+            help="Serve the event stores of a directory by gRPC, without a Postgres.",
+            show_default=False,
+        ),
+    ] = None,
+    webhooks: Annotated[bool, typer.Option("--webhooks", help="Deliver events to the URLs of webhooks.")] = False,
+    allow_network: AllowNetwork = None,
+    processes_: Annotated[
+        int,
+        typer.Option(
+            "--processes",
+            min=1,
+            max=64,
+            help="How many. HTTP and gRPC share one port; each broker of Kafka has its own, one after the other.",
+        ),
     ] = 1,
     advertise: Annotated[
-        str | None, typer.Option(metavar="HOST", help="The name under which clients reach this machine.")
+        str | None, typer.Option(metavar="HOST", help="The name under which Kafka's clients reach this machine.")
     ] = None,
     partitions: Annotated[
         int, typer.Option(min=1, max=1024, help="Partitions of a topic that a client makes without saying how many.")
@@ -68,68 +114,175 @@ def serve(
     rebalance_delay_seconds: Annotated[
         float, typer.Option(min=0, max=60, help="How long the first member of a consumer group waits for others.")
     ] = 0.2,
+    memory_mib: Annotated[
+        int,
+        typer.Option(min=0, max=65_536, help="Recent records that each broker keeps in memory for readers, in MiB."),
+    ] = 64,
     tls_certificate: Annotated[
         str | None, typer.Option(metavar="FILE", help="Encrypt with this certificate chain, in PEM.")
     ] = None,
     tls_key: Annotated[str | None, typer.Option(metavar="FILE", help="The private key of the certificate.")] = None,
     authenticate: Annotated[
         bool,
-        typer.Option("--authenticate", help="Clients say who they are (SASL) and may do what their account may."),
+        typer.Option("--authenticate", help="Callers say who they are, and may do what their account may."),
     ] = False,
     without_authentication: Annotated[
         bool,
         typer.Option("--without-authentication", help="Listen beyond this machine, where everybody may do everything."),
     ] = False,
+    max_body_mib: Annotated[int, typer.Option(min=1, max=1024, help="The largest body of a request, in MiB.")] = 16,
+    requests_per_second: Annotated[
+        float,
+        typer.Option(min=0, help="How many requests by HTTP one caller may send to one process. 0: no limit."),
+    ] = 5000,
+    connections: Annotated[
+        int, typer.Option(min=1, help="How many connections by HTTP one process takes, live streams included.")
+    ] = 10_000,
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:
-    """Serve the log to clients of Kafka, until Ctrl-C or SIGTERM.
+    """Open doors of the log to clients of HTTP, Kafka and gRPC, until Ctrl-C or SIGTERM.
 
-    Everything is in Postgres: run as many brokers as you like, on as many machines, and stop any of them at any time.
+    Everything is in Postgres: run as many of these as you like, on as many machines, and stop any of them at any time.
     """
-    host, port = _address(kafka)
     if authenticate and without_authentication:
         raise typer.BadParameter("--authenticate and --without-authentication exclude each other")
-    if not _is_loopback(host) and not authenticate and not without_authentication:
-        raise InvalidRequest(
-            f"{host} can be reached from other machines, and clients are not asked who they are",
-            hint="Ask them with --authenticate, listen on 127.0.0.1, or allow it with --without-authentication.",
-        )
     if (tls_certificate is None) != (tls_key is None):
         raise typer.BadParameter("a certificate and its key go together: --tls-certificate and --tls-key")
-    found = session(context)
-    database = found.dsn(dsn)
-    with translated():
-        connect(database).close()
-    plans = [
-        Plan(
-            dsn=database,
-            host=host,
-            port=port + number if port else 0,
-            advertised_host=advertise or ("127.0.0.1" if host == "localhost" else host),
-            default_partitions=partitions,
-            pool_size=found.settings.pool_size,
-            rebalance_delay_seconds=rebalance_delay_seconds,
-            certificate=tls_certificate,
-            private_key=tls_key,
-            authenticate=authenticate,
+    if stores is not None and (
+        grpc is None or http is not None or kafka is not None or webhooks or authenticate or processes_ > 1
+    ):
+        raise typer.BadParameter(
+            "the event stores of a directory are served by gRPC alone, by one process, and have no accounts: "
+            "--grpc HOST:PORT --store sqlite:///DIR"
         )
-        for number in range(processes)
-    ]
-    if processes == 1:
-        asyncio.run(_serve(plans[0], lambda address: _tell([address], as_json=as_json), parent=None))
-    else:
-        _supervise(plans, as_json=as_json)
+    if http is None and kafka is None and grpc is None and not webhooks:
+        http = DEFAULT_HTTP
+
+    limits = Limits(
+        max_body_bytes=max_body_mib * 1024 * 1024, requests_per_second=requests_per_second, connections=connections
+    )
+
+    allowed = networks(allow_network or ())
+
+    def opening(text: str | None, option: str) -> Opening | None:
+        if text is None:
+            return None
+        host, port = _address(text, option)
+        loopback = _is_loopback(host)
+        if not loopback and not authenticate and not without_authentication:
+            raise InvalidRequest(
+                f"{host} can be reached from other machines, and clients are not asked who they are",
+                hint="Ask them with --authenticate, listen on 127.0.0.1, or allow it with --without-authentication.",
+            )
+        return Opening(host, port, tls_certificate, tls_key, authenticate, loopback, limits, allowed)
+
+    doors = {"http": opening(http, "--http"), "kafka": opening(kafka, "--kafka"), "grpc": opening(grpc, "--grpc")}
+    _refuse_bad_certificate(tls_certificate, tls_key)
+    found = session(context)
+    database = "" if stores is not None else found.dsn(dsn)
+    if stores is None:
+        with translated():
+            connect(database).close()
+
+    with ExitStack() as reserved:
+        for name in ("http", "grpc"):
+            if (one := doors[name]) is not None:
+                doors[name] = reserved.enter_context(_Reserved(one)).opening
+        plans = [
+            Plan(
+                dsn=database,
+                stores=stores,
+                pool_size=found.settings.pool_size,
+                kafka=_broker(doors["kafka"], number, advertise, partitions, rebalance_delay_seconds, memory_mib),
+                http=doors["http"],
+                grpc=doors["grpc"],
+                webhooks=webhooks,
+                webhook_networks=allowed,
+            )
+            for number in range(processes_)
+        ]
+
+        def tell(addresses: list[dict[str, str]]) -> None:
+            _tell(addresses, webhooks=webhooks, as_json=as_json)
+
+        if processes_ == 1:
+            _run(plans[0], _serve(plans[0], lambda addresses: tell([addresses]), parent=None))
+        else:
+            processes.supervise(plans, _run_child, _on_same_port, tell)
     if as_json:
         output.emit({"stopped": True})
     else:
         output.note("stopped")
 
 
-def _address(text: str) -> tuple[str, int]:
+def _broker(
+    opening: Opening | None,
+    number: int,
+    advertise: str | None,
+    partitions: int,
+    rebalance_delay_seconds: float,
+    memory_mib: int,
+) -> KafkaPlan | None:
+    if opening is None:
+        return None
+    host = opening.host
+    return KafkaPlan(
+        _at(opening, opening.port + number if opening.port else 0),
+        advertise or ("127.0.0.1" if host == "localhost" else host),
+        partitions,
+        rebalance_delay_seconds,
+        memory_mib,
+    )
+
+
+def _at(opening: Opening, port: int) -> Opening:
+    return replace(opening, port=port)
+
+
+def _on_same_port(plan: Plan, addresses: dict[str, str]) -> Plan:
+    """The plan for a process that takes another's place: on the port that clients know."""
+    if plan.kafka is None:
+        return plan
+    port = int(addresses["kafka"].rpartition(":")[2])
+    return replace(plan, kafka=replace(plan.kafka, opening=_at(plan.kafka.opening, port)))
+
+
+class _Reserved:
+    """A port that is kept for the processes that listen on it, also while one of them is started again."""
+
+    def __init__(self, opening: Opening) -> None:
+        self.opening = opening
+        self._socket: socket.socket | None = None
+
+    def __enter__(self) -> _Reserved:
+        host, port = self.opening.host, self.opening.port
+        try:
+            family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+            # Asked once as anybody would, so that a port that another program has is refused and not shared.
+            with socket.socket(family, socket.SOCK_STREAM) as asked:
+                asked.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                asked.bind(address)
+                port = asked.getsockname()[1]
+            self._socket = socket.socket(family, socket.SOCK_STREAM)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            self._socket.bind((address[0], port, *address[2:]))
+        except OSError as error:
+            raise InvalidRequest(
+                f"{host}:{port} cannot be listened on: {error}", hint="Choose another port, or 0 for any."
+            ) from error
+        self.opening = _at(self.opening, port)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._socket is not None:
+            self._socket.close()
+
+
+def _address(text: str, option: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdecimal() or int(port) > 65535:
-        raise typer.BadParameter(f"{text!r} is no address: write 127.0.0.1:9092", param_hint="--kafka")
+        raise typer.BadParameter(f"{text!r} is no address: write 127.0.0.1:9092", param_hint=option)
     return host.strip("[]"), int(port)
 
 
@@ -140,22 +293,39 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _tell(addresses: list[str], *, as_json: bool) -> None:
-    if as_json:
-        output.emit({"kafka": addresses})
-    else:
-        output.note(f"Kafka clients connect to {','.join(addresses)}; Ctrl-C stops")
+def _refuse_bad_certificate(certificate: str | None, key: str | None) -> None:
+    if certificate is not None:
+        _tls(certificate, key)
 
 
-async def _serve(plan: Plan, tell: object, *, parent: Connection | None) -> None:
-    """One broker, until a signal, or until the process that started it is gone."""
+def _tls(certificate: str, key: str | None) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        from headwater.kafka.server import serving
-    except ModuleNotFoundError as missing:
-        raise InvalidRequest(
-            f"the Kafka door needs {missing.name}, which is not installed", hint="pip install 'headwater[kafka]'"
-        ) from missing
-    assert callable(tell)
+        context.load_cert_chain(certificate, key)
+    except (OSError, ssl.SSLError) as error:
+        raise InvalidRequest(f"the certificate or its key cannot be used: {error}") from error
+    return context
+
+
+def _tell(addresses: list[dict[str, str]], *, webhooks: bool, as_json: bool) -> None:
+    first = addresses[0]
+    brokers = [one["kafka"] for one in addresses if "kafka" in one]
+    if as_json:
+        output.emit({**first, **({"kafka": brokers} if brokers else {}), **({"webhooks": True} if webhooks else {})})
+        return
+    if "http" in first:
+        output.note(f"HTTP and the console are at {first['http']}")
+    if "grpc" in first:
+        output.note(f"gRPC clients connect to {first['grpc']}")
+    if brokers:
+        output.note(f"Kafka clients connect to {','.join(brokers)}")
+    if webhooks:
+        output.note("webhooks are delivered")
+    output.note("Ctrl-C stops")
+
+
+async def _serve(plan: Plan, tell: processes.Tell, *, parent: Connection | None) -> None:
+    """The doors of one process, until a signal, or until the process that started it is gone."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -163,111 +333,111 @@ async def _serve(plan: Plan, tell: object, *, parent: Connection | None) -> None
     if parent is not None:
         # Nothing is ever sent: that it can be read means that the other end is closed.
         loop.add_reader(parent.fileno(), stop.set)
-    context = None
-    if plan.certificate is not None:
-        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        try:
-            context.load_cert_chain(plan.certificate, plan.private_key)
-        except (OSError, ssl.SSLError) as error:
-            raise InvalidRequest(f"the certificate or its key cannot be used: {error}") from error
-    log = await aio.connect(plan.dsn, pool_size=max(plan.pool_size, 4), application_name="headwater kafka")
-    async with log:
-        try:
-            async with serving(
+    # All of them before the first connection: what is missing is told at once.
+    if plan.http is not None:
+        with needs("http"):
+            from headwater.server.http import serving as serving_http
+    if plan.grpc is not None:
+        with needs("grpc"):
+            from headwater.server.rpc import serving as serving_grpc
+    if plan.kafka is not None:
+        with needs("kafka"):
+            import headwater.kafka.server  # noqa: F401
+    if plan.webhooks:
+        with needs("webhooks"):
+            from headwater.server.webhooks import dispatching
+    addresses: dict[str, str] = {}
+    ends = [stop]
+    async with AsyncExitStack() as stack:
+        if plan.stores is not None:
+            await _serve_stores(stack, plan, tell, stop)
+            return
+        log = await stack.enter_async_context(
+            await aio.connect(plan.dsn, pool_size=max(plan.pool_size, 4), application_name="headwater serve")
+        )
+        if plan.kafka is not None:
+            addresses["kafka"], failed = await _open_kafka(stack, log, plan.kafka)
+            ends.append(failed)
+        if plan.http is not None:
+            door = await stack.enter_async_context(serving_http(log, plan.http))
+            addresses["http"] = door.address
+            ends.append(door.failed)
+        if plan.grpc is not None:
+            door = await stack.enter_async_context(serving_grpc(log, plan.grpc))
+            addresses["grpc"] = door.address
+            ends.append(door.failed)
+        if plan.webhooks:
+            dispatcher = await stack.enter_async_context(dispatching(log, allowed=plan.webhook_networks))
+            ends.append(dispatcher.failed)
+        # Rows come by the ten thousand and go as fast. Looking for cycles among them every 700 objects, and among all
+        # that was ever imported, took a sixth of a broker's time.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(100_000, 20, 20)
+        tell(addresses)
+        waits = [asyncio.ensure_future(event.wait()) for event in ends]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for one in waits:
+            one.cancel()
+        if not stop.is_set():
+            raise DoorFailed("a door stopped working; what went wrong is in its log")
+
+
+async def _serve_stores(stack: AsyncExitStack, plan: Plan, tell: processes.Tell, stop: asyncio.Event) -> None:
+    from headwater.server.rpc import serving_stores
+
+    assert plan.stores is not None
+    assert plan.grpc is not None
+    if not plan.stores.startswith("sqlite:"):
+        raise InvalidRequest("event stores in Postgres are served with --dsn, and need no --store")
+    stores = await store.open_async(plan.stores)
+    assert isinstance(stores, store.AsyncSqliteStores)
+    await stack.enter_async_context(stores)
+    door = await stack.enter_async_context(serving_stores(stores, plan.grpc))
+    tell({"grpc": door.address})
+    waits = [asyncio.ensure_future(event.wait()) for event in (stop, door.failed)]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for one in waits:
+        one.cancel()
+    if not stop.is_set():
+        raise DoorFailed("the door for gRPC stopped working; what went wrong is in its log")
+
+
+async def _open_kafka(stack: AsyncExitStack, log: aio.AsyncHeadwater, plan: KafkaPlan) -> tuple[str, asyncio.Event]:
+    from headwater.kafka.server import serving
+
+    opening = plan.opening
+    try:
+        broker = await stack.enter_async_context(
+            serving(
                 log,
-                listen_host=plan.host,
-                port=plan.port,
+                listen_host=opening.host,
+                port=opening.port,
                 advertised_host=plan.advertised_host,
-                context=context,
+                context=None if opening.certificate is None else _tls(opening.certificate, opening.private_key),
                 default_partitions=plan.default_partitions,
                 rebalance_delay_seconds=plan.rebalance_delay_seconds,
-                authenticate=plan.authenticate,
-                loopback=_is_loopback(plan.host),
-            ) as broker:
-                tell(f"{broker.settings.host}:{broker.settings.port}")
-                waits = [asyncio.ensure_future(event.wait()) for event in (stop, broker.failed)]
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                for one in waits:
-                    one.cancel()
-                if broker.failed.is_set():
-                    raise BrokerFailed("the broker stopped working; what went wrong is in its log")
-        except OSError as error:
-            raise InvalidRequest(
-                f"{plan.host}:{plan.port} cannot be listened on: {error}", hint="Choose another port, or 0 for any."
-            ) from error
-
-
-# Several processes
-
-
-@dataclass(slots=True)
-class _Child:
-    plan: Plan
-    process: BaseProcess
-    # Its end tells the address once, and closes with the process that holds the other.
-    pipe: Connection
-
-
-def _supervise(plans: list[Plan], *, as_json: bool) -> None:
-    """Keep a process for each plan running, until a signal."""
-    stopping = False
-
-    def stop(number: int, frame: object) -> None:
-        nonlocal stopping
-        stopping = True
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    children: list[_Child] = []
-    try:
-        children = [_start(plan) for plan in plans]
-        addresses = [_first_word(child) for child in children]
-        _tell(addresses, as_json=as_json)
-        while not stopping:
-            ended = wait([child.process.sentinel for child in children], timeout=RESTART_SECONDS)
-            if ended and not stopping:
-                for place, child in enumerate(children):
-                    if child.process.sentinel in ended:
-                        child.pipe.close()
-                        output.note(f"a broker ended with code {child.process.exitcode} and is started again")
-                        # On the port that clients know.
-                        port = int(addresses[place].rpartition(":")[2])
-                        children[place] = _start(replace(child.plan, port=port))
-                        try:
-                            _first_word(children[place])
-                        except LogUnavailable as error:
-                            output.note(error.message)
-    finally:
-        for child in children:
-            child.pipe.close()
-        for child in children:
-            child.process.join(STOP_SECONDS)
-            if child.process.is_alive():
-                child.process.kill()
-                child.process.join()
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _start(plan: Plan) -> _Child:
-    here, there = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=_run_child, args=(plan, there), daemon=False)
-    process.start()
-    there.close()
-    return _Child(plan, process, here)
-
-
-def _first_word(child: _Child) -> str:
-    try:
-        if child.pipe.poll(START_SECONDS):
-            return str(child.pipe.recv())
-    except EOFError:
-        pass
-    raise LogUnavailable(
-        f"a broker did not start on {child.plan.host}:{child.plan.port}", hint="Its own message is above."
-    )
+                kept_bytes=plan.memory_mib * 1024 * 1024,
+                authenticate=opening.authenticate,
+                loopback=opening.loopback,
+            )
+        )
+    except OSError as error:
+        raise InvalidRequest(
+            f"{opening.host}:{opening.port} cannot be listened on: {error}", hint="Choose another port, or 0 for any."
+        ) from error
+    return f"{broker.settings.host}:{broker.settings.port}", broker.failed
 
 
 def _run_child(plan: Plan, parent: Connection) -> None:
-    # Ctrl-C in a terminal goes to all; the parent decides, and says so by closing the pipe.
-    os.setpgrp()
-    asyncio.run(_serve(plan, parent.send, parent=parent))
+    _run(plan, _serve(plan, parent.send, parent=parent))
+
+
+def _run(plan: Plan, doors: Coroutine[Any, Any, None]) -> None:
+    """In a loop that is made for many connections, where there is one."""
+    factory = None
+    if plan.http is not None:
+        with suppress(ModuleNotFoundError):
+            factory = importlib.import_module("uvloop").new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(doors)

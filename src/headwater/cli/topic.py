@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from headwater.calls import registry as calls
 from headwater.cli import output
 from headwater.cli.arguments import Dsn, Json, Yes, duration, examples
 from headwater.cli.connection import session
@@ -99,7 +100,11 @@ def describe(context: typer.Context, name: Name, dsn: Dsn = None, as_json: Json 
 
 
 @app.command(
-    epilog=examples("headwater topic alter orders --retention 30d", "headwater topic alter orders --keep-forever")
+    epilog=examples(
+        "headwater topic alter orders --retention 30d",
+        "headwater topic alter orders --keep-forever",
+        "headwater topic alter orders --value-schema orders-value",
+    )
 )
 def alter(
     context: typer.Context,
@@ -109,6 +114,15 @@ def alter(
     keep_forever: Annotated[bool, typer.Option("--keep-forever", help="Remove the retention.")] = False,
     max_payload_bytes: MaxPayload = None,
     max_header_bytes: MaxHeader = None,
+    value_schema: Annotated[
+        str | None,
+        typer.Option(metavar="SUBJECT", help="What clients of Kafka produce must fit this subject's schema."),
+    ] = None,
+    key_schema: Annotated[
+        str | None, typer.Option(metavar="SUBJECT", help="And their keys this one's.", show_default=False)
+    ] = None,
+    no_value_schema: Annotated[bool, typer.Option("--no-value-schema", help="Values need to fit no more.")] = False,
+    no_key_schema: Annotated[bool, typer.Option("--no-key-schema", help="Keys need to fit no more.")] = False,
     yes: Yes = False,
     dsn: Dsn = None,
     as_json: Json = False,
@@ -116,10 +130,15 @@ def alter(
     """Change a topic's settings. A shorter retention takes events at the next maintenance, so it asks."""
     if keep_forever and retention is not None:
         raise typer.BadParameter("say either --retention or --keep-forever")
+    if (no_value_schema and value_schema) or (no_key_schema and key_schema):
+        raise typer.BadParameter("say either which schema, or that there is none")
+    schemas = _schemas(key=(key_schema, no_key_schema), value=(value_schema, no_value_schema))
     with session(context).log(dsn) as log:
         before = log.topic(name).retention
         if retention is not None and (before is None or retention < before):
             output.confirm(f"keep the events of {name} for {output.shown(retention)} only?", yes=yes)
+        if schemas:
+            log.run(calls.set_topic_schemas(name, schemas))
         altered = log.alter_topic(
             name,
             partitions=partitions,
@@ -145,6 +164,17 @@ def delete(context: typer.Context, name: Name, yes: Yes = False, dsn: Dsn = None
         output.emit({"deleted": name})
     else:
         output.say(f"topic {name} is deleted")
+
+
+def _schemas(**parts: tuple[str | None, bool]) -> dict[str, dict[str, str | bool]]:
+    """What changes of the schemas of a topic: an empty subject is none, and then no id is asked for either."""
+    found: dict[str, dict[str, str | bool]] = {}
+    for part, (subject, none) in parts.items():
+        if none:
+            found[part] = {"subject": "", "framed": False, "strategy": "TopicNameStrategy"}
+        elif subject is not None:
+            found[part] = {"subject": subject}
+    return found
 
 
 def _kept(retention: timedelta | None) -> str:

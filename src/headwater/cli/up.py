@@ -37,7 +37,7 @@ def up(
     It lives under HEADWATER_HOME and keeps its data. Other commands find it by themselves.
     """
     server = session(context).embedded(port=port)
-    with _orderly_end():
+    with orderly_end():
         server.start()
         ours = server.started_here
         leave = False
@@ -95,7 +95,7 @@ def _tell(server: Postgres, dsn: str, *, detach: bool, as_json: bool) -> None:
 
 
 @contextmanager
-def _orderly_end() -> Iterator[None]:
+def orderly_end() -> Iterator[None]:
     """Let a polite request to end be as good as Ctrl-C, so that the server is stopped as well."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:

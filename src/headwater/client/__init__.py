@@ -13,6 +13,7 @@ from headwater.client.publishing import Publishing
 from headwater.client.shell import PooledConnection
 from headwater.client.store import Stores
 from headwater.client.subscriptions import Subscriptions
+from headwater.client.webhooks import Webhooks
 from headwater.errors import LogUnavailable
 
 
@@ -50,5 +51,5 @@ def connect(
     return log
 
 
-class Headwater(Publishing, Following, Groups, Subscriptions, Stores, Administration):
+class Headwater(Publishing, Following, Groups, Subscriptions, Stores, Webhooks, Administration):
     """The log. Every method takes `connection=` to run inside the caller's own transaction."""

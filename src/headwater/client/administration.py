@@ -11,9 +11,11 @@ from psycopg import Connection
 from headwater import calls
 from headwater.client.shell import Shell
 from headwater.model import (
+    LogHealth,
     LogSettings,
     LogState,
     Publisher,
+    Sample,
     Topic,
     TopicKind,
     TopicOverview,
@@ -100,15 +102,25 @@ class Administration(Shell):
         segment_interval: timedelta | None = None,
         segments_ahead: int | None = None,
         auto_create_topics: bool | None = None,
+        kafka_offsets_kept: timedelta | None = None,
     ) -> LogSettings:
         """Change settings of the whole log; None leaves one as it is."""
         call = calls.change_log_settings(
             segment_interval=segment_interval,
             segments_ahead=segments_ahead,
             auto_create_topics=auto_create_topics,
+            kafka_offsets_kept=kafka_offsets_kept,
         )
         return self._run(call)
 
     def maintain(self) -> Upkeep:
         """One round of upkeep: due events enter, segments are made ahead and dropped behind."""
         return self._run(calls.maintain())
+
+    def metrics(self, *, most: int = 200) -> list[Sample]:
+        """The log in figures; of topics, groups, cursors and pipelines at most so many each."""
+        return self._run(calls.metrics(most=most))
+
+    def health(self) -> LogHealth:
+        """What tells whether the log can be worked with."""
+        return self._run(calls.log_health())

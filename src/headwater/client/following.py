@@ -16,7 +16,7 @@ from typing import Any
 
 from psycopg import Connection
 
-from headwater import calls, subscription
+from headwater import calls, subscription, tracing
 from headwater.client.shell import Shell, Topics, as_names
 from headwater.errors import HeadwaterError, InvalidRequest
 from headwater.model import (
@@ -183,7 +183,12 @@ class Following(Shell):
             stop_when_caught_up=stop_when_caught_up,
             in_transaction=True,
         )
-        for _ in self._drive(steps, patience_seconds=patience_seconds, handler=handler):
+
+        def traced(connection: Connection[Any], events: Sequence[Event]) -> None:
+            with tracing.consuming(cursor, events):
+                handler(connection, events)
+
+        for _ in self._drive(steps, patience_seconds=patience_seconds, handler=traced):
             raise AssertionError("a processing follower delivers nothing")
 
     def _drive(

@@ -16,8 +16,9 @@ from typing import Any
 import psycopg
 from psycopg import Connection
 
-from headwater import calls
+from headwater import calls, tracing
 from headwater.client.shell import Shell, translated
+from headwater.counters import COUNTERS
 from headwater.cron import next_time
 from headwater.errors import InvalidRequest
 from headwater.model import (
@@ -26,6 +27,7 @@ from headwater.model import (
     Periodic,
     Scheduled,
 )
+from headwater.telemetry import PUBLISHED
 
 
 class Publishing(Shell):
@@ -57,18 +59,22 @@ class Publishing(Shell):
             key=key,
             type=type,
             routing_key=routing_key,
-            headers=headers,
+            headers=tracing.outgoing(headers),
             event_id=event_id,
             content_type=content_type,
             deliver_at=_due(deliver_at, delay),
         )
-        return self._run(call, connection)
+        position = self._run(call, connection)
+        COUNTERS.add(PUBLISHED, topic)
+        return position
 
     def publish_batch(
         self, topic: str, events: Sequence[NewEvent], *, connection: Connection[Any] | None = None
     ) -> list[int | None]:
         """Publish all of these events or none, in this order; returns their positions."""
-        return self._run(calls.publish_batch(topic, events), connection)
+        positions = self._run(calls.publish_batch(topic, tracing.outgoing_batch(events)), connection)
+        COUNTERS.add(PUBLISHED, topic, by=len(positions))
+        return positions
 
     def publish_many(
         self,
@@ -87,8 +93,8 @@ class Publishing(Shell):
         if connection is not None:
             if commit_every is not None:
                 raise InvalidRequest("commit_every cannot be given inside the caller's own transaction")
-            return self._publish_stream(topic, iter(events), chunk_size, None, connection)
-        remaining = iter(events)
+            return self._publish_stream(topic, tracing.outgoing_stream(events), chunk_size, None, connection)
+        remaining = tracing.outgoing_stream(events)
         total = 0
         while True:
             with self.transaction() as own:
@@ -125,6 +131,7 @@ class Publishing(Shell):
                     copy.write(calls.COPY_END)
             except psycopg.Error as error:
                 raise translated(error) from error
+        COUNTERS.add(PUBLISHED, topic, by=total)
         return total
 
     def schedule(
@@ -156,7 +163,7 @@ class Publishing(Shell):
             key=key,
             type=type,
             routing_key=routing_key,
-            headers=headers,
+            headers=tracing.outgoing(headers),
             event_id=event_id,
             content_type=content_type,
         )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import (
@@ -20,15 +21,22 @@ import psycopg
 from psycopg import Connection
 from psycopg_pool import ConnectionPool, PoolTimeout
 
-from headwater import calls, errors
+from headwater import calls, errors, schema
 from headwater.calls import Call
-from headwater.errors import HeadwaterError, InvalidRequest, LogUnavailable
+from headwater.counters import COUNTERS
+from headwater.errors import HeadwaterError, InvalidRequest, LogUnavailable, TransactionAborted
 from headwater.subscription import UpkeepTimes
-from headwater.telemetry import ERROR, WAIT_SECONDS, logger
+from headwater.telemetry import ERROR, UNAVAILABLE, WAIT_SECONDS, logger
 
 T = TypeVar("T")
 Topics = str | Sequence[str] | None
 """One topic, several, or None for the whole log."""
+
+
+# How often a program that runs looks whether an upgrade has left it behind.
+LOOK_SECONDS = 30.0
+# How often a call is made that Postgres aborts to untangle it from others, as an upgrade of the tables may be.
+ABORTED_TRIES = 5
 
 
 class PooledConnection(Connection[Any]):
@@ -46,6 +54,7 @@ class Shell:
     def __init__(self, pool: ConnectionPool[PooledConnection]) -> None:
         self._pool = pool
         self._upkeep = UpkeepTimes()
+        self._look_at = time.monotonic() + LOOK_SECONDS
 
     def close(self) -> None:
         self._pool.close()
@@ -80,7 +89,9 @@ class Shell:
                 raise
             raise ours from error
 
-    def _run(self, call: Call[T], connection: Connection[Any] | None = None) -> T:
+    def _run(self, call: Call[T], connection: Connection[Any] | None = None, *, tries: int = ABORTED_TRIES) -> T:
+        if time.monotonic() > self._look_at:
+            self._refuse_newer(connection)
         if connection is not None:
             with connection.cursor(binary=True) as cursor:
                 return call.decode(rows_of(cursor, call))
@@ -89,18 +100,41 @@ class Shell:
             own = self._pool.getconn()
         except PoolTimeout as timeout:
             raise LogUnavailable("no free connection to Postgres in time") from timeout
+        rows = None
         try:
             kept, own.kept_cursor = own.kept_cursor or own.cursor(binary=True), None
             rows = rows_of(kept, call)
             if len(rows) <= 1:
                 # One that holds a large answer is let go with it.
                 own.kept_cursor = kept
+        except TransactionAborted:
+            # A call by itself is a transaction by itself: nothing of it was done.
+            if tries <= 1:
+                raise
         finally:
             self._pool.putconn(own)
-        return call.decode(rows)
+        return self._run(call, tries=tries - 1) if rows is None else call.decode(rows)
 
-    def run(self, call: Call[T], *, patience_seconds: float | None = 60.0) -> T:
-        """Carry out a call, waiting for a lost database up to `patience_seconds`."""
+    def _refuse_newer(self, connection: Connection[Any] | None) -> None:
+        # Nobody else needs to look meanwhile, and this call must not.
+        self._look_at, looked = math.inf, 0.0
+        try:
+            schema.refuse_newer(self._run(calls.installed(), connection))
+            looked = time.monotonic() + LOOK_SECONDS
+        finally:
+            # Whoever catches the error and goes on hears it again.
+            self._look_at = looked
+
+    def run(
+        self,
+        call: Call[T],
+        *,
+        patience_seconds: float | None = 60.0,
+        connection: Connection[Any] | None = None,
+    ) -> T:
+        """Carry out a call, waiting for a lost database up to `patience_seconds`; with `connection`, for nothing."""
+        if connection is not None:
+            return self._run(call, connection)
         return self._patiently(partial(self._run, call), patience_seconds)
 
     def _start(self, topics: Topics, after: int | None, since: datetime | None, from_end: bool) -> int | None:
@@ -113,13 +147,14 @@ class Shell:
         return after
 
     def _patiently(self, act: Callable[[], T], patience_seconds: float | None) -> T:
-        """Do it, again and again while the database cannot be reached, until patience ends."""
+        """Do it, again and again while the database cannot be reached or aborts it, until patience ends."""
         started = time.monotonic()
         wait = 0.05
         while True:
             try:
                 return act()
-            except LogUnavailable as error:
+            except (LogUnavailable, TransactionAborted) as error:
+                COUNTERS.add(UNAVAILABLE)
                 if patience_seconds is not None and time.monotonic() - started + wait > patience_seconds:
                     raise
                 logger.warning("log unavailable", extra={ERROR: error.message, WAIT_SECONDS: wait})

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any, Final
 
 from headwater.kafka.broker import Broker
 from headwater.kafka.fetch import Fetching
 from headwater.kafka.groups import Groups
 from headwater.kafka.heartbeats import Heartbeats
+from headwater.kafka.lanes import Lanes
 from headwater.kafka.offsets import Offsets
 from headwater.kafka.produce import Producing
-from headwater.kafka.security import Acls
+from headwater.kafka.security import Acls, Credentials
 from headwater.kafka.topics import Topics
-from headwater.kafka.transactions import Transactions
+from headwater.kafka.transactions import FIRST_PRODUCE_THAT_BEGINS, Transactions
 from headwater.kafka.wire import API_VERSIONS, PRODUCE, ErrorCode, Request
 
 OFFERED: Final[Mapping[int, tuple[int, int]]] = {
@@ -36,31 +38,41 @@ OFFERED: Final[Mapping[int, tuple[int, int]]] = {
     API_VERSIONS: (0, 4),
     19: (2, 7),
     20: (1, 6),
+    21: (0, 2),
     22: (0, 5),
     23: (2, 4),
     24: (0, 3),
     25: (0, 4),
-    26: (0, 4),
-    28: (0, 4),
+    26: (0, 5),
+    28: (0, 5),
     29: (1, 3),
     30: (1, 3),
     31: (1, 3),
     32: (1, 4),
     33: (0, 2),
+    35: (1, 4),
     36: (0, 2),
     37: (0, 3),
     42: (0, 2),
+    43: (0, 2),
     44: (0, 1),
     46: (0, 0),
     47: (0, 0),
+    48: (0, 1),
+    50: (0, 0),
+    51: (0, 0),
     60: (0, 2),
     61: (0, 0),
     65: (0, 0),
     66: (0, 1),
     68: (0, 1),
     69: (0, 1),
+    74: (0, 1),
     75: (0, 0),
 }
+
+FEATURES: Final[Mapping[str, int]] = {"group.version": 1, "transaction.version": 2}
+"""What clients ask for by name: groups of the server-side protocol, and transactions with an epoch each."""
 
 JOIN: Final = 11
 HEARTBEAT: Final = 68
@@ -79,13 +91,15 @@ class Apis:
         self._heartbeats = Heartbeats(broker)
         self._groups = Groups(broker, self._heartbeats)
         topics = Topics(broker)
+        lanes = Lanes(broker)
         acls = Acls(broker)
+        credentials = Credentials(broker)
         groups = self._groups
         offsets = Offsets(broker, groups)
         self._transactions = transactions = Transactions(broker, groups, offsets)
         self._handlers: dict[int, Callable[[Request], Awaitable[dict[str, Any]]]] = {
             1: Fetching(broker).fetch,
-            2: topics.list_offsets,
+            2: lanes.list_offsets,
             3: topics.metadata,
             8: offsets.commit,
             9: offsets.fetch_offsets,
@@ -98,8 +112,9 @@ class Apis:
             API_VERSIONS: self._api_versions,
             19: topics.create,
             20: topics.delete,
+            21: lanes.delete_records,
             22: transactions.init_producer,
-            23: topics.offset_for_leader_epoch,
+            23: lanes.offset_for_leader_epoch,
             24: transactions.add_partitions,
             25: transactions.add_offsets,
             26: transactions.end,
@@ -109,16 +124,22 @@ class Apis:
             31: acls.delete,
             32: topics.describe_configs,
             33: topics.alter_configs,
+            35: lanes.describe_log_dirs,
             37: topics.create_partitions,
             42: groups.delete,
+            43: topics.elect_leaders,
             44: topics.incremental_alter_configs,
             46: topics.list_reassignments,
             47: offsets.delete_offsets,
+            48: topics.describe_quotas,
+            50: credentials.describe,
+            51: credentials.alter,
             60: topics.describe_cluster,
             61: transactions.describe_producers,
             65: transactions.describe,
             66: transactions.list_all,
             69: self._heartbeats.describe,
+            74: topics.list_config_resources,
             75: topics.describe_topic_partitions,
         }
 
@@ -133,7 +154,8 @@ class Apis:
     async def begin(self, request: Request, client_host: str) -> Awaitable[Answer]:
         """Begin to answer. What comes back is awaited for the answer; requests may be begun before it is there."""
         if request.api == PRODUCE:
-            return await self._producing.begin(request, self._transactions.stage)
+            may_begin = request.version >= FIRST_PRODUCE_THAT_BEGINS
+            return await self._producing.begin(request, partial(self._transactions.stage, may_begin=may_begin))
         if request.api in OF_MEMBERS and not request.allowed("read", "group", request.fields.group_id):
             return _told(ErrorCode.group_authorization_failed)
         if request.api == JOIN:
@@ -156,5 +178,12 @@ def api_versions(code: ErrorCode) -> dict[str, Any]:
         "error_code": code,
         "api_keys": [
             {"api_key": api, "min_version": oldest, "max_version": newest} for api, (oldest, newest) in OFFERED.items()
+        ],
+        "supported_features": [
+            {"name": name, "min_version": 0, "max_version": level} for name, level in FEATURES.items()
+        ],
+        "finalized_features_epoch": 1,
+        "finalized_features": [
+            {"name": name, "min_version_level": level, "max_version_level": level} for name, level in FEATURES.items()
         ],
     }

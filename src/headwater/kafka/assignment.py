@@ -34,6 +34,9 @@ class Heartbeat(NamedTuple):
     topics: frozenset[str] | None
     assignor: str | None
     owned: frozenset[Lane] | None
+    # A regular expression for the names of topics, empty for none any more; and which topics it fits now.
+    pattern: str | None = None
+    matched: frozenset[str] = frozenset()
 
 
 class Beaten(NamedTuple):
@@ -65,6 +68,12 @@ class Assigned:
     revoke_by: float | None = None
     # A static member that left for now: its place is kept.
     away: bool = False
+    pattern: str = ""
+    matched: frozenset[str] = frozenset()
+
+    @property
+    def wants(self) -> frozenset[str]:
+        return self.topics | self.matched
 
 
 @dataclass(slots=True)
@@ -91,12 +100,16 @@ class AssignedGroup:
                 return Beaten(joined)
             member = joined
         elif member is None:
-            return Beaten(ErrorCode.unknown_member_id)
+            replaced = beat.instance_id is not None and self._of_instance(beat.instance_id) is not None
+            return Beaten(ErrorCode.fenced_instance_id if replaced else ErrorCode.unknown_member_id)
         elif beat.epoch != member.epoch and not self._did_not_hear(member, beat):
             return Beaten(ErrorCode.fenced_member_epoch)
         member.expires_at = now + self.session_seconds
         if beat.topics is not None:
             member.topics = beat.topics
+        if beat.pattern is not None:
+            member.pattern = beat.pattern
+        member.matched = beat.matched
         if beat.assignor is not None:
             member.assignor = beat.assignor
         if beat.rebalance_seconds > 0:
@@ -111,13 +124,13 @@ class AssignedGroup:
         return Beaten(ErrorCode.none, member.id, member.epoch, told)
 
     def _join(self, now: float, beat: Heartbeat, known: Assigned | None) -> Assigned | ErrorCode:
-        if beat.topics is None or beat.rebalance_seconds <= 0:
+        if (beat.topics is None and not beat.pattern) or beat.rebalance_seconds <= 0:
             return ErrorCode.invalid_request
         if known is None and len(self.members) >= MAX_MEMBERS:
             return ErrorCode.group_max_size_reached
         lanes: frozenset[Lane] = frozenset()
         if beat.instance_id is not None:
-            same = next((one for one in self.members.values() if one.instance_id == beat.instance_id), None)
+            same = self._of_instance(beat.instance_id)
             if same is not None and same.id != beat.member_id:
                 if not same.away:
                     return ErrorCode.unreleased_instance_id
@@ -127,13 +140,16 @@ class AssignedGroup:
                 if same.id in self.target:
                     self.target[beat.member_id] = self.target.pop(same.id)
         member = Assigned(
-            beat.member_id, beat.instance_id, beat.client_id, beat.client_host, beat.rebalance_seconds, beat.topics,
-            beat.assignor, now + self.session_seconds,
+            beat.member_id, beat.instance_id, beat.client_id, beat.client_host, beat.rebalance_seconds,
+            beat.topics or frozenset(), beat.assignor, now + self.session_seconds,
         )  # fmt: skip
         # One that begins anew under its own name owns nothing; what it had may go to others.
         member.lanes = lanes
         self.members[beat.member_id] = member
         return member
+
+    def _of_instance(self, instance_id: str) -> Assigned | None:
+        return next((one for one in self.members.values() if one.instance_id == instance_id), None)
 
     def _did_not_hear(self, member: Assigned, beat: Heartbeat) -> bool:
         """Whether the last answer got lost: the member is one step behind, and owns nothing but what it was told."""
@@ -185,7 +201,7 @@ class AssignedGroup:
 
     def refresh(self, topics: Topics) -> None:
         """A new epoch with new targets, if members, what they want, or the topics are other than before."""
-        wanted = {name for member in self.members.values() for name in member.topics}
+        wanted = {name for member in self.members.values() for name in member.wants}
         seen = {name: topics[name] for name in sorted(wanted) if name in topics}
         target = assigned(self.members.values(), seen, self.target)
         if target != self.target or seen != self._topics:
@@ -226,7 +242,7 @@ def assigned(
         return _by_range(everybody, topics)
     target: dict[str, set[Lane]] = {member.id: set() for member in everybody}
     for name, (topic_id, partitions) in topics.items():
-        readers = [member.id for member in everybody if name in member.topics]
+        readers = [member.id for member in everybody if name in member.wants]
         if not readers:
             continue
         lanes = [Lane(topic_id, partition) for partition in range(partitions)]
@@ -250,7 +266,7 @@ def _by_range(everybody: list[Assigned], topics: Topics) -> dict[str, frozenset[
     """Adjacent partitions together, so that members get the same numbers of every topic."""
     target: dict[str, set[Lane]] = {member.id: set() for member in everybody}
     for name, (topic_id, partitions) in topics.items():
-        readers = [member.id for member in everybody if name in member.topics]
+        readers = [member.id for member in everybody if name in member.wants]
         begin = 0
         for place, reader in enumerate(readers):
             size = partitions // len(readers) + (place < partitions % len(readers))

@@ -17,6 +17,7 @@ from headwater.calls import access as access_calls
 from headwater.calls import kafka as calls
 from headwater.calls.kafka import KafkaBroker, KafkaTopic, Lane
 from headwater.errors import HeadwaterError
+from headwater.kafka.kept import Kept
 from headwater.kafka.tails import Tails
 from headwater.telemetry import ERROR, logger
 
@@ -38,6 +39,8 @@ class Settings(NamedTuple):
     max_frame_bytes: int = 104_857_600
     max_connections: int = 2_000
     rebalance_delay_seconds: float = 0.2
+    # How much of what was just written or read is kept in memory, for those who read it next.
+    kept_bytes: int = 64 * 1024 * 1024
     # Whether clients must say who they are, and whether only those of this machine come at all.
     authenticate: bool = False
     loopback: bool = True
@@ -54,6 +57,7 @@ class Broker:
         self.incarnation = 0
         self.brokers: list[KafkaBroker] = []
         self.tails = Tails(log)
+        self.kept = Kept(settings.kept_bytes)
         self.access = Access((), ())
         self._lease_ends = 0.0
         self._brokers_read_at = -BROKERS_AGE_SECONDS
@@ -165,10 +169,11 @@ class Broker:
         self._by_id = {topic.id: topic for topic in topics}
         self._topics_read_at = asked_at
 
-    async def topics(self) -> list[KafkaTopic]:
-        """All topics, as of a moment ago."""
+    async def topics(self, *, as_of_now: bool = False) -> list[KafkaTopic]:
+        """All topics, as of a moment ago; or as of now, for whoever may just have made one by another broker."""
+        oldest = time.monotonic() - (0.0 if as_of_now else TOPICS_AGE_SECONDS)
         async with self._refreshing:
-            if time.monotonic() - self._topics_read_at > TOPICS_AGE_SECONDS:
+            if self._topics_read_at < oldest:
                 await self.refresh_topics()
         return list(self._by_name.values())
 

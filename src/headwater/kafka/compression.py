@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Container
 from typing import Final
 
 import cramjam
 
 CODECS: Final = ("none", "gzip", "snappy", "lz4", "zstd")
 """By their number in a batch's attributes."""
+
+ZSTD: Final = 4
 
 # What the Java clients put before snappy data: blocks with their lengths follow.
 _XERIAL: Final = b"\x82SNAPPY\x00"
@@ -19,6 +22,19 @@ _XERIAL_BLOCK: Final = 32 * 1024
 
 class Undecodable(ValueError):
     """The bytes are not what the codec makes, or they would become more than is allowed."""
+
+
+def codec_for(compression_type: str, *, zstd: bool) -> int:
+    """With what a topic packs records for a reader. `zstd`: whether the reader can unpack that; old ones cannot."""
+    codec = CODECS.index(compression_type) if compression_type in CODECS else 0
+    return 0 if codec == ZSTD and not zstd else codec
+
+
+def codecs_for(compression_type: str, *, zstd: bool) -> Container[int]:
+    """With what records may be packed that a reader gets as they came: as the topic or else their producer says."""
+    if compression_type == "producer":
+        return range(len(CODECS) if zstd else ZSTD)
+    return (codec_for(compression_type, zstd=zstd),)
 
 
 def decompress(codec: int, data: memoryview, *, limit_bytes: int) -> memoryview:

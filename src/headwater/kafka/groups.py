@@ -20,6 +20,8 @@ from headwater.telemetry import ERROR, GROUP, logger
 SHORTEST_SESSION_SECONDS: Final = 0.1
 LONGEST_SESSION_SECONDS: Final = 1800.0
 LONGEST_TICK_SECONDS: Final = 0.5
+NOTE_ALIVE_SECONDS: Final = 60.0
+"""Far less than offsets are kept."""
 GROUP_KEY, TRANSACTION_KEY = 0, 1
 
 
@@ -47,8 +49,15 @@ class Groups:
 
     async def run(self) -> None:
         """Let time pass for the groups, for ever."""
+        noted_at = time.monotonic()
         while True:
             now = time.monotonic()
+            if now - noted_at > NOTE_ALIVE_SECONDS:
+                noted_at = now
+                try:
+                    await self.note_alive()
+                except (HeadwaterError, psycopg.Error) as error:
+                    logger.warning("groups not noted as alive", extra={ERROR: str(error)})
             due = [group.next_tick() for group in self._groups.values()]
             soonest = min((at for at in due if at is not None), default=now + LONGEST_TICK_SECONDS)
             self._ticking.clear()
@@ -284,6 +293,13 @@ class Groups:
         """Whether the group has members of the classic protocol, here."""
         group = self._groups.get(name)
         return group is not None and bool(group.members or group.pending)
+
+    async def note_alive(self) -> None:
+        """Tell Postgres which groups have members here: their offsets are not to expire."""
+        names = [name for name, group in self._groups.items() if group.members]
+        names += self._heartbeats.names()
+        if names:
+            await self._broker.log.run(calls.kafka_note_alive(names, self._broker.incarnation), patience_seconds=2)
 
     async def is_empty(self, name: str) -> bool:
         """Whether the group has no members. Refused, if another broker would have to say so."""

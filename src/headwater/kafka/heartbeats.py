@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 import uuid
+from collections import OrderedDict
 from typing import Any, Final
 
 import psycopg
 
 from headwater.calls import kafka as calls
+from headwater.calls import kafka_admin
 from headwater.calls.kafka import Lane
 from headwater.errors import HeadwaterError
 from headwater.kafka.assignment import ASSIGNORS, AssignedGroup, Beaten, Heartbeat
-from headwater.kafka.broker import Broker
+from headwater.kafka.broker import TOPICS_AGE_SECONDS, Broker
 from headwater.kafka.wire import ErrorCode, Request
 from headwater.telemetry import ERROR, GROUP, logger
 
 INTERVAL_MS: Final = 1_000
 SESSION_SECONDS: Final = 45.0
 TICK_SECONDS: Final = 0.5
+LONGEST_PATTERN: Final = 1_000
+KEPT_PATTERNS: Final = 1_000
+
+
+# What Kafka's own engine does not know, since it could take for ever.
+_BEYOND_RE2: Final = re.compile(r"\\[1-9]|\(\?(?![:i])")
 
 
 class Heartbeats:
@@ -32,6 +41,7 @@ class Heartbeats:
         # One decision at a time, since the next epoch is noted in Postgres before anybody hears of it.
         self._deciding = asyncio.Lock()
         self._incarnation = 0
+        self._matched: OrderedDict[str, tuple[float, frozenset[str]]] = OrderedDict()
 
     async def run(self) -> None:
         """Let time pass for the groups, for ever."""
@@ -51,6 +61,10 @@ class Heartbeats:
             self._groups.clear()
             self._noted.clear()
             self._incarnation = self._broker.incarnation
+
+    def names(self) -> list[str]:
+        """The groups that have members here."""
+        return [name for name, group in self._groups.items() if group.members]
 
     def group_named(self, name: str) -> AssignedGroup | None:
         """The group, if it has members here."""
@@ -81,15 +95,36 @@ class Heartbeats:
             None if fields.subscribed_topic_names is None else frozenset(fields.subscribed_topic_names),
             fields.server_assignor,
             None if owned is None else frozenset([lane for one in owned for lane in await self._lanes(one)]),
+            getattr(fields, "subscribed_topic_regex", None),
         )
         async with self._deciding:
             group = await self._group(fields.group_id)
             if group is None:
                 return {"error_code": ErrorCode.not_coordinator, "heartbeat_interval": INTERVAL_MS}
+            known = group.members.get(beat.member_id)
+            pattern = beat.pattern if beat.pattern is not None else known.pattern if known is not None else ""
+            try:
+                beat = beat._replace(matched=await self._matching(pattern))
+            except psycopg.errors.InvalidRegularExpression as error:
+                code, message = ErrorCode.invalid_regular_expression, error.diag.message_primary
+                return {"error_code": code, "error_message": message, "heartbeat_interval": INTERVAL_MS}
             answer = group.heartbeat(time.monotonic(), beat, topics)
             if not await self._note(group):
                 return {"error_code": ErrorCode.not_coordinator, "heartbeat_interval": INTERVAL_MS}
         return await self._told(answer)
+
+    async def _matching(self, pattern: str) -> frozenset[str]:
+        """The topics whose names a regular expression fits, as of a moment ago."""
+        if not pattern:
+            return frozenset()
+        now = time.monotonic()
+        known = self._matched.get(pattern)
+        if known is None or now - known[0] > TOPICS_AGE_SECONDS:
+            names = await self._broker.log.run(kafka_admin.kafka_matching_topics(pattern), patience_seconds=2)
+            known = self._matched[pattern] = (now, names)
+            while len(self._matched) > KEPT_PATTERNS:
+                self._matched.popitem(last=False)
+        return known[1]
 
     async def _group(self, name: str) -> AssignedGroup | None:
         self._forget_if_fenced()
@@ -152,7 +187,7 @@ class Heartbeats:
         ]
 
     async def describe(self, request: Request) -> dict[str, Any]:
-        names = {topic.id: topic.name for topic in await self._broker.topics()}
+        names = {topic.id: topic.name for topic in await self._broker.topics(as_of_now=True)}
         groups = []
         for name in request.fields.group_ids or ():
             group = self.group_named(name)
@@ -180,6 +215,7 @@ class Heartbeats:
                             "client_id": member.client_id,
                             "client_host": member.client_host,
                             "subscribed_topic_names": sorted(member.topics),
+                            "subscribed_topic_regex": member.pattern or None,
                             "assignment": {"topic_partitions": self._by_topic(member.lanes, names)},
                             "target_assignment": {
                                 "topic_partitions": self._by_topic(group.target.get(member.id, frozenset()), names)
@@ -200,8 +236,12 @@ def _refused(request: Request) -> tuple[ErrorCode, str] | None:
         return ErrorCode.invalid_group_id, "a group has a name"
     if not request.allowed("read", "group", fields.group_id):
         return ErrorCode.group_authorization_failed, "the group may not be read for"
-    if getattr(fields, "subscribed_topic_regex", None):
-        return ErrorCode.invalid_regular_expression, "name the topics: patterns are not offered"
+    pattern = getattr(fields, "subscribed_topic_regex", None) or ""
+    if len(pattern) > LONGEST_PATTERN or "\x00" in pattern:
+        message = f"a pattern is up to {LONGEST_PATTERN} characters"
+        return ErrorCode.invalid_regular_expression, message
+    if _BEYOND_RE2.search(pattern):
+        return ErrorCode.invalid_regular_expression, "a pattern has neither references back nor looks around"
     if request.version >= 1 and not fields.member_id:
         return ErrorCode.invalid_request, "a member chooses its id"
     return None

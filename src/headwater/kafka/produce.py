@@ -13,15 +13,19 @@ from headwater.calls import kafka as calls
 from headwater.calls.kafka import AppendBatch, Appended, KafkaTopic, Lane
 from headwater.errors import EventTooLarge, HeadwaterError, InvalidRequest, LogUnavailable, TransactionAborted
 from headwater.kafka.broker import Broker
+from headwater.kafka.compression import codecs_for
 from headwater.kafka.events import NO_PARTS, Parts, parts_of
+from headwater.kafka.kept import Batch
 from headwater.kafka.records import (
     TRANSACTIONAL,
     BadBatch,
     BatchHeader,
     Columns,
+    as_appended,
     read_header,
     read_records,
 )
+from headwater.kafka.validation import Unfitting, Validation
 from headwater.kafka.wire import ErrorCode, Request
 from headwater.telemetry import ERROR, logger
 
@@ -55,10 +59,23 @@ class Refused(Exception):
         self.message = message
 
 
-class _Pending(NamedTuple):
+class Arrived(NamedTuple):
+    """A batch that is to be appended; as it came, if it may be kept like that for readers; by whose time it is."""
+
     batch: AppendBatch
+    as_it_came: memoryview | None
+    codec: int
+    by_log_time: bool
     bytes: int
+
+
+class _Pending(NamedTuple):
+    arrived: Arrived
     done: asyncio.Future[Appended]
+
+    @property
+    def batch(self) -> AppendBatch:
+        return self.arrived.batch
 
 
 class Appender:
@@ -77,10 +94,10 @@ class Appender:
         """Wait until there is room for more."""
         await self._has_room.wait()
 
-    def submit(self, batch: AppendBatch, size_bytes: int) -> asyncio.Future[Appended]:
+    def submit(self, arrived: Arrived) -> asyncio.Future[Appended]:
         done: asyncio.Future[Appended] = asyncio.get_running_loop().create_future()
-        self._pending.append(_Pending(batch, size_bytes, done))
-        self.pending_bytes += size_bytes
+        self._pending.append(_Pending(arrived, done))
+        self.pending_bytes += arrived.bytes
         if self.pending_bytes > MAX_PENDING_BYTES:
             self._has_room.clear()
         self._wanted.set()
@@ -96,7 +113,7 @@ class Appender:
             try:
                 await self._append(taken)
             finally:
-                self.pending_bytes -= sum(one.bytes for one in taken)
+                self.pending_bytes -= sum(one.arrived.bytes for one in taken)
                 if self.pending_bytes <= MAX_PENDING_BYTES:
                     self._has_room.set()
                 for one in taken:
@@ -110,7 +127,7 @@ class Appender:
         while self._pending:
             ahead = self._pending[0]
             records += len(ahead.batch.payloads)
-            size += ahead.bytes
+            size += ahead.arrived.bytes
             if taken and (records > MAX_RECORDS or size > MAX_BYTES):
                 break
             taken.append(self._pending.popleft())
@@ -139,7 +156,24 @@ class Appender:
             if not one.done.done():
                 one.done.set_result(answer)
             if answer.outcome == "appended" and answer.base_offset is not None:
+                # Before those who wait are woken, so that they find it.
+                self._keep(one.arrived, answer.base_offset, answer)
                 self._broker.tails.advance(one.batch.lane, answer.base_offset + len(one.batch.payloads))
+
+    def _keep(self, arrived: Arrived, first: int, answer: Appended) -> None:
+        if arrived.as_it_came is None:
+            return
+        log_append_ms = answer.appended_ms if arrived.by_log_time else None
+        kept = Batch(
+            first,
+            first + len(arrived.batch.payloads),
+            answer.appended_ms,
+            answer.after_position,
+            arrived.codec,
+            arrived.by_log_time,
+            as_appended(arrived.as_it_came, first, log_append_ms=log_append_ms),
+        )
+        self._broker.kept.keep(arrived.batch.lane, kept)
 
     async def _append_apart(self, lane: Lane, taken: Sequence[_Pending]) -> None:
         # A few at a time: the lease and others who read need connections too.
@@ -164,6 +198,7 @@ class _Answer(NamedTuple):
     message: str | None = None
     base_offset: int = -1
     log_append_ms: int = -1
+    record_errors: Sequence[dict[str, Any]] = ()
 
     def fields(self) -> dict[str, Any]:
         return {
@@ -173,7 +208,7 @@ class _Answer(NamedTuple):
             "base_offset": self.base_offset,
             "log_append_time": self.log_append_ms,
             "log_start_offset": -1,
-            "record_errors": (),
+            "record_errors": self.record_errors,
         }
 
 
@@ -186,6 +221,7 @@ class Producing:
     def __init__(self, broker: Broker, *, appenders: int = 2) -> None:
         self._broker = broker
         self._appenders = [Appender(broker) for _ in range(appenders)]
+        self._validation = Validation(broker.log, limit_bytes=UNPACKED_LIMIT_BYTES)
 
     def tasks(self) -> list[asyncio.Task[None]]:
         return [asyncio.create_task(appender.run(), name="kafka appender") for appender in self._appenders]
@@ -205,9 +241,13 @@ class Producing:
             answers: list[Awaitable[_Answer]] = []
             for part in asked.partition_data or ():
                 try:
+                    if topic is not None and topic.schemas:
+                        await self._validation.refuse_unfitting(request, topic, part)
                     answers.append(self._queue(request, topic, missing, part, stage))
                 except Refused as refused:
                     answers.append(_now(_Answer(part.index, refused.code, refused.message)))
+                except Unfitting as unfit:
+                    answers.append(_now(_Answer(part.index, unfit.code, str(unfit), record_errors=unfit.records)))
             named: dict[str, Any] = {"topic_id": asked.topic_id} if by_id else {"name": asked.name}
             waiting.append((named, answers))
         return _answered(waiting, silent=fields.acks == 0)
@@ -227,27 +267,39 @@ class Producing:
                 ErrorCode.invalid_request,
                 f'topic "{topic.name}" is {kind}: it can be read here, and written by SQL and the library only',
             )
-        batch, transactional = _as_batch(topic, part, version=request.version)
-        # Unpacked, since that is what waits.
-        size = sum(map(len, filter(None, batch.payloads)))
+        arrived, transactional = _as_batch(topic, part, version=request.version)
         if transactional:
             if not request.fields.transactional_id:
                 raise Refused(ErrorCode.invalid_txn_state, "the batch is of a transaction, the request is not")
             if not request.allowed("write", "transaction", request.fields.transactional_id):
                 raise Refused(ErrorCode.transactional_id_authorization_failed, "the transactional id may not be used")
-            landing: asyncio.Future[Appended] = asyncio.ensure_future(stage(request.fields.transactional_id, batch))
+            landing: asyncio.Future[Appended] = asyncio.ensure_future(
+                stage(request.fields.transactional_id, arrived.batch)
+            )
         else:
-            appender = self._appenders[hash(batch.lane) % len(self._appenders)]
-            landing = appender.submit(batch, size)
+            appender = self._appenders[hash(arrived.batch.lane) % len(self._appenders)]
+            landing = appender.submit(arrived)
         return _landed(part.index, landing, log_append=topic.timestamp_type == "LogAppendTime")
 
 
 async def _answered(
     waiting: list[tuple[dict[str, Any], list[Awaitable[_Answer]]]], *, silent: bool
 ) -> dict[str, Any] | None:
-    responses = [
-        {**named, "partition_responses": [(await answer).fields() for answer in answers]} for named, answers in waiting
-    ]
+    lost: LogUnavailable | None = None
+    responses = []
+    for named, answers in waiting:
+        landed = []
+        for answer in answers:
+            try:
+                landed.append((await answer).fields())
+            except LogUnavailable as error:
+                lost = error
+        responses.append({**named, "partition_responses": landed})
+    if lost is not None:
+        # Whether it was committed, nobody knows. The connection is ended, so that the client sends all that is in
+        # flight again as it was. Told by a code, it would hear of a gap in the batches behind, begin a new epoch for
+        # all partitions, and send under other numbers what may be in the log already.
+        raise lost
     return None if silent else {"responses": responses}
 
 
@@ -258,8 +310,8 @@ async def _now(answer: _Answer) -> _Answer:
 async def _landed(index: int, landing: Awaitable[Appended], *, log_append: bool) -> _Answer:
     try:
         appended = await landing
-    except LogUnavailable as error:
-        return _Answer(index, ErrorCode.request_timed_out, error.message)
+    except LogUnavailable:
+        raise
     except EventTooLarge as error:
         return _Answer(index, ErrorCode.message_too_large, error.message)
     except InvalidRequest as error:
@@ -275,7 +327,7 @@ async def _landed(index: int, landing: Awaitable[Appended], *, log_append: bool)
     return _Answer(index, code, None, offset, appended.appended_ms if fresh else -1)
 
 
-def _as_batch(topic: KafkaTopic, part: Any, *, version: int) -> tuple[AppendBatch, bool]:
+def _as_batch(topic: KafkaTopic, part: Any, *, version: int) -> tuple[Arrived, bool]:
     """The batch that a client sent for a partition, checked, and whether it is of a transaction."""
     if part.records is None:
         raise Refused(ErrorCode.invalid_record, "there are no records")
@@ -289,7 +341,14 @@ def _as_batch(topic: KafkaTopic, part: Any, *, version: int) -> tuple[AppendBatc
         if header.codec == 4 and version < 7:
             raise Refused(ErrorCode.unsupported_compression_type, "zstd needs Produce version 7 or newer")
         columns = read_records(part.records, header, limit_bytes=UNPACKED_LIMIT_BYTES)
-        return _checked(topic, Lane(topic.id, part.index), header, columns), bool(header.attributes & TRANSACTIONAL)
+        batch = _checked(topic, Lane(topic.id, part.index), header, columns)
+        # Unpacked, since that is what waits.
+        size = len(part.records) + sum(map(len, filter(None, columns.values)))
+        # As the topic packs its records, and whole: compaction takes single ones.
+        fits = header.codec in codecs_for(topic.compression_type, zstd=True) and not topic.compacted
+        by_log_time = topic.timestamp_type == "LogAppendTime"
+        arrived = Arrived(batch, part.records if fits else None, header.codec, by_log_time, size)
+        return arrived, bool(header.attributes & TRANSACTIONAL)
     except BadBatch as error:
         code = ErrorCode.corrupt_message if error.corrupt else ErrorCode.invalid_record
         raise Refused(code, str(error)) from None
@@ -298,9 +357,9 @@ def _as_batch(topic: KafkaTopic, part: Any, *, version: int) -> tuple[AppendBatc
 def _checked(topic: KafkaTopic, lane: Lane, header: BatchHeader, columns: Columns) -> AppendBatch:
     if header.producer_id >= 0 and (header.producer_epoch < 0 or header.first_sequence < 0):
         raise BadBatch("an idempotent batch needs an epoch and a sequence")
-    if any(key is not None and len(key) > MAX_KEY_BYTES for key in columns.keys):
+    if max(map(len, filter(None, columns.keys)), default=0) > MAX_KEY_BYTES:
         raise BadBatch(f"a key is up to {MAX_KEY_BYTES} bytes")
-    if any(value is not None and len(value) > topic.max_payload_bytes for value in columns.values):
+    if max(map(len, filter(None, columns.values)), default=0) > topic.max_payload_bytes:
         raise Refused(ErrorCode.message_too_large, f"a value is up to {topic.max_payload_bytes} bytes")
     if not all(-_INT64 <= time_ms < _INT64 for time_ms in (min(columns.times_ms), max(columns.times_ms))):
         raise BadBatch("a timestamp is outside of 64 bits")

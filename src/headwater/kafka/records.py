@@ -7,6 +7,7 @@ is built from columns. Records never become objects on the way.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import google_crc32c
@@ -18,11 +19,17 @@ LOG_APPEND_TIME: Final = 0x08
 TRANSACTIONAL: Final = 0x10
 CONTROL: Final = 0x20
 NO_HEADERS: Final = b"\x00"
+NO_ATTRIBUTES: Final = b"\x00"
 MAX_DELTA: Final = 2**31 - 1
 
 # base offset, length, leader epoch, magic, CRC, attributes, last offset delta, first and last time, producer's id and
 # epoch, first sequence, count
 _HEADER: Final = struct.Struct(">qiibIhiqqqhii")
+_PLACE: Final = struct.Struct(">qii")
+_CRC: Final = struct.Struct(">I")
+_ATTRIBUTES: Final = struct.Struct(">h")
+_TIME: Final = struct.Struct(">q")
+_MAX_TIME_AT: Final = 35
 _UNDER_CRC: Final = 21
 _AFTER_LENGTH: Final = 12
 
@@ -54,10 +61,10 @@ class BatchHeader(NamedTuple):
 class Columns(NamedTuple):
     """The records of a batch side by side. Headers are as they came, with their count; None: there are none."""
 
-    times_ms: list[int]
-    keys: list[bytes | None]
-    values: list[bytes | None]
-    headers: list[bytes | None]
+    times_ms: Sequence[int]
+    keys: Sequence[bytes | None]
+    values: Sequence[bytes | None]
+    headers: Sequence[bytes | None]
 
 
 def read_header(batch: memoryview) -> BatchHeader:
@@ -102,29 +109,45 @@ def _split(body: bytes, count: int, first_ms: int) -> Columns:
     place = 0
     end = len(body)
     for number in range(count):
-        # Nearly every length is one byte: asking for that first makes the loop twice as fast.
+        # Nearly every number has one or two bytes: asking for those first makes the loop twice as fast.
         byte = body[place]
         place += 1
         if byte > 127:
-            byte, place = _unsigned(body, place - 1)
+            if (more := body[place]) < 128:
+                byte += (more << 7) - 128
+                place += 1
+            else:
+                byte, place = _unsigned(body, place - 1)
         stop = place + ((byte >> 1) ^ -(byte & 1))
         # The attributes of a record mean nothing yet.
         place += 1
         byte = body[place]
         place += 1
         if byte > 127:
-            byte, place = _unsigned(body, place - 1)
+            if (more := body[place]) < 128:
+                byte += (more << 7) - 128
+                place += 1
+            else:
+                byte, place = _unsigned(body, place - 1)
         times.append(first_ms + ((byte >> 1) ^ -(byte & 1)))
         byte = body[place]
         place += 1
         if byte > 127:
-            byte, place = _unsigned(body, place - 1)
+            if (more := body[place]) < 128:
+                byte += (more << 7) - 128
+                place += 1
+            else:
+                byte, place = _unsigned(body, place - 1)
         if byte != number << 1:
             raise BadBatch("the records of a batch are not numbered one by one")
         byte = body[place]
         place += 1
         if byte > 127:
-            byte, place = _unsigned(body, place - 1)
+            if (more := body[place]) < 128:
+                byte += (more << 7) - 128
+                place += 1
+            else:
+                byte, place = _unsigned(body, place - 1)
         if byte & 1:
             keys.append(None)
         else:
@@ -133,7 +156,11 @@ def _split(body: bytes, count: int, first_ms: int) -> Columns:
         byte = body[place]
         place += 1
         if byte > 127:
-            byte, place = _unsigned(body, place - 1)
+            if (more := body[place]) < 128:
+                byte += (more << 7) - 128
+                place += 1
+            else:
+                byte, place = _unsigned(body, place - 1)
         if byte & 1:
             values.append(None)
         else:
@@ -181,7 +208,7 @@ def write_headers(headers: list[tuple[bytes, bytes | None]]) -> bytes:
 
 
 def build_batch(
-    offsets: list[int],
+    offsets: Sequence[int],
     columns: Columns,
     *,
     codec: int = 0,
@@ -190,35 +217,18 @@ def build_batch(
     """A batch of these records, in this order. Offsets may have gaps."""
     base = offsets[0]
     first_ms = columns.times_ms[0]
-    parts: list[bytes] = []
-    small = _SMALL
-    size_of_small = len(small)
-    for offset, time_ms, key, value, headers in zip(offsets, *columns, strict=True):
-        delta = time_ms - first_ms
-        ahead = offset - base
-        body = b"".join(
-            (
-                b"\x00",
-                small[delta] if 0 <= delta < size_of_small else varint(delta),
-                small[ahead] if ahead < size_of_small else varint(ahead),
-                b"\x01" if key is None else (small[len(key)] if len(key) < size_of_small else varint(len(key))) + key,
-                b"\x01"
-                if value is None
-                else (small[len(value)] if len(value) < size_of_small else varint(len(value))) + value,
-                headers or NO_HEADERS,
-            )
-        )
-        parts.append(small[len(body)] if len(body) < size_of_small else varint(len(body)))
-        parts.append(body)
-    records = compress(codec, b"".join(parts))
-    attributes = codec | (LOG_APPEND_TIME if log_append_time else 0)
+    try:
+        body = _written_plain(offsets, columns)
+    except LookupError:
+        body = _written(offsets, columns)
+    records = compress(codec, body)
     header = _HEADER.pack(
         base,
         len(records) + _HEADER.size - _AFTER_LENGTH,
         0,
         2,
         0,
-        attributes,
+        codec | (LOG_APPEND_TIME if log_append_time else 0),
         offsets[-1] - base,
         first_ms,
         max(columns.times_ms),
@@ -228,7 +238,71 @@ def build_batch(
         len(offsets),
     )
     crc = google_crc32c.extend(google_crc32c.value(header[_UNDER_CRC:]), records)
-    return b"".join((header[:17], struct.pack(">I", crc), header[_UNDER_CRC:], records))
+    return b"".join((header[:17], _CRC.pack(crc), header[_UNDER_CRC:], records))
+
+
+def _written_plain(offsets: Sequence[int], columns: Columns) -> bytes:
+    """Records as nearly all are: without headers, all numbers small. LookupError: they are not."""
+    times, keys, values, headers = columns
+    count = len(offsets)
+    first_ms = times[0]
+    if any(headers) or offsets[-1] - offsets[0] != count - 1 or count > len(_SMALL):
+        raise LookupError
+    small = _SMALL
+    deltas = _DELTAS
+    starts = _STARTS
+    parts: list[bytes] = []
+    # Put together only once, at the end: a record of its own would be copied twice. The number of headers, none, is
+    # written with the next record.
+    for ahead, time_ms, key, value in zip(small, times, keys, values, strict=False):
+        delta = deltas[time_ms - first_ms]
+        if key is None:
+            key = b""
+            key_size = _NONE
+        else:
+            key_size = small[len(key)]
+        if value is None:
+            value = b""
+            value_size = _NONE
+        else:
+            value_size = small[len(value)]
+        size = len(delta) + len(ahead) + len(key_size) + len(key) + len(value_size) + len(value)
+        parts += (starts[size], delta, ahead, key_size, key, value_size, value)
+    parts.append(NO_HEADERS)
+    return b"".join(parts)[1:]
+
+
+def _written(offsets: Sequence[int], columns: Columns) -> bytes:
+    """Records, whatever they are."""
+    base = offsets[0]
+    first_ms = columns.times_ms[0]
+    parts: list[bytes] = []
+    for offset, time_ms, key, value, headers in zip(offsets, *columns, strict=True):
+        body = b"".join(
+            (
+                NO_ATTRIBUTES,
+                varint(time_ms - first_ms),
+                varint(offset - base),
+                _NONE if key is None else varint(len(key)) + key,
+                _NONE if value is None else varint(len(value)) + value,
+                headers or NO_HEADERS,
+            )
+        )
+        parts += (varint(len(body)), body)
+    return b"".join(parts)
+
+
+def as_appended(batch: bytes | memoryview, base_offset: int, *, log_append_ms: int | None) -> bytes:
+    """A batch as it came, with the offset that it got and, where the topic is by the log's time, with that."""
+    appended = bytearray(batch)
+    # Neither this nor the leader's epoch, always 0, is under the CRC.
+    _PLACE.pack_into(appended, 0, base_offset, len(batch) - _AFTER_LENGTH, 0)
+    if log_append_ms is not None:
+        (attributes,) = _ATTRIBUTES.unpack_from(appended, _UNDER_CRC)
+        _ATTRIBUTES.pack_into(appended, _UNDER_CRC, attributes | LOG_APPEND_TIME)
+        _TIME.pack_into(appended, _MAX_TIME_AT, log_append_ms)
+        _CRC.pack_into(appended, 17, google_crc32c.value(bytes(appended[_UNDER_CRC:])))
+    return bytes(appended)
 
 
 def varint(value: int) -> bytes:
@@ -244,7 +318,12 @@ def varint(value: int) -> bytes:
     return bytes(packed)
 
 
-_SMALL: Final = [varint(value) for value in range(4096)]
+_SMALL: Final = [varint(value) for value in range(10_240)]
+# Times go back and forth.
+_DELTAS: Final = {value: varint(value) for value in range(-2048, 8192)}
+# What stands before the rest of a record: no headers of the one before, its own length, its attributes.
+_STARTS: Final = [NO_HEADERS + varint(value + 2) + NO_ATTRIBUTES for value in range(10_240)]
+_NONE: Final = varint(-1)
 
 
 def _unsigned(body: bytes, place: int) -> tuple[int, int]:

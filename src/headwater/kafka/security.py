@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import secrets
 from typing import Any, Final
 
 from headwater import access
-from headwater.access import AuthenticationFailed, Permission, Scram, Verifiers
+from headwater.access import AuthenticationFailed, Credential, Permission, Scram, Verifiers
 from headwater.calls import access as calls
 from headwater.errors import InvalidRequest
 from headwater.kafka.broker import Broker
@@ -27,7 +28,7 @@ class Session:
         self._mechanisms = (*access.MECHANISMS, *(("PLAIN",) if encrypted or broker.settings.loopback else ()))
         self._mechanism: str | None = None
         self._scram: Scram | None = None
-        self._kept: Verifiers | None = None
+        self._kept: Credential | None = None
         self.account: str | None = None
         self.failed = False
 
@@ -80,7 +81,11 @@ class Session:
         assert self._mechanism is not None
         if self._scram is None or self._kept is None:
             self._scram = Scram(self._mechanism, secrets.token_urlsafe(24))
-            self._kept = await self._verifiers(self._scram.name_of(token))
+            name = self._scram.name_of(token)
+            # One that the account does not have looks like that of an account that is not there.
+            known = (await self._verifiers(name)).credential(self._mechanism)
+            self._kept = known or access.stranger(name, _SECRET).credential(self._mechanism)
+            assert self._kept is not None
             return self._scram.challenge(self._kept)
         answer = self._scram.finish(token, self._kept)
         self.account = self._scram.account
@@ -91,7 +96,91 @@ class Session:
             kept = await self._broker.log.run(calls.find_account(name), patience_seconds=5)
         except InvalidRequest:
             kept = None
-        return kept if kept is not None else access.stranger(name, _SECRET)
+        return kept if kept is not None and any(kept) else access.stranger(name, _SECRET)
+
+
+# Passwords of accounts, as Kafka's tools look at them and change them.
+
+_MECHANISMS: Final = {1: "SCRAM-SHA-256", 2: "SCRAM-SHA-512"}
+_LEAST_ITERATIONS, _MOST_ITERATIONS = 4096, 16384
+
+
+class _BadCredential(Exception):
+    def __init__(self, code: ErrorCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Credentials:
+    """The APIs about SCRAM credentials. An account that is made here may do nothing before somebody allows it."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+
+    async def describe(self, request: Request) -> dict[str, Any]:
+        if not request.allowed("describe", "log", "*"):
+            return {"error_code": ErrorCode.cluster_authorization_failed, "results": ()}
+        known = await self._broker.log.run(calls.credentials(), patience_seconds=5)
+        asked = [one.name for one in request.fields.users or ()] or [name for name, kept in known.items() if any(kept)]
+        results = []
+        for name in dict.fromkeys(asked):
+            answer: dict[str, Any] = {"user": name, "error_code": ErrorCode.none, "credential_infos": ()}
+            kept = known.get(name)
+            if asked.count(name) > 1:
+                answer.update(error_code=ErrorCode.duplicate_resource, error_message=f"{name} is named twice")
+            elif kept is None or not any(kept):
+                answer.update(error_code=ErrorCode.resource_not_found, error_message=f"{name} has no credential")
+            else:
+                answer["credential_infos"] = [
+                    {"mechanism": number, "iterations": credential.iterations}
+                    for number, mechanism in _MECHANISMS.items()
+                    if (credential := kept.credential(mechanism)) is not None
+                ]
+            results.append(answer)
+        return {"error_code": ErrorCode.none, "results": results}
+
+    async def alter(self, request: Request) -> dict[str, Any]:
+        fields = request.fields
+        changes = [(one, None) for one in fields.deletions or ()] + [(one, one) for one in fields.upsertions or ()]
+        named = [(one.name, one.mechanism) for one, _ in changes]
+        results: dict[str, dict[str, Any]] = {}
+        for one, upserted in changes:
+            answer = results.setdefault(one.name, {"user": one.name, "error_code": ErrorCode.none})
+            if answer["error_code"] is not ErrorCode.none:
+                continue
+            try:
+                if not request.allowed("alter", "log", "*"):
+                    raise _BadCredential(ErrorCode.cluster_authorization_failed, "credentials may not be changed")
+                if named.count((one.name, one.mechanism)) > 1:
+                    raise _BadCredential(ErrorCode.duplicate_resource, "the credential is named twice")
+                await self._change(one, upserted)
+            except _BadCredential as error:
+                answer.update(error_code=error.code, error_message=str(error))
+            except InvalidRequest as error:
+                answer.update(error_code=ErrorCode.unacceptable_credential, error_message=error.message)
+        return {"results": list(results.values())}
+
+    async def _change(self, one: Any, upserted: Any | None) -> None:
+        mechanism = _MECHANISMS.get(one.mechanism)
+        if mechanism is None:
+            raise _BadCredential(ErrorCode.unsupported_sasl_mechanism, "the mechanisms are 1 and 2: SHA-256, SHA-512")
+        credential = None
+        if upserted is not None:
+            algorithm = access.MECHANISMS[mechanism]
+            size = hashlib.new(algorithm).digest_size
+            if not one.name or one.name == access.EVERYBODY:
+                raise _BadCredential(ErrorCode.unacceptable_credential, "an account has a name, other than *")
+            if not _LEAST_ITERATIONS <= one.iterations <= _MOST_ITERATIONS:
+                message = f"iterations are {_LEAST_ITERATIONS} to {_MOST_ITERATIONS}"
+                raise _BadCredential(ErrorCode.unacceptable_credential, message)
+            if len(one.salted_password) != size or not 8 <= len(one.salt) <= 64:
+                message = f"a salt has 8 to 64 bytes, and a salted password {size}"
+                raise _BadCredential(ErrorCode.unacceptable_credential, message)
+            salted = bytes(one.salted_password)
+            credential = access.credential_of(algorithm, salted, bytes(one.salt), one.iterations)
+        call = calls.set_credential(one.name, mechanism, credential)
+        if not await self._broker.log.run(call, patience_seconds=5):
+            raise _BadCredential(ErrorCode.resource_not_found, f"{one.name} has no credential of that mechanism")
 
 
 # ACLs: only what is allowed is ever said, for every host.

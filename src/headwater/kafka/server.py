@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from logging import INFO, WARNING
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import psycopg
 
@@ -42,6 +42,9 @@ WRITE_HIGH_WATER_BYTES: Final = 4 * 1024 * 1024
 IDLE_SECONDS: Final = 600.0
 
 
+_PRODUCE_PREFIX: Final = PRODUCE.to_bytes(2, "big")
+
+
 class Connection(asyncio.BufferedProtocol):
     """One client. A frame that is none ends it, and no other connection notices."""
 
@@ -60,11 +63,15 @@ class Connection(asyncio.BufferedProtocol):
         self._answers: asyncio.Queue[tuple[Request | Unsupported, asyncio.Future[Answer]]] = asyncio.Queue(UNANSWERED)
         self.host = ""
         self._session: Session | None = None
+        # Set when the client is gone.
+        self._lost = False
+        self._producing = False
 
     # What asyncio calls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+        # Other event loops have transports of their own, which are none of asyncio's.
+        transport = cast(asyncio.Transport, transport)
         self._transport = transport
         transport.set_write_buffer_limits(high=WRITE_HIGH_WATER_BYTES)
         peer = transport.get_extra_info("peername")
@@ -81,8 +88,16 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._server.dismiss(self)
-        for task in self._tasks:
+        self._lost = True
+        serving = self._tasks[:1]
+        for task in self._tasks[1:] if self._producing else self._tasks:
             task.cancel()
+        # Records that had arrived are written: a client that wants no acknowledgement may send them, close and go.
+        self._frames = deque(frame for frame in self._frames if frame[:2] == _PRODUCE_PREFIX)
+        if self._frames and not self._producing and self._tasks:
+            serving = [asyncio.get_running_loop().create_task(self._serve())]
+            serving[0].add_done_callback(self._stopped)
+        self._server.keep(serving)
 
     def get_buffer(self, size_hint: int) -> memoryview:
         return memoryview(self._buffer)[self._filled :]
@@ -143,8 +158,11 @@ class Connection(asyncio.BufferedProtocol):
             self._paused = True
             self._transport.pause_reading()
 
-    async def _next_frame(self) -> memoryview:
+    async def _next_frame(self) -> memoryview | None:
+        """The next request; None: there will not be another."""
         while not self._frames:
+            if self._lost:
+                return None
             self._arrived.clear()
             async with asyncio.timeout(IDLE_SECONDS):
                 await self._arrived.wait()
@@ -152,8 +170,8 @@ class Connection(asyncio.BufferedProtocol):
         self._frames_bytes -= len(frame)
         if self._paused and len(self._frames) < WAITING_FRAMES // 2 and self._frames_bytes < WAITING_BYTES // 2:
             self._paused = False
-            assert self._transport is not None
-            self._transport.resume_reading()
+            if self._transport is not None and not self._lost:
+                self._transport.resume_reading()
         return frame
 
     # Requests and answers
@@ -167,8 +185,8 @@ class Connection(asyncio.BufferedProtocol):
         session = self._session
         assert session is not None
         try:
-            while True:
-                request = read_request(await self._next_frame(), OFFERED)
+            while (frame := await self._next_frame()) is not None:
+                request = read_request(frame, OFFERED)
                 if isinstance(request, Unsupported):
                     await self._answers.put((request, _known(_refusal(request))))
                     continue
@@ -178,13 +196,19 @@ class Connection(asyncio.BufferedProtocol):
                 if not session.admitted and request.api != API_VERSIONS:
                     raise Malformed("the client did not say who it is")
                 # Begun one after the other: records of one connection are queued in the order they came.
+                self._producing = request.api == PRODUCE
                 answer = await self._server.apis.begin(request._replace(allowed=session.allowed), self.host)
-                if request.api == PRODUCE:
+                self._producing = False
+                if self._lost:
+                    await answer
+                elif request.api == PRODUCE:
                     await self._answers.put((request, asyncio.ensure_future(answer)))
                 else:
                     await self._answers.put((request, _known(await answer)))
         except (Malformed, TimeoutError, HeadwaterError, psycopg.Error) as error:
             self._end(error)
+        finally:
+            self._producing = False
 
     async def _write(self) -> None:
         """Send the answers in the order of their requests."""
@@ -247,6 +271,7 @@ class Server:
         self.broker = broker
         self.apis = Apis(broker)
         self._connections: set[Connection] = set()
+        self._last_tasks: set[asyncio.Task[None]] = set()
 
     def admit(self, connection: Connection) -> bool:
         if len(self._connections) >= self.broker.settings.max_connections:
@@ -257,6 +282,12 @@ class Server:
 
     def dismiss(self, connection: Connection) -> None:
         self._connections.discard(connection)
+
+    def keep(self, tasks: list[asyncio.Task[None]]) -> None:
+        """What a connection that is gone still has to do. Without somebody who holds it, it could vanish."""
+        self._last_tasks.update(tasks)
+        for task in tasks:
+            task.add_done_callback(self._last_tasks.discard)
 
     def close_all(self) -> None:
         for connection in list(self._connections):

@@ -1,4 +1,4 @@
-"""What clients ask of topics: which there are, their settings, their offsets; making, changing and deleting them."""
+"""What clients ask of topics: which there are, and their settings; making, changing and deleting them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,23 @@ from typing import Any, Final
 from headwater import calls as log_calls
 from headwater.calls import kafka as calls
 from headwater.calls.kafka import KafkaTopic, Lane
-from headwater.errors import HeadwaterError, InvalidRequest, NotAllowed, TopicExists, TopicNotFound
+from headwater.errors import HeadwaterError, InvalidRequest, NotAllowed, SchemaNotFound, TopicExists, TopicNotFound
 from headwater.kafka.broker import Broker
-from headwater.kafka.configs import BadConfig, change_of, described, described_broker, topic_values
+from headwater.kafka.configs import (
+    TOPIC_CONFIGS,
+    BadConfig,
+    after,
+    change_of,
+    described,
+    described_broker,
+    topic_values,
+)
 from headwater.kafka.wire import ErrorCode, Request
 
 TOPIC, BROKER = 2, 4
-LATEST, EARLIEST, MAX_TIMESTAMP, EARLIEST_LOCAL, LATEST_TIERED = -1, -2, -3, -4, -5
-_SET, _DELETE = 0, 1
+_CLIENT_METRICS: Final = 16
+_RESOURCES: Final = (TOPIC, BROKER, 8, _CLIENT_METRICS, 32)
+"""What can be asked for by number: topics, brokers, loggers of brokers, metrics of clients, groups."""
 # Which operations a client may do is not told: nobody asked the log yet.
 UNKNOWN_OPERATIONS: Final = -(2**31)
 
@@ -27,6 +36,8 @@ def code_for(error: HeadwaterError) -> ErrorCode:
         return ErrorCode.unknown_topic_or_partition
     if isinstance(error, NotAllowed):
         return ErrorCode.topic_authorization_failed
+    if isinstance(error, SchemaNotFound):
+        return ErrorCode.invalid_config
     if isinstance(error, InvalidRequest):
         return ErrorCode.invalid_request
     return ErrorCode.request_timed_out
@@ -45,7 +56,7 @@ class Topics:
         if asked is None or (request.version == 0 and not asked):
             topics = [
                 self._described(topic)
-                for topic in await self._broker.topics()
+                for topic in await self._broker.topics(as_of_now=True)
                 if request.allowed("describe", "topic", topic.name)
             ]
         else:
@@ -61,10 +72,12 @@ class Topics:
 
     async def _one(self, request: Request, asked: Any, *, may_create: bool) -> dict[str, Any]:
         uuid = getattr(asked, "topic_id", None)
-        if asked.name is None:
+        if not asked.name:
+            # By its id. The Java client then gives an empty name.
             topic = await self._broker.topic_with_uuid(uuid)
             if topic is None or not request.allowed("describe", "topic", topic.name):
-                return {"error_code": ErrorCode.unknown_topic_id, "name": None, "topic_id": uuid, "partitions": ()}
+                code = ErrorCode.invalid_topic_exception if uuid is None else ErrorCode.unknown_topic_id
+                return {"error_code": code, "name": asked.name, "topic_id": uuid, "partitions": ()}
             return self._described(topic)
         if not request.allowed("describe", "topic", asked.name):
             code = ErrorCode.topic_authorization_failed
@@ -138,7 +151,7 @@ class Topics:
     async def describe_topic_partitions(self, request: Request) -> dict[str, Any]:
         fields = request.fields
         asked = {one.name for one in fields.topics or ()}
-        names = sorted(asked or {topic.name for topic in await self._broker.topics()})
+        names = sorted(asked or {topic.name for topic in await self._broker.topics(as_of_now=True)})
         left = min(max(fields.response_partition_limit, 1), 2000)
         start = (fields.cursor.topic_name, fields.cursor.partition_index) if fields.cursor else ("", 0)
         topics: list[dict[str, Any]] = []
@@ -167,6 +180,27 @@ class Topics:
     async def list_reassignments(self, request: Request) -> dict[str, Any]:
         """Nothing is ever on its way from one broker to another."""
         return {"error_code": ErrorCode.none, "topics": ()}
+
+    async def elect_leaders(self, request: Request) -> dict[str, Any]:
+        """Who leads what follows from who lives: there is nothing to elect."""
+        if not request.allowed("alter", "log", "*"):
+            return {"error_code": ErrorCode.cluster_authorization_failed, "replica_election_results": ()}
+        results = []
+        # All partitions are asked for by none, and those that need no election are then not told.
+        for asked in request.fields.topic_partitions or ():
+            topic = await self._broker.topic_named(asked.topic)
+            answers = []
+            for index in asked.partitions or ():
+                known = topic is not None and 0 <= index < topic.partitions
+                code = ErrorCode.election_not_needed if known else ErrorCode.unknown_topic_or_partition
+                answers.append({"partition_id": index, "error_code": code, "error_message": None})
+            results.append({"topic": asked.topic, "partition_result": answers})
+        return {"error_code": ErrorCode.none, "replica_election_results": results}
+
+    async def describe_quotas(self, request: Request) -> dict[str, Any]:
+        """Nobody has a quota. An empty list: clients trip over none at all."""
+        allowed = request.allowed("describe", "log", "*")
+        return {"error_code": ErrorCode.none if allowed else ErrorCode.cluster_authorization_failed, "entries": ()}
 
     # Making and changing
 
@@ -227,6 +261,8 @@ class Topics:
                     compression_type=change.compression_type,
                     compacted=change.compacted,
                     tombstones_kept=change.tombstones_kept,
+                    retention_bytes=change.retention_bytes,
+                    schemas=change.schemas,
                 ),
                 patience_seconds=5,
             )
@@ -284,6 +320,8 @@ class Topics:
     # Settings
 
     async def describe_configs(self, request: Request) -> dict[str, Any]:
+        # What was just changed by another broker is told as it is now.
+        await self._broker.topics(as_of_now=True)
         results = []
         for one in request.fields.resources or ():
             answer: dict[str, Any] = {
@@ -302,13 +340,34 @@ class Topics:
                     answer["configs"] = described(topic_values(topic), one.configuration_keys)
             elif one.resource_type == BROKER and not request.allowed("describe", "log", "*"):
                 answer["error_code"] = ErrorCode.cluster_authorization_failed
+            elif one.resource_type == BROKER and one.resource_name not in ("", str(self._broker.node_id)):
+                answer["error_code"] = ErrorCode.invalid_request
+                answer["error_message"] = f"this is broker {self._broker.node_id}: ask the one that you mean"
             elif one.resource_type == BROKER:
-                answer["configs"] = described_broker(self._broker_values(), one.configuration_keys)
+                # Without a name: what was changed for all brokers while they ran, which cannot be.
+                values = self._broker_values() if one.resource_name else {}
+                answer["configs"] = described_broker(values, one.configuration_keys)
             else:
                 answer["error_code"] = ErrorCode.invalid_request
                 answer["error_message"] = "topics and brokers have settings here, nothing else"
             results.append(answer)
         return {"results": results}
+
+    async def list_config_resources(self, request: Request) -> dict[str, Any]:
+        """What has settings: topics and brokers. Groups and clients have none."""
+        if not request.allowed("describe", "log", "*"):
+            return {"error_code": ErrorCode.cluster_authorization_failed, "config_resources": ()}
+        # Version 0 asks for what clients of telemetry have.
+        asked = (_CLIENT_METRICS,) if request.version == 0 else request.fields.resource_types or (TOPIC, BROKER)
+        if set(asked) - set(_RESOURCES):
+            return {"error_code": ErrorCode.unsupported_version, "config_resources": ()}
+        await self._broker.refresh_brokers()
+        names = [(TOPIC, topic.name) for topic in await self._broker.topics(as_of_now=True) if TOPIC in asked]
+        names += [(BROKER, str(one.node_id)) for one in self._broker.brokers if BROKER in asked]
+        return {
+            "error_code": ErrorCode.none,
+            "config_resources": [{"resource_name": name, "resource_type": kind} for kind, name in names],
+        }
 
     def _broker_values(self) -> dict[str, str]:
         settings = self._broker.settings
@@ -325,26 +384,23 @@ class Topics:
     async def alter_configs(self, request: Request) -> dict[str, Any]:
         """Replace the settings of topics: what is not named gets its default."""
 
-        def wanted(one: Any) -> dict[str, str | None]:
-            changeable = dict.fromkeys(
-                ("retention.ms", "max.message.bytes", "message.timestamp.type", "compression.type")
-            )
+        def wanted(one: Any, topic: KafkaTopic) -> dict[str, str | None]:
+            changeable = dict.fromkeys(name for name, config in TOPIC_CONFIGS.items() if not config.fixed)
             return {**changeable, **{config.name: config.value for config in one.configs or ()}}
 
         return await self._alter(request, wanted)
 
     async def incremental_alter_configs(self, request: Request) -> dict[str, Any]:
-        def wanted(one: Any) -> dict[str, str | None]:
-            values: dict[str, str | None] = {}
-            for config in one.configs or ():
-                if config.config_operation not in (_SET, _DELETE):
-                    raise BadConfig(f"{config.name} is not a list that one could add to")
-                values[config.name] = config.value if config.config_operation == _SET else None
-            return values
+        def wanted(one: Any, topic: KafkaTopic) -> dict[str, str | None]:
+            values = topic_values(topic)
+            asked = [(config.name, config.config_operation, config.value) for config in one.configs or ()]
+            return {name: after(values, name, operation, value) for name, operation, value in asked}
 
         return await self._alter(request, wanted)
 
     async def _alter(self, request: Request, wanted: Any) -> dict[str, Any]:
+        # What is added to a list, is added to what it is now.
+        await self._broker.topics(as_of_now=True)
         answers = []
         for one in request.fields.resources or ():
             answer: dict[str, Any] = {
@@ -360,9 +416,10 @@ class Topics:
                 topic = await self._broker.topic_named(one.resource_name)
                 if topic is None:
                     raise TopicNotFound(f'there is no topic "{one.resource_name}"')
-                change = change_of(wanted(one))
+                change = change_of(wanted(one, topic))
                 if not request.fields.validate_only:
-                    await self._change(topic.name, change)
+                    call = calls.kafka_alter_topic(topic.name, **change._asdict())
+                    await self._broker.log.run(call, patience_seconds=5)
             except BadConfig as error:
                 answer.update(error_code=ErrorCode.invalid_config, error_message=str(error))
             except HeadwaterError as error:
@@ -370,88 +427,6 @@ class Topics:
             answers.append(answer)
         await self._broker.refresh_topics()
         return {"responses": answers}
-
-    async def _change(self, name: str, change: Any) -> None:
-        await self._broker.log.run(
-            log_calls.alter_topic(
-                name,
-                retention=change.retention,
-                max_payload_bytes=change.max_payload_bytes,
-                keep_forever=change.keep_forever,
-            ),
-            patience_seconds=5,
-        )
-        await self._broker.log.run(
-            calls.kafka_alter_topic(
-                name,
-                timestamp_type=change.timestamp_type,
-                compression_type=change.compression_type,
-                compacted=change.compacted,
-                tombstones_kept=change.tombstones_kept,
-            ),
-            patience_seconds=5,
-        )
-
-    # Offsets
-
-    async def list_offsets(self, request: Request) -> dict[str, Any]:
-        topics = []
-        for asked in request.fields.topics or ():
-            topic = await self._broker.topic_named(asked.name)
-            denied = not request.allowed("describe", "topic", asked.name)
-            offsets = [await self._offset(None if denied else topic, part) for part in asked.partitions or ()]
-            if denied:
-                offsets = [{**one, "error_code": ErrorCode.topic_authorization_failed} for one in offsets]
-            topics.append({"name": asked.name, "partitions": offsets})
-        return {"topics": topics}
-
-    async def _offset(self, topic: KafkaTopic | None, part: Any) -> dict[str, Any]:
-        answer: dict[str, Any] = {
-            "partition_index": part.partition_index,
-            "error_code": ErrorCode.none,
-            "timestamp": -1,
-            "offset": -1,
-            "leader_epoch": -1,
-        }
-        lane = Lane(topic.id if topic is not None else 0, part.partition_index)
-        bounds = (await self._broker.log.run(calls.kafka_bounds([lane]), patience_seconds=5)).get(lane)
-        if bounds is None:
-            answer["error_code"] = ErrorCode.unknown_topic_or_partition
-        elif part.timestamp == LATEST:
-            answer.update(offset=bounds.end, leader_epoch=0)
-        elif part.timestamp in (EARLIEST, EARLIEST_LOCAL):
-            answer.update(offset=bounds.start, leader_epoch=0)
-        elif part.timestamp == MAX_TIMESTAMP or part.timestamp >= 0:
-            at_ms = None if part.timestamp == MAX_TIMESTAMP else part.timestamp
-            call = calls.kafka_offset_at(lane, at_ms, before_offset=bounds.end)
-            found = await self._broker.log.run(call, patience_seconds=5)
-            if found is not None:
-                answer.update(offset=found[0], timestamp=found[1], leader_epoch=0)
-        elif part.timestamp < LATEST_TIERED:
-            answer["error_code"] = ErrorCode.unsupported_version
-        return answer
-
-    async def offset_for_leader_epoch(self, request: Request) -> dict[str, Any]:
-        """There is one epoch, 0, and it ends where the lane does."""
-        topics = []
-        for asked in request.fields.topics or ():
-            topic = await self._broker.topic_named(asked.topic)
-            if not request.allowed("describe", "topic", asked.topic):
-                topic = None
-            lanes = [Lane(topic.id if topic else 0, part.partition) for part in asked.partitions or ()]
-            bounds = await self._broker.log.run(calls.kafka_bounds(lanes), patience_seconds=5)
-            partitions = []
-            for lane, part in zip(lanes, asked.partitions or (), strict=True):
-                known = bounds.get(lane)
-                if known is None:
-                    answer = {"error_code": ErrorCode.unknown_topic_or_partition}
-                elif part.leader_epoch == 0:
-                    answer = {"leader_epoch": 0, "end_offset": known.end}  # type: ignore[dict-item]
-                else:
-                    answer = {"leader_epoch": -1, "end_offset": -1}  # type: ignore[dict-item]
-                partitions.append({"error_code": ErrorCode.none, "partition": part.partition, **answer})
-            topics.append({"topic": asked.topic, "partitions": partitions})
-        return {"topics": topics}
 
 
 def _may_create(request: Request, name: str) -> bool:

@@ -18,6 +18,10 @@ from headwater.kafka.offsets import Offsets
 from headwater.kafka.wire import ErrorCode, Request
 
 LONGEST_TIMEOUT_MS: Final = 900_000
+# From these versions on (KIP-890) what is sent begins the transaction that it belongs to, and its end raises the epoch.
+FIRST_PRODUCE_THAT_BEGINS: Final = 12
+FIRST_OFFSETS_THAT_BEGIN: Final = 5
+FIRST_END_WITH_EPOCH: Final = 5
 
 _CODES: Final = {
     "ok": ErrorCode.none,
@@ -123,11 +127,13 @@ class Transactions:
         outcome = await self._broker.log.run(call, patience_seconds=5)
         return {"error_code": _code(outcome, knows_fenced=request.version >= 2)}
 
-    async def stage(self, transactional_id: str, batch: AppendBatch) -> Appended:
+    async def stage(self, transactional_id: str, batch: AppendBatch, *, may_begin: bool) -> Appended:
         """Put a batch aside; its offset is not known before the transaction ends."""
         turn = self._turns.setdefault(transactional_id, asyncio.Lock())
         async with turn:
-            outcome = await self._broker.log.run(calls.kafka_stage(transactional_id, batch), patience_seconds=0)
+            outcome = await self._broker.log.run(
+                calls.kafka_stage(transactional_id, batch, may_begin=may_begin), patience_seconds=0
+            )
         return Appended(outcome, -1, -1)
 
     async def commit_offsets(self, request: Request) -> dict[str, Any]:
@@ -148,7 +154,12 @@ class Transactions:
         if offsets:
             outcome = await self._broker.log.run(
                 calls.kafka_stage_offsets(
-                    fields.transactional_id, fields.producer_id, fields.producer_epoch, fields.group_id, offsets
+                    fields.transactional_id,
+                    fields.producer_id,
+                    fields.producer_epoch,
+                    fields.group_id,
+                    offsets,
+                    may_begin=request.version >= FIRST_OFFSETS_THAT_BEGIN,
                 ),
                 patience_seconds=5,
             )
@@ -164,15 +175,23 @@ class Transactions:
         fields = request.fields
         if not request.allowed("write", "transaction", fields.transactional_id):
             return {"error_code": ErrorCode.transactional_id_authorization_failed}
+        next_epoch = request.version >= FIRST_END_WITH_EPOCH
         call = calls.kafka_end_transaction(
-            fields.transactional_id, fields.producer_id, fields.producer_epoch, committed=fields.committed
+            fields.transactional_id,
+            fields.producer_id,
+            fields.producer_epoch,
+            committed=fields.committed,
+            next_epoch=next_epoch,
         )
         try:
             # Asking again is harmless: what is done is done once.
-            outcome = await self._broker.log.run(call, patience_seconds=5)
+            outcome, producer_id, epoch = await self._broker.log.run(call, patience_seconds=5)
         except (psycopg.errors.LockNotAvailable, TransactionAborted, LogUnavailable):
             return {"error_code": ErrorCode.concurrent_transactions}
-        return {"error_code": _code(outcome, knows_fenced=request.version >= 2)}
+        code = _code(outcome, knows_fenced=request.version >= 2)
+        if code is not ErrorCode.none or not next_epoch:
+            return {"error_code": code}
+        return {"error_code": code, "producer_id": producer_id, "producer_epoch": epoch}
 
     # Looking at them
 
@@ -207,7 +226,7 @@ class Transactions:
 
     async def describe(self, request: Request) -> dict[str, Any]:
         known = {one.transactional_id: one for one in await self._all()}
-        names = {topic.id: topic.name for topic in await self._broker.topics()}
+        names = {topic.id: topic.name for topic in await self._broker.topics(as_of_now=True)}
         states = []
         for transactional_id in request.fields.transactional_ids or ():
             found = known.get(transactional_id)

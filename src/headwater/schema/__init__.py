@@ -1,13 +1,15 @@
 """The schema in the database: installing it, upgrading it, and whether it fits this program.
 
 Tables change by numbered migrations, each run once and never edited after release. Functions, views and
-grants are replaced whole at every upgrade.
+grants are replaced whole at every upgrade. Programs that run meanwhile go on: a migration says how old they may be, and
+functions that a version no longer has stay until the version after it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
+import time
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -15,7 +17,7 @@ from typing import Any
 
 import psycopg
 
-from headwater.errors import SchemaMismatch
+from headwater.errors import LogUnavailable, SchemaMismatch
 
 VERSION = "0.1.0"
 """The program's version. A database that a newer program upgraded keeps its newer functions."""
@@ -35,6 +37,7 @@ FUNCTION_FILES = (
     "lease.sql",
     "dead_letter.sql",
     "delivery.sql",
+    "webhook.sql",
     "condition.sql",
     "subscription.sql",
     "watch.sql",
@@ -46,14 +49,23 @@ FUNCTION_FILES = (
     "event_store.sql",
     "store_query.sql",
     "field_index.sql",
+    "store_snapshot.sql",
+    "subscriber_name.sql",
     "access.sql",
+    "api_key.sql",
+    "schema_registry.sql",
     "kafka_topic.sql",
     "kafka_produce.sql",
     "kafka_fetch.sql",
+    "kafka_retention.sql",
     "kafka_group.sql",
     "kafka_transaction.sql",
     "retention.sql",
     "cursor.sql",
+    "audit.sql",
+    "overview.sql",
+    "metrics.sql",
+    "retire.sql",
     "grants.sql",
 )
 
@@ -74,7 +86,13 @@ create table if not exists headwater.installed (
 );
 """
 
-FIRST_UPKEEP = "select headwater.maintain();\n"
+# What was known to be settled is found out anew: in a database that was restored from a dump it may be more than is
+# true, since a dump reads sequences one after the other.
+FIRST_UPKEEP = "select setval('headwater.settled_register', 0);\nselect headwater.maintain();\n"
+
+# A step that waits for a table has all who come after it wait, too. So it gives up soon, and tries again: before
+# Postgres looks for deadlocks (deadlock_timeout, 1 second), and might end somebody else's transaction for ours.
+LOCK_SECONDS = 0.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +136,7 @@ def functions_checksum() -> str:
 
 def script(*, after: int = 0) -> str:
     """The whole schema as one script for `psql -f`: for an empty database, or one at migration `after`."""
-    parts = ["begin;\n", BOOKKEEPING]
+    parts = ["begin;\n", f"set local lock_timeout = '{LOCK_SECONDS:g}s';\n", BOOKKEEPING]
     for step in migrations():
         if step.number > after:
             parts += [
@@ -127,6 +145,7 @@ def script(*, after: int = 0) -> str:
                 f"values ({step.number}, '{step.name}', '{step.checksum}', {step.oldest_program});\n",
             ]
     parts += [
+        f"set local headwater.installing = '{VERSION}';\n",
         functions(),
         "insert into headwater.installed (version, functions_checksum) "
         f"values ('{VERSION}', '{functions_checksum()}') on conflict (only_row) do update "
@@ -138,12 +157,28 @@ def script(*, after: int = 0) -> str:
     return "\n".join(parts)
 
 
-def upgrade(connection: psycopg.Connection[Any]) -> list[Migration]:
+def upgrade(connection: psycopg.Connection[Any], *, patience_seconds: float = 60.0) -> list[Migration]:
     """Bring a database to this program's schema, in one transaction; returns the steps that ran.
 
-    Safe to call from many processes at once: one does it, the others find it done.
+    Safe to call from many processes at once: one does it, the others find it done. Publishers and consumers go on
+    meanwhile. A table that others keep locked is tried again and again, without keeping everybody waiting.
     """
+    deadline = time.monotonic() + patience_seconds
+    while True:
+        try:
+            return _upgrade(connection)
+        except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected) as error:
+            if time.monotonic() > deadline:
+                raise LogUnavailable(
+                    f"a table that the upgrade changes is locked by others for {patience_seconds:g} s: {error}".strip(),
+                    hint="Nothing was changed. See pg_stat_activity for long transactions; then run it again.",
+                ) from error
+            time.sleep(LOCK_SECONDS)
+
+
+def _upgrade(connection: psycopg.Connection[Any]) -> list[Migration]:
     with connection.transaction(), connection.cursor() as cursor:
+        cursor.execute("select set_config('lock_timeout', %s, true)", (f"{LOCK_SECONDS:g}s",))
         cursor.execute("select pg_advisory_xact_lock(29289::bigint << 48)")
         _execute(cursor, BOOKKEEPING)
         cursor.execute("select number, checksum from headwater.migration order by number")
@@ -171,6 +206,7 @@ def upgrade(connection: psycopg.Connection[Any]) -> list[Migration]:
                 "insert into headwater.migration (number, name, checksum, oldest_program) values (%s, %s, %s, %s)",
                 (step.number, step.name, step.checksum, step.oldest_program),
             )
+        cursor.execute("select set_config('headwater.installing', %s, true)", (VERSION,))
         _execute(cursor, functions())
         cursor.execute(
             "insert into headwater.installed (version, functions_checksum) values (%s, %s) "
@@ -192,13 +228,22 @@ class Installed:
     functions_checksum: str
 
 
+def refuse_newer(installed: Installed | None) -> None:
+    """Raise SchemaMismatch if a newer program has upgraded the database in a way that this one does not fit.
+
+    What a program that runs asks now and then. Other functions under it are no reason to end: they serve it.
+    """
+    latest = migrations()[-1].number
+    if installed is not None and installed.oldest_program > latest:
+        raise _newer_database(installed.number, latest)
+
+
 def refuse_misfit(installed: Installed | None) -> None:
     """Raise SchemaMismatch, naming the command to run, unless this program can work with that database."""
     latest = migrations()[-1].number
     if installed is None:
         raise SchemaMismatch("this database has no Headwater schema", hint="Run `headwater migrate`.")
-    if installed.oldest_program > latest:
-        raise _newer_database(installed.number, latest)
+    refuse_newer(installed)
     older = installed.number < latest or _version(installed.version) < _version(VERSION)
     changed = installed.version == VERSION and installed.functions_checksum != functions_checksum()
     if older or changed:

@@ -7,7 +7,7 @@ import os
 import re
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
@@ -16,10 +16,10 @@ from typing import Self, TypeVar
 
 from headwater.calls import EncodedAppend, encode_append
 from headwater.client.appending import Verdicts, new_event_ids
-from headwater.client.subscribing import Subscribing
+from headwater.client.subscribing import StoreHandler, Subscribing
 from headwater.client.tailing import StoreEvents
+from headwater.deciding import SavedState, SnapshotKey
 from headwater.errors import (
-    CursorMoved,
     EventTooLarge,
     InvalidRequest,
     LogUnavailable,
@@ -27,6 +27,7 @@ from headwater.errors import (
     TopicExists,
     TopicNotFound,
 )
+from headwater.field_index import Combine, FieldIndex, IndexCondition, Kind, defined
 from headwater.query import (
     EVERYTHING,
     Appended,
@@ -45,7 +46,9 @@ T = TypeVar("T")
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,248}")
 MAX_PAYLOAD_BYTES = 1_048_576
 MAX_METADATA_BYTES = 65_536
+MAX_SNAPSHOT_BYTES = 16_777_216
 READERS = 4
+CLEAR_MARKS = 10_000
 
 
 class SqliteEventStore(Subscribing):
@@ -71,12 +74,17 @@ class SqliteEventStore(Subscribing):
 
         Events that have ids may be appended again without harm: an append that was done is not done twice.
         """
+        encoded = self.encoded(events, condition)
+        return outcome(self._lane.append(encoded, timeout_seconds=patience_seconds), condition)
+
+    def encoded(self, events: NewStoreEvent | Sequence[NewStoreEvent], condition: Condition | None) -> EncodedAppend:
+        """An append, checked and as bytes; refuses what is too large for a file."""
         batch = [events] if isinstance(events, NewStoreEvent) else list(events)
         encoded = encode_append(batch, condition, new_event_ids(len(batch)))
         for event in encoded.events:
             _refuse_too_large("a payload", len(event.payload or b""), MAX_PAYLOAD_BYTES)
             _refuse_too_large("metadata", len((event.metadata or "").encode()), MAX_METADATA_BYTES)
-        return outcome(self._lane.append(encoded, timeout_seconds=patience_seconds), condition)
+        return encoded
 
     def read(
         self,
@@ -117,6 +125,70 @@ class SqliteEventStore(Subscribing):
         with self._reading() as connection:
             return rows.head(connection)
 
+    def create_index(
+        self,
+        name: str,
+        fields: Sequence[str] | Mapping[str, Kind],
+        *,
+        conditions: Sequence[IndexCondition] = (),
+        combine: Combine = "and",
+        batch_size: int = 1000,
+    ) -> None:
+        """Let queries on all of these fields, and maybe more, find their events as by a tag. Appends go on meanwhile.
+
+        Returns when it is filled. If that is interrupted, call it again: it goes on where it was.
+        """
+        index = defined(name, fields, conditions, combine)
+        with self._transaction() as connection:
+            rows.create_field_index(connection, index)
+        while True:
+            with self._transaction() as connection:
+                if not rows.fill_field_index(connection, name, batch_size):
+                    return
+
+    def drop_index(self, name: str) -> bool:
+        """Do without an index from now on, and give its room back. False if there was none."""
+        with self._transaction() as connection:
+            dropped = rows.drop_field_index(connection, name)
+        left = dropped
+        while left:
+            with self._transaction() as connection:
+                left = rows.clear_marks(connection, name, CLEAR_MARKS)
+        return dropped
+
+    def indexes(self) -> list[FieldIndex]:
+        """The indexes on fields."""
+        with self._reading() as connection:
+            return rows.field_indexes(connection)
+
+    def index(self, name: str) -> FieldIndex | None:
+        """The index of a name; None: there is none."""
+        return next((index for index in self.indexes() if index.name == name), None)
+
+    def load_snapshot(self, key: SnapshotKey) -> SavedState | None:
+        """The state that a decider saved; None: there is none of this version."""
+        with self._reading() as connection:
+            found = connection.execute(
+                "select position, state from snapshot where name = ? and query_hash = ? and version = ?", key
+            ).fetchone()
+        return None if found is None else SavedState(*found)
+
+    def save_snapshot(self, key: SnapshotKey, saved: SavedState) -> None:
+        """Keep a state for the next decision, unless a later one is kept. Those of earlier versions go."""
+        _refuse_too_large("a snapshot", len(saved.state), MAX_SNAPSHOT_BYTES)
+        with self._transaction() as connection:
+            connection.execute(
+                "insert into snapshot values (?, ?, ?, ?, ?) on conflict do update "
+                "set position = excluded.position, state = excluded.state where position < excluded.position",
+                (*key, *saved),
+            )
+            connection.execute("delete from snapshot where name = ? and query_hash = ? and version < ?", key)
+
+    def forget_snapshots(self, name: str) -> int:
+        """Forget all states of a name, and say how many there were."""
+        with self._transaction() as connection:
+            return connection.execute("delete from snapshot where name = ?", (name,)).rowcount
+
     def close(self) -> None:
         """Close the file. Whoever still uses the store gets an error."""
         with self._writing:
@@ -127,7 +199,8 @@ class SqliteEventStore(Subscribing):
 
     def _send(self, appends: Sequence[EncodedAppend]) -> Verdicts:
         with self._transaction() as connection:
-            return [rows.append(connection, append) for append in appends]
+            indexes = rows.field_indexes(connection)
+            return [rows.append(connection, append, indexes) for append in appends]
 
     def _read_after(self, position: int, batch_size: int) -> StoreEvents:
         return self.read(after=position, batch_size=batch_size)
@@ -152,16 +225,14 @@ class SqliteEventStore(Subscribing):
 
     def _move_cursor(self, name: str, from_position: int, to_position: int) -> None:
         with self._transaction() as connection:
-            moved = connection.execute(
-                "update cursor set position = ? where name = ? and position = ?", (to_position, name, from_position)
-            ).rowcount
-        if not moved:
-            actual = self._find_cursor(name)
-            raise CursorMoved(
-                f'cursor "{name}" is at {actual}, not at {from_position}',
-                hint="Somebody set it, or another reader uses it. Open it again and read from there.",
-                detail={"cursor": name, "actual_position": actual},
-            )
+            rows.move_cursor(connection, name, from_position, to_position)
+
+    def _apply(
+        self, handler: StoreHandler, events: Sequence[StoreEvent], cursor: str, from_position: int, to_position: int
+    ) -> None:
+        with self._transaction() as connection:
+            rows.move_cursor(connection, cursor, from_position, to_position)
+            handler(connection, events)
 
     def _do_upkeep(self) -> None:
         """A file needs none."""
@@ -173,16 +244,24 @@ class SqliteEventStore(Subscribing):
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         """The one writer, in a transaction that commits at the end."""
-        with self._writing, _translated():
-            self._refuse_closed()
-            self._writer.execute("begin immediate")
-            try:
-                yield self._writer
-                self._writer.execute("commit")
-            except BaseException:
-                with suppress(sqlite3.Error):
-                    self._writer.execute("rollback")
-                raise
+        if not self._writing.acquire(timeout=BUSY_SECONDS):
+            raise LogUnavailable(
+                f"somebody has written to the event store for {BUSY_SECONDS:g} s",
+                hint="Does a handler of `process` append to the store whose transaction it is in? Do that after it.",
+            )
+        try:
+            with _translated():
+                self._refuse_closed()
+                self._writer.execute("begin immediate")
+                try:
+                    yield self._writer
+                    self._writer.execute("commit")
+                except BaseException:
+                    with suppress(sqlite3.Error):
+                        self._writer.execute("rollback")
+                    raise
+        finally:
+            self._writing.release()
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:

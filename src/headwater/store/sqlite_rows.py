@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 from heapq import merge
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from headwater.calls import EncodedAppend
-from headwater.errors import SchemaMismatch
-from headwater.query import Condition, Item, LatestMatchIs, Query, StoreEvent, Verdict
+from headwater.errors import CursorMoved, SchemaMismatch
+from headwater.field_index import FieldIndex, conditions_as_json, conditions_from_json, refuse_other
+from headwater.query import Condition, Item, LatestMatchIs, Query, StoreEvent, Verdict, json_of
 
 LAST_POSITION = (1 << 63) - 1
 BUSY_SECONDS = 10.0
@@ -39,6 +41,25 @@ create table mark (
     mark     text    not null,
     position integer not null,
     primary key (mark, position)
+) strict, without rowid;
+-- Fields of the data by which events are found as well: those in the index have a mark, '=', its name and a hash.
+-- Events after `fill_to` have it from the start; of the earlier ones, those up to `filled_to`.
+create table field_index (
+    name       text    primary key,
+    fields     text    not null,
+    kinds      text    not null,
+    conditions text    not null,
+    combine    text    not null,
+    fill_to    integer not null,
+    filled_to  integer not null
+) strict, without rowid;
+create table snapshot (
+    name       text    not null,
+    query_hash text    not null,
+    version    integer not null,
+    position   integer not null,
+    state      blob    not null,
+    primary key (name, query_hash, version)
 ) strict, without rowid;
 create table cursor (
     name     text    primary key,
@@ -94,8 +115,8 @@ def connected(path: Path, *, create: bool) -> sqlite3.Connection:
     return connection
 
 
-def append(connection: sqlite3.Connection, append: EncodedAppend) -> Verdict:
-    """One append of a group, in the transaction of the group."""
+def append(connection: sqlite3.Connection, append: EncodedAppend, indexes: Sequence[FieldIndex]) -> Verdict:
+    """One append of a group, in the transaction of the group. Its events get the marks of these indexes, too."""
     ids = [event.event_id for event in append.events]
     found = dict(
         connection.execute(
@@ -130,9 +151,90 @@ def append(connection: sqlite3.Connection, append: EncodedAppend) -> Verdict:
         )
         connection.executemany(
             "insert into mark values (?, ?)",
-            [(f":{event.type}", position), *((f"#{tag}", position) for tag in event.tags)],
+            [(mark, position) for mark in event.marks],
         )
+        if indexes:
+            mark_fields(connection, indexes, position, event.payload, event.content_type)
     return Verdict(tuple(range(first, first + len(ids))), False, None, None)
+
+
+def mark_fields(
+    connection: sqlite3.Connection,
+    indexes: Sequence[FieldIndex],
+    position: int,
+    payload: bytes | None,
+    content_type: str | None,
+) -> None:
+    """Give an event the marks of indexes. Those that an index of the same name left behind are as good."""
+    data = json_of(payload, content_type)
+    marks = [(index.mark(data), position) for index in indexes]
+    connection.executemany("insert or ignore into mark values (?, ?)", [mark for mark in marks if mark[0] is not None])
+
+
+def field_indexes(connection: sqlite3.Connection) -> list[FieldIndex]:
+    """The indexes on fields, in the order of their names."""
+    found = connection.execute(
+        "select name, fields, filled_to >= fill_to, kinds, conditions, combine from field_index order by name"
+    )
+    return [_field_index(*row) for row in found]
+
+
+@lru_cache(maxsize=256)
+def _field_index(name: str, fields: str, ready: int, kinds: str, conditions: str, combine: Any) -> FieldIndex:
+    parts = conditions_from_json(json.loads(conditions))
+    return FieldIndex(name, tuple(json.loads(fields)), bool(ready), tuple(json.loads(kinds)), parts, combine)
+
+
+def create_field_index(connection: sqlite3.Connection, index: FieldIndex) -> None:
+    """Declare an index; one of that name that means the same is left as it is."""
+    for known in field_indexes(connection):
+        if known.name == index.name:
+            refuse_other(known, index)
+            return
+    connection.execute(
+        "insert into field_index values (?, ?, ?, ?, ?, ?, 0)",
+        (
+            index.name,
+            json.dumps(index.fields),
+            json.dumps(index.kinds),
+            conditions_as_json(index.conditions),
+            index.combine,
+            head(connection),
+        ),
+    )
+
+
+def fill_field_index(connection: sqlite3.Connection, name: str, batch_size: int) -> bool:
+    """The marks of the next events from before an index; whether any are left. One that was dropped has none."""
+    found = connection.execute("select fill_to, filled_to from field_index where name = ?", (name,)).fetchone()
+    if found is None or found[1] >= found[0]:
+        return False
+    (index,) = (index for index in field_indexes(connection) if index.name == name)
+    fill_to, filled_to = found
+    to = min(filled_to + batch_size, fill_to)
+    for position, payload, content_type in connection.execute(
+        "select position, payload, content_type from event where position > ? and position <= ?", (filled_to, to)
+    ).fetchall():
+        mark_fields(connection, (index,), position, payload, content_type)
+    connection.execute("update field_index set filled_to = ? where name = ?", (to, name))
+    return bool(to < fill_to)
+
+
+def drop_field_index(connection: sqlite3.Connection, name: str) -> bool:
+    """Do without an index; whether there was one. Its marks are left behind for `clear_marks`."""
+    return connection.execute("delete from field_index where name = ?", (name,)).rowcount > 0
+
+
+def clear_marks(connection: sqlite3.Connection, name: str, batch_size: int) -> bool:
+    """Clear away some marks of an index that is gone; whether any are left."""
+    if value(connection, "select 1 from field_index where name = ?", name):
+        return False
+    cleared = connection.execute(
+        "delete from mark where (mark, position) in ("
+        "select mark, position from mark where mark >= ? and mark < ? limit ?)",
+        (f"={name}:", f"={name};", batch_size),
+    ).rowcount
+    return cleared == batch_size
 
 
 def _moved_to(connection: sqlite3.Connection, condition: Condition) -> int | None:
@@ -166,6 +268,10 @@ def positions(
 
 def _of_item(connection: sqlite3.Connection, item: Item, between: dict[str, int], backwards: bool) -> Iterator[int]:
     tags = [f"#{tag}" for tag in item.tags]
+    if item.fields:
+        # An index leads to events as a tag does.
+        ready = (index for index in field_indexes(connection) if index.ready)
+        tags += [mark for index in ready if (mark := index.mark_of_item(item)) is not None]
     types = [f":{type_}" for type_ in item.types]
     types_are_rarer = False
     if len(tags) + min(len(types), 1) > 1:
@@ -211,6 +317,20 @@ def _event(connection: sqlite3.Connection, position: int) -> StoreEvent:
             EPOCH + timedelta(microseconds=row[8]),
         )
     )
+
+
+def move_cursor(connection: sqlite3.Connection, name: str, from_position: int, to_position: int) -> None:
+    """Move a cursor on; CursorMoved if it is elsewhere."""
+    moved = connection.execute(
+        "update cursor set position = ? where name = ? and position = ?", (to_position, name, from_position)
+    ).rowcount
+    if not moved:
+        actual = value(connection, "select position from cursor where name = ?", name)
+        raise CursorMoved(
+            f'cursor "{name}" is at {actual}, not at {from_position}',
+            hint="Somebody set it, or another reader uses it. Open it again and read from there.",
+            detail={"cursor": name, "actual_position": actual},
+        )
 
 
 def head(connection: sqlite3.Connection) -> int:

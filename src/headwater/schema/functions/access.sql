@@ -1,12 +1,15 @@
 -- Accounts of the doors that listen, and what they may do.
 
--- Make an account, or give it a new password: the verifiers are made where the password is.
+-- Make an account, or give it a new password: the verifiers are made where the password is. Who came in with the old
+-- password has to come in again.
 create or replace function headwater.set_account(
     name text,
-    salt bytea,
-    iterations integer,
+    salt_256 bytea,
+    iterations_256 integer,
     stored_key_256 bytea,
     server_key_256 bytea,
+    salt_512 bytea,
+    iterations_512 integer,
     stored_key_512 bytea,
     server_key_512 bytea,
     administrator boolean default null
@@ -15,22 +18,75 @@ returns void
 language sql
 begin atomic
     insert into headwater.account as a
-        (name, salt, iterations, stored_key_256, server_key_256, stored_key_512, server_key_512, administrator)
+        (name, salt_256, iterations_256, stored_key_256, server_key_256, salt_512, iterations_512, stored_key_512,
+         server_key_512, administrator)
     values (
-        set_account.name, set_account.salt, set_account.iterations, set_account.stored_key_256,
-        set_account.server_key_256, set_account.stored_key_512, set_account.server_key_512,
-        coalesce(set_account.administrator, false)
+        set_account.name, set_account.salt_256, set_account.iterations_256, set_account.stored_key_256,
+        set_account.server_key_256, set_account.salt_512, set_account.iterations_512, set_account.stored_key_512,
+        set_account.server_key_512, coalesce(set_account.administrator, false)
     )
     on conflict (name) do update
     set
-        salt = excluded.salt,
-        iterations = excluded.iterations,
+        salt_256 = excluded.salt_256,
+        iterations_256 = excluded.iterations_256,
         stored_key_256 = excluded.stored_key_256,
         server_key_256 = excluded.server_key_256,
+        salt_512 = excluded.salt_512,
+        iterations_512 = excluded.iterations_512,
         stored_key_512 = excluded.stored_key_512,
         server_key_512 = excluded.server_key_512,
         administrator = coalesce(set_account.administrator, a.administrator);
+    delete from headwater.api_key k where k.account = set_account.name and k.session;
 end;
+
+-- Give an account other verifiers for one mechanism; one that is not there is made. Without verifiers: take from it those
+-- that it has; false: it has none.
+create or replace function headwater.set_credential(
+    name text,
+    mechanism text,
+    salt bytea,
+    iterations integer,
+    stored_key bytea,
+    server_key bytea
+)
+returns boolean
+language plpgsql
+as $$
+declare
+    first constant boolean := mechanism = 'SCRAM-SHA-256';
+begin
+    if salt is not null then
+        insert into headwater.account (name) values (set_credential.name) on conflict do nothing;
+    end if;
+    update headwater.account a
+    set
+        salt_256 = case when first then salt else a.salt_256 end,
+        iterations_256 = case when first then iterations else a.iterations_256 end,
+        stored_key_256 = case when first then stored_key else a.stored_key_256 end,
+        server_key_256 = case when first then server_key else a.server_key_256 end,
+        salt_512 = case when first then a.salt_512 else salt end,
+        iterations_512 = case when first then a.iterations_512 else iterations end,
+        stored_key_512 = case when first then a.stored_key_512 else stored_key end,
+        server_key_512 = case when first then a.server_key_512 else server_key end
+    where
+        a.name = set_credential.name
+        and (salt is not null or case when first then a.salt_256 else a.salt_512 end is not null);
+    return found;
+end;
+$$;
+
+-- Whether no account has a name. Until the transaction ends nobody else makes one, or changes one.
+create or replace function headwater.account_is_free(name text)
+returns boolean
+language plpgsql
+volatile
+as $$
+begin
+    lock table headwater.account in share row exclusive mode;
+    -- In a new snapshot: what others made before the lock is seen.
+    return not exists (select from headwater.account a where a.name = account_is_free.name);
+end;
+$$;
 
 -- Delete an account with its permissions. False: there is none.
 create or replace function headwater.delete_account(name text)

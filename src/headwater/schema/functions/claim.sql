@@ -15,7 +15,7 @@ begin atomic
         where
             r.group_id = target.id and r.visible_at > due_after and r.visible_at <= due_to
             and r.token is null and r.alone
-            and t.deleted_at is null
+            and t.deleted_at is null and r.position > t.expired_to
             and headwater.is_next_of_key(r, leased_keys)
             and exists (select from headwater.event e where e.topic_id = r.topic_id and e.position = r.position)
         order by r.visible_at, r.position
@@ -54,7 +54,7 @@ begin atomic
         where
             r.group_id = target.id and r.visible_at > due_after and r.visible_at <= due_to
             and r.token is null and not r.alone
-            and t.deleted_at is null
+            and t.deleted_at is null and r.position > t.expired_to
             and headwater.is_next_of_key(r, leased_keys)
             and exists (select from headwater.event e where e.topic_id = r.topic_id and e.position = r.position)
         order by r.visible_at, r.position
@@ -125,9 +125,12 @@ begin
             -- Many topics: as many positions as are to be scanned hold at most that many events.
             select min(f.position) - 1 + scan_size into window_end
             from unnest(ids) as i (id)
+            join headwater.topic t on t.id = i.id
             cross join lateral (
                 select e.position from headwater.event e
-                where e.topic_id = i.id and e.position > last_claimed and e.position <= settled_to
+                where
+                    e.topic_id = t.id and e.position > greatest(last_claimed, t.expired_to)
+                    and e.position <= settled_to
                 order by e.position
                 limit 1
             ) as f;
@@ -140,9 +143,12 @@ begin
         from (
             select f.position
             from unnest(ids) as i (id)
+            join headwater.topic t on t.id = i.id
             cross join lateral (
                 select e.position from headwater.event e
-                where e.topic_id = i.id and e.position > last_claimed and e.position <= window_end
+                where
+                    e.topic_id = t.id and e.position > greatest(last_claimed, t.expired_to)
+                    and e.position <= window_end
                 order by e.position
                 limit enough
             ) as f
@@ -165,7 +171,9 @@ begin
                 e.headers, e.content_type, e.payload, e.event_id, e.published_at
             from headwater.event e
             join headwater.topic t on t.id = e.topic_id
-            where e.topic_id = any (ids) and e.position > last_claimed and e.position <= scanned_to
+            where
+                e.topic_id = any (ids) and e.position > last_claimed and e.position <= scanned_to
+                and e.position > t.expired_to
             order by e.position;
             insert into headwater.ledger (group_id, token, lo, hi, events, worker, expires_at, settled, due_after)
             values (
@@ -417,7 +425,11 @@ begin
             return query
             with picked as materialized (
                 select * from headwater.event e
-                where e.topic_id = seen.ids[1] and e.position > seen.last_claimed and e.position <= settled_to
+                where
+                    e.topic_id = seen.ids[1] and e.position <= settled_to
+                    and e.position > greatest(
+                        seen.last_claimed, (select t.expired_to from headwater.topic t where t.id = seen.ids[1])
+                    )
                 order by e.position
                 limit room
             ),

@@ -60,6 +60,7 @@ begin
         where
             d.group_id = target.id and d.position = c.position
             and e.topic_id = d.topic_id and e.position = d.position
+            and not exists (select from headwater.topic t where t.id = d.topic_id and t.expired_to >= d.position)
         returning d.*, e.key
     ),
     kept as (

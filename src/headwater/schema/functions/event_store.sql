@@ -61,98 +61,200 @@ begin
 end;
 $$;
 
--- The offset that the next event of an event store gets. Only the holder of its lane may ask.
-create or replace function headwater.next_store_offset(topic_id integer)
-returns bigint
+-- Hold the lane of an event store until the transaction ends, so that nobody else appends to it.
+create or replace function headwater.hold_store(store headwater.topic)
+returns void
+language plpgsql
+as $$
+begin
+    -- Nearly always it is free; only who must wait needs to say why in the end.
+    if
+        current_setting('transaction_isolation') = 'read committed'
+        and pg_try_advisory_xact_lock(headwater.lane_key(store.id, 0))
+    then
+        return;
+    end if;
+    begin
+        perform headwater.lock_lanes(store.id, array[0]);
+    exception
+        when lock_not_available then
+            raise exception 'another transaction has held the event store "%" for 10 seconds', store.name
+                using errcode = '40001',
+                      hint = 'Is a transaction open that has appended? Nobody else can append until it ends.';
+    end;
+end;
+$$;
+
+-- The last event of an event store and the offset that the next one gets; 0 and 0 if there is none. Only the holder of
+-- its lane may ask.
+create or replace function headwater.store_tail(topic_id integer)
+returns headwater.store_tail
 language plpgsql
 volatile
 as $$
 declare
     head constant bigint := headwater.head();
     low bigint;
-    tail bigint;
+    found_tail headwater.store_tail;
 begin
     -- Both ends are known before the plan starts, so that of all segments it opens the newest.
     select s.lo into low from headwater.segment s where s.lo <= head order by s.lo desc limit 1;
-    select e.topic_offset into tail
+    select e.position, e.event_id, e.topic_offset + 1 into found_tail
     from headwater.event e
-    where e.topic_id = next_store_offset.topic_id and e.position >= low and e.position <= head
+    where e.topic_id = store_tail.topic_id and e.position >= low and e.position <= head
     order by e.position desc
     limit 1;
-    return coalesce(tail + 1, headwater.next_offset(topic_id, 0));
+    if not found then
+        found_tail.next_offset := headwater.next_offset(topic_id, 0);
+        select e.position, e.event_id into found_tail.position, found_tail.event_id
+        from headwater.event e
+        where e.topic_id = store_tail.topic_id
+        order by e.position desc
+        limit 1;
+        found_tail.position := coalesce(found_tail.position, 0);
+    end if;
+    return found_tail;
 end;
 $$;
 
--- What can be known of the conditions of a group before any of its events is there, in one look at the marks. `apart`:
--- no event of an earlier append of the group has the one tag that it asks for. `certain`: besides, it asks for nothing
--- else, and `latest` is its latest match. Of conditions of other shapes nothing is known ahead.
-create or replace function headwater.look_ahead(
-    topic_id integer,
-    sizes integer[],
-    conditions text[],
+-- Refuse arrays that do not belong together, and events that are too large for the store.
+create or replace function headwater.refuse_bad_events(
+    store headwater.topic,
+    events bigint,
+    event_ids text[],
     types text[],
     tags text[],
-    out latest bigint[],
-    out certain boolean[],
-    out apart boolean[]
+    payloads bytea[],
+    content_types text[],
+    metadata text[]
 )
+returns void
 language plpgsql
-stable
 as $$
 begin
-    with wish as materialized (
+    if events is null or events = 0 or cardinality(event_ids) is distinct from events or cardinality(types) is distinct from events
+        or cardinality(tags) is distinct from events or cardinality(payloads) is distinct from events
+        or cardinality(content_types) <> events or cardinality(metadata) <> events
+    then
+        raise exception 'an append has 1 event or more, and all of its parts' using errcode = 'HW002';
+    end if;
+    -- Where all together are small enough, so is each.
+    if pg_column_size(payloads) > store.max_payload_bytes or pg_column_size(metadata) > store.max_header_bytes then
+        perform headwater.refuse_too_large(
+            store,
+            (select max(octet_length(p)) from unnest(payloads) as p),
+            (select max(octet_length(m)) from unnest(metadata) as m)
+        );
+    end if;
+end;
+$$;
+
+-- Append what is right for sure of a group, in one transaction: each of its appends up to the first that is in doubt.
+-- Event i belongs to append `owners[i]`; owners count up. Nothing is known here of queries: whoever calls says what would
+-- speak against an append (`headwater/window.py`), and of the group none may be about what an earlier one appends.
+--
+-- An append is in doubt if there is an event after `above` that has all marks of one of its doubts, or if the event at
+-- `seen_at` has not the mark that was seen there. Whoever knows every event up to `known_to`, which has the id `known_id`,
+-- may ask for what comes after that. This is the fence: while the last event of the store is that one, nothing has to be
+-- looked for; if others have appended since, this looks at what came. If there is no such event, what was known of was
+-- lost in a crash of a server that commits asynchronously, and everything is in doubt.
+--
+-- Returns the last event before, and a position for each event; null from the first that is in doubt on. An id that is
+-- taken is an error (23505), and nothing is appended. It runs as its owner, as `append_group` does.
+create or replace function headwater.append_ahead(
+    topic text,
+    owners integer[],
+    event_ids text[],
+    types text[],
+    tags text[],
+    payloads bytea[],
+    content_types text[],
+    metadata text[],
+    doubting integer[],
+    doubts integer[],
+    marks text[],
+    above bigint[],
+    known_to bigint default null,
+    known_id text default null,
+    seen_by integer[] default null,
+    seen_marks text[] default null,
+    seen_at bigint[] default null,
+    out tail bigint,
+    out places bigint[]
+)
+language plpgsql
+volatile
+security definer
+set search_path = pg_catalog, pg_temp
+-- A plan made while the store was small must not read all of it when it has grown.
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set lock_timeout = '10s'
+as $$
+declare
+    store headwater.topic;
+    before headwater.store_tail;
+    in_doubt integer;
+    nothing text;
+begin
+    select * into store
+    from headwater.topic t
+    where t.name = append_ahead.topic and t.deleted_at is null and t.event_store;
+    if not found then
+        store := headwater.find_event_store(topic);
+    end if;
+    -- Assigned, since a statement of its own for each costs more than most of them do.
+    nothing := headwater.refuse_bad_events(
+        store, cardinality(owners), event_ids, types, tags, payloads, content_types, metadata
+    );
+    nothing := headwater.hold_store(store);
+    before := headwater.store_tail(store.id);
+    tail := before.position;
+    if known_id is not null and known_id is distinct from before.event_id and not exists (
         select
-            w.place,
-            c.condition,
-            c.condition #> '{query,0}' as item,
-            coalesce(
-                jsonb_array_length(c.condition -> 'query') = 1
-                and jsonb_array_length(c.condition #> '{query,0,tags}') = 1
-                and not c.condition #> '{query,0}' ? 'fields',
-                false
-            ) as one_tag,
-            c.condition #> '{query,0}' ? 'types' as typed
-        from unnest(conditions) with ordinality as w (condition, place)
-        cross join lateral (select w.condition::jsonb as condition) as c
-    ),
-    event as materialized (
-        select e.type, e.tags, o.owner
-        from unnest(types, tags) with ordinality as e (type, tags, place)
-        join (
-            select row_number() over (order by s.place, n) as place, s.place as owner
-            from unnest(sizes) with ordinality as s (size, place)
-            cross join lateral generate_series(1, s.size) as n
-        ) as o using (place)
-    ),
-    first_with as materialized (
-        -- Who of the group is the first to append a tag.
-        select '#' || t.tag as mark, min(e.owner) as owner
-        from event e
-        cross join lateral unnest(e.tags::text[]) as t (tag)
-        group by t.tag
-    )
-    select
-        array_agg(
-            case when w.one_tag and not w.typed then (
-                select m.position
-                from headwater.event_mark m
-                where
-                    m.topic_id = look_ahead.topic_id
-                    and m.mark = '#' || (w.item #>> '{tags,0}')
-                    and m.position > case
-                        when w.condition ? 'latest' then greatest((w.condition ->> 'latest')::bigint - 1, 0)
-                        else coalesce((w.condition ->> 'after')::bigint, 0)
-                    end
-                order by m.position desc
-                limit 1
-            ) end
-            order by w.place
-        ),
-        array_agg(w.one_tag and not w.typed and coalesce(f.owner >= w.place, true) order by w.place),
-        array_agg(w.one_tag and coalesce(f.owner >= w.place, true) order by w.place)
-    into latest, certain, apart
-    from wish w
-    left join first_with f on f.mark = '#' || (w.item #>> '{tags,0}');
+        from headwater.event_identity i
+        where i.topic_id = store.id and i.event_id = known_id and i.position = known_to
+    ) then
+        return;
+    end if;
+    if tail <> any (above) then
+        select min(w.owner) into in_doubt
+        from (
+            select d.owner
+            from unnest(doubting, doubts, marks, above) as d (owner, doubt, mark, above)
+            group by d.owner, d.doubt
+            having bool_and(
+                d.above < append_ahead.tail and (
+                    d.mark is null or exists (
+                        select
+                        from headwater.event_mark m
+                        where m.topic_id = store.id and m.mark = d.mark and m.position > d.above
+                    )
+                )
+            )
+        ) as w;
+    end if;
+    if seen_by is not null then
+        select least(in_doubt, min(s.owner)) into in_doubt
+        from unnest(seen_by, seen_marks, seen_at) as s (owner, mark, place)
+        where not exists (
+            select
+            from headwater.event_mark m
+            where m.topic_id = store.id and m.mark = s.mark and m.position = s.place
+        );
+    end if;
+    if owners[1] >= in_doubt then
+        return;
+    end if;
+    nothing := headwater.advertise_publisher();
+    places := array(
+        select case when o.owner < in_doubt or in_doubt is null then nextval('headwater.position') end
+        from unnest(owners) as o (owner)
+    );
+    nothing := headwater.insert_appended(
+        store.id, before.next_offset, places, event_ids, types, tags, payloads, content_types, metadata
+    );
 end;
 $$;
 
@@ -177,7 +279,6 @@ language plpgsql
 volatile
 security definer
 set search_path = pg_catalog, pg_temp
--- A plan made while the store was small must not read all of it when it has grown.
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
@@ -185,7 +286,6 @@ set lock_timeout = '10s'
 as $$
 declare
     store headwater.topic;
-    events constant integer := coalesce(cardinality(event_ids), 0);
     verdict headwater.append_verdict;
     condition jsonb;
     query jsonb;
@@ -194,105 +294,52 @@ declare
     latest bigint;
     first integer;
     last integer := 0;
-    payload_bytes integer;
-    metadata_bytes integer;
-    -- Whether an id may have been appended before, here or in an earlier append of the group.
-    known boolean;
-    -- What is known of each condition before the first insert.
-    ahead bigint[];
-    certain boolean[];
-    apart boolean[];
-    -- Events that were accepted and not yet inserted: from which on, and where they go.
-    waiting_from integer;
-    places bigint[] := array_fill(null::bigint, array[events]);
-    offsets bigint[] := array_fill(null::bigint, array[events]);
+    before headwater.store_tail;
     next_offset bigint;
     found_positions bigint[];
     found_offsets bigint[];
-    advertised boolean := false;
 begin
-    select * into store
-    from headwater.topic t
-    where t.name = append_group.topic and t.deleted_at is null and t.event_store;
-    if not found then
-        store := headwater.find_event_store(topic);
-    end if;
-    if events = 0 or cardinality(types) <> events or cardinality(tags) <> events or cardinality(payloads) <> events
-        or cardinality(content_types) <> events or cardinality(metadata) <> events
-        or cardinality(conditions) <> cardinality(sizes)
-        or (select sum(s) is distinct from events or bool_or(s is null or s < 1) from unnest(sizes) as s)
-    then
+    store := headwater.find_event_store(topic);
+    perform headwater.refuse_bad_events(
+        store, (select sum(s) from unnest(sizes) as s), event_ids, types, tags, payloads, content_types, metadata
+    );
+    if cardinality(conditions) is distinct from cardinality(sizes) or 0 >= any (sizes) then
         raise exception 'an append has 1 event or more, and all of its parts' using errcode = 'HW002';
     end if;
-    select max(octet_length(e.payload)), max(octet_length(e.metadata)), count(distinct e.event_id) < events
-    into payload_bytes, metadata_bytes, known
-    from unnest(payloads, metadata, event_ids) as e (payload, metadata, event_id);
-    if payload_bytes > store.max_payload_bytes or metadata_bytes > store.max_header_bytes then
-        perform headwater.refuse_too_large(store, payload_bytes, metadata_bytes);
-    end if;
-    begin
-        perform headwater.lock_lanes(store.id, array[0]);
-    exception
-        when lock_not_available then
-            raise exception 'another transaction has held the event store "%" for 10 seconds', topic
-                using errcode = '40001',
-                      hint = 'Is a transaction open that has appended? Nobody else can append until it ends.';
-    end;
-
-    known := known or exists (
-        select from headwater.event_identity d where d.topic_id = store.id and d.event_id = any (event_ids)
-    );
-    next_offset := headwater.next_store_offset(store.id);
-    if cardinality(sizes) > 1 and not known then
-        select l.latest, l.certain, l.apart into ahead, certain, apart
-        from headwater.look_ahead(store.id, sizes, conditions, types, tags) as l;
-    end if;
+    perform headwater.hold_store(store);
+    before := headwater.store_tail(store.id);
+    next_offset := before.next_offset;
     for i in 1 .. cardinality(sizes) loop
         first := last + 1;
         last := last + sizes[i];
         verdict := null;
         condition := conditions[i]::jsonb;
         query := condition -> 'query';
-        -- An insert may wait as long as nobody could find what it inserts.
-        if waiting_from is not null and (known or (query is not null and not apart[i])) then
-            perform headwater.insert_appended(
-                store.id, places[waiting_from:first - 1], offsets[waiting_from:first - 1],
-                event_ids[waiting_from:first - 1], types[waiting_from:first - 1], tags[waiting_from:first - 1],
-                payloads[waiting_from:first - 1], content_types[waiting_from:first - 1], metadata[waiting_from:first - 1]
-            );
-            waiting_from := null;
-        end if;
-        if known then
-            select
-                array_agg(d.position order by e.place),
-                array_agg(f.topic_offset order by e.place),
-                min(e.event_id)
-            into found_positions, found_offsets, verdict.taken_id
-            from unnest(event_ids[first:last]) with ordinality as e (event_id, place)
-            join headwater.event_identity d on d.topic_id = store.id and d.event_id = e.event_id
-            left join headwater.event f on f.topic_id = store.id and f.position = d.position;
-            if found_positions is not null then
-                if found_offsets = array(
-                    select generate_series(found_offsets[1], found_offsets[1] + sizes[i] - 1)
-                ) then
-                    verdict.positions := found_positions;
-                    verdict.repeated := true;
-                    verdict.taken_id := null;
-                end if;
-                return next verdict;
-                continue;
+        select
+            array_agg(d.position order by e.place),
+            array_agg(f.topic_offset order by e.place),
+            min(e.event_id)
+        into found_positions, found_offsets, verdict.taken_id
+        from unnest(event_ids[first:last]) with ordinality as e (event_id, place)
+        join headwater.event_identity d on d.topic_id = store.id and d.event_id = e.event_id
+        left join headwater.event f on f.topic_id = store.id and f.position = d.position;
+        if found_positions is not null then
+            if found_offsets = array(
+                select generate_series(found_offsets[1], found_offsets[1] + sizes[i] - 1)
+            ) then
+                verdict.positions := found_positions;
+                verdict.repeated := true;
+                verdict.taken_id := null;
             end if;
+            return next verdict;
+            continue;
         end if;
         if query is not null then
             exact := condition ? 'latest';
             seen := coalesce((condition ->> case when exact then 'latest' else 'after' end)::bigint, 0);
-            if certain[i] then
-                latest := ahead[i];
-            else
-                latest := headwater.latest_match(
-                    store.id, query, case when exact then greatest(seen - 1, 0) else seen end
-                );
-            end if;
+            latest := headwater.latest_match(
+                store.id, query, case when exact then greatest(seen - 1, 0) else seen end
+            );
             if latest is distinct from (case when exact then nullif(seen, 0) end) then
                 if latest is null then
                     latest := headwater.latest_match(store.id, query, 0);
@@ -302,34 +349,24 @@ begin
                 continue;
             end if;
         end if;
-        if not advertised then
-            perform headwater.advertise_publisher();
-            advertised := true;
-        end if;
-        for k in first .. last loop
-            places[k] := nextval('headwater.position');
-            offsets[k] := next_offset;
-            next_offset := next_offset + 1;
-        end loop;
-        verdict.positions := places[first:last];
-        waiting_from := coalesce(waiting_from, first);
+        perform headwater.advertise_publisher();
+        verdict.positions := array(select nextval('headwater.position') from generate_series(first, last));
+        perform headwater.insert_appended(
+            store.id, next_offset, verdict.positions, event_ids[first:last], types[first:last], tags[first:last],
+            payloads[first:last], content_types[first:last], metadata[first:last]
+        );
+        next_offset := next_offset + sizes[i];
         return next verdict;
     end loop;
-    if waiting_from is not null then
-        perform headwater.insert_appended(
-            store.id, places[waiting_from:], offsets[waiting_from:], event_ids[waiting_from:], types[waiting_from:],
-            tags[waiting_from:], payloads[waiting_from:], content_types[waiting_from:], metadata[waiting_from:]
-        );
-    end if;
 end;
 $$;
 
--- Insert those of these events that have a position, with what they are found by. For `append_group`, which has
--- checked what must be checked and holds the lane.
+-- Insert those of these events that have a place, which are the first ones, with what they are found by. For whoever
+-- has checked what must be checked, and holds the lane.
 create or replace function headwater.insert_appended(
     topic_id integer,
+    next_offset bigint,
     places bigint[],
-    offsets bigint[],
     event_ids text[],
     types text[],
     tags text[],
@@ -345,10 +382,10 @@ begin
     insert into headwater.event
         (position, topic_id, topic_offset, type, headers, content_type, payload, event_id, tags)
     select
-        r.place, insert_appended.topic_id, r.topic_offset, r.type, r.metadata::jsonb, r.content_type, r.payload,
-        r.event_id, r.tags::headwater.event_tags
-    from unnest(places, offsets, event_ids, types, tags, payloads, content_types, metadata)
-        as r (place, topic_offset, event_id, type, tags, payload, content_type, metadata)
+        r.place, insert_appended.topic_id, insert_appended.next_offset + r.number - 1, r.type,
+        r.metadata::jsonb, r.content_type, r.payload, r.event_id, r.tags::headwater.event_tags
+    from unnest(places, event_ids, types, tags, payloads, content_types, metadata) with ordinality
+        as r (place, event_id, type, tags, payload, content_type, metadata, number)
     where r.place is not null;
     insert into headwater.event_mark (topic_id, mark, position)
     select insert_appended.topic_id, ':' || r.type, r.place

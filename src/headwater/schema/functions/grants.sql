@@ -7,11 +7,11 @@ declare
     -- What a function needs of others, it needs as its caller: each list is complete.
     publishing constant text[] := array[
         'advertise_publisher', 'advertise_on_insert', 'head', 'raise_topic_not_found', 'find_topic',
-        'create_missing_topic', 'topic_to_publish', 'key_hash', 'lane_of', 'refuse_too_large', 'lock_lanes',
+        'create_missing_topic', 'topic_to_publish', 'key_hash', 'lane_of', 'refuse_too_large', 'lane_key', 'lock_lanes',
         'next_offset', 'publish_batch', 'publish_bytes', 'publish', 'schedule_bytes', 'release_due',
         'cancel_scheduled', 'move_scheduled', 'maintain', 'set_periodic', 'due_periodics', 'fire_periodic',
         'pause_periodic', 'delete_periodic', 'publish_epoch', 'discard_staged',
-        'append_group', 'append', 'refuse_bad_query', 'mark_fields'
+        'append_ahead', 'append_group', 'append', 'refuse_bad_query', 'mark_fields'
     ];
     consuming constant text[] := array[
         'head', 'settled', 'refresh_settled', 'log_state', 'positions_between', 'raise_topic_not_found',
@@ -35,8 +35,10 @@ declare
         'prepare_projection', 'refuse_foreign_table', 'merge_projection', 'empty_staging', 'projection_generation',
         'begin_rebuild', 'abandon_rebuild', 'drop_projection_tables', 'switch_rebuilt', 'reshape_projection',
         'forget_projections',
-        'find_event_store', 'refuse_bad_query', 'fields_match', 'store_json', 'field_mark', 'item_matches', 'read_matching', 'read_at', 'count_matching',
-        'latest_matching', 'event_store_head'
+        'find_event_store', 'refuse_bad_query', 'fields_match', 'is_of_kind', 'value_compares', 'field_value', 'field_mark', 'item_matches', 'read_matching', 'read_at', 'count_matching',
+        'latest_matching', 'event_store_head', 'load_snapshot', 'save_snapshot', 'forget_snapshots',
+        'events_at', 'read_bound', 'age_of_first', 'leases', 'topic_contents', 'bound_count', 'dead_letter_count',
+        'metrics', 'log_health'
     ];
     missing text;
     opened record;
@@ -86,13 +88,14 @@ begin
         grant select on
             headwater.topic, headwater.event, headwater.event_mark, headwater.field_index, headwater.field_index_overview, headwater.setting, headwater.segment, headwater.migration,
             headwater.installed, headwater.topic_overview, headwater.cursor_lag, headwater.publisher_in_flight,
-            headwater.delivery, headwater.group_overview, headwater.pipeline_status, headwater.archive_overview
+            headwater.delivery, headwater.group_overview, headwater.group_lag, headwater.pipeline_status, headwater.archive_overview
             to headwater_consumer;
         grant select, insert, update, delete on
             headwater.cursor, headwater.consumer_group, headwater.binding, headwater.ledger, headwater.group_progress,
             headwater.redelivery, headwater.dead_letter,
             headwater.condition, headwater.subscription, headwater.reading, headwater.subscription_retry,
-            headwater.projection, headwater.pipeline, headwater.pipeline_snapshot, headwater.archive, headwater.archive_start, headwater.replay
+            headwater.projection, headwater.pipeline, headwater.pipeline_snapshot, headwater.archive, headwater.archive_start, headwater.replay,
+            headwater.store_snapshot
             to headwater_consumer;
         grant select on sequence headwater.position, headwater.settled_register to headwater_consumer;
         grant usage on sequence headwater.lease_token, headwater.pipeline_generation to headwater_consumer;
@@ -118,9 +121,15 @@ begin
         grant insert (published_at, produced_ms, record_headers) on headwater.event to headwater_admin;
         grant usage on sequence headwater.kafka_incarnation, headwater.kafka_producer_id to headwater_admin;
         grant insert, update, delete on
-            headwater.kafka_topic, headwater.kafka_broker, headwater.kafka_producer_lane, headwater.kafka_group,
+            headwater.kafka_topic, headwater.kafka_lane, headwater.kafka_broker, headwater.kafka_producer_lane, headwater.kafka_group,
             headwater.kafka_offset, headwater.kafka_transaction, headwater.kafka_staged, headwater.kafka_staged_offset,
-            headwater.account, headwater.permission
+            headwater.account, headwater.permission, headwater.api_key
+            to headwater_admin;
+        -- What a webhook sends leaves the house, and its secrets are kept as they are: administrators only.
+        grant insert, update, delete on headwater.webhook, headwater.webhook_pace to headwater_admin;
+        grant insert, update, delete on
+            headwater.schema_registry, headwater.registered_schema, headwater.schema_subject, headwater.schema_version,
+            headwater.schema_reference, headwater.topic_schema
             to headwater_admin;
     end if;
 end;

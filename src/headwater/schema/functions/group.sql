@@ -368,6 +368,10 @@ begin atomic
         e.topic_id = any (bound_events.topic_ids)
         and e.position >= low
         and e.position <= high
+        -- What retention took may still wait to be cleared away.
+        and not exists (
+            select from headwater.topic t where t.id = e.topic_id and t.expired_to >= e.position
+        )
         and exists (
             select
             from headwater.binding b

@@ -1,16 +1,18 @@
 -- Kafka's fetch: where lanes begin and end, and the events of one from an offset on.
 
--- When an event happened, for Kafka: as its producer says, or as the log does.
+-- When an event happened, for Kafka: as its producer says, or as the log does. (As `stable` as what it calls, or Postgres
+-- would not put it into the queries that use it, and a call for each event costs more than reading it.)
 create or replace function headwater.kafka_time(produced_ms bigint, published_at timestamptz)
 returns bigint
 language sql
-immutable
+stable
 return coalesce(produced_ms, floor(extract(epoch from published_at) * 1000)::bigint);
 
--- Where lanes begin and end: the first offset that is kept, and the one after the last that can be read. No row for a
--- lane that does not exist. Events below `end_offset` are read in a later statement.
+-- Where lanes begin and end: the first offset that is kept, and the one after the last that can be read; with their
+-- place in the arrays, and the kind of their topic. No row for a lane that does not exist. Events below `end_offset` are
+-- read in a later statement.
 create or replace function headwater.kafka_bounds(topic_ids integer[], lanes integer[])
-returns table (topic_id integer, lane integer, start_offset bigint, end_offset bigint)
+returns table (topic_id integer, lane integer, start_offset bigint, end_offset bigint, place integer, kind text)
 language plpgsql
 volatile
 as $$
@@ -19,17 +21,22 @@ declare
     asked record;
 begin
     for asked in
-        select t.id, t.kind, t.expired_to, l.lane, coalesce(k.compacted, false) as compacted
-        from unnest(topic_ids, lanes) as l (topic_id, lane)
+        select
+            t.id, t.kind, t.expired_to, l.lane, l.place, coalesce(k.compacted, false) as compacted,
+            coalesce(b.start_offset, 0) as begin_at
+        from unnest(topic_ids, lanes) with ordinality as l (topic_id, lane, place)
         join headwater.topic t on t.id = l.topic_id and t.deleted_at is null and l.lane between 0 and t.partitions - 1
         left join headwater.kafka_topic k on k.topic_id = t.id
+        left join headwater.kafka_lane b on b.topic_id = t.id and b.partition = l.lane
     loop
         topic_id := asked.id;
         lane := asked.lane;
+        place := asked.place;
+        kind := asked.kind;
         if asked.kind = 'open' then
             settled_to := coalesce(settled_to, headwater.settled());
-            start_offset := asked.expired_to + 1;
-            end_offset := greatest(settled_to, asked.expired_to) + 1;
+            start_offset := greatest(asked.expired_to + 1, asked.begin_at);
+            end_offset := greatest(settled_to + 1, start_offset);
         else
             end_offset := headwater.next_offset(asked.id, asked.lane);
             select e.topic_offset into start_offset
@@ -44,107 +51,241 @@ begin
                 when asked.compacted and asked.expired_to = 0 then 0
                 else coalesce(start_offset, end_offset)
             end;
+            start_offset := greatest(start_offset, asked.begin_at);
         end if;
         return next;
     end loop;
 end;
 $$;
 
--- The last offset of a page of a sequenced lane: up to `max_events` events from an offset on, until `max_bytes` are
+-- How much of a fetch's limit an event takes: its parts, and what a record has besides.
+create or replace function headwater.kafka_size(e headwater.event)
+returns integer
+language sql
+stable
+return 12 + coalesce(octet_length(e.payload), 0) + coalesce(octet_length(e.key), 0)
+    + coalesce(pg_column_size(e.headers), 0) + coalesce(octet_length(e.record_headers), 0);
+
+-- A page of a sequenced lane: up to `max_events` events from an offset on and below `end_offset`, until `max_bytes` are
 -- reached; one event comes whatever its size. In a lane, positions grow with offsets: `after_position`, that of an
--- earlier event or 0, spares the look into older segments.
-create or replace function headwater.kafka_page_end(
+-- earlier event or 0, spares the look into older segments. All null: there is no event.
+create or replace function headwater.kafka_page(
     topic_id integer,
     lane integer,
     from_offset bigint,
+    end_offset bigint,
     after_position bigint,
     max_events integer,
-    max_bytes bigint
+    max_bytes bigint,
+    out last_offset bigint,
+    out last_position bigint
 )
-returns bigint
 language plpgsql
 stable
 as $$
 declare
-    last_offset bigint;
     bytes bigint;
 begin
-    select max(f.topic_offset), sum(f.bytes) into last_offset, bytes
+    select max(f.topic_offset), max(f.position), sum(f.bytes) into last_offset, last_position, bytes
     from (
-        select e.topic_offset, coalesce(octet_length(e.payload), 0) + coalesce(octet_length(e.key), 0) as bytes
+        select e.topic_offset, e.position, headwater.kafka_size(e) as bytes
         from headwater.event e
         where
-            e.topic_id = kafka_page_end.topic_id and e.partition = lane and e.topic_offset >= from_offset
-            and e.position > after_position
+            e.topic_id = kafka_page.topic_id and e.partition = lane
+            and e.topic_offset >= from_offset and e.topic_offset < end_offset and e.position > after_position
         order by e.topic_offset
         limit max_events
     ) as f;
     if bytes > max_bytes then
         -- Only now by a running sum, which costs three times as much.
-        select max(g.topic_offset) into last_offset
+        select max(g.topic_offset), max(g.position) into last_offset, last_position
         from (
             select
                 f.topic_offset,
+                f.position,
                 sum(f.bytes) over (order by f.topic_offset rows between unbounded preceding and 1 preceding) as before
             from (
-                select e.topic_offset, coalesce(octet_length(e.payload), 0) + coalesce(octet_length(e.key), 0) as bytes
+                select e.topic_offset, e.position, headwater.kafka_size(e) as bytes
                 from headwater.event e
                 where
-                    e.topic_id = kafka_page_end.topic_id and e.partition = lane and e.topic_offset >= from_offset
-                    and e.position > after_position
+                    e.topic_id = kafka_page.topic_id and e.partition = lane
+                    and e.topic_offset >= from_offset and e.topic_offset < end_offset and e.position > after_position
                 order by e.topic_offset
                 limit max_events
             ) as f
         ) as g
         where coalesce(g.before < max_bytes, true);
     end if;
-    return last_offset;
 end;
 $$;
 
--- The events of such a page.
+-- When the event at an offset was published, in milliseconds. Null: there is none, or not after the position, which must
+-- be below its own.
+create or replace function headwater.kafka_published_ms(
+    topic_id integer,
+    lane integer,
+    topic_offset bigint,
+    after_position bigint
+)
+returns bigint
+language sql
+stable
+return (
+    select headwater.kafka_time(null, e.published_at)
+    from headwater.event e
+    where
+        e.topic_id = kafka_published_ms.topic_id
+        and e.partition = kafka_published_ms.lane
+        and e.topic_offset = kafka_published_ms.topic_offset
+        and e.position > kafka_published_ms.after_position
+);
+
+-- What a fetch must know before it reads. For each lane asked for, by its number: its bounds; the page from an offset on,
+-- if one is wanted, with the time at which its last event was published; and the same of other events, each given by the
+-- number of its lane, its offset and a position below its own, by which a broker sees whether what it remembers of the
+-- lane is still true. No row for a lane that does not exist. Where `max_bytes` is null the events are not looked at: the
+-- page, then called plain, is the next `max_events` offsets.
+create or replace function headwater.kafka_look(
+    topic_ids integer[],
+    lanes integer[],
+    from_offsets bigint[],
+    after_positions bigint[],
+    max_events integer[],
+    max_bytes bigint[],
+    kept_numbers integer[],
+    kept_offsets bigint[],
+    kept_after bigint[]
+)
+returns table (
+    number integer,
+    start_offset bigint,
+    end_offset bigint,
+    last_offset bigint,
+    last_position bigint,
+    last_ms bigint,
+    plain boolean,
+    kept_ms bigint[]
+)
+language plpgsql
+volatile
+as $$
+declare
+    lane record;
+begin
+    for lane in select * from headwater.kafka_bounds(topic_ids, lanes) loop
+        number := lane.place;
+        start_offset := lane.start_offset;
+        end_offset := lane.end_offset;
+        last_offset := null;
+        last_position := null;
+        last_ms := null;
+        plain := max_bytes[number] is null;
+        kept_ms := '{}';
+        if lane.kind = 'sequenced' and from_offsets[number] >= start_offset and from_offsets[number] < end_offset then
+            if plain then
+                select e.topic_offset, e.position, headwater.kafka_time(null, e.published_at)
+                into last_offset, last_position, last_ms
+                from headwater.event e
+                where
+                    e.topic_id = lane.topic_id and e.partition = lane.lane
+                    and e.topic_offset = least(from_offsets[number] + max_events[number], end_offset) - 1
+                    and e.position > after_positions[number];
+            else
+                select p.last_offset, p.last_position into last_offset, last_position
+                from headwater.kafka_page(
+                    lane.topic_id, lane.lane, from_offsets[number], end_offset, after_positions[number],
+                    max_events[number], max_bytes[number]
+                ) as p;
+                last_ms := headwater.kafka_published_ms(lane.topic_id, lane.lane, last_offset, last_position - 1);
+            end if;
+        end if;
+        if number = any (kept_numbers) then
+            kept_ms := array(
+                select headwater.kafka_published_ms(lane.topic_id, lane.lane, k.kept_offset, k.kept_after)
+                from unnest(kept_numbers, kept_offsets, kept_after)
+                    with ordinality as k (lane_number, kept_offset, kept_after, place)
+                where k.lane_number = number
+                order by k.place
+            );
+        end if;
+        return next;
+    end loop;
+end;
+$$;
+
+-- The events of a page of a sequenced lane, which lies between the two positions. What few events have is in `parts`:
+-- headers, type, routing key, content type and id.
 create or replace function headwater.kafka_fetch_sequenced(
     topic_id integer,
     lane integer,
     from_offset bigint,
+    last_offset bigint,
     after_position bigint,
-    max_events integer,
-    max_bytes bigint
+    last_position bigint
 )
 returns table (
     topic_offset bigint,
-    "position" bigint,
     time_ms bigint,
     key bytea,
     payload bytea,
     record_headers bytea,
-    headers jsonb,
-    type text,
-    routing_key text,
-    content_type text,
-    event_id text
+    parts jsonb
 )
 language sql
 stable
 begin atomic
     select
-        e.topic_offset, e.position, headwater.kafka_time(e.produced_ms, e.published_at), e.key, e.payload,
-        e.record_headers, e.headers, e.type, e.routing_key, e.content_type, e.event_id
+        e.topic_offset, headwater.kafka_time(e.produced_ms, e.published_at), e.key, e.payload, e.record_headers,
+        case
+            when num_nonnulls(e.headers, e.type, e.routing_key, e.content_type, e.event_id) > 0
+            then jsonb_build_array(e.headers, e.type, e.routing_key, e.content_type, e.event_id)
+        end
     from headwater.event e
     where
         e.topic_id = kafka_fetch_sequenced.topic_id
         and e.partition = kafka_fetch_sequenced.lane
         and e.topic_offset >= from_offset
-        and e.topic_offset <= (
-            select headwater.kafka_page_end(
-                kafka_fetch_sequenced.topic_id, kafka_fetch_sequenced.lane, from_offset, after_position, max_events, max_bytes
-            )
-        )
+        and e.topic_offset <= kafka_fetch_sequenced.last_offset
         and e.position > after_position
-    order by e.topic_offset;
+        and e.position <= kafka_fetch_sequenced.last_position
+    order by e.topic_offset
+    -- Offsets are numbered one by one. That there are not more tells Postgres to read them in their order.
+    limit kafka_fetch_sequenced.last_offset - from_offset + 1;
 end;
 
--- The same of an open topic, whose offsets are its positions, below `end_offset`, which the caller knows to be settled.
+-- The same of a page that is taken to be plain: only what each event has, and only of events that have no more, and
+-- whose key and payload have up to `max_part` bytes each. If there are as many as offsets, then the page was plain.
+create or replace function headwater.kafka_fetch_plain(
+    topic_id integer,
+    lane integer,
+    from_offset bigint,
+    last_offset bigint,
+    after_position bigint,
+    last_position bigint,
+    max_part integer
+)
+returns table (time_ms bigint, key bytea, payload bytea)
+language sql
+stable
+begin atomic
+    select headwater.kafka_time(e.produced_ms, e.published_at), e.key, e.payload
+    from headwater.event e
+    where
+        e.topic_id = kafka_fetch_plain.topic_id
+        and e.partition = kafka_fetch_plain.lane
+        and e.topic_offset >= from_offset
+        and e.topic_offset <= kafka_fetch_plain.last_offset
+        and e.position > after_position
+        and e.position <= kafka_fetch_plain.last_position
+        and num_nonnulls(e.headers, e.type, e.routing_key, e.content_type, e.event_id, e.record_headers) = 0
+        and coalesce(octet_length(e.payload), 0) <= max_part
+        and coalesce(octet_length(e.key), 0) <= max_part
+    order by e.topic_offset
+    limit kafka_fetch_plain.last_offset - from_offset + 1;
+end;
+
+-- The same of an open topic, whose offsets are its positions, below `end_offset`, which the caller knows to be settled:
+-- a page and its events.
 create or replace function headwater.kafka_fetch_open(
     topic_id integer,
     lane integer,
@@ -155,30 +296,28 @@ create or replace function headwater.kafka_fetch_open(
 )
 returns table (
     topic_offset bigint,
-    "position" bigint,
     time_ms bigint,
     key bytea,
     payload bytea,
     record_headers bytea,
-    headers jsonb,
-    type text,
-    routing_key text,
-    content_type text,
-    event_id text
+    parts jsonb
 )
 language sql
 stable
 begin atomic
     select
-        p.position, p.position, headwater.kafka_time(p.produced_ms, p.published_at), p.key, p.payload,
-        p.record_headers, p.headers, p.type, p.routing_key, p.content_type, p.event_id
+        p.position, headwater.kafka_time(p.produced_ms, p.published_at), p.key, p.payload, p.record_headers,
+        case
+            when num_nonnulls(p.headers, p.type, p.routing_key, p.content_type, p.event_id) > 0
+            then jsonb_build_array(p.headers, p.type, p.routing_key, p.content_type, p.event_id)
+        end
     from (
         select
             e.*,
-            sum(coalesce(octet_length(e.payload), 0) + coalesce(octet_length(e.key), 0))
-                over (order by e.position rows between unbounded preceding and 1 preceding) as bytes_before
+            sum(e.size) over (order by e.position rows between unbounded preceding and 1 preceding) as bytes_before
         from (
-            select * from headwater.event f
+            select f.*, headwater.kafka_size(f) as size
+            from headwater.event f
             where
                 f.topic_id = kafka_fetch_open.topic_id
                 and f.partition = kafka_fetch_open.lane

@@ -219,6 +219,40 @@ begin
 end;
 $$;
 
+-- Note that groups have members, so that their offsets are kept however old they are. Their coordinator does so now and
+-- then, far more often than offsets expire.
+create or replace function headwater.kafka_note_alive(group_names text[], incarnation bigint)
+returns void
+language sql
+begin atomic
+    update headwater.kafka_group g
+    set updated_at = clock_timestamp()
+    where g.name = any (group_names) and g.coordinator = kafka_note_alive.incarnation;
+end;
+
+-- Forget groups that have had no members, and committed nothing, for longer than the log's settings say; and offsets that
+-- old of those that have none. Returns how many groups went.
+create or replace function headwater.kafka_expire_groups()
+returns integer
+language plpgsql
+as $$
+declare
+    oldest constant timestamptz := clock_timestamp() - (select s.kafka_offsets_kept from headwater.setting s);
+    forgotten integer;
+begin
+    delete from headwater.kafka_offset o
+    using headwater.kafka_group g
+    where g.name = o.group_name and g.updated_at < oldest and o.committed_at < oldest;
+    delete from headwater.kafka_group g
+    where
+        g.updated_at < oldest
+        and not exists (select from headwater.kafka_offset o where o.group_name = g.name)
+        and not exists (select from headwater.kafka_staged_offset s where s.group_name = g.name);
+    get diagnostics forgotten = row_count;
+    return forgotten;
+end;
+$$;
+
 -- Forget producers that were silent for a week, as Kafka does.
 create or replace function headwater.kafka_upkeep()
 returns void

@@ -159,7 +159,8 @@ $$;
 
 -- Append batches, of one or many requests, in the order given: the arrays are those of kafka_write, with the producers
 -- of the batches (an id below 0: the producer is not idempotent). One row comes back for each batch, in order; its
--- `outcome` is appended, duplicate, out of order, fenced or no topic.
+-- `outcome` is appended, duplicate, out of order, fenced or no topic. What was appended has positions after
+-- `after_position`.
 create or replace function headwater.kafka_append(
     topic_ids integer[],
     lanes integer[],
@@ -176,13 +177,14 @@ create or replace function headwater.kafka_append(
     produced bigint[],
     record_headers bytea[]
 )
-returns table (outcome text, base_offset bigint, appended_ms bigint)
+returns table (outcome text, base_offset bigint, appended_ms bigint, after_position bigint)
 language plpgsql
 -- Somebody who publishes to a lane in a long transaction must not stop those who write to others.
 set lock_timeout = '1s'
 as $$
 declare
     appended_at constant timestamptz := date_trunc('milliseconds', clock_timestamp());
+    drawn constant bigint := headwater.head();
     outcomes text[] := '{}';
     answers bigint[] := '{}';
     bases bigint[] := '{}';
@@ -245,7 +247,7 @@ begin
         payloads, keys, types, routing_keys, headers, content_types, produced, record_headers
     );
     return query
-    select r.outcome, r.base_offset, (extract(epoch from appended_at) * 1000)::bigint
+    select r.outcome, r.base_offset, (extract(epoch from appended_at) * 1000)::bigint, drawn
     from unnest(outcomes, answers) with ordinality as r (outcome, base_offset, batch)
     order by r.batch;
 end;

@@ -15,29 +15,51 @@ select
     coalesce(k.timestamp_type, 'CreateTime') as timestamp_type,
     coalesce(k.compression_type, 'producer') as compression_type,
     coalesce(k.compacted, false) as compacted,
-    coalesce(k.tombstones_kept, interval '1 day') as tombstones_kept
+    coalesce(k.tombstones_kept, interval '1 day') as tombstones_kept,
+    k.retention_bytes,
+    -- What keys and values must fit; null: nothing.
+    (
+        select jsonb_object_agg(b.part, jsonb_build_array(b.subject, b.framed, b.strategy))
+        from headwater.topic_schema b
+        where b.topic_id = t.id
+    ) as schemas
 from headwater.topic t
 left join headwater.kafka_topic k on k.topic_id = t.id
 where t.deleted_at is null;
 
--- Change the settings that only Kafka has; null leaves one as it is.
+-- Change settings of a topic, all or none; null leaves one as it is. A size of -1 removes the limit.
 create or replace function headwater.kafka_alter_topic(
     topic text,
     timestamp_type text default null,
     compression_type text default null,
     compacted boolean default null,
-    tombstones_kept interval default null
+    tombstones_kept interval default null,
+    retention_bytes bigint default null,
+    retention interval default null,
+    max_payload_bytes integer default null,
+    keep_forever boolean default false,
+    schemas jsonb default null
 )
 returns void
 language sql
 begin atomic
-    insert into headwater.kafka_topic as k (topic_id, timestamp_type, compression_type, compacted, tombstones_kept)
+    -- Nothing happens where there are none.
+    select headwater.set_topic_schemas(kafka_alter_topic.topic, s.schemas)
+    from (select kafka_alter_topic.schemas as schemas) as s
+    where s.schemas is not null;
+    select headwater.alter_topic(
+        kafka_alter_topic.topic, null, kafka_alter_topic.retention, kafka_alter_topic.max_payload_bytes, null,
+        keep_forever
+    );
+    insert into headwater.kafka_topic as k
+        (topic_id, timestamp_type, compression_type, compacted, tombstones_kept, retention_bytes)
     select
         t.id,
         coalesce(kafka_alter_topic.timestamp_type, 'CreateTime'),
         coalesce(kafka_alter_topic.compression_type, 'producer'),
         coalesce(kafka_alter_topic.compacted, false),
-        coalesce(kafka_alter_topic.tombstones_kept, interval '1 day')
+        coalesce(kafka_alter_topic.tombstones_kept, interval '1 day'),
+        nullif(kafka_alter_topic.retention_bytes, -1)
     from headwater.find_topic(kafka_alter_topic.topic) as t
     on conflict (topic_id) do update
     set
@@ -45,6 +67,7 @@ begin atomic
         compression_type = coalesce(kafka_alter_topic.compression_type, k.compression_type),
         compacted = coalesce(kafka_alter_topic.compacted, k.compacted),
         tombstones_kept = coalesce(kafka_alter_topic.tombstones_kept, k.tombstones_kept),
+        retention_bytes = nullif(coalesce(kafka_alter_topic.retention_bytes, k.retention_bytes), -1),
         compacted_to = 0;
 end;
 
@@ -57,7 +80,9 @@ create or replace function headwater.kafka_create_topic(
     timestamp_type text default null,
     compression_type text default null,
     compacted boolean default null,
-    tombstones_kept interval default null
+    tombstones_kept interval default null,
+    retention_bytes bigint default null,
+    schemas jsonb default null
 )
 returns integer
 language plpgsql
@@ -68,8 +93,13 @@ begin
     created := headwater.create_topic(
         name, 'sequenced', partitions, retention, coalesce(max_payload_bytes, 1048576)
     );
-    if num_nonnulls(timestamp_type, compression_type, compacted, tombstones_kept) > 0 then
-        perform headwater.kafka_alter_topic(name, timestamp_type, compression_type, compacted, tombstones_kept);
+    if num_nonnulls(timestamp_type, compression_type, compacted, tombstones_kept, retention_bytes) > 0 then
+        perform headwater.kafka_alter_topic(
+            name, timestamp_type, compression_type, compacted, tombstones_kept, retention_bytes
+        );
+    end if;
+    if schemas is not null then
+        perform headwater.set_topic_schemas(name, schemas);
     end if;
     return created.id;
 end;
@@ -87,6 +117,15 @@ begin
     return (headwater.create_topic(name, 'sequenced', partitions, if_missing => true)).id;
 end;
 $$;
+
+-- The topics whose whole names a regular expression fits. Postgres looks, since it can be stopped.
+create or replace function headwater.kafka_matching_topics(pattern text)
+returns setof text
+language sql
+stable
+begin atomic
+    select t.name from headwater.topic t where t.deleted_at is null and t.name ~ ('^(?:' || pattern || ')$');
+end;
 
 -- Compact what is due of topics that are to be: of events with one key in one lane only the newest stays, and of those
 -- without a payload not even that, once they are old enough. Nothing goes that a reader who must not lose an event, or

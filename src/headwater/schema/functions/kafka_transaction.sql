@@ -32,6 +32,29 @@ begin atomic
     delete from headwater.kafka_staged_offset s where s.producer_id = kafka_discard.producer_id;
 end;
 
+-- Raise a producer's epoch, so that whoever has the present one is fenced; after the last epoch it gets another id. Only
+-- the holder of the producer may, when nothing of a transaction is put aside.
+create or replace function headwater.kafka_next_epoch(
+    transactional_id text,
+    asked_itself boolean,
+    out producer_id bigint,
+    out epoch integer
+)
+language plpgsql
+as $$
+begin
+    update headwater.kafka_transaction t
+    set
+        producer_id = case when t.epoch < 32766 then t.producer_id else nextval('headwater.kafka_producer_id') end,
+        epoch = case when t.epoch < 32766 then t.epoch + 1 else 0 end,
+        former_id = case when asked_itself then t.producer_id end,
+        former_epoch = case when asked_itself then t.epoch end,
+        updated_at = clock_timestamp()
+    where t.transactional_id = kafka_next_epoch.transactional_id
+    returning t.producer_id, t.epoch into producer_id, epoch;
+end;
+$$;
+
 -- Begin the life of a transactional producer: whoever had its name before is fenced, and what it left open is undone.
 -- A producer that says who it is (an id of 0 or more) must still be it. `outcome`: ok, unknown, fenced.
 create or replace function headwater.kafka_init_transactions(
@@ -65,31 +88,27 @@ begin
     from headwater.kafka_transaction t
     where t.transactional_id = kafka_init_transactions.transactional_id
     for update;
-    if known_id >= 0 then
-        if known_id <> held.producer_id then
-            outcome := 'unknown';
-            return;
-        -- One less: the answer to the same request got lost.
-        elsif known_epoch not in (held.epoch, held.epoch - 1) then
-            outcome := 'fenced';
-            return;
+    if known_id >= 0 and (known_id, known_epoch) is distinct from (held.producer_id, held.epoch) then
+        outcome := case
+            -- The answer to the same request got lost.
+            when (known_id, known_epoch) = (held.former_id, held.former_epoch) then 'ok'
+            when known_id = held.producer_id then 'fenced'
+            else 'unknown'
+        end;
+        if outcome = 'ok' then
+            producer_id := held.producer_id;
+            epoch := held.epoch;
         end if;
+        return;
     end if;
     perform headwater.kafka_discard(held.producer_id);
-    epoch := held.epoch + 1;
-    producer_id := held.producer_id;
-    if epoch > 32766 then
-        producer_id := nextval('headwater.kafka_producer_id');
-        epoch := 0;
-    end if;
+    select n.producer_id, n.epoch into producer_id, epoch
+    from headwater.kafka_next_epoch(kafka_init_transactions.transactional_id, asked_itself => known_id >= 0) as n;
     update headwater.kafka_transaction t
     set
-        producer_id = kafka_init_transactions.producer_id,
-        epoch = kafka_init_transactions.epoch,
         timeout_ms = kafka_init_transactions.timeout_ms,
         last_outcome = case when t.began_at is not null then 'aborted' else t.last_outcome end,
-        began_at = null,
-        updated_at = clock_timestamp()
+        began_at = null
     where t.transactional_id = kafka_init_transactions.transactional_id;
 end;
 $$;
@@ -112,8 +131,8 @@ begin
 end;
 $$;
 
--- Put a batch aside for the open transaction of its producer. `outcome`: staged, duplicate, out of order, fenced,
--- unknown, no transaction.
+-- Put a batch aside for the open transaction of its producer, which it may begin. `outcome`: staged, duplicate, out of
+-- order, fenced, unknown, no transaction.
 create or replace function headwater.kafka_stage(
     transactional_id text,
     topic_id integer,
@@ -129,7 +148,8 @@ create or replace function headwater.kafka_stage(
     headers text[],
     content_types text[],
     produced bigint[],
-    record_headers bytea[]
+    record_headers bytea[],
+    may_begin boolean
 )
 returns text
 language plpgsql
@@ -142,7 +162,7 @@ begin
     select * into checked from headwater.kafka_hold_producer(transactional_id, producer_id, epoch);
     if checked.outcome <> 'ok' then
         return checked.outcome;
-    elsif (checked.held).began_at is null then
+    elsif (checked.held).began_at is null and not may_begin then
         return 'no transaction';
     end if;
     select c.outcome into sequence_outcome
@@ -150,6 +170,7 @@ begin
     if sequence_outcome <> 'append' then
         return sequence_outcome;
     end if;
+    perform headwater.kafka_begin(transactional_id, producer_id, epoch);
     perform headwater.kafka_note_batch(producer_id, topic_id, lane, epoch, first_sequence, last_sequence, -1);
     insert into headwater.kafka_staged
         (producer_id, topic_id, partition, payloads, keys, types, routing_keys, headers, content_types, produced,
@@ -162,7 +183,7 @@ begin
 end;
 $$;
 
--- Put offsets of a consumer group aside for the open transaction. `outcome` as above, or ok.
+-- Put offsets of a consumer group aside for the open transaction, which they may begin. `outcome` as above, or ok.
 create or replace function headwater.kafka_stage_offsets(
     transactional_id text,
     producer_id bigint,
@@ -172,7 +193,8 @@ create or replace function headwater.kafka_stage_offsets(
     lanes integer[],
     offsets bigint[],
     leader_epochs integer[],
-    metadatas text[]
+    metadatas text[],
+    may_begin boolean
 )
 returns text
 language plpgsql
@@ -183,9 +205,10 @@ begin
     select * into checked from headwater.kafka_hold_producer(transactional_id, producer_id, epoch);
     if checked.outcome <> 'ok' then
         return checked.outcome;
-    elsif (checked.held).began_at is null then
+    elsif (checked.held).began_at is null and not may_begin then
         return 'no transaction';
     end if;
+    perform headwater.kafka_begin(transactional_id, producer_id, epoch);
     insert into headwater.kafka_staged_offset
         (producer_id, group_name, topic_id, partition, committed_offset, leader_epoch, metadata)
     select distinct on (c.topic_id, c.lane)
@@ -206,13 +229,18 @@ $$;
 
 -- End the open transaction: all of it enters the log and the offsets now, or nothing ever does. A client that asks again
 -- hears the same. `outcome`: ok, unknown, fenced, no transaction. Nobody else sees a part of it before the rest.
+-- `next_epoch`: the producer goes on with another epoch, which comes back; then what of this transaction is still on its
+-- way can never become part of the next, and one that is to be undone may have no part that arrived.
 create or replace function headwater.kafka_end_transaction(
     transactional_id text,
     producer_id bigint,
     epoch integer,
-    committed boolean
+    committed boolean,
+    next_epoch boolean,
+    out outcome text,
+    out next_id bigint,
+    out raised_epoch integer
 )
-returns text
 language plpgsql
 set lock_timeout = '5s'
 as $$
@@ -224,10 +252,21 @@ declare
     next_offset bigint;
 begin
     select * into checked from headwater.kafka_hold_producer(transactional_id, producer_id, epoch);
-    if checked.outcome <> 'ok' then
-        return checked.outcome;
-    elsif (checked.held).began_at is null then
-        return case when (checked.held).last_outcome = wanted then 'ok' else 'no transaction' end;
+    outcome := checked.outcome;
+    next_id := (checked.held).producer_id;
+    raised_epoch := (checked.held).epoch;
+    if next_epoch and (producer_id, epoch) = ((checked.held).former_id, (checked.held).former_epoch) then
+        -- The answer to the same request got lost.
+        outcome := case
+            when (checked.held).began_at is null and (checked.held).last_outcome = wanted then 'ok'
+            else 'no transaction'
+        end;
+        return;
+    elsif outcome <> 'ok' then
+        return;
+    elsif (checked.held).began_at is null and (committed or not next_epoch) then
+        outcome := case when not next_epoch and (checked.held).last_outcome = wanted then 'ok' else 'no transaction' end;
+        return;
     end if;
     if committed then
         perform headwater.kafka_hold_lanes(array_agg(s.topic_id), array_agg(s.partition))
@@ -271,7 +310,10 @@ begin
     update headwater.kafka_transaction t
     set began_at = null, last_outcome = wanted, updated_at = clock_timestamp()
     where t.transactional_id = kafka_end_transaction.transactional_id;
-    return 'ok';
+    if next_epoch then
+        select n.producer_id, n.epoch into next_id, raised_epoch
+        from headwater.kafka_next_epoch(transactional_id, asked_itself => true) as n;
+    end if;
 end;
 $$;
 
@@ -291,9 +333,9 @@ begin
     loop
         perform headwater.kafka_discard(late.producer_id);
         update headwater.kafka_transaction t
-        set
-            began_at = null, last_outcome = 'aborted', epoch = least(t.epoch + 1, 32767), updated_at = clock_timestamp()
+        set began_at = null, last_outcome = 'aborted'
         where t.transactional_id = late.transactional_id;
+        perform headwater.kafka_next_epoch(late.transactional_id, asked_itself => false);
         reaped := reaped + 1;
     end loop;
     return reaped;

@@ -67,6 +67,13 @@ begin
 end;
 $$;
 
+-- What stands for a lane among the advisory locks.
+create or replace function headwater.lane_key(topic_id integer, lane integer)
+returns bigint
+language sql
+immutable
+return (29287::bigint << 48) | (topic_id::bigint << 16) | lane;
+
 -- Hold the lanes of a sequenced topic until the transaction ends, always in the same order, so that
 -- commit order is offset order and two calls cannot wait for each other.
 create or replace function headwater.lock_lanes(topic_id integer, lanes integer[])
@@ -82,7 +89,7 @@ begin
                   hint = 'An older snapshot would not see the offsets that others took since.';
     end if;
     for lane in select distinct l from unnest(lanes) as l order by l loop
-        perform pg_advisory_xact_lock((29287::bigint << 48) | (topic_id::bigint << 16) | lane);
+        perform pg_advisory_xact_lock(headwater.lane_key(topic_id, lane));
     end loop;
 end;
 $$;

@@ -86,6 +86,8 @@ begin
                     'event_' || lpad((old.lo / headwater.segment_size())::text, 7, '0')
                 );
                 delete from headwater.segment s where s.lo = old.lo;
+                update headwater.upkeep u
+                set dropped_positions = u.dropped_positions + coalesce(old.last_position - greatest(old.lo, 1) + 1, 0);
                 segments_dropped := segments_dropped + 1;
             exception
                 when lock_not_available then
@@ -108,10 +110,14 @@ begin
             events_swept := events_swept + swept;
         end if;
     end loop;
-    delete from headwater.topic t
-    where
-        t.deleted_at < clock_timestamp() - interval '1 day'
-        and not exists (select from headwater.event e where e.topic_id = t.id);
+    with gone as (
+        delete from headwater.topic t
+        where
+            t.deleted_at < clock_timestamp() - interval '1 day'
+            and not exists (select from headwater.event e where e.topic_id = t.id)
+        returning t.id
+    )
+    delete from headwater.event_identity i using gone where i.topic_id = gone.id;
 end;
 $$;
 
@@ -136,6 +142,7 @@ begin
     if busy then
         return;
     end if;
+    update headwater.upkeep u set maintained_at = clock_timestamp();
     select r.released into released from headwater.release_due() as r;
     begin
         segments_made := headwater.rotate();
@@ -144,6 +151,13 @@ begin
         when lock_not_available then
             -- Somebody works on the tables themselves. The next round tries again.
             busy := true;
+    end;
+    begin
+        events_swept := coalesce(events_swept, 0) + headwater.expire_by_size();
+        perform headwater.kafka_expire_groups();
+    exception
+        -- Somebody measures a topic, or commits for a group that was to be forgotten.
+        when lock_not_available then null;
     end;
     perform headwater.expire_subscriptions();
     perform headwater.clear_staged();

@@ -4,20 +4,6 @@
 -- {"types": [...], "tags": [...], "fields": {...}}: one of the types, all of the tags, and all of the fields, which are
 -- top-level scalars of the data compared as text. What an item does not name it does not ask for.
 
--- The payload as JSON; null where it is none, or has a number that Postgres cannot hold.
-create or replace function headwater.store_json(payload bytea, content_type text)
-returns jsonb
-language plpgsql
-immutable
-as $$
-begin
-    return headwater.as_json(payload, content_type);
-exception
-    when numeric_value_out_of_range then
-        return null;
-end;
-$$;
-
 -- Whether the fields of an item are those of the data. What is no JSON has none.
 create or replace function headwater.fields_match(payload bytea, content_type text, fields jsonb)
 returns boolean
@@ -25,7 +11,7 @@ language plpgsql
 immutable
 as $$
 declare
-    data constant jsonb := headwater.store_json(payload, content_type);
+    data constant jsonb := headwater.as_json(payload, content_type);
 begin
     return not exists (
         select
@@ -62,11 +48,14 @@ begin
     if asked is not null then
         -- An index leads to events as a tag does.
         tags := tags || array(
-            select headwater.field_mark(x.id, x.fields, asked)
+            select m.mark
             from headwater.field_index x
+            cross join lateral (
+                select headwater.field_mark(x.id, x.fields, x.kinds, x.conditions, x.combine, asked) as mark
+            ) as m
             where
                 x.topic_id = item_matches.topic_id and not x.dropped and x.filled_to >= x.fill_to
-                and asked ?& x.fields
+                and m.mark is not null
         );
     end if;
     if cardinality(tags) + least(cardinality(types), 1) > 1 then

@@ -1,6 +1,6 @@
 -- Subscriptions by SQL condition: what a group's readers get, matched together for each distinct condition.
 
--- The payload as JSON; null where it is none.
+-- The payload as JSON; null where it is none, or has a number that Postgres cannot hold.
 create or replace function headwater.as_json(payload bytea, content_type text)
 returns jsonb
 language plpgsql
@@ -13,7 +13,7 @@ begin
     return convert_from(payload, 'UTF8')::jsonb;
 exception
     when invalid_text_representation or character_not_in_repertoire or untranslatable_character
-        or statement_too_complex or program_limit_exceeded
+        or statement_too_complex or program_limit_exceeded or numeric_value_out_of_range
     then
         return null;
 end;

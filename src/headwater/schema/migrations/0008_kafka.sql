@@ -9,6 +9,11 @@ comment on column headwater.event.produced_ms is
 comment on column headwater.event.record_headers is
     'the headers of a Kafka record as they came, where `headers` could not give them back to the bit';
 
+-- How long offsets of a consumer group without members are kept after it last committed any.
+alter table headwater.setting
+    add column kafka_offsets_kept interval not null default '7 days'
+        constraint "offsets are kept for more than no time" check (kafka_offsets_kept > '0');
+
 -- What makes this log one Kafka cluster: clients must see the same id from every broker, and for ever.
 create table headwater.kafka_cluster (
     only_row boolean primary key default true check (only_row),
@@ -32,8 +37,24 @@ create table headwater.kafka_topic (
     tombstones_kept  interval not null default '1 day'
         constraint "delete.retention.ms is 0 or more" check (tombstones_kept >= '0'),
     -- Up to here all is compacted.
-    compacted_to     bigint  not null default 0
+    compacted_to     bigint  not null default 0,
+    -- How large a lane may get before its oldest events go; null: as large as it likes.
+    retention_bytes  bigint
+        constraint "retention.bytes is 0 or more, or -1 for no limit" check (retention_bytes >= 0),
+    -- Up to which position, and after which, `kafka_lane.bytes` counts.
+    measured_to      bigint  not null default 0,
+    measured_after   bigint  not null default 0
 );
+
+-- What is known of a lane beyond its events. One without a row begins with its first event, and was never measured.
+create table headwater.kafka_lane (
+    topic_id     integer not null references headwater.topic (id) on delete cascade,
+    partition    integer not null check (partition >= 0),
+    -- Nothing below it is there: it was deleted, or beyond the size that the topic may have.
+    start_offset bigint  not null default 0 check (start_offset >= 0),
+    bytes        bigint  not null default 0 check (bytes >= 0),
+    primary key (topic_id, partition)
+) with (fillfactor = 70);
 
 create sequence headwater.kafka_incarnation as bigint;
 
@@ -71,6 +92,7 @@ create table headwater.kafka_group (
     coordinator   bigint      not null,
     generation    integer     not null default 0 check (generation >= 0),
     protocol_type text        not null default '',
+    -- When it last got a generation, or its coordinator last saw members of it.
     updated_at    timestamptz not null default clock_timestamp()
 );
 
@@ -97,6 +119,10 @@ create table headwater.kafka_transaction (
     began_at         timestamptz,
     -- How the last one ended, for a client that asks again: committed or aborted.
     last_outcome     text        check (last_outcome in ('committed', 'aborted')),
+    -- What the producer was before it asked for its present id and epoch, for when it asks again; null: it did not ask,
+    -- somebody else fenced it.
+    former_id        bigint,
+    former_epoch     integer     check (num_nulls(former_id, former_epoch) in (0, 2)),
     updated_at       timestamptz not null default clock_timestamp()
 );
 
@@ -135,14 +161,20 @@ create table headwater.kafka_staged_offset (
 create table headwater.account (
     name            text        primary key
         constraint "an account name is 1 to 200 characters" check (length(name) between 1 and 200),
-    -- Verifiers as SCRAM has them: the password itself is nowhere.
-    salt            bytea       not null check (octet_length(salt) between 8 and 64),
-    iterations      integer     not null
-        constraint "iterations are 4096 to 1000000" check (iterations between 4096 and 1000000),
-    stored_key_256  bytea       not null check (octet_length(stored_key_256) = 32),
-    server_key_256  bytea       not null check (octet_length(server_key_256) = 32),
-    stored_key_512  bytea       not null check (octet_length(stored_key_512) = 64),
-    server_key_512  bytea       not null check (octet_length(server_key_512) = 64),
+    -- Verifiers as SCRAM has them, for each of its mechanisms: the password itself is nowhere. Null: the account cannot
+    -- come in by that one.
+    salt_256        bytea       check (octet_length(salt_256) between 8 and 64),
+    iterations_256  integer
+        constraint "iterations are 4096 to 1000000"
+        check (iterations_256 between 4096 and 1000000 and iterations_512 between 4096 and 1000000),
+    stored_key_256  bytea       check (octet_length(stored_key_256) = 32),
+    server_key_256  bytea       check (octet_length(server_key_256) = 32),
+    salt_512        bytea       check (octet_length(salt_512) between 8 and 64),
+    iterations_512  integer,
+    stored_key_512  bytea       check (octet_length(stored_key_512) = 64),
+    server_key_512  bytea       check (octet_length(server_key_512) = 64),
+    check (num_nulls(salt_256, iterations_256, stored_key_256, server_key_256) in (0, 4)),
+    check (num_nulls(salt_512, iterations_512, stored_key_512, server_key_512) in (0, 4)),
     -- May do everything, and give rights to others.
     administrator   boolean     not null default false,
     created_at      timestamptz not null default clock_timestamp()

@@ -32,6 +32,14 @@ create table headwater.field_index (
     name     text    not null constraint "an index name is 1 to 63 characters" check (length(name) between 1 and 63),
     fields   text[]  not null
         constraint "an index has 1 to 8 fields" check (cardinality(fields) between 1 and 8),
+    kinds    text[]  not null
+        constraint "a field is text, numeric, boolean or timestamp" check (
+            kinds <@ array['text', 'numeric', 'boolean', 'timestamp'] and cardinality(kinds) = cardinality(fields)
+        ),
+    -- Which events it has: [{"field": "k", "operator": "=", "value": "1"}]; all, or one, must hold. Empty: every event.
+    conditions jsonb not null default '[]',
+    combine    text  not null default 'and'
+        constraint "conditions are combined by and, or by or" check (combine in ('and', 'or')),
     -- Events after `fill_to` have their marks from the start; of the earlier ones, those up to `filled_to`.
     fill_to   bigint  not null,
     filled_to bigint  not null default 0,
@@ -39,6 +47,21 @@ create table headwater.field_index (
     dropped   boolean not null default false
 );
 create unique index field_index_name on headwater.field_index (topic_id, name) where not dropped;
+
+-- States that decisions were made on, kept so that the next decision reads only what came since. Each is of one query,
+-- of which `query_hash` stands here, and of one version of the program that made it.
+create table headwater.store_snapshot (
+    topic_id   integer     not null references headwater.topic (id) on delete cascade,
+    name       text        not null
+        constraint "the name of snapshots is 1 to 200 characters" check (length(name) between 1 and 200),
+    query_hash text        not null check (length(query_hash) <= 64),
+    version    integer     not null constraint "a version is 1 or more" check (version >= 1),
+    position   bigint      not null constraint "a position is not negative" check (position >= 0),
+    state      bytea       not null
+        constraint "a snapshot is up to 16 MiB" check (octet_length(state) <= 16777216),
+    saved_at   timestamptz not null default clock_timestamp(),
+    primary key (topic_id, name, query_hash, version)
+);
 
 -- What crosses the contract when an event store is read.
 create type headwater.store_event as (
@@ -62,4 +85,11 @@ create type headwater.append_verdict as (
     moved_to  bigint,
     -- This id belongs to an event of another append.
     taken_id  text
+);
+
+-- Where an event store ends: its last event, and the offset that the next one gets.
+create type headwater.store_tail as (
+    position    bigint,
+    event_id    text,
+    next_offset bigint
 );

@@ -1,0 +1,145 @@
+"""The gRPC door: calls a second and what the server spends on each, one by one, at once, and in a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+import headwater
+from bench import _measure as measure
+from headwater.server.rpc.client import service
+from headwater.server.rpc.generated import eventstore_pb2 as orisun
+from headwater.server.rpc.generated import headwater_pb2 as pb
+
+STORE = "bench"
+DATA = b'{"customer": "c-1", "note": "' + b"x" * 150 + b'"}'
+AT_ONCE = 32
+
+
+@dataclass(frozen=True)
+class Run:
+    """What so many calls, or appends, cost."""
+
+    name: str
+    count: int
+    seconds: float
+    server_cpu_seconds: float
+
+    @property
+    def rate(self) -> float:
+        return self.count / self.seconds
+
+    @property
+    def cpu_us(self) -> float:
+        return self.server_cpu_seconds / self.count * 1e6
+
+
+@contextmanager
+def door(dsn: str) -> Iterator[tuple[str, int]]:
+    """A server, as a user starts it: its address and its process."""
+    program = "from headwater.cli import main; main()"
+    command = [sys.executable, "-c", program, "serve", "--grpc", "127.0.0.1:0", "--dsn", dsn, "--json"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HEADWATER_")}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert process.stdout is not None
+        yield json.loads(process.stdout.readline())["grpc"], process.pid
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+async def measured(name: str, count: int, pid: int, work: Awaitable[Any]) -> Run:
+    before, started = measure._family_cpu_seconds(pid), time.monotonic()
+    await work
+    spent = time.monotonic() - started
+    return Run(name, count, spent, measure._family_cpu_seconds(pid) - before)
+
+
+async def calls(count: int, at_once: int, call: Callable[[], Awaitable[Any]]) -> None:
+    async def some() -> None:
+        for _ in range(count // at_once):
+            await call()
+
+    await asyncio.gather(*(some() for _ in range(at_once)))
+
+
+async def stream(store: Any, count: int, in_message: int, append: pb.NumberedAppend) -> None:
+    async def requests() -> Any:
+        for _ in range(count // in_message):
+            yield pb.AppendStreamRequest(store=STORE, appends=[append] * in_message)
+
+    told = 0
+    async for answer in store.AppendStream(requests()):
+        told += len(answer.verdicts)
+    assert told == count // in_message * in_message
+
+
+async def runs(address: str, pid: int, scale: int) -> list[Run]:
+    done = []
+    async with grpc.aio.insecure_channel(address) as channel:
+        store, boundary = service(channel, "headwater.v1.EventStore"), service(channel, "orisun.EventStore")
+        event = pb.NewStoreEvent(type="Happened", payload=DATA, content_type="application/json", tags=["all"])
+        numbers = itertools.count()
+
+        def saved() -> Awaitable[Any]:
+            to_save = orisun.EventToSave(event_id=f"e{next(numbers)}", event_type="Happened", data=DATA.decode())
+            return boundary.SaveEvents(orisun.SaveEventsRequest(boundary=STORE, events=[to_save]))
+
+        for name, call in (
+            ("nothing", lambda: boundary.GetServerInfo(orisun.GetServerInfoRequest())),
+            ("ping", lambda: boundary.Ping(orisun.PingRequest())),
+            ("append", lambda: store.Append(pb.AppendRequest(store=STORE, events=[event]))),
+            ("save", saved),
+            ("read 10", lambda: store.ReadMatching(pb.ReadMatchingRequest(store=STORE, batch_size=10))),
+        ):
+            for at_once in (1, AT_ONCE):
+                count = scale * at_once
+                done.append(await measured(f"{name}, {at_once} at once", count, pid, calls(count, at_once, call)))
+        append = pb.NumberedAppend(number=1, events=[event])
+        for in_message in (1, 50):
+            count = scale * 20
+            work = stream(store, count, in_message, append)
+            done.append(await measured(f"append stream, {in_message} in a message", count, pid, work))
+    return done
+
+
+def main() -> None:
+    options = measure.arguments(__doc__ or "")
+    started = time.monotonic()
+    with measure.measured_server(options.dsn) as server, door(server.dsn) as (address, pid):
+        with headwater.connect(server.dsn) as log:
+            log.create_store(STORE)
+        done = asyncio.run(runs(address, pid, 100 if options.quick else 2000))
+        measure.table(
+            "calls (appends of a stream) a second, and the server's CPU on each",
+            ("", "a second", "CPU us"),
+            [(run.name, measure.number(run.rate), measure.number(run.cpu_us)) for run in done],
+        )
+        by_name = {run.name: run for run in done}
+        measure.finish(
+            server,
+            {
+                "bench": "rpc",
+                "append_cpu_us": round(by_name[f"append, {AT_ONCE} at once"].cpu_us),
+                "stream_cpu_us": round(by_name["append stream, 50 in a message"].cpu_us),
+                "stream_appends_a_second": round(by_name["append stream, 50 in a message"].rate),
+                "quick": options.quick,
+                "seconds": round(time.monotonic() - started, 1),
+            },
+        )
+
+
+if __name__ == "__main__":
+    main()

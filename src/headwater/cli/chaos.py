@@ -1,0 +1,154 @@
+"""`headwater chaos`: is anything lost when everything around the log is killed, cut off and held up?"""
+
+from __future__ import annotations
+
+import importlib.util
+import secrets
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+
+from headwater import chaos as trial
+from headwater.cli import output
+from headwater.cli.arguments import Dsn, Json, Yes, examples
+from headwater.cli.connection import session
+from headwater.cli.exit_codes import ChecksFailed
+from headwater.cli.up import orderly_end, prepare
+from headwater.embedded import Postgres
+
+app = typer.Typer()
+
+# How often a line is written where no bar can be shown.
+LINE_SECONDS: Final = 15.0
+
+
+@app.command(epilog=examples("headwater chaos --minutes 3", "headwater chaos --seconds 20 --seed 7 --json"))
+def chaos(
+    context: typer.Context,
+    minutes: Annotated[float, typer.Option(min=0, max=1440, help="How long disasters go on.")] = 1.0,
+    seconds: Annotated[float | None, typer.Option(min=1, help="The same in seconds; goes before --minutes.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Which disasters come when; default: any.")] = None,
+    rate: Annotated[float, typer.Option(min=1, max=100_000, help="Events a second that are published.")] = 400.0,
+    copy_events: Annotated[int, typer.Option(min=1, max=1_000_000, help="Events of a huge transaction.")] = 5000,
+    kafka: Annotated[
+        bool | None,
+        typer.Option("--kafka/--no-kafka", help="With a Kafka broker and a client of it; default: if installed."),
+    ] = None,
+    yes: Yes = False,
+    dsn: Dsn = None,
+    as_json: Json = False,
+) -> None:
+    """Produce and consume while processes are killed and frozen, Postgres is killed, connections are cut and stall,
+    transactions stay open and huge ones are copied in. Then count what is lost: it must be 0.
+
+    Runs on a Postgres of its own, which is gone afterwards. With --dsn or HEADWATER_DSN it runs on that database: it
+    publishes there, ends sessions of its own, holds transactions open and slows everybody down; the server itself is
+    not killed. Ends with 1 if anything is lost, doubled, torn or invented.
+    """
+    given = dsn or session(context).settings.dsn
+    plan = trial.Plan(
+        seconds=seconds if seconds is not None else minutes * 60,
+        seed=secrets.randbelow(1_000_000) if seed is None else seed,
+        events_per_second=rate,
+        copy_events=copy_events,
+        kafka=_kafka_is_there() if kafka is None else kafka,
+    )
+    if given is not None:
+        output.note("warning: this burdens a database that others may use; it is made for one that nobody needs")
+        output.confirm(f"put the log in this database on trial for {plan.seconds:g} seconds?", yes=yes)
+    with orderly_end(), _database(context, given) as (database, server), _telling(as_json=as_json) as tell:
+        outcome = trial.run(plan, database, server=server, tell=tell)
+    _print(outcome, as_json=as_json)
+    if not outcome.verdict.ok:
+        raise ChecksFailed(
+            f"lost {outcome.verdict.lost}, doubled {outcome.verdict.duplicates}, torn {outcome.verdict.torn}, "
+            f"invented {outcome.verdict.invented}, gaps {outcome.verdict.gaps}",
+            hint=f"Report it with --seed {plan.seed} and the lines above.",
+        )
+
+
+def _kafka_is_there() -> bool:
+    return all(importlib.util.find_spec(name) is not None for name in ("kio", "cramjam", "confluent_kafka"))
+
+
+@contextmanager
+def _database(context: typer.Context, dsn: str | None) -> Iterator[tuple[str, Postgres | None]]:
+    if dsn is not None:
+        with session(context).log(dsn):
+            pass
+        yield dsn, None
+        return
+    with tempfile.TemporaryDirectory(prefix="headwater-", ignore_cleanup_errors=True) as directory:
+        server = Postgres(Path(directory, "postgres"))
+        try:
+            server.start()
+            yield prepare(server), server
+        finally:
+            server.stop(mode="immediate")
+
+
+@contextmanager
+def _telling(*, as_json: bool) -> Iterator[Callable[[trial.Progress], None]]:
+    """A bar on a terminal, a line now and then elsewhere, nothing for programs."""
+    if as_json:
+        yield lambda progress: None
+        return
+    console = output.progress_console()
+    if not console.is_terminal:
+        told_at = time.monotonic()
+
+        def line(progress: trial.Progress) -> None:
+            nonlocal told_at
+            if time.monotonic() - told_at >= LINE_SECONDS:
+                told_at = time.monotonic()
+                output.note(f"{progress.share:4.0%}  {_said(progress)}")
+
+        yield line
+        return
+    with Bar(
+        BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True
+    ) as bar:
+        task = bar.add_task("starting", total=1.0)
+        yield lambda progress: bar.update(task, completed=progress.share, description=_said(progress))
+
+
+def _said(progress: trial.Progress) -> str:
+    drawn = f", the log is at {progress.drawn}" if progress.drawn else ""
+    return f"{progress.act}: {progress.disasters} so far{drawn}" if progress.share < 1 else progress.act
+
+
+def _print(outcome: trial.Outcome, *, as_json: bool) -> None:
+    verdict = outcome.verdict
+    if as_json:
+        output.emit(outcome)
+        return
+    for name, count in outcome.disasters.items():
+        output.say(f"{count:>9}  {name}")
+    output.say(f"{outcome.processes_killed:>9}  of {outcome.processes_started} processes died")
+    for failure in outcome.failures:
+        output.say(f"           ended by itself: {output.visible(failure)}")
+    output.say("")
+    for name in (
+        "produced",
+        "acknowledged",
+        "processed",
+        "repeated",
+        "dead",
+        "lost",
+        "duplicates",
+        "torn",
+        "invented",
+        "gaps",
+    ):
+        output.say(f"{getattr(verdict, name):>9}  {name}")
+    for example in verdict.examples:
+        output.say(f"           {output.visible(example)}")
+    output.say("")
+    output.say(f"seed {outcome.seed}, {outcome.seconds:g} seconds: {'nothing is lost' if verdict.ok else 'FAILED'}")

@@ -1,0 +1,99 @@
+"""Several processes that serve the same: started, started again when one ends, stopped together."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Final, Generic, TypeVar
+
+from headwater.cli import output
+from headwater.errors import LogUnavailable
+
+P = TypeVar("P")
+# What a process tells once it serves: the address of each of its doors.
+Tell = Callable[[dict[str, str]], object]
+Run = Callable[[P, Connection], None]
+
+START_SECONDS: Final = 30.0
+STOP_SECONDS: Final = 15.0
+RESTART_SECONDS: Final = 1.0
+
+
+@dataclass(slots=True)
+class _Child(Generic[P]):
+    plan: P
+    process: BaseProcess
+    # Its end tells the addresses once, and closes with the process that holds the other.
+    pipe: Connection
+
+
+def supervise(
+    plans: Sequence[P],
+    run: Run[P],
+    again: Callable[[P, dict[str, str]], P],
+    tell: Callable[[list[dict[str, str]]], object],
+) -> None:
+    """Keep a process for each plan running, until a signal. `again` is the plan for one that takes another's place."""
+    stopping = False
+
+    def stop(number: int, frame: object) -> None:
+        nonlocal stopping
+        stopping = True
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    children: list[_Child[P]] = []
+    try:
+        children = [_start(plan, run) for plan in plans]
+        addresses = [_first_word(child) for child in children]
+        tell(addresses)
+        while not stopping:
+            ended = wait([child.process.sentinel for child in children], timeout=RESTART_SECONDS)
+            for place, child in enumerate(children):
+                if child.process.sentinel not in ended or stopping:
+                    continue
+                child.pipe.close()
+                output.note(f"a process ended with code {child.process.exitcode} and is started again")
+                children[place] = _start(again(child.plan, addresses[place]), run)
+                try:
+                    _first_word(children[place])
+                except LogUnavailable as error:
+                    output.note(error.message)
+    finally:
+        for child in children:
+            child.pipe.close()
+        for child in children:
+            child.process.join(STOP_SECONDS)
+            if child.process.is_alive():
+                child.process.kill()
+                child.process.join()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _start(plan: P, run: Run[P]) -> _Child[P]:
+    here, there = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=_in_child, args=(run, plan, there), daemon=False)
+    process.start()
+    there.close()
+    return _Child(plan, process, here)
+
+
+def _first_word(child: _Child[P]) -> dict[str, str]:
+    try:
+        if child.pipe.poll(START_SECONDS):
+            told: dict[str, str] = child.pipe.recv()
+            return told
+    except EOFError:
+        pass
+    raise LogUnavailable("a process did not start to serve", hint="Its own message is above.")
+
+
+def _in_child(run: Run[P], plan: P, parent: Connection) -> None:
+    # Ctrl-C in a terminal goes to all; the parent decides, and says so by closing the pipe.
+    os.setpgrp()
+    run(plan, parent)

@@ -1,0 +1,158 @@
+"""What clients ask of partitions: where they begin and end, how large they are; deleting their oldest records."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import psycopg
+
+from headwater.calls import kafka as calls
+from headwater.calls import kafka_admin
+from headwater.calls.kafka import KafkaTopic, Lane
+from headwater.errors import HeadwaterError, InvalidRequest, TopicNotFound
+from headwater.kafka.broker import Broker
+from headwater.kafka.wire import ErrorCode, Request
+from headwater.telemetry import ERROR, logger
+
+LATEST, EARLIEST, MAX_TIMESTAMP, EARLIEST_LOCAL, LATEST_TIERED = -1, -2, -3, -4, -5
+LOG_DIRECTORY: Final = "postgres"
+"""There is one place where records are, and no broker has it."""
+
+
+class Lanes:
+    """The APIs about the offsets and the sizes of partitions."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+
+    async def list_offsets(self, request: Request) -> dict[str, Any]:
+        topics = []
+        for asked in request.fields.topics or ():
+            topic = await self._broker.topic_named(asked.name)
+            denied = not request.allowed("describe", "topic", asked.name)
+            offsets = [await self._offset(None if denied else topic, part) for part in asked.partitions or ()]
+            if denied:
+                offsets = [{**one, "error_code": ErrorCode.topic_authorization_failed} for one in offsets]
+            topics.append({"name": asked.name, "partitions": offsets})
+        return {"topics": topics}
+
+    async def _offset(self, topic: KafkaTopic | None, part: Any) -> dict[str, Any]:
+        answer: dict[str, Any] = {
+            "partition_index": part.partition_index,
+            "error_code": ErrorCode.none,
+            "timestamp": -1,
+            "offset": -1,
+            "leader_epoch": -1,
+        }
+        lane = Lane(topic.id if topic is not None else 0, part.partition_index)
+        bounds = (await self._broker.log.run(calls.kafka_bounds([lane]), patience_seconds=5)).get(lane)
+        if bounds is None:
+            answer["error_code"] = ErrorCode.unknown_topic_or_partition
+        elif part.timestamp == LATEST:
+            answer.update(offset=bounds.end, leader_epoch=0)
+        elif part.timestamp in (EARLIEST, EARLIEST_LOCAL):
+            answer.update(offset=bounds.start, leader_epoch=0)
+        elif part.timestamp == MAX_TIMESTAMP or part.timestamp >= 0:
+            at_ms = None if part.timestamp == MAX_TIMESTAMP else part.timestamp
+            call = calls.kafka_offset_at(lane, at_ms, before_offset=bounds.end)
+            found = await self._broker.log.run(call, patience_seconds=5)
+            if found is not None:
+                answer.update(offset=found[0], timestamp=found[1], leader_epoch=0)
+        elif part.timestamp < LATEST_TIERED:
+            answer["error_code"] = ErrorCode.unsupported_version
+        return answer
+
+    async def offset_for_leader_epoch(self, request: Request) -> dict[str, Any]:
+        """There is one epoch, 0, and it ends where the lane does."""
+        topics = []
+        for asked in request.fields.topics or ():
+            topic = await self._broker.topic_named(asked.topic)
+            if not request.allowed("describe", "topic", asked.topic):
+                topic = None
+            lanes = [Lane(topic.id if topic else 0, part.partition) for part in asked.partitions or ()]
+            bounds = await self._broker.log.run(calls.kafka_bounds(lanes), patience_seconds=5)
+            partitions = []
+            for lane, part in zip(lanes, asked.partitions or (), strict=True):
+                known = bounds.get(lane)
+                if known is None:
+                    answer = {"error_code": ErrorCode.unknown_topic_or_partition}
+                elif part.leader_epoch == 0:
+                    answer = {"leader_epoch": 0, "end_offset": known.end}  # type: ignore[dict-item]
+                else:
+                    answer = {"leader_epoch": -1, "end_offset": -1}  # type: ignore[dict-item]
+                partitions.append({"error_code": ErrorCode.none, "partition": part.partition, **answer})
+            topics.append({"topic": asked.topic, "partitions": partitions})
+        return {"topics": topics}
+
+    # Deleting and measuring
+
+    async def delete_records(self, request: Request) -> dict[str, Any]:
+        topics = []
+        for asked in request.fields.topics or ():
+            topic = await self._broker.topic_named(asked.name)
+            denied = not request.allowed("delete", "topic", asked.name)
+            partitions = []
+            for part in asked.partitions or ():
+                code, start = ErrorCode.topic_authorization_failed, -1
+                if not denied:
+                    code, start = await self._delete_before(topic, part.partition_index, part.offset)
+                partitions.append({"partition_index": part.partition_index, "low_watermark": start, "error_code": code})
+            topics.append({"name": asked.name, "partitions": partitions})
+        return {"topics": topics}
+
+    async def _delete_before(self, topic: KafkaTopic | None, partition: int, offset: int) -> tuple[ErrorCode, int]:
+        lane = Lane(topic.id if topic is not None else 0, partition)
+        bounds = (await self._broker.log.run(calls.kafka_bounds([lane]), patience_seconds=5)).get(lane)
+        if topic is None or bounds is None:
+            return ErrorCode.unknown_topic_or_partition, -1
+        if not -1 <= offset <= bounds.end:
+            return ErrorCode.offset_out_of_range, -1
+        try:
+            call = kafka_admin.delete_before(topic.name, partition, offset)
+            return ErrorCode.none, await self._broker.log.run(call, patience_seconds=5)
+        except InvalidRequest as error:
+            # An event store, a compacted topic, a reader that must not lose an event: the log says which.
+            logger.info("records not deleted", extra={ERROR: error.message})
+            return ErrorCode.policy_violation, -1
+        except TopicNotFound:
+            return ErrorCode.unknown_topic_or_partition, -1
+        except (HeadwaterError, psycopg.errors.LockNotAvailable):
+            return ErrorCode.request_timed_out, -1
+
+    async def describe_log_dirs(self, request: Request) -> dict[str, Any]:
+        """The sizes of the partitions that this broker leads, so that those of all brokers add up."""
+        if not request.allowed("describe", "log", "*"):
+            return {"error_code": ErrorCode.cluster_authorization_failed, "results": ()}
+        asked = request.fields.topics
+        if asked is None:
+            wanted = [(topic, list(range(topic.partitions))) for topic in await self._broker.topics(as_of_now=True)]
+        else:
+            named = [(await self._broker.topic_named(one.topic), one.partitions or ()) for one in asked]
+            wanted = [
+                (topic, [index for index in partitions if 0 <= index < topic.partitions])
+                for topic, partitions in named
+                if topic is not None
+            ]
+        await self._broker.refresh_brokers()
+        led = {
+            topic: [
+                Lane(topic.id, index)
+                for index in partitions
+                if self._broker.leader_of(Lane(topic.id, index)) == self._broker.node_id
+            ]
+            for topic, partitions in wanted
+        }
+        ids = [topic.id for topic, lanes in led.items() if lanes]
+        sizes = await self._broker.log.run(kafka_admin.kafka_sizes(ids), patience_seconds=5)
+        topics = [
+            {
+                "name": topic.name,
+                "partitions": [
+                    {"partition_index": lane.partition, "partition_size": sizes.get(lane, 0), "offset_lag": 0}
+                    for lane in lanes
+                ],
+            }
+            for topic, lanes in led.items()
+            if lanes
+        ]
+        return {"results": [{"error_code": ErrorCode.none, "log_dir": LOG_DIRECTORY, "topics": topics}]}

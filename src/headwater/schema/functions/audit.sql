@@ -1,0 +1,23 @@
+-- Audit: what administrators did, as events of the log itself, each in the transaction of what it tells.
+
+-- Note that somebody did something to something. Called beside the act, in its transaction: neither is there without
+-- the other. The topic is made when it is first needed. Nothing secret may be in `detail`.
+create or replace function headwater.audit(actor text, action text, subject text, detail jsonb default '{}')
+returns bigint
+language plpgsql
+as $$
+begin
+    if not exists (select from headwater.topic t where t.name = 'headwater.audit' and t.deleted_at is null) then
+        perform headwater.create_topic('headwater.audit', if_missing => true);
+    end if;
+    return headwater.publish_bytes(
+        'headwater.audit',
+        convert_to(
+            jsonb_build_object('actor', actor, 'action', action, 'subject', subject, 'detail', detail)::text, 'UTF8'
+        ),
+        key => convert_to(left(subject, 16000), 'UTF8'),
+        type => action,
+        content_type => 'application/json'
+    );
+end;
+$$;

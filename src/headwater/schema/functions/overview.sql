@@ -1,0 +1,223 @@
+-- What a person asks of the log: single events, what bindings select, who holds what, how large it is.
+
+-- The events at these positions, in order, of all topics or of one; nothing above `up_to`.
+create or replace function headwater.events_at(positions bigint[], topics text[] default null, up_to bigint default null)
+returns setof headwater.stored_event
+language sql
+stable
+begin atomic
+    select
+        e.position, t.name, e.partition, e.topic_offset, e.key, e.type, e.routing_key,
+        e.headers, e.content_type, e.payload, e.event_id, e.published_at
+    from headwater.topic t
+    join headwater.event e on e.topic_id = t.id and e.position > t.expired_to
+    where
+        t.id = any (headwater.topic_ids(events_at.topics))
+        and e.position = any (positions)
+        and (up_to is null or e.position <= up_to)
+    order by e.position;
+end;
+
+-- What a queue's bindings select after a position, without claiming it: up to `batch_size` positions are looked at.
+-- Then one row without an event, whose position is where to go on.
+create or replace function headwater.read_bound(
+    group_name text,
+    after bigint,
+    settled_to bigint,
+    batch_size integer default 1000,
+    max_bytes bigint default 16777216
+)
+returns setof headwater.stored_event
+language plpgsql
+volatile
+as $$
+declare
+    target constant headwater.consumer_group := headwater.find_queue(group_name);
+    ids constant integer[] := headwater.bound_topics(target.id, after);
+    first_after bigint;
+    going_on_at bigint := greatest(after, settled_to);
+    bytes bigint := 0;
+    one headwater.stored_event;
+begin
+    select min(f.position) - 1 into first_after
+    from unnest(ids) as i (id)
+    cross join lateral (
+        select e.position
+        from headwater.event e
+        where e.topic_id = i.id and e.position > after and e.position <= settled_to
+        order by e.position
+        limit 1
+    ) as f;
+    if first_after is not null then
+        going_on_at := least(settled_to, first_after + batch_size);
+        for one in
+            select
+                e.position, t.name, e.partition, e.topic_offset, e.key, e.type, e.routing_key,
+                e.headers, e.content_type, e.payload, e.event_id, e.published_at
+            from headwater.bound_events(target.id, ids, first_after + 1, going_on_at) as e
+            join headwater.topic t on t.id = e.topic_id and e.position > t.expired_to
+            order by e.position
+        loop
+            return next one;
+            bytes := bytes + coalesce(octet_length(one.payload), 0);
+            if bytes >= max_bytes then
+                going_on_at := one.position;
+                exit;
+            end if;
+        end loop;
+    end if;
+    -- Last, since retention may have come between these statements.
+    perform headwater.refuse_expired(ids, after);
+    return next (
+        going_on_at, null, null, null, null, null, null, null, null, null, null, null
+    )::headwater.stored_event;
+end;
+$$;
+
+-- How old the oldest event is, of some topics, after a position. Null: there is none.
+create or replace function headwater.age_of_first(topic_ids integer[], after bigint)
+returns interval
+language sql
+volatile
+return (
+    select clock_timestamp() - min(f.published_at)
+    from headwater.topic t
+    cross join lateral (
+        select e.published_at
+        from headwater.event e
+        where e.topic_id = t.id and e.position > greatest(after, t.expired_to)
+        order by e.position
+        limit 1
+    ) as f
+    where t.id = any (age_of_first.topic_ids) and t.deleted_at is null
+);
+
+-- One line a group, of either kind, with how far behind it is. The age is of what its topics hold, so for a group that
+-- is bound to a part of a topic it is at most that.
+create or replace view headwater.group_lag as
+select
+    o.name,
+    g.kind,
+    o.paused,
+    coalesce(d.position, o.frontier) as "position",
+    case g.kind
+        when 'queue' then o.ready + o.processing + o.retrying
+        else headwater.positions_between(d.position, headwater.head())
+    end as lag_events,
+    o.ready_is_more,
+    extract(
+        epoch from headwater.age_of_first(
+            case g.kind
+                when 'queue' then headwater.bound_topics(g.id, o.frontier)
+                else array(
+                    select t.id from headwater.topic t
+                    where t.deleted_at is null and (d.topics is null or t.name = any (d.topics))
+                )
+            end,
+            coalesce(d.position, o.frontier)
+        )
+    )::float8 as lag_seconds,
+    o.processing as leased,
+    o.retrying as redeliveries,
+    o.dead
+from headwater.group_overview o
+join headwater.consumer_group g on g.name = o.name
+left join headwater.reading d on d.group_id = g.id;
+
+-- The leases that are out for a group, and those that ran out and were not yet given to others.
+create or replace function headwater.leases(group_name text)
+returns table (
+    token bigint,
+    worker text,
+    first_position bigint,
+    last_position bigint,
+    events bigint,
+    expires_at timestamptz
+)
+language sql
+volatile
+begin atomic
+    select l.token, l.worker, l.lo, l.hi, (l.events - l.acked_events)::bigint, l.expires_at
+    from headwater.open_claims(headwater.find_queue(group_name)) l
+    union all
+    select r.token, min(r.worker), min(r.position), max(r.position), count(*), max(r.visible_at)
+    from headwater.redelivery r
+    where r.group_id = (headwater.find_queue(group_name)).id and r.token is not null
+    group by r.token
+    order by 6, 1;
+end;
+
+-- How large the log is. Events are estimated, from what Postgres last counted.
+create or replace function headwater.log_size(
+    out segments bigint, out bytes bigint, out events_estimate bigint, out oldest timestamptz
+)
+language sql
+stable
+begin atomic
+    select
+        (select count(*) from headwater.segment s where s.opened_at is not null),
+        coalesce(sum(pg_total_relation_size(c.oid)), 0)::bigint,
+        coalesce(sum(greatest(c.reltuples, 0)), 0)::bigint,
+        (select min(s.opened_at) from headwater.segment s)
+    from pg_catalog.pg_inherits i
+    join pg_catalog.pg_class c on c.oid = i.inhrelid
+    where i.inhparent = 'headwater.event'::regclass;
+end;
+
+-- What a topic holds, counted up to 10,000 events.
+create or replace function headwater.topic_contents(
+    topic text, out events bigint, out events_is_more boolean, out first_position bigint, out last_position bigint
+)
+language sql
+stable
+begin atomic
+    select
+        least(c.events, 10000), c.events > 10000, o.first_position, o.last_position
+    from headwater.topic_overview o
+    cross join lateral (
+        select count(*) as events
+        from (
+            select from headwater.event e
+            where e.topic_id = (headwater.find_topic(topic_contents.topic)).id
+            limit 10001
+        ) as counted
+    ) as c
+    where o.name = (headwater.find_topic(topic_contents.topic)).name;
+end;
+
+-- How many events a queue's bindings select after a position, counted up to 10,000.
+create or replace function headwater.bound_count(
+    group_name text, after bigint, out events bigint, out events_is_more boolean
+)
+language sql
+stable
+begin atomic
+    select least(c.events, 10000), c.events > 10000
+    from headwater.find_queue(group_name) as g
+    cross join lateral (
+        select count(*) as events
+        from (
+            select from headwater.bound_events(g.id, headwater.bound_topics(g.id, after), after + 1, 281474976710655)
+            limit 10001
+        ) as counted
+    ) as c;
+end;
+
+-- How many dead letters of a queue are meant, and which are the first and the last.
+create or replace function headwater.dead_letter_count(
+    group_name text,
+    positions bigint[] default null,
+    topic text default null,
+    error_like text default null,
+    out letters bigint,
+    out first_position bigint,
+    out last_position bigint
+)
+language sql
+stable
+begin atomic
+    select count(*), min(d.position), max(d.position)
+    from headwater.dead_letters(
+        group_name, dead_letter_count.positions, dead_letter_count.topic, dead_letter_count.error_like, 0, 1000000
+    ) as d;
+end;

@@ -1,0 +1,63 @@
+// The log at a glance: how much comes in, how far everybody has come.
+
+import { get } from "../api.js";
+import { badge, bytes, card, count, duration, every, h, head, number, show, spark, table, when } from "../ui.js";
+
+const KEPT = 90;
+const seconds = 2;
+
+export async function overview() {
+  const history = new Map();
+  const remember = (name, value) => {
+    const values = history.get(name) ?? [];
+    values.push(value ?? 0);
+    if (values.length > KEPT) values.shift();
+    history.set(name, values);
+    return values;
+  };
+  const tiles = h("div.tiles");
+  const groups = h("div");
+  const cursors = h("div");
+  const pipelines = h("div");
+  show(head("Overview"), tiles, card("Queue groups", groups), card("Cursors", cursors), card("Pipelines", pipelines));
+
+  const tile = (name, value, more, line) => h("div.tile", h("div.name", name), h("div.value", value), line ? spark(line, name) : null, h("div.more", more ?? ""));
+  let last = null;
+  return every(seconds, async () => {
+    const now = await get("/v1/overview");
+    const at = performance.now();
+    const rate = now.rates?.published_per_s ?? (last ? ((now.head - last.head) / (at - last.at)) * 1000 : 0);
+    last = { head: now.head, at };
+    const oldest = now.oldest_publisher;
+    tiles.replaceChildren(
+      tile("Events per second", number(rate), "positions drawn", remember("rate", rate)),
+      tile("Head of the log", number(now.head), now.settled === now.head ? "all settled" : `settled to ${number(now.settled)}`),
+      tile("Topics", number(now.topics), `about ${count(now.events_estimate, "event")}`),
+      tile("On disk", bytes(now.bytes), count(now.segments, "segment")),
+      tile("Open publisher", oldest ? h(`span.${oldest.age_seconds > 10 ? "bad" : "good"}`, duration(oldest.age_seconds)) : "none", oldest ? `pid ${oldest.pid ?? "prepared"}; readers wait for it` : "nobody is waited for"));
+    groups.replaceChildren(table([
+      { name: "Group", of: (g) => h("a", { href: `#/groups/${encodeURIComponent(g.name)}` }, g.name) },
+      { name: "Ready", kind: "number", of: (g) => number(g.lag_events) },
+      { name: "", kind: "wide", of: (g) => spark(remember(`group ${g.name}`, g.lag_events), `lag of ${g.name}`) },
+      { name: "Oldest", kind: "number wide", of: (g) => duration(g.lag_seconds) },
+      { name: "In work", kind: "number", of: (g) => number(g.leased) },
+      { name: "Again", kind: "number wide", of: (g) => number(g.redeliveries) },
+      { name: "Dead", kind: "number", of: (g) => (g.dead ? h("strong.bad", number(g.dead)) : "0") },
+      { name: "", of: (g) => (g.paused ? badge("paused", "warn") : "") },
+    ], now.groups ?? [], { label: "Queue groups", empty: "No queue group yet: headwater group create." }));
+    cursors.replaceChildren(table([
+      { name: "Cursor", of: (c) => c.name },
+      { name: "Position", kind: "number", of: (c) => number(c.position) },
+      { name: "Behind", kind: "number", of: (c) => number(c.lag_events) },
+      { name: "", kind: "wide", of: (c) => spark(remember(`cursor ${c.name}`, c.lag_events), `lag of ${c.name}`) },
+      { name: "Oldest", kind: "number wide", of: (c) => duration(c.lag_seconds) },
+      { name: "Moved", kind: "tight wide", of: (c) => when(c.updated_at) },
+    ], now.cursors ?? [], { label: "Cursors", empty: "Nobody keeps a cursor." }));
+    pipelines.replaceChildren(table([
+      { name: "Pipeline", of: (p) => h("a", { href: `#/pipelines/${encodeURIComponent(p.name)}` }, p.name) },
+      { name: "State", of: (p) => badge(p.state, p.state === "running" ? "good" : p.state === "idle" || p.state === "stopped" ? "dim" : "bad") },
+      { name: "Rows", kind: "number", of: (p) => number(p.rows) },
+      { name: "Last batch", kind: "tight wide", of: (p) => when(p.last_batch_at) },
+    ], now.pipelines ?? [], { label: "Pipelines", empty: "No pipeline has run here." }));
+  });
+}

@@ -1,0 +1,74 @@
+// Webhooks: where events go by HTTP, whether it works, and a button to try.
+
+import { get, patch, path, post, remove } from "../api.js";
+import { action, badge, card, confirm, dialog, duration, exact, facts, form, h, head, note, number, show, table } from "../ui.js";
+
+const state = (w) => badge(w.state, { active: "good", paused: "warn" }[w.state] ?? "bad");
+
+export async function webhooks() {
+  const found = (await get("/v1/webhooks")).webhooks;
+  show(
+    head("Webhooks", action("New webhook", async () => {
+      const made = await form("New webhook", [
+        { name: "name", label: "Name", required: true },
+        { name: "url", label: "URL", type: "url", required: true },
+        { name: "topic", label: "Topic", help: "Empty: the whole log." },
+      ], (given) => post("/v1/webhooks", { name: given.name, url: given.url, bindings: [given.topic ? { topic: given.topic } : {}] }), { button: "Create" });
+      if (!made) return;
+      if (made.secret) await dialog((close) => h("div", h("h2", "The secret of this webhook"), h("p", "Receivers check signatures with it. It is shown only now."), h("pre", made.secret), h("div.buttons", h("button", { type: "button", onclick: () => close() }, "I have kept it"))));
+      await webhooks();
+    }, { style: "primary" })),
+    card(null, table([
+      { name: "Webhook", of: (w) => h("a", { href: `#/webhooks/${encodeURIComponent(w.name)}` }, w.name) },
+      { name: "URL", of: (w) => h("span.code", w.url) },
+      { name: "Group", kind: "wide", of: (w) => h("a", { href: `#/groups/${encodeURIComponent(w.group)}` }, w.group) },
+      { name: "State", of: state },
+    ], found, { label: "Webhooks", empty: "No webhook yet." })),
+  );
+}
+
+export async function webhook(name) {
+  const w = await get(path`/v1/webhooks/${name}`);
+  const again = () => webhook(name);
+  show(
+    head(name, state(w),
+      action("Send a test", async () => {
+        const seen = await post(path`/v1/webhooks/${name}/test`);
+        await dialog((close) => h("div",
+          h("h2", seen.accepted ? "The receiver took it" : "The receiver did not take it"),
+          facts([["Status", seen.status ?? "no answer"], ["Took", duration(seen.latency_ms / 1000)], seen.error ? ["Error", seen.error] : null]),
+          seen.response ? h("pre", { tabIndex: 0 }, seen.response) : null,
+          h("div.buttons", h("button", { type: "button", onclick: () => close() }, "Close"))));
+      }, { style: "primary" }),
+      w.state !== "active" ? action("Resume", () => post(path`/v1/webhooks/${name}/resume`).then(again)) : action("Pause", () => post(path`/v1/webhooks/${name}/pause`).then(again)),
+      action("Change", async () => {
+        const done = await form(`Change ${name}`, [
+          { name: "url", label: "URL", type: "url", value: w.url, required: true },
+          { name: "timeout_seconds", label: "Timeout in seconds", type: "number", min: 1, step: "any", value: w.timeout_seconds },
+          { name: "max_concurrency", label: "Requests at once", type: "number", min: 1, value: w.max_concurrency },
+        ], (given) => patch(path`/v1/webhooks/${name}`, { url: given.url, timeout_seconds: Number(given.timeout_seconds), max_concurrency: Number(given.max_concurrency) }));
+        if (done) await again();
+      }),
+      action("Delete", async () => {
+        const done = await confirm(`Delete webhook ${name}?`, {
+          name,
+          button: "Delete webhook",
+          tell: () => h("p", `Nothing more is sent to ${w.url}. The group ${w.group} stays, with its dead letters.`),
+          act: () => remove(path`/v1/webhooks/${name}`),
+        });
+        if (done) {
+          note(`Webhook ${name} is deleted.`);
+          location.hash = "#/webhooks";
+        }
+      }, { style: "risky" })),
+    card("Delivery", facts([
+      ["URL", h("span.code", w.url)],
+      ["Group", h("a", { href: `#/groups/${encodeURIComponent(w.group)}` }, `${w.group} (lag, dead letters)`)],
+      ["Timeout", duration(w.timeout_seconds)],
+      ["Requests at once", number(w.max_concurrency)],
+      ["Rate", w.rate_per_second ? `${number(w.rate_per_second)} per second` : "no limit"],
+      w.state_reason ? ["Why", h("span.bad", w.state_reason)] : null,
+      ["Made", exact(w.created_at)],
+    ])),
+  );
+}

@@ -1,0 +1,166 @@
+"""The application: every router in one list, how errors are told, the description of it all."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+import psycopg
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from headwater.errors import HeadwaterError, InvalidRequest
+from headwater.schema import VERSION
+from headwater.server.http import (
+    accounts,
+    events,
+    following,
+    groups,
+    looking,
+    pages,
+    readers,
+    registry,
+    schedules,
+    stores,
+    topics,
+    webhooks,
+)
+from headwater.server.http.gate import Gate
+from headwater.server.http.problems import (
+    NotThere,
+    WrongMethod,
+    from_postgres,
+    invalid,
+    problem_response,
+    unexpected,
+)
+from headwater.server.http.rights import right_of
+from headwater.server.http.served import Served
+
+# A router of another module is one line here. Its routes state their rights as all others do.
+ROUTERS: Final[tuple[APIRouter, ...]] = (
+    events.routes,
+    following.routes,
+    topics.routes,
+    groups.routes,
+    readers.routes,
+    schedules.routes,
+    stores.routes,
+    webhooks.routes,
+    accounts.routes,
+    looking.routes,
+    pages.routes,
+)
+# Served to everybody, beside the console's files.
+OPEN_PATHS: Final = frozenset({"/health", "/ready", "/openapi.json", "/docs", "/v1/sessions"})
+
+_ABOUT: Final = (
+    "One event log in your Postgres, over HTTP. Errors are application/problem+json. "
+    "Callers say who they are by Basic, or by Bearer with an API key, where the server asks."
+)
+
+
+def described() -> FastAPI:
+    """The application without a log: enough to describe it."""
+    app = FastAPI(
+        title="Headwater", version=VERSION, description=_ABOUT, openapi_url=None, docs_url=None, redoc_url=None
+    )
+    for one in ROUTERS:
+        app.include_router(one)
+    return app
+
+
+def document(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI document, with the right that each route needs."""
+    found = app.openapi()
+    for router in ROUTERS:
+        for route in router.routes:
+            if not isinstance(route, APIRoute):
+                continue
+            right = str(right_of(route))
+            for method in route.methods or ():
+                described_route = found["paths"][route.path][method.lower()]
+                described_route["x-headwater-right"] = right
+                described_route["operationId"] = route.name
+    found["components"]["securitySchemes"] = {
+        "password": {"type": "http", "scheme": "basic"},
+        "key": {"type": "http", "scheme": "bearer"},
+    }
+    found["security"] = [{}, {"password": []}, {"key": []}]
+    return found
+
+
+def application(served: Served) -> ASGIApp:
+    """All that one server offers, behind its gate."""
+    app = described()
+    app.state.served = served
+    app.state.pace = looking.Pace()
+    # The registry has a shape of its own, which others describe. It asks for rights by itself.
+    app.state.log = served.log
+    app.include_router(registry.router, prefix="/registry")
+    _tell_errors(app)
+    described_as = document(app)
+    body = json.dumps(described_as, indent=1).encode()
+    console = pages.console_pages()
+    about = pages.description_page(described_as)
+
+    async def openapi(request: Request) -> Response:
+        return Response(body, media_type="application/json", headers={"cache-control": "no-cache"})
+
+    async def docs(request: Request) -> Response:
+        return about.sent(request)
+
+    async def page(request: Request) -> Response:
+        found = console.get(request.url.path)
+        if found is None:
+            raise NotThere(f"there is nothing at {request.url.path}", hint="See /docs.")
+        return found.sent(request)
+
+    app.add_route("/openapi.json", openapi, methods=["GET"])
+    app.add_route("/docs", docs, methods=["GET"])
+    for path in console:
+        app.add_route(path, page, methods=["GET"])
+    gate = Gate(app, served.callers, served.opening, OPEN_PATHS | console.keys())
+    app.state.gate = gate
+    return gate
+
+
+def _tell_errors(app: FastAPI) -> None:
+    async def ours(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HeadwaterError)
+        return problem_response(error)
+
+    async def of_postgres(request: Request, error: Exception) -> Response:
+        assert isinstance(error, psycopg.Error)
+        return problem_response(from_postgres(error))
+
+    async def of_shape(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return problem_response(invalid(error.errors()))
+
+    async def of_routing(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        if error.status_code == 404:
+            return problem_response(NotThere(f"there is nothing at {request.url.path}", hint="See /docs."))
+        if error.status_code == 405:
+            response = problem_response(WrongMethod(f"{request.method} is not for {request.url.path}"))
+            response.headers.update(error.headers or {})
+            return response
+        return problem_response(InvalidRequest(str(error.detail)))
+
+    async def of_text(request: Request, error: Exception) -> Response:
+        return problem_response(InvalidRequest("a text of the request is not text that UTF-8 can hold"))
+
+    async def unforeseen(request: Request, error: Exception) -> Response:
+        return problem_response(unexpected(error))
+
+    app.add_exception_handler(HeadwaterError, ours)
+    app.add_exception_handler(psycopg.Error, of_postgres)
+    app.add_exception_handler(RequestValidationError, of_shape)
+    app.add_exception_handler(HTTPException, of_routing)
+    app.add_exception_handler(UnicodeEncodeError, of_text)
+    app.add_exception_handler(Exception, unforeseen)

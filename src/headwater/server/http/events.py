@@ -1,0 +1,267 @@
+"""Routes of events: publish and read."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Annotated, Any, Final, Literal
+from urllib.parse import urlencode
+
+from fastapi import Header, Path, Query, Request
+from starlette.responses import Response
+
+from headwater import calls
+from headwater.calls import overview
+from headwater.errors import InvalidRequest
+from headwater.model import Event, NewEvent
+from headwater.server.http import answers
+from headwater.server.http.problems import KeyReused, NotThere
+from headwater.server.http.rendering import event_json
+from headwater.server.http.rights import caller_of, decides, needs
+from headwater.server.http.served import answer, listed, problems, raw_answer, router, served
+from headwater.server.http.shapes import (
+    MAX_POSITION,
+    AfterQuery,
+    BeforeQuery,
+    EventToPublish,
+    Publish,
+    Time,
+    TopicName,
+)
+from headwater.server.http.stream import Selection
+
+routes = router("events")
+
+# How many events one request looks at in order to find some that fit.
+MAX_LOOKED_AT: Final = 20_000
+BATCH_SIZE: Final = 1000
+BATCH_BYTES: Final = 8 * 1024 * 1024
+
+TypeQuery = Annotated[str | None, Query(min_length=1, max_length=200, description="only events of this type")]
+KeyQuery = Annotated[str | None, Query(max_length=10_000, description="only events with this key")]
+
+
+@routes.post(
+    "/v1/topics/{topic}/events",
+    dependencies=[needs("write", "topic", "topic")],
+    response_model=answers.Published,
+    responses=problems(404, 413),
+)
+async def publish_events(
+    request: Request,
+    topic: TopicName,
+    body: Publish,
+    idempotency_key: Annotated[
+        str | None,
+        Header(min_length=1, max_length=200, description="a repeat with the same key answers the same, writes nothing"),
+    ] = None,
+) -> Response:
+    """Publish one event, or several: all of them or none, in this order."""
+    log = served(request).log
+    given = [body] if isinstance(body, EventToPublish) else body.events
+    events = [
+        one.new_event(one.event_id or _event_id(caller_of(request).account, topic, idempotency_key, place))
+        for place, one in enumerate(given)
+    ]
+    if idempotency_key is None and len(given) == 1:
+        only, due = events[0], given[0].deliver_at
+        if only.partition is None:
+            return answer({"positions": [await log.run(_call(topic, only, due), patience_seconds=5)]})
+    async with log.transaction() as connection:
+        positions: list[int | None]
+        if any(one.deliver_at is not None for one in given):
+            if any(one.partition is not None for one in given):
+                raise InvalidRequest("an event for later cannot choose its partition")
+            positions = [
+                await log.run(_call(topic, event, one.deliver_at), connection=connection)
+                for event, one in zip(events, given, strict=True)
+            ]
+        else:
+            positions = await log.run(calls.publish_batch(topic, events), connection=connection)
+        if idempotency_key is not None:
+            known = [position for position in positions if position is not None]
+            stored = await log.run(overview.events_at(known, topics=[topic]), connection=connection)
+            _refuse_other_events(events, positions, {event.position: event for event in stored})
+    return answer({"positions": positions})
+
+
+def _call(topic: str, event: NewEvent, deliver_at: datetime | None) -> calls.Call[int | None]:
+    return calls.publish(
+        topic,
+        event.payload,
+        key=event.key,
+        type=event.type,
+        routing_key=event.routing_key,
+        headers=event.headers,
+        event_id=event.event_id,
+        content_type=event.content_type,
+        deliver_at=deliver_at,
+    )
+
+
+def _event_id(account: str | None, topic: str, key: str | None, place: int) -> str | None:
+    if key is None:
+        return None
+    whole = "\0".join((account or "", topic, key)).encode(errors="surrogatepass")
+    return f"{hashlib.sha256(whole).hexdigest()[:40]}-{place}"
+
+
+def _refuse_other_events(
+    events: Sequence[NewEvent], positions: Sequence[int | None], stored: Mapping[int, Event]
+) -> None:
+    """What is there under an idempotency key must be what was sent now, or the answer would be a lie."""
+    for event, position in zip(events, positions, strict=True):
+        if position is None or position not in stored:
+            # Due later, or retention took it meanwhile.
+            continue
+        kept = stored[position]
+        body, _ = calls.encode_payload(event.payload, event.content_type)
+        if (kept.payload, kept.type, kept.key) != (body, event.type, calls.encode_key(event.key)):
+            raise KeyReused(
+                "the idempotency key was used for other events",
+                hint="Use a new key for each request, and the same one only to repeat it.",
+                detail={"position": position},
+            )
+
+
+@routes.get(
+    "/v1/topics/{topic}/events",
+    dependencies=[needs("read", "topic", "topic")],
+    response_model=answers.EventPage,
+    responses=problems(404, 410),
+)
+async def read_topic(
+    request: Request,
+    topic: TopicName,
+    after: AfterQuery = None,
+    before: BeforeQuery = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    order: Literal["asc", "desc"] = "asc",
+    type: TypeQuery = None,
+    key: KeyQuery = None,
+    since: Time | None = None,
+    until: Time | None = None,
+) -> Response:
+    """Events of a topic, in order or newest first. `header.NAME=VALUE` selects by a header."""
+    return await _page(request, [topic], after, before, limit, order, type, key, since, until)
+
+
+@routes.get(
+    "/v1/events",
+    dependencies=[decides("read topic, of each that is named; without any, read topic *")],
+    response_model=answers.EventPage,
+    responses=problems(404, 410),
+)
+async def read_events(
+    request: Request,
+    topic: Annotated[list[str] | None, Query(max_length=100)] = None,
+    after: AfterQuery = None,
+    before: BeforeQuery = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    order: Literal["asc", "desc"] = "asc",
+    type: TypeQuery = None,
+    key: KeyQuery = None,
+    since: Time | None = None,
+    until: Time | None = None,
+) -> Response:
+    """Events of several topics, or of the whole log. `header.NAME=VALUE` selects by a header."""
+    need_topics(request, topic)
+    return await _page(request, topic, after, before, limit, order, type, key, since, until)
+
+
+def need_topics(request: Request, topics: Sequence[str] | None) -> None:
+    """Who reads topics may read each; who names none, all."""
+    for name in topics or ("*",):
+        caller_of(request).need("read", "topic", name)
+
+
+def selection_of(request: Request, topics: Sequence[str] | None, type: str | None, key: str | None) -> Selection:
+    """What a query string selects."""
+    headers = tuple(
+        (name.removeprefix("header."), value)
+        for name, value in request.query_params.multi_items()
+        if name.startswith("header.")
+    )
+    if len(headers) > 20:
+        raise InvalidRequest("up to 20 headers select events")
+    return Selection(
+        None if topics is None else frozenset(topics), type, None if key is None else key.encode(), headers
+    )
+
+
+async def _page(
+    request: Request,
+    topics: Sequence[str] | None,
+    after: int | None,
+    before: int | None,
+    limit: int,
+    order: str,
+    type: str | None,
+    key: str | None,
+    since: datetime | None,
+    until: datetime | None,
+) -> Response:
+    log = served(request).log
+    names = None if topics is None else list(dict.fromkeys(topics))
+    selection = selection_of(request, names, type, key)
+    skip_expired = after is None
+    if since is not None:
+        after = max(after or 0, await log.run(calls.position_before(names, since), patience_seconds=5))
+    if until is not None:
+        last = await log.run(calls.position_before(names, until), patience_seconds=5)
+        before = last + 1 if before is None else min(before, last + 1)
+    settled = (await log.run(calls.log_state(), patience_seconds=5)).settled
+    low, high = after or 0, settled + 1 if before is None else min(before, settled + 1)
+    size = min(limit, BATCH_SIZE) if selection.takes_everything else BATCH_SIZE
+    found: list[Event] = []
+    looked_at, ended = 0, False
+    while len(found) < limit and looked_at < MAX_LOOKED_AT and not ended:
+        call = (
+            calls.read(
+                names, after=low, up_to=high - 1, batch_size=size, max_bytes=BATCH_BYTES, skip_expired=skip_expired
+            )
+            if order == "asc"
+            else calls.read_backwards(names, before=high, batch_size=size, max_bytes=BATCH_BYTES)
+        )
+        events = await log.run(call, patience_seconds=5) if high > low + 1 else []
+        ended = not events
+        looked_at += len(events) + 1
+        for event in events:
+            if order == "desc" and event.position <= low:
+                ended = True
+                break
+            if order == "asc":
+                low = event.position
+            else:
+                high = event.position
+            if selection.fits(event) and (since is None or event.published_at >= since):
+                found.append(event)
+                if len(found) == limit:
+                    break
+    following = None
+    if not ended:
+        asked = [(name, value) for name, value in request.query_params.multi_items() if name not in ("after", "before")]
+        bounds: list[tuple[str, Any]] = [("after", low)] if order == "asc" else [("before", high)]
+        if order == "asc" and request.query_params.get("before"):
+            bounds.append(("before", request.query_params["before"]))
+        if order == "desc" and request.query_params.get("after"):
+            bounds.append(("after", request.query_params["after"]))
+        following = "?" + urlencode(asked + bounds)
+    return listed("events", map(event_json, found), next=following, settled=settled)
+
+
+@routes.get(
+    "/v1/events/{position}",
+    dependencies=[decides("read topic, of the event's topic")],
+    response_model=answers.Event,
+    responses=problems(404),
+)
+async def show_event(request: Request, position: Annotated[int, Path(ge=1, le=MAX_POSITION)]) -> Response:
+    """The event at a position."""
+    log = served(request).log
+    settled = (await log.run(calls.log_state(), patience_seconds=5)).settled
+    for event in await log.run(overview.events_at([position], up_to=settled), patience_seconds=5):
+        if caller_of(request).may("read", "topic", event.topic):
+            return raw_answer(event_json(event))
+    raise NotThere(f"there is no event at position {position}", detail={"position": position})

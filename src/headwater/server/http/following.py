@@ -1,0 +1,200 @@
+"""Routes of live streams: server-sent events of topics, of a queue's bindings, of a SQL subscription."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Final
+
+from fastapi import Header, Path, Query, Request
+from starlette.responses import Response
+
+from headwater import calls
+from headwater.calls import overview
+from headwater.errors import GroupNotFound, InvalidRequest
+from headwater.server.http.events import KeyQuery, TypeQuery, need_topics, selection_of
+from headwater.server.http.rights import caller_of, decides, needs
+from headwater.server.http.served import problems, router, served
+from headwater.server.http.shapes import MAX_POSITION, AfterQuery, GroupName, TopicName
+from headwater.server.http.stream import EventStream, Selection, Stream
+
+routes = router("live streams")
+
+# After that long a client of an account has to come again, with a key or a session that is still good.
+LONGEST_SECONDS: Final = 3600.0
+
+LastEventId = Annotated[
+    str | None,
+    Header(max_length=30, description="the position after which to resume; browsers send it by themselves"),
+]
+Named = Annotated[bool, Query(description="false: no event: lines, so that a browser's onmessage gets every event")]
+SkipExpired = Annotated[bool, Query(description="go on behind what retention took, and do not refuse")]
+_STREAM: Final[dict[int | str, dict[str, Any]]] = {
+    200: {
+        "description": "id: is the position, event: the type, data: the event as JSON",
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    }
+}
+
+
+@routes.get(
+    "/v1/topics/{topic}/follow",
+    dependencies=[needs("read", "topic", "topic")],
+    response_class=Response,
+    responses=_STREAM | problems(404, 410),
+)
+async def follow_topic(
+    request: Request,
+    topic: TopicName,
+    after: AfterQuery = None,
+    type: TypeQuery = None,
+    key: KeyQuery = None,
+    named: Named = True,
+    skip_expired: SkipExpired = False,
+    last_event_id: LastEventId = None,
+) -> Response:
+    """Follow a topic: what comes after a position, or from now on. `header.NAME=VALUE` selects by a header."""
+    return await _follow_topics(request, [topic], after, type, key, named, skip_expired, last_event_id)
+
+
+@routes.get(
+    "/v1/follow",
+    dependencies=[decides("read topic, of each that is named; without any, read topic *")],
+    response_class=Response,
+    responses=_STREAM | problems(404, 410),
+)
+async def follow_topics(
+    request: Request,
+    topic: Annotated[list[str] | None, Query(max_length=100)] = None,
+    after: AfterQuery = None,
+    type: TypeQuery = None,
+    key: KeyQuery = None,
+    named: Named = True,
+    skip_expired: SkipExpired = False,
+    last_event_id: LastEventId = None,
+) -> Response:
+    """Follow several topics, or the whole log."""
+    need_topics(request, topic)
+    return await _follow_topics(request, topic, after, type, key, named, skip_expired, last_event_id)
+
+
+@routes.get(
+    "/v1/groups/{group}/follow",
+    dependencies=[needs("read", "group", "group")],
+    response_class=Response,
+    responses=_STREAM | problems(404, 410),
+)
+async def follow_group(
+    request: Request,
+    group: GroupName,
+    after: AfterQuery = None,
+    named: Named = True,
+    last_event_id: LastEventId = None,
+) -> Response:
+    """Follow what a queue's bindings select, without claiming it."""
+    live = served(request).live
+    start = _start(after, last_event_id)
+    position = await live.end()
+    # Says that there is no such queue, or that retention took what is asked for.
+    place = position if start is None else start
+    await served(request).log.run(
+        overview.read_bound(group, after=place, settled=place, batch_size=1), patience_seconds=5
+    )
+    return _stream(request, ("group", group), Selection(), place, named, ("read", "group", [group]))
+
+
+@routes.get(
+    "/v1/subscriptions/{group}/{id}/follow",
+    dependencies=[needs("read", "group", "group")],
+    response_class=Response,
+    responses=_STREAM | problems(404),
+)
+async def follow_subscription(
+    request: Request,
+    group: GroupName,
+    id: Annotated[int, Path(ge=1, le=MAX_POSITION)],
+    after: AfterQuery = None,
+    named: Named = True,
+    last_event_id: LastEventId = None,
+) -> Response:
+    """Follow what a SQL subscription matches. What retention took is passed over."""
+    log, live = served(request).log, served(request).live
+    found = await log.run(overview.find_subscription(id), patience_seconds=5)
+    if found is None or found.group != group:
+        raise GroupNotFound(f'group "{group}" has no subscription {id}', hint="See GET /v1/subscriptions.")
+    start = _start(after, last_event_id)
+    position = await live.end() if start is None else start
+    return _stream(
+        request, ("subscriptions", group), Selection(subscription=id), position, named, ("read", "group", [group])
+    )
+
+
+async def _follow_topics(
+    request: Request,
+    topics: Sequence[str] | None,
+    after: int | None,
+    type: str | None,
+    key: str | None,
+    named: bool,
+    skip_expired: bool,
+    last_event_id: str | None,
+) -> Response:
+    log, live = served(request).log, served(request).live
+    names = None if topics is None else list(dict.fromkeys(topics))
+    selection = selection_of(request, names, type, key)
+    start = _start(after, last_event_id)
+    # Says which topic is missing.
+    gone_to = await log.run(calls.expired_to(names), patience_seconds=5)
+    position = await live.end()
+    if start is not None:
+        if gone_to > start and skip_expired:
+            start = gone_to
+        elif gone_to > start:
+            await log.run(calls.read(names, after=start, batch_size=1), patience_seconds=5)
+        position = start
+    return _stream(request, ("topics",), selection, position, named, ("read", "topic", names or ["*"]))
+
+
+def _start(after: int | None, last_event_id: str | None) -> int | None:
+    """Where to begin. A client that comes again knows better than the address that it was once given."""
+    if last_event_id is None or last_event_id == "":
+        return after
+    if not (last_event_id.isascii() and last_event_id.isdigit()) or int(last_event_id) > MAX_POSITION:
+        raise InvalidRequest("Last-Event-ID is the id of an event of this stream: a position")
+    return int(last_event_id)
+
+
+def _stream(
+    request: Request,
+    key: tuple[str, ...],
+    selection: Selection,
+    position: int,
+    named: bool,
+    right: tuple[str, str, list[str]],
+) -> Response:
+    here = served(request)
+    here.live.refuse_too_many()
+    known = here.opening.authenticate
+    stream = Stream(
+        selection,
+        position,
+        named=named,
+        allowed=_still_allowed(request, right) if known else _always,
+        ends_at=time.monotonic() + LONGEST_SECONDS if known else None,
+    )
+    return EventStream(here.live, key, stream)
+
+
+def _always() -> bool:
+    return True
+
+
+def _still_allowed(request: Request, right: tuple[str, str, list[str]]) -> Callable[[], bool]:
+    callers, account = served(request).callers, caller_of(request).account
+    action, kind, names = right
+
+    def allowed() -> bool:
+        caller = callers.named(account or "")
+        return all(caller.may(action, kind, name) for name in names)
+
+    return allowed

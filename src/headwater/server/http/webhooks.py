@@ -1,0 +1,235 @@
+"""Routes of webhooks: where events go by HTTP, and a test of each. Who sends events out of the house administers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import Path, Request
+from pydantic import BaseModel, Field
+from starlette.responses import Response
+
+from headwater import calls
+from headwater.aio.webhooks import new_secret
+from headwater.calls import webhooks as webhook_calls
+from headwater.errors import GroupNotFound
+from headwater.model import Webhook
+from headwater.server.audit import audited
+from headwater.server.http.answers import Time
+from headwater.server.http.rights import caller_of, needs
+from headwater.server.http.served import answer, problems, router, served
+from headwater.server.http.shapes import BindingToMake, Name, Number, Seconds, Shape, Text
+from headwater.server.webhooks import send_test
+
+routes = router("webhooks")
+
+WebhookName = Annotated[str, Path(min_length=1, max_length=200, description="the webhook's name", examples=["shop"])]
+Header = Annotated[str, Field(max_length=2000)]
+
+
+class WebhookSettings(Shape):
+    """Settings of a webhook."""
+
+    headers: dict[Name, Header] | None = None
+    body: Literal["envelope", "raw"] | None = None
+    timeout_seconds: Seconds | None = None
+    max_concurrency: Number | None = None
+    rate_per_second: Seconds | None = Field(default=None, description="0: as fast as it goes")
+    gzip_above_bytes: Number | None = Field(default=None, description="0: never")
+    client_errors: Literal["retry", "dead"] | None = Field(default=None, description="what an answer of 4xx means")
+
+
+class WebhookToMake(WebhookSettings):
+    """A webhook: a URL, and the events that go there."""
+
+    name: Annotated[str, Field(min_length=1, max_length=200)]
+    url: Annotated[str, Field(min_length=1, max_length=2000, examples=["https://shop.example/hooks"])]
+    bindings: list[BindingToMake] = Field(default_factory=list, max_length=100)
+    from_end: bool = Field(default=True, description="only what is published from now on")
+
+
+class WebhookChanges(WebhookSettings):
+    url: Annotated[str, Field(min_length=1, max_length=2000)] | None = None
+
+
+class Reason(Shape):
+    reason: Text | None = None
+
+
+class WebhookAnswer(BaseModel):
+    """A webhook, without its secrets. Its retries, and what died, are its group's."""
+
+    name: str
+    group: str
+    url: str
+    headers: dict[str, str]
+    body: Literal["envelope", "raw"]
+    timeout_seconds: float
+    max_concurrency: int | None
+    rate_per_second: float | None
+    gzip_above_bytes: int | None
+    client_errors: Literal["retry", "dead"]
+    state: Literal["active", "paused", "disabled"]
+    state_reason: str | None
+    created_at: Time
+    updated_at: Time
+
+
+class WebhookWithSecret(WebhookAnswer):
+    secret: str = Field(description="signs what is sent; shown only now")
+
+
+class WebhookList(BaseModel):
+    webhooks: list[WebhookAnswer]
+
+
+class Tested(BaseModel):
+    """What came of a test: the answer's status and the beginning of its body, or why there was none."""
+
+    webhook: str
+    accepted: bool
+    message_id: str
+    status: int | None
+    latency_ms: float
+    response: str
+    error: str | None
+
+
+class DeletedWebhook(BaseModel):
+    deleted: bool
+
+
+def _shown(webhook: Webhook) -> dict[str, Any]:
+    return {name: getattr(webhook, name) for name in WebhookAnswer.model_fields}
+
+
+@routes.get("/v1/webhooks", dependencies=[needs("alter", "log")], response_model=WebhookList, responses=problems())
+async def list_webhooks(request: Request) -> Response:
+    """Every webhook."""
+    return answer({"webhooks": [_shown(one) for one in await served(request).log.webhooks()]})
+
+
+@routes.post(
+    "/v1/webhooks",
+    status_code=201,
+    dependencies=[needs("alter", "log")],
+    response_model=WebhookWithSecret,
+    responses=problems(404, 409),
+)
+async def create_webhook(request: Request, body: WebhookToMake) -> Response:
+    """Send events to a URL, by a queue group of the webhook's name. Without bindings, everything goes there."""
+    log = served(request).log
+    settings = body.model_dump(exclude={"name", "url", "bindings", "from_end"})
+    told = {"url": body.url, "bindings": [one.model_dump(exclude_unset=True) for one in body.bindings]}
+    async with audited(log, caller_of(request), "webhook.create", body.name, told) as connection:
+        made = await log.create_webhook(body.name, body.url, from_end=body.from_end, connection=connection, **settings)
+        for one in body.bindings or [BindingToMake()]:
+            bind = calls.bind(
+                made.group,
+                topic=one.topic,
+                pattern=one.pattern,
+                headers=one.headers,
+                type=one.type,
+                from_position=one.from_position,
+            )
+            await log.run(bind, connection=connection)
+    return answer({**_shown(made), "secret": made.secrets[0]}, status=201)
+
+
+@routes.get(
+    "/v1/webhooks/{webhook}",
+    dependencies=[needs("alter", "log")],
+    response_model=WebhookAnswer,
+    responses=problems(404),
+)
+async def show_webhook(request: Request, webhook: WebhookName) -> Response:
+    """One webhook."""
+    return answer(_shown(await served(request).log.webhook(webhook)))
+
+
+@routes.patch(
+    "/v1/webhooks/{webhook}",
+    dependencies=[needs("alter", "log")],
+    response_model=WebhookAnswer,
+    responses=problems(404),
+)
+async def change_webhook(request: Request, webhook: WebhookName, body: WebhookChanges) -> Response:
+    """Change settings of a webhook. Whoever delivers it notices within seconds."""
+    log = served(request).log
+    changes = body.model_dump(exclude_unset=True)
+    # What is sent along may be a secret.
+    told = {name: value for name, value in changes.items() if name != "headers"}
+    async with audited(log, caller_of(request), "webhook.alter", webhook, told) as connection:
+        return answer(_shown(await log.alter_webhook(webhook, connection=connection, **changes)))
+
+
+@routes.delete(
+    "/v1/webhooks/{webhook}",
+    dependencies=[needs("alter", "log")],
+    response_model=DeletedWebhook,
+    responses=problems(404),
+)
+async def delete_webhook(request: Request, webhook: WebhookName) -> Response:
+    """Forget a webhook. Its group stays, with its dead letters."""
+    log = served(request).log
+    async with audited(log, caller_of(request), "webhook.delete", webhook, {}) as connection:
+        if not await log.run(webhook_calls.delete_webhook(webhook), connection=connection):
+            raise GroupNotFound(f'there is no webhook "{webhook}"', detail={"webhook": webhook})
+    return answer({"deleted": True})
+
+
+@routes.post(
+    "/v1/webhooks/{webhook}/pause",
+    dependencies=[needs("alter", "log")],
+    response_model=WebhookAnswer,
+    responses=problems(404),
+)
+async def pause_webhook(request: Request, webhook: WebhookName, body: Reason | None = None) -> Response:
+    """Send nothing until resumed. What is under way is finished."""
+    reason = None if body is None else body.reason
+    return await _set(
+        request, "webhook.pause", webhook, webhook_calls.set_webhook_state(webhook, "paused", reason=reason)
+    )
+
+
+@routes.post(
+    "/v1/webhooks/{webhook}/resume",
+    dependencies=[needs("alter", "log")],
+    response_model=WebhookAnswer,
+    responses=problems(404),
+)
+async def resume_webhook(request: Request, webhook: WebhookName) -> Response:
+    """Send again, from where it was; also after its receiver had it disabled."""
+    return await _set(request, "webhook.resume", webhook, webhook_calls.set_webhook_state(webhook, "active"))
+
+
+@routes.post(
+    "/v1/webhooks/{webhook}/secret",
+    dependencies=[needs("alter", "log")],
+    response_model=WebhookWithSecret,
+    responses=problems(404),
+)
+async def rotate_secret(request: Request, webhook: WebhookName) -> Response:
+    """Sign with a new secret, and with the one before it too, until the next rotation."""
+    log = served(request).log
+    call = webhook_calls.rotate_webhook_secret(webhook, new_secret(), keep=1)
+    async with audited(log, caller_of(request), "webhook.rotate_secret", webhook, {}) as connection:
+        changed = await log.run(call, connection=connection)
+    return answer({**_shown(changed), "secret": changed.secrets[0]})
+
+
+@routes.post(
+    "/v1/webhooks/{webhook}/test",
+    dependencies=[needs("alter", "log")],
+    response_model=Tested,
+    responses=problems(404),
+)
+async def test_webhook(request: Request, webhook: WebhookName) -> Response:
+    """Send a signed event that is in no topic, now and once, whatever the webhook's state; says what came of it."""
+    here = served(request)
+    return answer(await send_test(here.log, webhook, allowed=here.opening.webhook_networks))
+
+
+async def _set(request: Request, action: str, name: str, call: calls.Call[Webhook]) -> Response:
+    log = served(request).log
+    async with audited(log, caller_of(request), action, name, {}) as connection:
+        return answer(_shown(await log.run(call, connection=connection)))

@@ -1,0 +1,95 @@
+"""Where the event stores are that are served: in Postgres, or in a directory of SQLite files."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from headwater import calls
+from headwater.aio import AsyncHeadwater
+from headwater.aio.store import EventStore
+from headwater.server.rpc.names import Names, SharedNames
+from headwater.store import AsyncSqliteEventStore, AsyncSqliteStores
+
+Store = EventStore | AsyncSqliteEventStore
+
+
+class Backend(ABC):
+    """Event stores, and what is beside them."""
+
+    kind: str
+    names: Names
+
+    @abstractmethod
+    async def store(self, name: str) -> Store:
+        """An event store that exists; TopicNotFound if it does not."""
+
+    @abstractmethod
+    async def create(self, name: str, *, if_missing: bool) -> None:
+        """Make an event store."""
+
+    @abstractmethod
+    async def stores(self) -> list[str]:
+        """The names of all event stores."""
+
+    @abstractmethod
+    async def ping(self) -> None:
+        """Raise LogUnavailable, unless the stores can be reached."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Let go of what was taken for serving."""
+
+
+class PostgresBackend(Backend):
+    """The event stores of a log."""
+
+    kind = "postgres"
+
+    def __init__(self, log: AsyncHeadwater) -> None:
+        self.log = log
+        self.names: SharedNames = SharedNames(log)
+        self._known: set[str] = set()
+
+    async def store(self, name: str) -> EventStore:
+        if name not in self._known:
+            # Only what exists is kept in memory, whatever callers may name.
+            await self.log._run(calls.event_store_head(name))
+            self._known.add(name)
+        return self.log.store(name)
+
+    async def create(self, name: str, *, if_missing: bool) -> None:
+        await self.log.create_store(name, if_missing=if_missing)
+
+    async def stores(self) -> list[str]:
+        return await self.log._run(calls.event_stores())
+
+    async def ping(self) -> None:
+        await self.log._run(calls.head())
+
+    async def close(self) -> None:
+        await self.names.close()
+
+
+class SqliteBackend(Backend):
+    """The event stores of a directory, which this process has for itself."""
+
+    kind = "sqlite"
+
+    def __init__(self, stores: AsyncSqliteStores) -> None:
+        self._stores = stores
+        self.names = Names()
+
+    async def store(self, name: str) -> AsyncSqliteEventStore:
+        return self._stores.store(name)
+
+    async def create(self, name: str, *, if_missing: bool) -> None:
+        await self._stores.create_store(name, if_missing=if_missing)
+
+    async def stores(self) -> list[str]:
+        return self._stores.stores()
+
+    async def ping(self) -> None:
+        self._stores.stores()
+
+    async def close(self) -> None:
+        """Whoever opened the directory closes it."""

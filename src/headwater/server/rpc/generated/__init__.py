@@ -1,0 +1,1 @@
+"""Messages and services, as modules: generated from the files in proto by tools/protos.py."""

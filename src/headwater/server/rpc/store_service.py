@@ -1,0 +1,208 @@
+"""The service EventStore: append one by one or in a stream, read by query, subscribe."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any, Final
+
+import psycopg
+
+from headwater.errors import HeadwaterError, InvalidRequest
+from headwater.server.rpc import messages
+from headwater.server.rpc.backends import Backend, Store
+from headwater.server.rpc.calling import Call
+from headwater.server.rpc.generated import headwater_pb2 as pb
+from headwater.telemetry import ERROR, logger
+
+# So many appends of one stream are under way at most, and so many bytes; what comes then waits with its sender.
+WINDOW_APPENDS: Final = 256
+WINDOW_BYTES: Final = 16_777_216
+
+
+class EventStoreService:
+    """Every method is one of the protocol; its promise is there."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    async def create_store(self, request: pb.CreateStoreRequest, call: Call) -> pb.CreateStoreResponse:
+        call.need("create", "topic", request.store)
+        await self._backend.create(request.store, if_missing=request.if_missing)
+        return pb.CreateStoreResponse()
+
+    async def list_stores(self, request: pb.ListStoresRequest, call: Call) -> pb.ListStoresResponse:
+        names = await self._backend.stores()
+        return pb.ListStoresResponse(stores=[name for name in names if call.caller.may("describe", "topic", name)])
+
+    async def append(self, request: pb.AppendRequest, call: Call) -> pb.AppendResponse:
+        call.need("write", "topic", request.store)
+        store = await self._backend.store(request.store)
+        appended = await store.append(
+            [messages.new_store_event(event) for event in request.events],
+            messages.condition(request),
+            patience_seconds=call.patience_seconds(),
+        )
+        return messages.append_response(appended)
+
+    async def append_stream(
+        self, requests: AsyncIterator[pb.AppendStreamRequest], call: Call
+    ) -> AsyncIterator[pb.AppendStreamResponse]:
+        window = Window()
+        reader = asyncio.create_task(self._take(requests, call, window))
+        try:
+            while verdicts := await window.next_verdicts():
+                yield pb.AppendStreamResponse(verdicts=verdicts)
+            # Why no more are taken, if it is not that there are none.
+            await reader
+        finally:
+            await window.give_up(reader)
+
+    async def _take(self, requests: AsyncIterator[pb.AppendStreamRequest], call: Call, window: Window) -> None:
+        """Begin every append of the stream, as far as there is room."""
+        name = ""
+        store: Store | None = None
+        try:
+            async for request in requests:
+                if request.store and name and request.store != name:
+                    raise InvalidRequest("a stream appends to one event store", hint="Open another stream for another.")
+                name = name or request.store
+                call.need_still("write", "topic", name)
+                store = store or await self._backend.store(name)
+                share = request.ByteSize() // max(len(request.appends), 1)
+                for append in request.appends:
+                    await window.room_for(share)
+                    window.begin(_verdict(store, append, call), share)
+        finally:
+            window.begin_no_more()
+
+    async def read_matching(self, request: pb.ReadMatchingRequest, call: Call) -> pb.ReadMatchingResponse:
+        call.need("read", "topic", request.store)
+        store = await self._backend.store(request.store)
+        events = await store.read(
+            messages.query(request.query),
+            after=request.after,
+            before=request.before if request.HasField("before") else None,
+            backwards=request.backwards,
+            batch_size=messages.within(request.batch_size, 100, messages.MAX_READ, "a batch"),
+            max_bytes=messages.within(request.max_bytes, messages.MAX_READ_BYTES, messages.MAX_READ_BYTES, "max_bytes"),
+        )
+        return pb.ReadMatchingResponse(events=map(messages.store_event_message, events))
+
+    async def latest(self, request: pb.LatestRequest, call: Call) -> pb.LatestResponse:
+        call.need("read", "topic", request.store)
+        store = await self._backend.store(request.store)
+        latest = await store.latest(messages.query(request.query))
+        return pb.LatestResponse(
+            items=[
+                pb.LatestOfItem(event=None if event is None else messages.store_event_message(event))
+                for event in latest.events
+            ],
+            position=latest.position,
+        )
+
+    async def count(self, request: pb.CountRequest, call: Call) -> pb.CountResponse:
+        call.need("read", "topic", request.store)
+        store = await self._backend.store(request.store)
+        before = request.before if request.HasField("before") else None
+        return pb.CountResponse(
+            count=await store.count(messages.query(request.query), after=request.after, before=before)
+        )
+
+    async def head(self, request: pb.HeadRequest, call: Call) -> pb.HeadResponse:
+        call.need("read", "topic", request.store)
+        return pb.HeadResponse(position=await (await self._backend.store(request.store)).head())
+
+    async def subscribe(self, request: pb.SubscribeRequest, call: Call) -> AsyncIterator[pb.SubscribeResponse]:
+        call.need("read", "topic", request.store)
+        store = await self._backend.store(request.store)
+        async with self._backend.names.holding(request.store, request.subscriber_name, call):
+            batches = store.subscribe_batches(
+                messages.query(request.query),
+                after=request.after if request.HasField("after") else None,
+                from_end=request.from_end,
+                batch_size=messages.within(request.batch_size, messages.MAX_STREAMED, messages.MAX_STREAMED, "a batch"),
+                stop_when_caught_up=request.stop_when_caught_up,
+            )
+            async with aclosing(batches):  # type: ignore[type-var]
+                async for events in batches:
+                    call.need_still("read", "topic", request.store)
+                    for parcel in messages.parcels(events):
+                        yield pb.SubscribeResponse(events=map(messages.store_event_message, parcel))
+
+    async def open_store_cursor(self, request: pb.OpenStoreCursorRequest, call: Call) -> pb.OpenCursorResponse:
+        call.need("read", "group", request.cursor)
+        store = await self._backend.store(request.store)
+        return pb.OpenCursorResponse(position=await store._open_cursor(request.cursor, request.start_after))
+
+    async def advance_store_cursor(self, request: pb.AdvanceStoreCursorRequest, call: Call) -> pb.AdvanceCursorResponse:
+        call.need("read", "group", request.cursor)
+        store = await self._backend.store(request.store)
+        await store._move_cursor(request.cursor, request.from_position, request.to_position)
+        return pb.AdvanceCursorResponse()
+
+
+async def _verdict(store: Store, append: pb.NumberedAppend, call: Call) -> pb.Verdict:
+    try:
+        appended = await store.append(
+            [messages.new_store_event(event) for event in append.events],
+            messages.condition(append),
+            patience_seconds=call.patience_seconds(),
+        )
+    except HeadwaterError as error:
+        return pb.Verdict(number=append.number, refused=messages.refusal(error))
+    except psycopg.Error as error:
+        logger.error("an append failed", extra={ERROR: str(error)}, exc_info=error)
+        return pb.Verdict(number=append.number, refused=messages.refusal(HeadwaterError("something unexpected")))
+    return pb.Verdict(number=append.number, appended=messages.append_response(appended))
+
+
+class Window:
+    """The appends of one stream that are under way, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._under_way: deque[tuple[asyncio.Task[pb.Verdict], int]] = deque()
+        self._bytes = 0
+        self._complete = False
+        self._came = asyncio.Event()
+        self._went = asyncio.Event()
+
+    async def room_for(self, size: int) -> None:
+        """Wait until one more may be under way. One alone always may, however large."""
+        while self._under_way and (len(self._under_way) >= WINDOW_APPENDS or self._bytes + size > WINDOW_BYTES):
+            self._went.clear()
+            await self._went.wait()
+
+    def begin(self, append: Any, size: int) -> None:
+        self._under_way.append((asyncio.create_task(append), size))
+        self._bytes += size
+        self._came.set()
+
+    def begin_no_more(self) -> None:
+        self._complete = True
+        self._came.set()
+
+    async def next_verdicts(self) -> list[pb.Verdict]:
+        """The next verdicts, as many as there are; none: all were told."""
+        while not self._under_way:
+            if self._complete:
+                return []
+            self._came.clear()
+            await self._came.wait()
+        await asyncio.wait([self._under_way[0][0]])
+        verdicts = []
+        while self._under_way and self._under_way[0][0].done():
+            task, size = self._under_way.popleft()
+            self._bytes -= size
+            verdicts.append(task.result())
+        self._went.set()
+        return verdicts
+
+    async def give_up(self, reader: asyncio.Task[None]) -> None:
+        """Nobody waits for verdicts any more."""
+        tasks = [reader, *(task for task, _ in self._under_way)]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

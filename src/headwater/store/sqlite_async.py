@@ -1,0 +1,189 @@
+"""Event stores on SQLite for programs with an event loop: the same stores, asked in threads, one group at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+from headwater.aio.appending import Verdicts
+from headwater.aio.subscribing import StoreHandler, Subscribing
+from headwater.aio.tailing import StoreEvents
+from headwater.calls import EncodedAppend
+from headwater.deciding import SavedState, SnapshotKey
+from headwater.field_index import Combine, FieldIndex, IndexCondition, Kind
+from headwater.query import EVERYTHING, Appended, Condition, Latest, NewStoreEvent, Query, StoreEvent, outcome
+from headwater.store.sqlite import SqliteEventStore, SqliteStores
+
+T = TypeVar("T")
+
+
+class AsyncSqliteEventStore(Subscribing):
+    """One event store in a file. Its methods mean what those of an event store on Postgres mean."""
+
+    def __init__(self, store: SqliteEventStore) -> None:
+        super().__init__(store.topic)
+        self._store = store
+
+    async def append(
+        self,
+        events: NewStoreEvent | Sequence[NewStoreEvent],
+        condition: Condition | None = None,
+        *,
+        patience_seconds: float = 30.0,
+    ) -> Appended:
+        """Append events, all of them or none, if the condition holds; AppendConflict says that it does not."""
+        encoded = self._store.encoded(events, condition)
+        return outcome(await self._lane.append(encoded, timeout_seconds=patience_seconds), condition)
+
+    async def read(
+        self,
+        query: Query = EVERYTHING,
+        *,
+        after: int = 0,
+        before: int | None = None,
+        backwards: bool = False,
+        batch_size: int = 100,
+        max_bytes: int = 16_777_216,
+    ) -> list[StoreEvent]:
+        """A batch of the events that match, after one position and before another; backwards: the newest first."""
+        return await asyncio.to_thread(
+            self._store.read,
+            query,
+            after=after,
+            before=before,
+            backwards=backwards,
+            batch_size=batch_size,
+            max_bytes=max_bytes,
+        )
+
+    async def count(self, query: Query = EVERYTHING, *, after: int = 0, before: int | None = None) -> int:
+        """How many events match."""
+        return await asyncio.to_thread(self._store.count, query, after=after, before=before)
+
+    async def latest(self, query: Query) -> Latest:
+        """The latest event of each item of the query, and the position of the latest of all."""
+        return await asyncio.to_thread(self._store.latest, query)
+
+    async def head(self) -> int:
+        """The position of the last event; 0 if there is none."""
+        return await asyncio.to_thread(self._store.head)
+
+    async def create_index(
+        self,
+        name: str,
+        fields: Sequence[str] | Mapping[str, Kind],
+        *,
+        conditions: Sequence[IndexCondition] = (),
+        combine: Combine = "and",
+        batch_size: int = 1000,
+    ) -> None:
+        """Let queries on all of these fields find their events as by a tag. Appends go on meanwhile."""
+        await asyncio.to_thread(
+            self._store.create_index, name, fields, conditions=conditions, combine=combine, batch_size=batch_size
+        )
+
+    async def drop_index(self, name: str) -> bool:
+        """Do without an index from now on, and give its room back. False if there was none."""
+        return await asyncio.to_thread(self._store.drop_index, name)
+
+    async def indexes(self) -> list[FieldIndex]:
+        """The indexes on fields."""
+        return await asyncio.to_thread(self._store.indexes)
+
+    async def index(self, name: str) -> FieldIndex | None:
+        """The index of a name; None: there is none."""
+        return await asyncio.to_thread(self._store.index, name)
+
+    async def load_snapshot(self, key: SnapshotKey) -> SavedState | None:
+        """The state that a decider saved; None: there is none of this version."""
+        return await asyncio.to_thread(self._store.load_snapshot, key)
+
+    async def save_snapshot(self, key: SnapshotKey, saved: SavedState) -> None:
+        """Keep a state for the next decision, unless a later one is kept."""
+        await asyncio.to_thread(self._store.save_snapshot, key, saved)
+
+    async def forget_snapshots(self, name: str) -> int:
+        """Forget all states of a name, and say how many there were."""
+        return await asyncio.to_thread(self._store.forget_snapshots, name)
+
+    async def _send(self, appends: Sequence[EncodedAppend]) -> Verdicts:
+        return await asyncio.to_thread(self._store._send, appends)
+
+    async def _read_after(self, position: int, batch_size: int) -> StoreEvents:
+        return await asyncio.to_thread(self._store._read_after, position, batch_size)
+
+    async def _read_batch(
+        self, query: Query, after: int, before: int | None, backwards: bool, batch_size: int
+    ) -> StoreEvents:
+        return await asyncio.to_thread(self._store._read_batch, query, after, before, backwards, batch_size)
+
+    async def _last_position(self) -> int:
+        return await self.head()
+
+    async def _open_cursor(self, name: str, start_after: int) -> int:
+        return await asyncio.to_thread(self._store._open_cursor, name, start_after)
+
+    async def _find_cursor(self, name: str) -> int | None:
+        return await asyncio.to_thread(self._store._find_cursor, name)
+
+    async def _move_cursor(self, name: str, from_position: int, to_position: int) -> None:
+        await asyncio.to_thread(self._store._move_cursor, name, from_position, to_position)
+
+    async def _apply(
+        self, handler: StoreHandler, events: Sequence[StoreEvent], cursor: str, from_position: int, to_position: int
+    ) -> None:
+        loop = asyncio.get_running_loop()
+
+        def handle(connection: sqlite3.Connection, handed: Sequence[StoreEvent]) -> None:
+            # The transaction is of the thread; the handler runs in the event loop, which is not blocked meanwhile.
+            asyncio.run_coroutine_threadsafe(_awaited(handler(connection, handed)), loop).result()
+
+        await asyncio.to_thread(self._store._apply, handle, events, cursor, from_position, to_position)
+
+    async def _do_upkeep(self) -> None:
+        """A file needs none."""
+
+    async def _patiently(self, act: Callable[[], Awaitable[T]], patience_seconds: float | None) -> T:
+        # Nothing is far away here: what fails now fails later.
+        return await act()
+
+
+async def _awaited(handling: Awaitable[None]) -> None:
+    await handling
+
+
+class AsyncSqliteStores:
+    """The event stores in one directory. One process at a time has them."""
+
+    def __init__(self, directory: Path) -> None:
+        self._blocking = SqliteStores(directory)
+        self._stores: dict[str, AsyncSqliteEventStore] = {}
+
+    async def create_store(self, name: str, *, if_missing: bool = False) -> AsyncSqliteEventStore:
+        """Create an event store. An existing one is TopicExists, unless `if_missing`."""
+        await asyncio.to_thread(self._blocking.create_store, name, if_missing=if_missing)
+        return self.store(name)
+
+    def store(self, name: str) -> AsyncSqliteEventStore:
+        """An event store that exists."""
+        found = self._blocking.store(name)
+        return self._stores.setdefault(name, AsyncSqliteEventStore(found))
+
+    def stores(self) -> list[str]:
+        """The names of the event stores."""
+        return self._blocking.stores()
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._blocking.close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()

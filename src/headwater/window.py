@@ -1,0 +1,174 @@
+"""What an append must ask of the log, and what need not be asked since it is known: the marks of the last events.
+
+No I/O here. An append is accepted ahead if nothing can speak against it. To say so, a condition is brought down to
+*doubts*: if none is true, the condition holds. If one is true, only a check in full can tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+from headwater.query import Condition, Item, LatestMatchIs
+
+MAX_MARKS = 50_000
+
+
+class Doubt(NamedTuple):
+    """What would speak against an append: an event above a position that has all of these marks."""
+
+    marks: tuple[str, ...]
+    above: int
+
+
+class Seen(NamedTuple):
+    """What must speak for it: the event at this position has this mark."""
+
+    mark: str
+    position: int
+
+
+class Question(NamedTuple):
+    """All that has to be asked before an append can be accepted."""
+
+    doubts: tuple[Doubt, ...] = ()
+    seen: tuple[Seen, ...] = ()
+
+
+class Known(NamedTuple):
+    """The last event that somebody knows of who knows all before it. The id tells it from any other at its place."""
+
+    position: int
+    event_id: str
+
+
+class Noted(NamedTuple):
+    """An event that was appended: where it is, and what it is found by."""
+
+    position: int
+    event_id: str
+    marks: Sequence[str]
+
+
+def marks_of(type_: str, tags: Sequence[str]) -> tuple[str, ...]:
+    """What an event is found by: ':' and its type, '#' and each of its tags."""
+    return (f":{type_}", *[f"#{tag}" for tag in tags])
+
+
+def question_of(condition: Condition | None) -> Question | None:
+    """What to ask for a condition; None: it can only be checked in full."""
+    if condition is None:
+        return Question()
+    items = condition.query.items
+    seen = condition.position or 0
+    if isinstance(condition, LatestMatchIs) and seen:
+        if len(items) != 1 or items[0].fields or len(items[0].types) > 1 or not (items[0].tags or items[0].types):
+            return None
+        marks = [f":{type_}" for type_ in items[0].types] + [f"#{tag}" for tag in items[0].tags]
+        return Question(tuple(_doubts(items[0], seen)), tuple([Seen(mark, seen) for mark in marks]))
+    if len(items) == 1:
+        return Question(tuple(_doubts(items[0], seen)))
+    return Question(tuple([doubt for item in items or (Item(),) for doubt in _doubts(item, seen)]))
+
+
+def _doubts(item: Item, above: int) -> Iterable[Doubt]:
+    """Doubts of which one is true wherever the item matches an event. They may be true where it does not."""
+    if item.tags:
+        # The types would seldom tell more: of what has the tags, most has one of them.
+        return (Doubt(tuple([f"#{tag}" for tag in item.tags]), above),)
+    if item.types:
+        return [Doubt((f":{type_}",), above) for type_ in item.types]
+    return (Doubt((), above),)
+
+
+class Window:
+    """The last events of a store as far as this process has appended them: for each mark the last that has it.
+
+    What others append is not in it: whoever appends says which event it knows last, and the log compares that with its
+    own last one.
+    """
+
+    def __init__(self, *, max_marks: int = MAX_MARKS) -> None:
+        self._max_marks = max_marks
+        self.known: Known | None = None
+        # Every event above the floor and up to the head is known. At first nothing is, not even where the head is.
+        self._floor = self._middle = self._head = -1
+        self._recent: dict[str, int] = {}
+        # Marks of events up to the middle: forgotten when the recent ones are too many.
+        self._older: dict[str, int] = {}
+
+    def accept(
+        self, wishes: Iterable[tuple[Question | None, Collection[str], Collection[str]]]
+    ) -> list[tuple[int, Question]]:
+        """Which of several appends can be accepted side by side, and what is left to ask for each.
+
+        A wish is the question of an append, and the marks and ids of its events. One goes before another that came
+        first only if neither is about what the other appends, so that each fares as it would have fared in order.
+        """
+        chosen = []
+        earlier: set[str] = set()
+        # What those who stay behind must not see appended before them.
+        watched: set[str] = set()
+        ids_behind: set[str] = set()
+        for place, (question, marks, ids) in enumerate(wishes):
+            if question is None:
+                break
+            if (
+                self.is_in_doubt(question)
+                or not watched.isdisjoint(marks)
+                or not ids_behind.isdisjoint(ids)
+                or (earlier and any(earlier.issuperset(doubt.marks) for doubt in question.doubts))
+            ):
+                if not all(doubt.marks for doubt in question.doubts):
+                    break
+                watched.update(doubt.marks[0] for doubt in question.doubts)
+                ids_behind.update(ids)
+            else:
+                chosen.append((place, self._left_of(question)))
+            earlier.update(marks)
+        return chosen
+
+    def is_in_doubt(self, question: Question | None) -> bool:
+        """Whether it is known already that a check in full is needed."""
+        return question is None or any(
+            self._head > doubt.above and all(self._last(mark) > doubt.above for mark in doubt.marks)
+            for doubt in question.doubts
+        )
+
+    def note(self, tail: int, appended: Iterable[Noted]) -> None:
+        """Add events that were appended one after the other, the first right after the event at `tail`."""
+        if tail != self._head:
+            # Others have appended, so there are events that are not known here.
+            self.forget()
+            self._floor = self._middle = self._head = tail
+        for position, event_id, marks in appended:
+            self._head = position
+            self.known = Known(position, event_id)
+            for mark in marks:
+                self._recent[mark] = position
+        if len(self._recent) > self._max_marks:
+            self._floor, self._middle = self._middle, self._head
+            self._older, self._recent = self._recent, {}
+
+    def forget(self) -> None:
+        """Know nothing any more."""
+        self.known = None
+        self._floor = self._middle = self._head = -1
+        self._recent, self._older = {}, {}
+
+    def _left_of(self, question: Question) -> Question:
+        return Question(
+            tuple([Doubt(doubt.marks, self._certain_to(doubt)) for doubt in question.doubts]),
+            tuple([seen for seen in question.seen if self._last(seen.mark) != seen.position]),
+        )
+
+    def _certain_to(self, doubt: Doubt) -> int:
+        """Up to where no event can make the doubt true."""
+        if self.known is not None and self._floor <= doubt.above < self._head:
+            for mark in doubt.marks:
+                if self._last(mark) <= doubt.above:
+                    return self._head
+        return doubt.above
+
+    def _last(self, mark: str) -> int:
+        return self._recent.get(mark) or self._older.get(mark, 0)

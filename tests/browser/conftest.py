@@ -1,0 +1,136 @@
+"""A real browser, and a server as a user starts it. Without Chromium the tests are skipped, and say so."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from psycopg import conninfo
+
+playwright = pytest.importorskip("playwright.sync_api")
+from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright  # noqa: E402
+
+ARTEFACTS = Path(os.environ.get("HEADWATER_ARTEFACTS", Path(__file__).parents[2] / "artefacts")) / "browser"
+# What a browser does by itself over the network, it does not do in tests.
+QUIET = (
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+PATIENCE_MS = 15_000
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A `headwater serve`, and where it is."""
+
+    process: subprocess.Popen[str]
+    url: str
+    kafka: str
+
+
+Serve = Callable[..., AbstractContextManager[Serving]]
+
+
+@contextmanager
+def _serving(dsn: str, *options: str, http: str = "127.0.0.1:0") -> Iterator[Serving]:
+    # With no more rights than the documents say that it needs.
+    dsn = conninfo.make_conninfo(dsn, options="-c role=headwater_admin")
+    program = "from headwater.cli import main; main()"
+    command = [sys.executable, "-c", program, "serve", "--http", http, "--dsn", dsn, "--json", *options]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HEADWATER_")}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, "the server did not start"
+        told = json.loads(line)
+        address = told["http"]
+        yield Serving(process, address if "://" in address else f"http://{address}", ",".join(told.get("kafka", ())))
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def serve(dsn: str) -> Serve:
+    return lambda *options, **given: _serving(dsn, *options, **given)
+
+
+@pytest.fixture(scope="module")
+def server(serve: Serve) -> Iterator[Serving]:
+    with serve("--kafka", "127.0.0.1:0", "--allow-network", "127.0.0.1") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    # Not for the whole run: while Playwright is there, its event loop runs in this thread, and no other can.
+    found = next((path for name in ("chromium", "chromium-browser") if (path := shutil.which(name))), None)
+    if found is None:
+        pytest.skip("no Chromium on this machine: apt-get install chromium")
+    arguments = [*QUIET, *(("--no-sandbox",) if os.getuid() == 0 else ())]
+    with sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=found, args=arguments)
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def _page(browser: Browser, name: str, **given: object) -> Iterator[Page]:
+    context: BrowserContext = browser.new_context(**given)  # type: ignore[arg-type]
+    context.set_default_timeout(PATIENCE_MS)
+    page = context.new_page()
+    wrong: list[str] = []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    # A refused request is part of some tests; that the browser reports it is no error of the page.
+    page.on(
+        "console",
+        lambda message: (
+            wrong.append(message.text)
+            if message.type == "error" and "Failed to load resource" not in message.text
+            else None
+        ),
+    )
+    try:
+        yield page
+    finally:
+        ARTEFACTS.mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=ARTEFACTS / f"{name}.png", full_page=True)
+        context.close()
+    assert wrong == []
+
+
+@pytest.fixture
+def page(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Page]:
+    """A page at the width of a desk; its last sight is kept as a picture."""
+    with _page(browser, request.node.name, viewport={"width": 1200, "height": 800}) as found:
+        yield found
+
+
+@pytest.fixture
+def phone(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Page]:
+    with _page(
+        browser,
+        request.node.name,
+        viewport={"width": 375, "height": 740},
+        has_touch=True,
+        is_mobile=True,
+        color_scheme="dark",
+    ) as found:
+        yield found

@@ -1,0 +1,377 @@
+"""Can a person use the console? The main paths, in a real browser against a real server."""
+
+from __future__ import annotations
+
+import os
+import re
+from datetime import timedelta
+
+import pytest
+from confluent_kafka import Consumer, Producer
+from playwright.sync_api import Locator, Page, expect
+
+import headwater
+from conftest import Serve, Serving
+from headwater import access
+from headwater.calls import access as access_calls
+from headwater.calls import pipeline_runs
+from webhook_receiver import Receiver
+
+PAGES = ("", "topics", "events", "groups", "subscriptions", "stores", "pipelines", "kafka", "webhooks", "accounts")
+
+
+def row_of(page: Page, table: str, text: str) -> Locator:
+    return page.get_by_role("table", name=table).get_by_role("row").filter(has_text=text)
+
+
+def bury_all(log: headwater.Headwater, group: str) -> None:
+    """Let every event of a group die of an error."""
+    while lease := log.claim(group, worker="undertaker", batch_size=100):
+        log.nack(lease, *lease.events, error="no such customer", dead=True)
+
+
+def test_the_overview_moves_by_itself(page: Page, server: Serving, log: headwater.Headwater) -> None:
+    log.create_topic("seen")
+    log.create_group("seen-by", "seen")
+    page.goto(server.url)
+    row = row_of(page, "Queue groups", "seen-by")
+    expect(row).to_be_visible()
+    log.publish_batch("seen", [headwater.NewEvent({"number": number}) for number in range(25)])
+    expect(row.get_by_role("cell", name="25", exact=True)).to_be_visible()
+    expect(page.get_by_text("Events per second")).to_be_visible()
+
+
+def test_a_topic_is_made_published_to_and_deleted_after_it_was_asked(
+    page: Page, server: Serving, log: headwater.Headwater
+) -> None:
+    page.goto(f"{server.url}/#/topics")
+    page.get_by_role("button", name="New topic").click()
+    page.get_by_label("Name").fill("shop-orders")
+    page.get_by_role("button", name="Create").click()
+    expect(page.get_by_role("heading", name="shop-orders", level=1)).to_be_visible()
+    page.get_by_role("button", name="Publish").click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_label("Type").fill("placed")
+    dialog.get_by_label("Payload").fill('{"total": 12}')
+    dialog.get_by_role("button", name="Publish").click()
+    expect(page.get_by_role("status").filter(has_text="Published at position")).to_be_visible()
+    (event,) = log.read("shop-orders")
+    assert (event.type, event.data) == ("placed", {"total": 12})
+
+    page.get_by_role("button", name="Delete").click()
+    expect(dialog.get_by_text("1 event")).to_be_visible()
+    delete = dialog.get_by_role("button", name="Delete topic")
+    expect(delete).to_be_disabled()
+    dialog.get_by_role("button", name="Cancel").click()
+    assert [topic.name for topic in log.topics() if topic.name == "shop-orders"]
+    page.get_by_role("button", name="Delete").click()
+    dialog.get_by_role("textbox").fill("shop-orders")
+    delete.click()
+    expect(page).to_have_url(re.compile("#/topics$"))
+    assert not [topic.name for topic in log.topics() if topic.name == "shop-orders"]
+
+
+def test_a_bad_name_is_refused_in_the_form_and_can_be_mended(page: Page, server: Serving) -> None:
+    page.goto(f"{server.url}/#/topics")
+    page.get_by_role("button", name="New topic").click()
+    page.get_by_label("Name").fill("x" * 300)
+    page.get_by_role("button", name="Create").click()
+    expect(page.get_by_role("dialog").get_by_role("alert")).to_contain_text("characters")
+    page.get_by_label("Name").fill("mended")
+    page.get_by_role("button", name="Create").click()
+    expect(page.get_by_role("heading", name="mended", level=1)).to_be_visible()
+
+
+def test_events_are_found_by_key_type_and_header_and_looked_into(
+    page: Page, server: Serving, log: headwater.Headwater
+) -> None:
+    log.create_topic("searched")
+    events = [
+        headwater.NewEvent(
+            {"number": number}, key=f"k{number % 3}", type=f"t{number % 2}", headers={"shop": f"s{number % 5}"}
+        )
+        for number in range(120)
+    ]
+    log.publish_batch("searched", events)
+    log.publish("searched", b"\x00\xff", type="binary")
+    page.goto(f"{server.url}/#/events?topic=searched")
+    rows = page.get_by_role("table", name="Events").locator("tbody tr")
+    expect(rows).to_have_count(50)
+    page.get_by_role("button", name="Older events").click()
+    expect(rows).to_have_count(100)
+    page.get_by_label("Key").fill("k1")
+    page.get_by_label("Type").fill("t0")
+    page.get_by_label("Header").fill("shop=s4")
+    page.get_by_role("button", name="Search").click()
+    # k1 and t0 and s4: those that leave 4 when divided by 6 and by 5.
+    expect(rows).to_have_count(4)
+    rows.first.get_by_role("button").click()
+    dialog = page.get_by_role("dialog")
+    expect(dialog).to_contain_text('"number": 94')
+    expect(dialog).to_contain_text('"shop": "s4"')
+    page.keyboard.press("Escape")
+    expect(dialog).to_be_hidden()
+    for name in ("Key", "Header"):
+        page.get_by_label(name).fill("")
+    page.get_by_label("Type").fill("binary")
+    page.get_by_role("button", name="Search").click()
+    expect(rows).to_have_count(1)
+    rows.first.get_by_role("button").click()
+    expect(dialog).to_contain_text("AP8=")
+
+
+def test_events_are_followed_live_over_a_restart_of_the_server(
+    page: Page, serve: Serve, log: headwater.Headwater
+) -> None:
+    log.create_topic("live")
+    log.publish("live", {"number": 0})
+    with serve() as first:
+        port = first.url.rpartition(":")[2]
+        page.goto(f"{first.url}/#/events?topic=live")
+        page.get_by_label("Follow live").check()
+        expect(page.get_by_text("live", exact=True).last).to_be_visible()
+        expect(page.locator(".badge.good")).to_have_text("live")
+        log.publish("live", {"number": 1}, type="counted")
+        rows = page.get_by_role("table", name="Events").locator("tbody tr")
+        expect(rows).to_have_count(2)
+    log.publish("live", {"number": 2})
+    with serve(http=f"127.0.0.1:{port}"):
+        log.publish("live", {"number": 3})
+        # What was published while nobody served is there too, once, in order.
+        expect(rows).to_have_count(4)
+        shown = [re.findall(r'"number": (\d)', text)[0] for text in rows.all_inner_texts()]
+        assert shown == ["3", "2", "1", "0"]
+        page.get_by_label("Follow live").uncheck()
+
+
+def test_dead_letters_are_looked_into_redriven_and_discarded(
+    page: Page, server: Serving, log: headwater.Headwater
+) -> None:
+    log.create_topic("deadly")
+    log.create_group("buried", "deadly", max_attempts=1)
+    log.publish_batch("deadly", [headwater.NewEvent({"number": number}) for number in range(3)])
+    bury_all(log, "buried")
+    page.goto(f"{server.url}/#/groups/buried")
+    rows = page.get_by_role("table", name="Dead letters").locator("tbody tr")
+    expect(rows).to_have_count(3)
+    rows.first.get_by_role("button", name="Look").click()
+    dialog = page.get_by_role("dialog")
+    expect(dialog).to_contain_text("no such customer")
+    expect(dialog).to_contain_text('"number"')
+    dialog.get_by_role("button", name="Close").click()
+    rows.first.get_by_role("button", name="Redrive").click()
+    expect(dialog).to_contain_text("1 dead letter")
+    dialog.get_by_role("button", name="Redrive").click()
+    expect(rows).to_have_count(2)
+    page.get_by_role("button", name="Discard all").click()
+    expect(dialog).to_contain_text("2 dead letters")
+    dialog.get_by_role("button", name="Discard").click()
+    expect(page.get_by_text("Nothing has died.")).to_be_visible()
+    (again,) = log.claim("buried", worker="w", batch_size=10).events
+    assert again.topic == "deadly"
+
+
+def test_a_group_is_paused_rewound_and_deleted(page: Page, server: Serving, log: headwater.Headwater) -> None:
+    log.create_topic("turned")
+    log.create_group("turning", "turned")
+    log.publish_batch("turned", [headwater.NewEvent({}) for _ in range(4)])
+    lease = log.claim("turning", worker="w", batch_size=10)
+    log.ack(lease)
+    page.goto(f"{server.url}/#/groups/turning")
+    page.get_by_role("button", name="Pause").click()
+    expect(page.get_by_text("paused", exact=True)).to_be_visible()
+    assert log.group("turning").paused
+    page.get_by_role("button", name="Rewind").click()
+    page.get_by_role("button", name="Look").click()
+    dialog = page.get_by_role("dialog")
+    expect(dialog).to_contain_text("4 events are worked on again")
+    dialog.get_by_role("textbox").fill("turning")
+    dialog.get_by_role("button", name="Rewind").click()
+    page.get_by_role("button", name="Resume").click()
+    expect(page.locator(".tile").filter(has_text="Ready")).to_contain_text("4")
+    page.get_by_role("button", name="Delete").click()
+    expect(dialog).to_contain_text("4 events not worked on yet")
+    dialog.get_by_role("textbox").fill("turning")
+    dialog.get_by_role("button", name="Delete group").click()
+    expect(page).to_have_url(re.compile("#/groups$"))
+    assert "turning" not in [group.name for group in log.groups()]
+
+
+def test_an_event_store_is_browsed_by_tag(page: Page, server: Serving, log: headwater.Headwater) -> None:
+    store = log.create_store("ledger")
+    for number in range(6):
+        store.append([headwater.NewStoreEvent("Paid", {"number": number}, tags=[f"account:{number % 2}", "all"])])
+    page.goto(f"{server.url}/#/stores")
+    page.get_by_role("link", name="ledger").click()
+    rows = page.get_by_role("table", name="Events").locator("tbody tr")
+    expect(rows).to_have_count(6)
+    page.get_by_label("Tags, all of them").fill("all, account:1")
+    page.get_by_role("button", name="Search").click()
+    expect(rows).to_have_count(3)
+    expect(page.get_by_text("3 events match")).to_be_visible()
+
+
+def test_groups_of_kafka_clients_are_seen_with_their_lag(page: Page, server: Serving, log: headwater.Headwater) -> None:
+    log.create_topic("from-kafka", kind="sequenced")
+    producer = Producer({"bootstrap.servers": server.kafka, "log_level": 0})
+    for number in range(10):
+        producer.produce("from-kafka", b"%d" % number)
+    assert producer.flush(30) == 0
+    consumer = Consumer(
+        {
+            "bootstrap.servers": server.kafka,
+            "group.id": "readers",
+            "auto.offset.reset": "earliest",
+            "enable.auto.commit": False,
+            "log_level": 0,
+        }
+    )
+    consumer.subscribe(["from-kafka"])
+    got = [consumer.poll(30) for _ in range(4)]
+    assert all(message is not None and message.error() is None for message in got)
+    consumer.commit(got[-1], asynchronous=False)
+    consumer.close()
+    page.goto(f"{server.url}/#/kafka")
+    page.get_by_role("link", name="readers").click()
+    row = row_of(page, "Offsets", "from-kafka")
+    expect(row.get_by_role("cell")).to_contain_text(["from-kafka", "0", "4", "10", "6"])
+
+
+def test_a_pipeline_is_seen_with_its_last_batch_and_error(
+    page: Page, server: Serving, log: headwater.Headwater
+) -> None:
+    claimed = log.run(
+        pipeline_runs.claim_pipeline(
+            "totals",
+            "runner-1",
+            lease=timedelta(seconds=60),
+            source="log",
+            definition={"to": {"table": {"name": "public.totals"}}},
+            start=True,
+        )
+    )
+    assert claimed.token is not None
+    log.run(pipeline_runs.record_batch("totals", claimed.token, place=0, rows=7, details={"seconds": 1.5}))
+    log.run(pipeline_runs.record_failure("totals", claimed.token, "the table public.totals is gone"))
+    page.goto(f"{server.url}/#/pipelines")
+    page.get_by_role("link", name="totals").click()
+    expect(page.get_by_text("failing")).to_be_visible()
+    expect(page.get_by_text("runner-1")).to_be_visible()
+    expect(page.get_by_text("the table public.totals is gone")).to_be_visible()
+    expect(page.locator("pre").last).to_contain_text('"public.totals"')
+
+
+def test_a_webhook_is_made_tried_and_paused(page: Page, server: Serving, log: headwater.Headwater) -> None:
+    log.create_topic("hooked")
+    with Receiver() as receiver:
+        page.goto(f"{server.url}/#/webhooks")
+        page.get_by_role("button", name="New webhook").click()
+        page.get_by_label("Name").fill("shop")
+        page.get_by_label("URL").fill(receiver.url)
+        page.get_by_label("Topic").fill("hooked")
+        page.get_by_role("button", name="Create").click()
+        expect(page.locator("pre")).to_contain_text("whsec_")
+        page.get_by_role("button", name="I have kept it").click()
+        page.get_by_role("link", name="shop").first.click()
+        page.get_by_role("button", name="Send a test").click()
+        expect(page.get_by_role("dialog")).to_contain_text("The receiver took it")
+        page.get_by_role("button", name="Close").click()
+        page.get_by_role("button", name="Pause").click()
+        expect(page.locator(".badge")).to_have_text("paused")
+    assert log.webhook("shop").state == "paused"
+
+
+def test_who_is_not_signed_in_sees_nothing(page: Page, serve: Serve, log: headwater.Headwater) -> None:
+    kept = access.verifiers("right", os.urandom(16), 4096)
+    log.run(access_calls.set_account("anna", kept, administrator=True))
+    log.run(access_calls.set_account("ben", kept, administrator=False))
+    log.run(access_calls.allow(access.Permission("ben", "read", "topic", "open-to-ben")))
+    log.create_topic("open-to-ben")
+    log.create_topic("closed-to-ben")
+    with serve("--authenticate") as server:
+        page.goto(f"{server.url}/#/topics")
+        page.get_by_label("Account").fill("anna")
+        page.get_by_label("Password").fill("wrong")
+        page.get_by_role("button", name="Sign in").click()
+        expect(page.get_by_role("alert").filter(has_text="wrong")).to_be_visible()
+        page.get_by_label("Password").fill("right")
+        page.get_by_role("button", name="Sign in").click()
+        expect(page.get_by_role("link", name="closed-to-ben")).to_be_visible()
+        page.get_by_role("button", name="Sign out").click()
+        page.get_by_label("Account").fill("ben")
+        page.get_by_label("Password").fill("right")
+        page.get_by_role("button", name="Sign in").click()
+        expect(page.get_by_role("link", name="open-to-ben")).to_be_visible()
+        expect(page.get_by_role("link", name="closed-to-ben")).to_have_count(0)
+        # The cookie is the browser's alone.
+        assert page.evaluate("document.cookie") == ""
+
+
+def test_accounts_and_rights_are_given_and_taken(page: Page, server: Serving, log: headwater.Headwater) -> None:
+    page.goto(f"{server.url}/#/accounts")
+    page.get_by_role("button", name="New account").click()
+    page.get_by_label("Name").fill("carla")
+    page.get_by_label("Password").fill("secret")
+    page.get_by_role("button", name="Create").click()
+    row = row_of(page, "Accounts", "carla")
+    row.get_by_role("button", name="Allow").click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_label("Name").fill("shop-*")
+    dialog.get_by_role("button", name="Allow").click()
+    expect(row).to_contain_text("read topic shop-*")
+    assert access.Permission("carla", "read", "topic", "shop-", True) in log.run(access_calls.permissions())
+    row.get_by_role("button", name="Keys").click()
+    page.get_by_role("button", name="New key").click()
+    page.get_by_role("button", name="Create").click()
+    expect(page.locator("pre").filter(has_text=access.KEY_PREFIX)).to_be_visible()
+    page.get_by_role("button", name="I have kept it").click()
+    row.get_by_role("button", name="read topic shop-*").click()
+    dialog.get_by_role("button", name="Take back").click()
+    expect(row).to_contain_text("nothing")
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_page_fits_a_phone(phone: Page, server: Serving, name: str) -> None:
+    phone.goto(f"{server.url}/#/{name}")
+    expect(phone.get_by_role("heading", level=1)).to_be_visible()
+    wide = phone.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+    assert wide <= 0
+
+
+def test_the_console_can_be_used_with_the_keyboard_alone(page: Page, server: Serving) -> None:
+    page.goto(server.url)
+    expect(page.get_by_role("heading", name="Overview")).to_be_visible()
+    page.keyboard.press("Tab")
+    expect(page.get_by_role("link", name="Skip to content")).to_be_focused()
+    for _ in range(3):
+        page.keyboard.press("Tab")
+    expect(page.get_by_role("link", name="Topics")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="Topics")).to_be_visible()
+    page.keyboard.press("Tab")
+    expect(page.get_by_role("button", name="New topic")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("dialog")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("dialog")).to_have_count(0)
+
+
+def test_light_and_dark_are_kept(page: Page, server: Serving) -> None:
+    page.goto(server.url)
+    ground = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(ground)
+    page.get_by_role("button", name="Light or dark").click()
+    dark = page.evaluate(ground)
+    assert dark != light
+    page.reload()
+    assert page.evaluate(ground) == dark
+
+
+def test_nothing_comes_from_elsewhere(page: Page, server: Serving) -> None:
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    for name in PAGES:
+        page.goto(f"{server.url}/#/{name}")
+        expect(page.get_by_role("heading", level=1)).to_be_visible()
+    assert asked
+    assert [url for url in asked if not url.startswith(server.url)] == []

@@ -1,0 +1,54 @@
+"""Broker processes that are there to be killed, and started again where they were."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+
+class Brokers:
+    """Some brokers on one log, each a process of its own with an address that stays."""
+
+    def __init__(self, dsn: str, count: int) -> None:
+        self._dsn = dsn
+        self._count = count
+        self._processes: list[subprocess.Popen[str]] = []
+        self._ports: list[int] = []
+
+    def __enter__(self) -> Brokers:
+        for _ in range(self._count):
+            process, port = self._start(0)
+            self._processes.append(process)
+            self._ports.append(port)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+    @property
+    def bootstrap(self) -> str:
+        return ",".join(f"127.0.0.1:{port}" for port in self._ports)
+
+    def kill(self, number: int) -> None:
+        os.kill(self._processes[number].pid, signal.SIGKILL)
+        self._processes[number].wait()
+
+    def restart(self, number: int) -> None:
+        self._processes[number], _ = self._start(self._ports[number])
+
+    def _start(self, port: int) -> tuple[subprocess.Popen[str], int]:
+        program = "from headwater.cli import main; main()"
+        address = f"127.0.0.1:{port}"
+        command = [sys.executable, "-c", program, "serve", "--kafka", address, "--dsn", self._dsn, "--json"]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("HEADWATER_")}
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, "the broker did not start"
+        (found,) = json.loads(line)["kafka"]
+        return process, int(found.rpartition(":")[2])

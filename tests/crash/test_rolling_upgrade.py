@@ -1,0 +1,174 @@
+"""Do old and new programs work side by side through an upgrade and a restart of each, with nothing lost?"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+from psycopg import conninfo, sql
+
+import headwater
+from headwater import chaos, schema
+from headwater.chaos import journal, trial
+from headwater.chaos.parts import FOLLOWER, PROCESSOR, STAGE_VARIABLE, Stage
+
+SOURCE = Path(headwater.__file__).parent
+STOP_SECONDS = 30
+
+pytestmark = [pytest.mark.crash, pytest.mark.slow]
+
+
+@pytest.fixture
+def old_dsn(admin_dsn: str, template: str) -> Iterator[str]:
+    """A log of the present version, for this test alone."""
+    name = f"headwater_upgrade_{os.getpid()}"
+    with psycopg.connect(admin_dsn, autocommit=True) as admin:
+        admin.execute(sql.SQL("create database {} template {}").format(sql.Identifier(name), sql.Identifier(template)))
+    yield conninfo.make_conninfo(admin_dsn, dbname=name)
+    with psycopg.connect(admin_dsn, autocommit=True) as admin:
+        admin.execute(sql.SQL("drop database {} with (force)").format(sql.Identifier(name)))
+
+
+@pytest.fixture
+def next_release(tmp_path: Path) -> Path:
+    """A copy of the package as its next version: tables and functions changed, a function with another signature."""
+    root = tmp_path / "next"
+    package = root / "headwater"
+    shutil.copytree(SOURCE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    last = schema.migrations()[-1].number
+    (package / "schema" / "migrations" / f"{last + 1:04}_next.sql").write_text(
+        f"-- What the next version adds.\n-- oldest program: {last}\n"
+        "alter table headwater.event add column shade text;\n"
+        "alter table headwater.consumer_group add column colour text not null default 'red';\n"
+        "create table headwater.next_thing (id integer primary key);\n"
+    )
+    edit(package / "schema" / "__init__.py", f'VERSION = "{schema.VERSION}"', 'VERSION = "99.0.0"')
+    functions = package / "schema" / "functions"
+    edit(
+        functions / "lease.sql", "language plpgsql\nas $$\n", "language plpgsql\nas $$\n-- as the next version has it\n"
+    )
+    # A function with a further parameter, and one that the next version does without.
+    edit(
+        functions / "cursor.sql",
+        "headwater.advance_cursor(name text, from_position bigint, to_position bigint)",
+        "headwater.advance_cursor(name text, from_position bigint, to_position bigint, why text default null)",
+    )
+    edit(functions / "settle.sql", "function headwater.head()\n", "function headwater.top()\n")
+    for path in functions.glob("*.sql"):
+        path.write_text(
+            path.read_text().replace("headwater.head()", "headwater.top()").replace("'head'", "'head', 'top'")
+        )
+    edit(package / "calls" / "log.py", "headwater.head()", "headwater.top()")
+    return root
+
+
+def edit(path: Path, before: str, after: str) -> None:
+    text = path.read_text()
+    assert before in text, f"{path.name} is not what this test was written for"
+    path.write_text(text.replace(before, after))
+
+
+class Cast:
+    """Processes of both versions on one stage."""
+
+    def __init__(self, stage: Stage, next_release: Path) -> None:
+        self.stage, self.paths = stage, {"old": SOURCE.parent, "next": next_release}
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, version: str, role: str, *, number: int = 1) -> None:
+        name = f"{role}-{version}-{number}"
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("HEADWATER_")}
+        with Path(self.stage.directory, f"{name}.stderr").open("wb") as stderr:
+            self.running[name] = subprocess.Popen(
+                [sys.executable, "-m", "headwater.chaos.parts", role, name, "7"],
+                env={**kept, STAGE_VARIABLE: self.stage.as_json(), "PYTHONPATH": str(self.paths[version])},
+                stdin=subprocess.PIPE,
+                stderr=stderr,
+            )
+
+    def end(self, name: str, *, by: int | None = signal.SIGTERM) -> int:
+        process = self.running.pop(name)
+        if by is not None:
+            process.send_signal(by)
+        return process.wait(STOP_SECONDS)
+
+    def refuse_fallen(self) -> None:
+        for name, process in self.running.items():
+            if process.poll() is not None:
+                said = Path(self.stage.directory, f"{name}.stderr").read_text()
+                pytest.fail(f"{name} ended with {process.returncode}: {said[-2000:]}")
+
+    def stop(self) -> None:
+        for process in self.running.values():
+            process.kill()
+            process.wait(STOP_SECONDS)
+
+
+def test_old_and_new_programs_work_side_by_side_through_an_upgrade(
+    old_dsn: str, next_release: Path, tmp_path: Path, until: Callable[[Callable[[], bool]], bool]
+) -> None:
+    journals = tmp_path / "journals"
+    journals.mkdir()
+    plan = chaos.Plan(seconds=0, seed=7, events_per_second=300)
+
+    def noted(name: str) -> int:
+        """How much a process has noted as done or acknowledged."""
+        cast.refuse_fallen()
+        done = [line for line in journal.read_all(journals) if line.kind in ("done", "acknowledged")]
+        return sum(len(line.numbers) for line in done if name in line.who)
+
+    with trial.staged(plan, old_dsn, journals, through=old_dsn) as stage:
+        cast = Cast(stage, next_release)
+        try:
+            for role in ("producer", "worker", FOLLOWER, PROCESSOR):
+                cast.start("old", role)
+            until(lambda: noted("worker-old-1") > 50 and noted("follower-old-1") > 50)
+
+            upgrade = subprocess.run(
+                [sys.executable, "-c", "from headwater.cli import main; main()", "migrate", "--dsn", old_dsn],
+                env={**os.environ, "PYTHONPATH": str(next_release)},
+                capture_output=True,
+                text=True,
+                timeout=90,
+                check=False,
+            )
+            assert upgrade.returncode == 0, upgrade.stderr
+            assert "of Headwater 99.0.0" in upgrade.stdout
+            at_upgrade = {name: noted(name) for name in ("producer-old-1", "worker-old-1", "follower-old-1")}
+
+            # Those that run go on with the new functions under them, and those of the next version join.
+            for role in ("producer", "worker"):
+                cast.start("next", role)
+            until(lambda: all(noted(name) > count + 50 for name, count in at_upgrade.items()))
+            until(lambda: noted("producer-next-1") > 50 and noted("worker-next-1") > 50)
+
+            # A program of the old version may be started again until it is replaced.
+            assert cast.end("worker-old-1") == 0
+            cast.start("old", "worker", number=2)
+            until(lambda: noted("worker-old-2") > 20)
+            assert cast.end("worker-old-2") == 0
+            cast.start("next", "worker", number=2)
+            until(lambda: noted("worker-next-2") > 20)
+
+            stage.stop_file.touch()
+            assert [cast.end(name, by=None) for name in ("producer-old-1", "producer-next-1")] == [0, 0]
+            with headwater.connect(old_dsn) as log:
+                until(lambda: not any(trial.remaining(log, stage).values()))
+            cast.refuse_fallen()
+            assert [cast.end(name) for name in ("worker-next-1", "worker-next-2")] == [0, 0]
+        finally:
+            cast.stop()
+        verdict = trial.judged(stage, old_dsn, journals)
+    assert verdict.ok, verdict.examples
+    assert verdict.produced == verdict.acknowledged > 500
+
+    with psycopg.connect(old_dsn) as connection:
+        retired = {name for (name,) in connection.execute("select signature from headwater.retired_function")}
+    assert retired == {"headwater.head()"}

@@ -1,0 +1,125 @@
+"""Is anything lost or doubled when servers of gRPC are killed while clients append and subscribe?"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import headwater
+from headwater.store import NewStoreEvent
+
+grpc = pytest.importorskip("grpc")
+sys.path.append(str(Path(__file__).parents[1] / "conformance"))
+from rpc_servers import rpc_server  # noqa: E402
+
+from headwater.server.rpc.client import service  # noqa: E402
+from headwater.server.rpc.generated import headwater_pb2 as pb  # noqa: E402
+
+WRITERS = 4
+APPENDS = int(os.environ.get("HEADWATER_RPC_APPENDS", "30"))
+KILLS = int(os.environ.get("HEADWATER_RPC_KILLS", "3"))
+PATIENCE_SECONDS = 90
+
+pytestmark = pytest.mark.crash
+
+
+def connected(address: str) -> Any:
+    return grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
+
+
+def serving_children(process: subprocess.Popen[str]) -> list[int]:
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(one) for one in children if b"spawn_main" in Path(f"/proc/{one}/cmdline").read_bytes()]
+
+
+def test_what_was_confirmed_is_there_once_and_every_subscriber_saw_it_once_in_order(
+    dsn: str, log: headwater.Headwater
+) -> None:
+    store = log.create_store("killed")
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    killed = threading.Event()
+    confirmed: dict[str, int] = {}
+    received: list[Any] = []
+
+    def write(writer: int, address: str) -> None:
+        """Append until the last kill and then a little, half of it in streams. What has no answer is repeated."""
+        written = 0
+        after_kills = 0
+        while after_kills < APPENDS:
+            left = [f"{writer}-{written + n}" for n in range(random.randint(1, 8))]
+            written += len(left)
+            after_kills += len(left) if killed.is_set() else 0
+            while left:
+                assert time.monotonic() < deadline
+                with connected(address) as channel:
+                    try:
+                        for event_id, position in sent(channel, left).items():
+                            confirmed[event_id] = position
+                            left.remove(event_id)
+                    except grpc.RpcError as error:
+                        if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                            raise
+
+    def sent(channel: Any, batch: list[str]) -> dict[str, int]:
+        stores = service(channel, "headwater.v1.EventStore")
+        events = [pb.NewStoreEvent(type="A", event_id=event_id) for event_id in batch]
+        if len(batch) % 2:
+            request = pb.AppendRequest(store="killed", events=events[:1])
+            return {batch[0]: stores.Append(request, timeout=10, wait_for_ready=True).positions[0]}
+        appends = [pb.NumberedAppend(number=n, events=[event]) for n, event in enumerate(events)]
+        requests = iter([pb.AppendStreamRequest(store="killed", appends=appends)])
+        answers = stores.AppendStream(requests, timeout=10, wait_for_ready=True)
+        verdicts = [verdict for answer in answers for verdict in answer.verdicts]
+        assert [verdict.WhichOneof("outcome") for verdict in verdicts] == ["appended"] * len(batch)
+        return {batch[verdict.number]: verdict.appended.positions[0] for verdict in verdicts}
+
+    def subscribe(address: str) -> None:
+        while not received or received[-1].type != "End":
+            assert time.monotonic() < deadline
+            after = received[-1].position if received else 0
+            with connected(address) as channel:
+                stores = service(channel, "headwater.v1.EventStore")
+                request = pb.SubscribeRequest(store="killed", after=after)
+                try:
+                    for answer in stores.Subscribe(request, timeout=30, wait_for_ready=True):
+                        received.extend(answer.events)
+                        if received[-1].type == "End":
+                            return
+                except grpc.RpcError as error:
+                    if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                        raise
+
+    with rpc_server("--processes", "2", dsn=dsn) as server, ThreadPoolExecutor(WRITERS + 1) as pool:
+        tasks = [pool.submit(subscribe, server.address)]
+        tasks += [pool.submit(write, writer, server.address) for writer in range(WRITERS)]
+        victims: set[int] = set()
+        for _ in range(KILLS):
+            before = len(received)
+            while len(received) == before or not (living := set(serving_children(server.process)) - victims):
+                assert time.monotonic() < deadline
+                for task in tasks:
+                    if task.done():
+                        task.result()
+                time.sleep(0.01)
+            victim = random.choice(sorted(living))
+            victims.add(victim)
+            os.kill(victim, signal.SIGKILL)
+        killed.set()
+        for task in tasks[1:]:
+            task.result(PATIENCE_SECONDS)
+        store.append(NewStoreEvent("End"))
+        tasks[0].result(PATIENCE_SECONDS)
+    *kept, _ = store.read_all()
+    assert {event.event_id: event.position for event in kept} == confirmed
+    assert len(kept) == len(confirmed)
+    assert [event.position for event in received[:-1]] == [event.position for event in kept]

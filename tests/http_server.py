@@ -1,0 +1,104 @@
+"""The HTTP door in this process, and as a process of its own, for tests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from psycopg import conninfo
+
+from headwater import aio
+from headwater.server.door import Limits, Opening
+from headwater.server.http import serving
+
+LOCAL = Opening("127.0.0.1", 0, None, None, authenticate=False, loopback=True)
+
+
+def free_port() -> int:
+    with socket.socket() as asked:
+        asked.bind(("127.0.0.1", 0))
+        port: int = asked.getsockname()[1]
+        return port
+
+
+@contextmanager
+def http_door(
+    dsn: str,
+    *,
+    authenticate: bool = False,
+    limits: Limits | None = None,
+    certificate: tuple[str, str] | None = None,
+    pool_size: int = 6,
+) -> Iterator[str]:
+    """Its address. In a thread of its own, as a role that may do what the documents say that it needs."""
+    opening = replace(LOCAL, port=free_port(), authenticate=authenticate, limits=limits or Limits())
+    if certificate is not None:
+        opening = replace(opening, certificate=certificate[0], private_key=certificate[1])
+    started: threading.Event = threading.Event()
+    loop = asyncio.new_event_loop()
+    stop: list[asyncio.Event] = []
+    found: list[str] = []
+    failures: list[BaseException] = []
+
+    async def serve() -> None:
+        stop.append(asyncio.Event())
+        role = conninfo.make_conninfo(dsn, options="-c role=headwater_admin")
+        async with (
+            await aio.connect(role, pool_size=pool_size, application_name="door") as log,
+            serving(log, opening) as door,
+        ):
+            found.append(door.address)
+            started.set()
+            await stop[0].wait()
+            assert not door.failed.is_set()
+
+    def run() -> None:
+        try:
+            loop.run_until_complete(serve())
+        except BaseException as error:
+            failures.append(error)
+            raise
+        finally:
+            started.set()
+            loop.close()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert started.wait(20)
+    assert not failures, failures
+    try:
+        yield found[0]
+    finally:
+        loop.call_soon_threadsafe(stop[0].set)
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+@contextmanager
+def http_process(dsn: str, *options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """`headwater serve`, started as a user starts it: its address and the process."""
+    dsn = conninfo.make_conninfo(dsn, options="-c role=headwater_admin")
+    program = "from headwater.cli import main; main()"
+    command = [sys.executable, "-c", program, "serve", "--http", "127.0.0.1:0", "--dsn", dsn, "--json", *options]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HEADWATER_")}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, "the server did not start"
+        yield json.loads(line)["http"], process
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -1,0 +1,112 @@
+"""Does `headwater webhook` make, show, change, try and end webhooks as its help says?"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import headwater
+from headwater.cli import app
+from webhook_receiver import Receiver
+
+
+@pytest.fixture
+def run(dsn: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run a command in this process, on this module's log."""
+    for name in os.environ:
+        if name.startswith("HEADWATER_"):
+            monkeypatch.delenv(name)
+    environment = {"HEADWATER_DSN": dsn, "HEADWATER_HOME": str(tmp_path), "COLUMNS": "200"}
+
+    def run_it(*arguments: str) -> Result:
+        return CliRunner(env=environment).invoke(app, ["webhook", *arguments])
+
+    return run_it
+
+
+def document(result: Result) -> Any:
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_the_life_of_a_webhook(run: Any, log: headwater.Headwater, topic: str) -> None:
+    log.publish(topic, 1)
+    made = document(run("create", topic, "https://a.example/in", "--topic", topic, "--header", "x-a=b", "--json"))
+    secret = made["secret"]
+    assert secret.startswith("whsec_")
+    assert (made["url"], made["group"], made["headers"]) == ("https://a.example/in", topic, {"x-a": "b"})
+    assert log.group(topic).max_attempts == 10
+
+    listed = run("list")
+    assert topic in listed.stdout
+    assert "https://a.example/in" in listed.stdout
+    for arguments in (("list",), ("show", topic), ("list", "--json"), ("show", topic, "--json")):
+        assert secret not in run(*arguments).output
+    shown = document(run("show", topic, "--secrets", "--json"))
+    assert shown["secrets"] == [secret]
+    assert shown["progress"]["ready"] == 1
+    assert secret in run("show", topic, "--secrets").stdout
+
+    changed = document(
+        run("update", topic, "--url", "https://b.example/", "--client-errors", "dead", "--no-headers", "--json")
+    )
+    assert (changed["url"], changed["client_errors"], changed["headers"]) == ("https://b.example/", "dead", {})
+    assert document(run("pause", topic, "--reason", "holiday", "--json"))["state_reason"] == "holiday"
+    assert document(run("resume", topic, "--json"))["state"] == "active"
+
+    rotated = run("rotate-secret", topic)
+    assert "--end-old" in rotated.stderr
+    new = log.webhook(topic).secrets[0]
+    assert log.webhook(topic).secrets == (new, secret)
+    assert new in rotated.stdout
+    assert document(run("rotate-secret", topic, "--end-old", "--json"))["secret"] == new
+    assert log.webhook(topic).secrets == (new,)
+
+    refused = run("delete", topic)
+    assert refused.exit_code == 2
+    assert "1 events are not sent yet" in refused.stderr
+    assert document(run("delete", topic, "--yes", "--with-group", "--json")) == {
+        "deleted": topic,
+        "group_deleted": True,
+    }
+    assert topic not in [one.name for one in log.groups()]
+    assert run("show", topic).exit_code == 4
+
+
+def test_a_webhook_without_its_group_leaves_it_and_says_so(run: Any, log: headwater.Headwater, topic: str) -> None:
+    log.create_group(topic, topic)
+    assert run("create", topic, "https://a.example/", "--group", topic).exit_code == 0
+    ended = run("delete", topic, "--yes")
+    assert f"headwater group delete {topic}" in ended.stderr
+    assert log.group(topic).name == topic
+    bound = run("create", f"{topic}-2", "https://a.example/")
+    assert "bound to nothing" in bound.stderr
+
+
+def test_what_is_wrong_is_said_with_its_code(run: Any, topic: str) -> None:
+    refused = run("create", topic, "file:///etc/passwd", "--topic", topic)
+    assert (refused.exit_code, refused.stderr.startswith("error: a url is http")) == (3, True)
+    assert run("create", topic, "https://a.example/", "--topic", f"no-{topic}").exit_code == 4
+    assert run("update", topic, "--url", "https://a.example/").exit_code == 4
+    assert run("update", topic, "--header", "a=b", "--no-headers").exit_code == 2
+    assert run("deliver", "--allow-network", "everything").exit_code == 3
+    assert run("create", topic, "https://a.example/", "--topic", topic).exit_code == 0
+    assert run("create", topic, "https://a.example/", "--topic", topic).exit_code == 5
+
+
+def test_a_webhook_is_tried_out(run: Any, topic: str) -> None:
+    with Receiver() as receiver:
+        document(run("create", topic, receiver.url, "--topic", topic, "--json"))
+        refused = run("test", topic)
+        assert refused.exit_code == 3
+        assert "refused unless" in refused.stderr
+        assert receiver.connections == 0
+        tested = document(run("test", topic, "--allow-network", "127.0.0.0/8", "--json"))
+        assert (tested["accepted"], tested["status"]) == (True, 200)
+        assert receiver.received[0].id == tested["message_id"]
+        assert "latency ms" in run("test", topic, "--allow-network", "127.0.0.1").stdout

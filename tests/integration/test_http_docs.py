@@ -1,0 +1,39 @@
+"""Is what docs/how-to/http.md shows true? Its curl lines are run, in order, against a server of this test."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from http_server import http_door
+
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "http.md"
+SHOWN = "http://127.0.0.1:8080"
+LINES = re.compile(r"^\$ (curl [^\n]*)\n((?:(?!\$ |```)[^\n]*\n)*)", re.MULTILINE)
+
+
+def matches(expected: str, printed: str) -> bool:
+    """Whether this was printed; ... stands for anything, and so does what follows the last line."""
+
+    def words(text: str) -> str:
+        return re.sub(r"[ \n]+", " ", text).strip()
+
+    pattern = ".*".join(re.escape(part.strip()) for part in words(expected).split("..."))
+    return re.match(pattern, words(printed), re.DOTALL) is not None
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_the_examples_of_the_page_do_what_they_show(dsn: str) -> None:
+    examples = LINES.findall(PAGE.read_text())
+    assert len(examples) > 10
+    with http_door(dsn) as address:
+        for command, expected in examples:
+            script = command.replace(SHOWN, address)
+            result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=30, check=False)
+            assert result.returncode == 0, f"{command}: {result.stderr}"
+            assert expected, command
+            assert matches(expected, result.stdout), f"{command} printed:\n{result.stdout}\nnot:\n{expected}"

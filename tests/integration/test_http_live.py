@@ -1,0 +1,413 @@
+"""Do live streams bring every event once, in order, whatever the client and the server go through?"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+import httpx
+import psycopg
+import pytest
+
+import headwater
+from headwater.server.door import Limits
+from http_server import http_door, http_process
+
+CONNECTIONS = 1000
+
+
+class Told(NamedTuple):
+    """One event of a stream, as a client reads it."""
+
+    id: str | None
+    event: str | None
+    data: Any
+
+
+def parsed(lines: Iterator[str]) -> Iterator[Told]:
+    """What a client of server-sent events makes of the lines. Heartbeats have no data."""
+    fields: dict[str, str] = {}
+    for line in lines:
+        if line == "":
+            if "data" in fields or "id" in fields:
+                data = fields.get("data")
+                yield Told(fields.get("id"), fields.get("event"), None if data is None else json.loads(data))
+            fields = {}
+        elif not line.startswith(":"):
+            name, _, value = line.partition(": ")
+            fields[name] = value
+
+
+@pytest.fixture(scope="module")
+def address(dsn: str) -> Iterator[str]:
+    with http_door(dsn, limits=Limits(heartbeat_seconds=0.5)) as found:
+        yield found
+
+
+@pytest.fixture
+def http(address: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=address, timeout=20) as client:
+        yield client
+
+
+def follow(http: httpx.Client, path: str, count: int, **headers: str) -> list[Told]:
+    """The first so many events of a stream."""
+    found: list[Told] = []
+    with http.stream("GET", path, headers=headers) as response:
+        assert response.status_code == 200, response.read()
+        assert response.headers["content-type"].startswith("text/event-stream")
+        for told in parsed(response.iter_lines()):
+            if told.data is not None:
+                found.append(told)
+            if len(found) == count:
+                return found
+    return found
+
+
+def test_a_stream_catches_up_and_goes_on_live(http: httpx.Client, log: headwater.Headwater, topic: str) -> None:
+    positions = log.publish_batch(topic, [headwater.NewEvent(n, type="t") for n in range(1500)])
+    found: list[Told] = []
+    with http.stream("GET", f"/v1/topics/{topic}/follow?after=0") as response:
+        for told in parsed(response.iter_lines()):
+            if told.data is None:
+                continue
+            found.append(told)
+            if len(found) == 1500:
+                positions += log.publish_batch(topic, [headwater.NewEvent(n, type="t") for n in range(1500, 1520)])
+            if len(found) == 1520:
+                break
+    assert [told.data["position"] for told in found] == positions
+    assert [told.data["data"] for told in found] == list(range(1520))
+    assert [told.id for told in found] == [str(position) for position in positions]
+    assert {told.event for told in found} == {"t"}
+
+
+def test_a_stream_begins_at_the_end_unless_told_otherwise(
+    http: httpx.Client, log: headwater.Headwater, topic: str
+) -> None:
+    log.publish(topic, "before")
+    with http.stream("GET", f"/v1/topics/{topic}/follow") as response:
+        lines = response.iter_lines()
+        assert next(lines) == "retry: 1000"
+        log.publish(topic, "after")
+        assert next(told.data["data"] for told in parsed(lines) if told.data is not None) == "after"
+
+
+def test_last_event_id_resumes_without_a_gap_or_a_repeat(
+    http: httpx.Client, log: headwater.Headwater, topic: str
+) -> None:
+    positions = log.publish_batch(topic, [headwater.NewEvent(n) for n in range(50)])
+    got: list[int] = []
+    last = "0"
+    while len(got) < 50:
+        part = follow(http, f"/v1/topics/{topic}/follow?after=0", min(7, 50 - len(got)), **{"last-event-id": last})
+        got += [told.data["position"] for told in part]
+        last = part[-1].id or ""
+    assert got == positions
+
+
+def test_a_stream_brings_what_was_selected_and_its_names_cannot_be_forged(
+    http: httpx.Client, log: headwater.Headwater, topic: str
+) -> None:
+    log.publish_batch(
+        topic,
+        [
+            headwater.NewEvent(0, type="a", key="x", headers={"h": "1"}),
+            headwater.NewEvent(1, type="a", key="y", headers={"h": "1"}),
+            headwater.NewEvent(2, type="b", key="x", headers={"h": "1"}),
+            headwater.NewEvent(3, type="a", key="x", headers={"h": "2"}),
+            headwater.NewEvent(4, type="a", key="x", headers={"h": "1"}),
+            headwater.NewEvent({"text": "two\nlines"}, type="end"),
+            headwater.NewEvent(b"a\r\nid: 1\r\n\r\ndata: forged\r\n", type="x\nid: 7"),
+        ],
+    )
+    chosen = follow(http, f"/v1/topics/{topic}/follow?after=0&type=a&key=x&header.h=1", 2)
+    assert [told.data["data"] for told in chosen] == [0, 4]
+    everything = follow(http, f"/v1/topics/{topic}/follow?after=0", 7)
+    assert [told.event for told in everything] == ["a", "a", "b", "a", "a", "event", "event"]
+    assert everything[6].data["text"] == "a\r\nid: 1\r\n\r\ndata: forged\r\n"
+    unnamed = follow(http, f"/v1/topics/{topic}/follow?after=0&named=false", 7)
+    assert {told.event for told in unnamed} == {None}
+    other = log.create_topic(f"{topic}-b").name
+    log.publish(other, "there")
+    both = follow(http, f"/v1/follow?topic={topic}&topic={other}&after=0", 8)
+    assert both[7].data["data"] == "there"
+    whole = follow(http, f"/v1/follow?after={int(both[6].id or 0)}", 1)
+    assert whole[0].data["topic"] == other
+
+
+def test_streams_of_several_topics_share_a_reader_and_miss_nothing(
+    http: httpx.Client, log: headwater.Headwater, topic: str
+) -> None:
+    other = log.create_topic(f"{topic}-late").name
+    with (
+        http.stream("GET", f"/v1/topics/{topic}/follow") as first,
+        http.stream("GET", f"/v1/topics/{topic}/follow?type=none"),
+    ):
+        lines = first.iter_lines()
+        next(lines)
+        positions = log.publish_batch(other, [headwater.NewEvent(n) for n in range(10)])
+        log.publish(topic, "mine")
+        assert next(told for told in parsed(lines) if told.data is not None).data["data"] == "mine"
+        # The reader has passed the other topic's events by; who asks for them now must still get them.
+        late = follow(http, f"/v1/topics/{other}/follow?after={positions[0] - 1}", 10)
+        assert [told.data["position"] for told in late] == positions
+        with http.stream("GET", f"/v1/follow?after={positions[0] - 1}") as whole:
+            found = []
+            for told in parsed(whole.iter_lines()):
+                if told.data is not None:
+                    found.append(told.data["position"])
+                if len(found) == 11:
+                    break
+        assert found == sorted(found)
+        assert len(found) == 11
+
+
+def test_what_bindings_and_subscriptions_select_is_followed(
+    http: httpx.Client, log: headwater.Headwater, topic: str
+) -> None:
+    log.create_group(f"g-{topic}")
+    log.bind(f"g-{topic}", topic=topic, pattern="a.*", headers={"x": 1}, from_position=0)
+    log.publish(topic, "no", routing_key="b.c", headers={"x": 1})
+    log.publish(topic, "one", routing_key="a.b", headers={"x": 1})
+    id = log.subscribe(f"s-{topic}", "e.topic = s.params ->> 't' and e.data = '\"one\"'", {"t": topic})
+    other = log.subscribe(f"s-{topic}", "e.topic = s.params ->> 't'", {"t": topic})
+    start = log.state().settled
+    with (
+        http.stream("GET", f"/v1/groups/g-{topic}/follow?after=0") as bound,
+        http.stream("GET", f"/v1/subscriptions/s-{topic}/{id}/follow?after={start}") as matched,
+        http.stream("GET", f"/v1/subscriptions/s-{topic}/{other}/follow?after={start}") as all_matched,
+    ):
+        events = parsed(bound.iter_lines())
+        matches = parsed(matched.iter_lines())
+        all_matches = parsed(all_matched.iter_lines())
+        assert next(told for told in events if told.data).data["data"] == "one"
+        log.publish(topic, "two", routing_key="a.c", headers={"x": 1, "y": 2})
+        log.publish(topic, "one", routing_key="x")
+        assert next(told for told in events if told.data).data["data"] == "two"
+        assert next(told for told in matches if told.data).data["routing_key"] == "x"
+        assert [next(told for told in all_matches if told.data).data["data"] for _ in range(2)] == ["two", "one"]
+    # Nothing was claimed.
+    lease = log.claim(f"g-{topic}", worker="w", batch_size=10)
+    assert lease is not None
+    assert [event.data for event in lease.events] == ["one", "two"]
+    assert http.get("/v1/groups/nobody/follow").status_code == 404
+    assert http.get(f"/v1/groups/s-{topic}/follow").status_code == 400
+    assert http.get(f"/v1/subscriptions/s-{topic}/999999/follow").status_code == 404
+
+
+def test_heartbeats_say_where_to_resume(http: httpx.Client, log: headwater.Headwater, topic: str) -> None:
+    other = log.create_topic(f"{topic}-silent").name
+    with http.stream("GET", f"/v1/topics/{other}/follow") as response:
+        told = parsed(response.iter_lines())
+        passed_by = log.publish(topic, "not for this stream")
+        assert passed_by is not None
+        for one in told:
+            assert one.data is None
+            if int(one.id or 0) >= passed_by:
+                break
+
+
+def test_what_retention_took_is_said_before_the_stream_begins(
+    http: httpx.Client, log: headwater.Headwater, topic: str, connection: psycopg.Connection
+) -> None:
+    positions = log.publish_batch(topic, [headwater.NewEvent(n) for n in range(3)])
+    connection.execute("update headwater.topic set expired_to = %s where name = %s", (positions[1], topic))
+    refused = http.get(f"/v1/topics/{topic}/follow?after=0")
+    assert refused.status_code == 410
+    assert refused.json()["earliest_position"] == positions[2]
+    again = follow(http, f"/v1/topics/{topic}/follow?after=0&skip_expired=true", 1)
+    assert again[0].data["position"] == positions[2]
+
+
+def test_a_deleted_topic_ends_its_streams_and_no_others(
+    http: httpx.Client, log: headwater.Headwater, topic: str
+) -> None:
+    doomed = log.create_topic(f"{topic}-doomed").name
+    with (
+        http.stream("GET", f"/v1/topics/{doomed}/follow") as ends,
+        http.stream("GET", f"/v1/topics/{topic}/follow") as goes_on,
+    ):
+        rest = goes_on.iter_lines()
+        next(rest)
+        log.delete_topic(doomed)
+        log.publish(topic, "still here")
+        last = [told for told in parsed(ends.iter_lines()) if told.data is not None]
+        assert [told.event for told in last] == ["end"]
+        assert doomed in last[0].data["reason"]
+        assert next(told for told in parsed(rest) if told.data is not None).data["data"] == "still here"
+
+
+def test_a_slow_client_is_told_the_end_and_resumes_without_loss(
+    dsn: str,
+    http: httpx.Client,
+    log: headwater.Headwater,
+    topic: str,
+    until: Callable[[Callable[[], Any]], Any],
+) -> None:
+    with http_door(dsn, limits=Limits(slow_seconds=1.0)) as address:
+        host, _, port = address.removeprefix("http://").partition(":")
+        slow = socket.socket()
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.settimeout(20)
+        slow.connect((host, int(port)))
+        slow.sendall(f"GET /v1/topics/{topic}/follow?after=0 HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode())
+        positions: list[int | None] = []
+        for _ in range(16):
+            positions += log.publish_batch(topic, [headwater.NewEvent("x" * 50_000) for _ in range(20)])
+        # It reads nothing until the server has given up on it.
+        until(lambda: httpx.get(f"{address}/v1/overview").json()["streams"] == 0)
+        told = list(parsed(iter(_all_of(slow).decode().split("\n"))))
+    assert told[-1].event == "end"
+    assert told[-1].data["reason"] == "too slow"
+    got = [one.data["position"] for one in told if one.data is not None and one.event != "end"]
+    assert 0 < len(got) < len(positions)
+    assert str(got[-1]) == told[-1].id
+    after = {"last-event-id": told[-1].id or ""}
+    resumed = follow(http, f"/v1/topics/{topic}/follow", len(positions) - len(got), **after)
+    assert got + [one.data["position"] for one in resumed] == positions
+
+
+def _all_of(connection: socket.socket) -> bytes:
+    """The body of an answer, which must be whole."""
+    received = b""
+    while part := connection.recv(1 << 20):
+        received += part
+    connection.close()
+    head, _, rest = received.partition(b"\r\n\r\n")
+    assert b"200 OK" in head
+    body = b""
+    while rest and not rest.startswith(b"0\r\n"):
+        size, _, rest = rest.partition(b"\r\n")
+        body += rest[: int(size, 16)]
+        rest = rest[int(size, 16) + 2 :]
+    assert rest == b"0\r\n\r\n", "the answer is whole"
+    return body
+
+
+def test_who_falls_behind_what_is_kept_reads_from_the_log_again(
+    dsn: str, log: headwater.Headwater, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headwater.server.http.live.KEPT_EVENTS", 20)
+    with http_door(dsn) as address, httpx.Client(base_url=address, timeout=20) as client:
+        host, _, port = address.removeprefix("http://").partition(":")
+        late = socket.socket()
+        late.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        late.settimeout(20)
+        late.connect((host, int(port)))
+        late.sendall(f"GET /v1/topics/{topic}/follow HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode())
+        lines = late.makefile("rb")
+        while lines.readline() != b"retry: 1000\n":
+            pass
+        with client.stream("GET", f"/v1/topics/{topic}/follow") as quick:
+            rest = quick.iter_lines()
+            next(rest)
+            positions: list[int | None] = []
+            for _ in range(10):
+                positions += log.publish_batch(topic, [headwater.NewEvent("x" * 50_000) for _ in range(30)])
+            seen = (told.data["position"] for told in parsed(rest) if told.data is not None)
+            # While one takes all of them, the other takes none: what it lacks is no longer kept.
+            assert [next(seen) for _ in positions] == positions
+            got = []
+            while len(got) < len(positions):
+                line = lines.readline()
+                assert line, "the stream ended"
+                if line.startswith(b"data: "):
+                    got.append(json.loads(line[6:])["position"])
+            assert got == positions
+        late.close()
+
+
+async def _read_head(reader: asyncio.StreamReader) -> None:
+    while (await reader.readline()) != b"\r\n":
+        pass
+
+
+@asynccontextmanager
+async def _followers(address: str, path: str, count: int) -> AsyncIterator[list[asyncio.StreamReader]]:
+    host, _, port = address.removeprefix("http://").partition(":")
+    readers, writers = [], []
+    for _ in range(count):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode())
+        readers.append(reader)
+        writers.append(writer)
+    for reader in readers:
+        await _read_head(reader)
+    try:
+        yield readers
+    finally:
+        for writer in writers:
+            writer.close()
+
+
+def test_a_thousand_connections_get_everything_from_one_process(dsn: str, log: headwater.Headwater, topic: str) -> None:
+    async def all_of_them(address: str) -> None:
+        async with asyncio.timeout(60), _followers(address, f"/v1/topics/{topic}/follow", CONNECTIONS) as readers:
+            positions = []
+            for n in range(5):
+                positions += await asyncio.to_thread(
+                    log.publish_batch, topic, [headwater.NewEvent(n * 4 + m) for m in range(4)]
+                )
+
+            async def read(reader: asyncio.StreamReader) -> list[int]:
+                got: list[int] = []
+                while len(got) < len(positions):
+                    line = await reader.readline()
+                    assert line, "the stream ended"
+                    if line.startswith(b"data: "):
+                        got.append(json.loads(line[6:])["position"])
+                return got
+
+            for got in await asyncio.gather(*map(read, readers)):
+                assert got == positions
+
+    with http_process(dsn) as (address, _):
+        asyncio.run(all_of_them(address))
+
+
+def test_a_server_that_stops_tells_its_streams_and_finishes_requests(
+    dsn: str, log: headwater.Headwater, topic: str, until: Callable[[Callable[[], Any]], Any]
+) -> None:
+    log.create_group(f"stop-{topic}", topics=topic)
+    log.publish(topic, 1)
+    with http_process(dsn) as (address, process), httpx.Client(base_url=address, timeout=20) as client:
+        with client.stream("GET", f"/v1/topics/{topic}/follow?after=0") as response:
+            told = parsed(response.iter_lines())
+            assert next(one for one in told if one.data is not None).data["data"] == 1
+            process.terminate()
+            last = [one for one in told if one.data is not None]
+        assert [one.event for one in last] == ["end"]
+        assert last[0].data["reason"] == "the server stops"
+        assert process.wait(15) == 0
+    position = log.publish(topic, 2)
+    with http_process(dsn) as (address, _), httpx.Client(base_url=address, timeout=20) as client:
+        after = {"last-event-id": last[0].id or ""}
+        resumed = follow(client, f"/v1/topics/{topic}/follow", 1, **after)
+        assert resumed[0].data["position"] == position
+
+
+def test_a_stream_survives_the_loss_of_its_database_connections(
+    http: httpx.Client, log: headwater.Headwater, topic: str, connection: psycopg.Connection
+) -> None:
+    with http.stream("GET", f"/v1/topics/{topic}/follow") as response:
+        lines = response.iter_lines()
+        next(lines)
+        positions = []
+        for n in range(5):
+            positions.append(log.publish(topic, n))
+            connection.execute(
+                "select pg_terminate_backend(pid) from pg_stat_activity "
+                "where datname = current_database() and application_name = 'door'"
+            )
+        found = []
+        for told in parsed(lines):
+            if told.data is not None:
+                found.append(told.data["position"])
+            if len(found) == 5:
+                break
+    assert found == positions

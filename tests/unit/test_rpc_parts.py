@@ -1,0 +1,139 @@
+"""Are the parts of the gRPC door right that decide without doing? The window of a stream, parcels, positions."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Coroutine
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("grpc")
+
+from headwater.model import Event
+from headwater.server.rpc import messages, orisun_messages
+from headwater.server.rpc.generated import eventstore_pb2 as orisun
+from headwater.server.rpc.generated import headwater_pb2 as pb
+from headwater.server.rpc.store_service import WINDOW_APPENDS, WINDOW_BYTES, Window
+
+
+def in_loop(test: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(20):
+            await test
+
+    asyncio.run(bounded())
+
+
+async def turn() -> None:
+    """Let every task that can go on do so."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def verdict(number: int, when: asyncio.Event | None = None) -> pb.Verdict:
+    if when is not None:
+        await when.wait()
+    return pb.Verdict(number=number)
+
+
+@pytest.mark.parametrize(("count", "size"), [(WINDOW_APPENDS, 1), (2, WINDOW_BYTES // 2)])
+def test_a_full_window_waits_until_a_verdict_is_told(count: int, size: int) -> None:
+    async def test() -> None:
+        window = Window()
+        for number in range(count):
+            await window.room_for(size)
+            window.begin(verdict(number), size)
+        waiting = asyncio.create_task(window.room_for(size))
+        await turn()
+        assert not waiting.done()
+        assert [one.number for one in await window.next_verdicts()] == list(range(count))
+        await waiting
+
+    in_loop(test())
+
+
+def test_one_append_alone_has_room_however_large() -> None:
+    async def test() -> None:
+        window = Window()
+        await window.room_for(10 * WINDOW_BYTES)
+        window.begin(verdict(1), 10 * WINDOW_BYTES)
+        waiting = asyncio.create_task(window.room_for(1))
+        await turn()
+        assert not waiting.done()
+        await window.next_verdicts()
+        await waiting
+
+    in_loop(test())
+
+
+def test_verdicts_are_told_in_the_order_of_the_appends_whichever_comes_first() -> None:
+    async def test() -> None:
+        window = Window()
+        first, third = asyncio.Event(), asyncio.Event()
+        window.begin(verdict(1, first), 1)
+        window.begin(verdict(2), 1)
+        window.begin(verdict(3, third), 1)
+        telling = asyncio.create_task(window.next_verdicts())
+        await turn()
+        assert not telling.done()
+        first.set()
+        assert [one.number for one in await telling] == [1, 2]
+        window.begin_no_more()
+        third.set()
+        assert [one.number for one in await window.next_verdicts()] == [3]
+        assert await window.next_verdicts() == []
+
+    in_loop(test())
+
+
+def test_nothing_is_under_way_once_a_window_is_given_up() -> None:
+    async def test() -> None:
+        window = Window()
+        for number in range(3):
+            window.begin(verdict(number, asyncio.Event()), 1)
+        reader = asyncio.create_task(asyncio.sleep(60))
+        await window.give_up(reader)  # type: ignore[arg-type]
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    in_loop(test())
+
+
+@given(st.lists(st.integers(0, 700_000), min_size=1, max_size=30))
+def test_parcels_hold_all_events_in_order_and_fit_into_messages(sizes: list[int]) -> None:
+    now = datetime(2026, 1, 1, tzinfo=UTC)
+    events = [
+        Event(n, "t", 0, None, None, None, None, None, None, b"x" * size, None, now) for n, size in enumerate(sizes)
+    ]
+    parcels = list(messages.parcels(events))
+    assert [event for parcel in parcels for event in parcel] == events
+    for parcel in parcels:
+        size = sum(len(event.payload or b"") for event in parcel)
+        assert len(parcel) == 1 or size <= messages.PARCEL_BYTES
+
+
+@given(st.integers(1, 50), st.integers(-2, 52), st.integers(-2, 52))
+def test_positions_are_pairs_in_their_order(of: int, commit: int, prepare: int) -> None:
+    asked = orisun.Position(commit_position=commit, prepare_position=prepare)
+    pair, limit = (of, of), (commit, prepare)
+    assert (of > orisun_messages.first_from(asked)) == (pair >= limit)
+    assert (of < orisun_messages.last_before(asked)) == (pair <= limit)
+    assert (of > orisun_messages.first_after(asked)) == (pair > limit)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.sampled_from(["eventType", "a", "{", '"', ""]) | st.text(), JSON), st.sampled_from([None, 1]))
+def test_a_member_is_cut_out_of_any_object(whole: dict[str, Any], indent: int | None) -> None:
+    cut = orisun_messages.without_member(json.dumps(whole, indent=indent), "eventType")
+    whole.pop("eventType", None)
+    assert json.loads(cut) == whole
