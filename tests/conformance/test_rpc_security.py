@@ -304,6 +304,13 @@ def test_users_are_made_with_roles_change_their_passwords_and_go(
         admin.DeleteUser(orisun.DeleteUserRequest(user_id="operator"), timeout=SECONDS, metadata=ROOT)
     with refused(grpc.StatusCode.UNAUTHENTICATED):
         store.Ping(EMPTY, timeout=SECONDS, metadata=basic("operator", "second"))
+    told = [event.data for event in log.read("headwater.audit") if event.data["subject"] == "operator"]
+    assert [(one["actor"], one["action"]) for one in told] == [
+        ("root", "account.create"),
+        ("operator", "account.password"),
+        ("root", "account.delete"),
+    ]
+    assert not [one for one in told if "first" in str(one) or "second" in str(one)]
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from psycopg import AsyncConnection
 
 from headwater import calls
 from headwater.aio.shell import Shell
+from headwater.calls import Call
+from headwater.calls.audit import audit
 from headwater.model import (
     LogHealth,
     LogSettings,
@@ -20,6 +24,8 @@ from headwater.model import (
     TopicOverview,
     Upkeep,
 )
+
+T = TypeVar("T")
 
 
 class Administration(Shell):
@@ -123,3 +129,20 @@ class Administration(Shell):
     async def health(self) -> LogHealth:
         """What tells whether the log can be worked with."""
         return await self._run(calls.log_health())
+
+    @asynccontextmanager
+    async def audited(
+        self, actor: str | None, action: str, subject: str, detail: Mapping[str, Any]
+    ) -> AsyncIterator[AsyncConnection[Any]]:
+        """A transaction for what an administrator does, and for the event of `headwater.audit` that tells of it:
+        neither is there without the other. The block may add to `detail` what it finds out; nothing secret."""
+        async with self.transaction() as connection:
+            yield connection
+            await self._run(audit(actor or "everybody", action, subject, detail), connection)
+
+    async def run_audited(
+        self, call: Call[T], actor: str | None, action: str, subject: str, detail: Mapping[str, Any]
+    ) -> T:
+        """Carry out a call of an administrator, with the event that tells of it."""
+        async with self.audited(actor, action, subject, detail) as connection:
+            return await self._run(call, connection)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 from headwater.calls.call import Call, only_value
 from headwater.calls.encoding import checked_text
-
-AUDIT_TOPIC: Final = "headwater.audit"
 
 
 def audit(actor: str, action: str, subject: str, detail: Mapping[str, Any]) -> Call[int]:

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from psycopg import Connection
 
 from headwater import calls
+from headwater.calls import Call
+from headwater.calls.audit import audit
 from headwater.client.shell import Shell
 from headwater.model import (
     LogHealth,
@@ -21,6 +25,8 @@ from headwater.model import (
     TopicOverview,
     Upkeep,
 )
+
+T = TypeVar("T")
 
 
 class Administration(Shell):
@@ -124,3 +130,18 @@ class Administration(Shell):
     def health(self) -> LogHealth:
         """What tells whether the log can be worked with."""
         return self._run(calls.log_health())
+
+    @contextmanager
+    def audited(
+        self, actor: str | None, action: str, subject: str, detail: Mapping[str, Any]
+    ) -> Iterator[Connection[Any]]:
+        """A transaction for what an administrator does, and for the event of `headwater.audit` that tells of it:
+        neither is there without the other. The block may add to `detail` what it finds out; nothing secret."""
+        with self.transaction() as connection:
+            yield connection
+            self._run(audit(actor or "everybody", action, subject, detail), connection)
+
+    def run_audited(self, call: Call[T], actor: str | None, action: str, subject: str, detail: Mapping[str, Any]) -> T:
+        """Carry out a call of an administrator, with the event that tells of it."""
+        with self.audited(actor, action, subject, detail) as connection:
+            return self._run(call, connection)

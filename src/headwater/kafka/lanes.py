@@ -95,12 +95,14 @@ class Lanes:
             for part in asked.partitions or ():
                 code, start = ErrorCode.topic_authorization_failed, -1
                 if not denied:
-                    code, start = await self._delete_before(topic, part.partition_index, part.offset)
+                    code, start = await self._delete_before(topic, part.partition_index, part.offset, request.account)
                 partitions.append({"partition_index": part.partition_index, "low_watermark": start, "error_code": code})
             topics.append({"name": asked.name, "partitions": partitions})
         return {"topics": topics}
 
-    async def _delete_before(self, topic: KafkaTopic | None, partition: int, offset: int) -> tuple[ErrorCode, int]:
+    async def _delete_before(
+        self, topic: KafkaTopic | None, partition: int, offset: int, account: str | None
+    ) -> tuple[ErrorCode, int]:
         lane = Lane(topic.id if topic is not None else 0, partition)
         bounds = (await self._broker.log.run(calls.kafka_bounds([lane]), patience_seconds=5)).get(lane)
         if topic is None or bounds is None:
@@ -109,7 +111,9 @@ class Lanes:
             return ErrorCode.offset_out_of_range, -1
         try:
             call = kafka_admin.delete_before(topic.name, partition, offset)
-            return ErrorCode.none, await self._broker.log.run(call, patience_seconds=5)
+            told = {"partition": partition, "before_offset": offset}
+            start = await self._broker.log.run_audited(call, account, "topic.delete_records", topic.name, told)
+            return ErrorCode.none, start
         except InvalidRequest as error:
             # An event store, a compacted topic, a reader that must not lose an event: the log says which.
             logger.info("records not deleted", extra={ERROR: error.message})

@@ -37,6 +37,8 @@ class Session:
         return self.account is not None or not self._broker.settings.authenticate
 
     def allowed(self, action: str, kind: str, name: str) -> bool:
+        if access.is_kept_from_all(action, kind, name):
+            return False
         if not self._broker.settings.authenticate:
             return True
         return self.account is not None and self._broker.access.allows(self.account, action, kind, name)
@@ -153,14 +155,14 @@ class Credentials:
                     raise _BadCredential(ErrorCode.cluster_authorization_failed, "credentials may not be changed")
                 if named.count((one.name, one.mechanism)) > 1:
                     raise _BadCredential(ErrorCode.duplicate_resource, "the credential is named twice")
-                await self._change(one, upserted)
+                await self._change(one, upserted, request.account)
             except _BadCredential as error:
                 answer.update(error_code=error.code, error_message=str(error))
             except InvalidRequest as error:
                 answer.update(error_code=ErrorCode.unacceptable_credential, error_message=error.message)
         return {"results": list(results.values())}
 
-    async def _change(self, one: Any, upserted: Any | None) -> None:
+    async def _change(self, one: Any, upserted: Any | None, account: str | None) -> None:
         mechanism = _MECHANISMS.get(one.mechanism)
         if mechanism is None:
             raise _BadCredential(ErrorCode.unsupported_sasl_mechanism, "the mechanisms are 1 and 2: SHA-256, SHA-512")
@@ -179,7 +181,8 @@ class Credentials:
             salted = bytes(one.salted_password)
             credential = access.credential_of(algorithm, salted, bytes(one.salt), one.iterations)
         call = calls.set_credential(one.name, mechanism, credential)
-        if not await self._broker.log.run(call, patience_seconds=5):
+        told = {"mechanism": mechanism, "deleted": credential is None}
+        if not await self._broker.log.run_audited(call, account, "account.credential", one.name, told):
             raise _BadCredential(ErrorCode.resource_not_found, f"{one.name} has no credential of that mechanism")
 
 
@@ -234,7 +237,11 @@ class Acls:
                 if not request.allowed("alter", "log", "*"):
                     code = ErrorCode.cluster_authorization_failed
                 else:
-                    await self._broker.log.run(calls.allow(_permission(one)), patience_seconds=5)
+                    given = _permission(one)
+                    call = calls.allow(given)
+                    await self._broker.log.run_audited(
+                        call, request.account, "account.allow", given.account, given._asdict()
+                    )
             except InvalidRequest as error:
                 code, message = ErrorCode.invalid_request, error.message
             results.append({"error_code": code, "error_message": message})
@@ -259,7 +266,10 @@ class Acls:
                     "permission_type": _ALLOW,
                 }
                 for given in await self._broker.log.run(calls.permissions(), patience_seconds=5)
-                if _matches(given, one) and await self._broker.log.run(calls.disallow(given), patience_seconds=5)
+                if _matches(given, one)
+                and await self._broker.log.run_audited(
+                    calls.disallow(given), request.account, "account.disallow", given.account, given._asdict()
+                )
             ]
             results.append({"error_code": ErrorCode.none, "matching_acls": gone})
         await self._broker.refresh_access()

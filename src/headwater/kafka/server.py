@@ -197,7 +197,9 @@ class Connection(asyncio.BufferedProtocol):
                     raise Malformed("the client did not say who it is")
                 # Begun one after the other: records of one connection are queued in the order they came.
                 self._producing = request.api == PRODUCE
-                answer = await self._server.apis.begin(request._replace(allowed=session.allowed), self.host)
+                answer = await self._server.apis.begin(
+                    request._replace(allowed=session.allowed, account=session.account), self.host
+                )
                 self._producing = False
                 if self._lost:
                     await answer

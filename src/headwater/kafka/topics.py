@@ -215,7 +215,7 @@ class Topics:
                     raise _Refused(ErrorCode.topic_authorization_failed, "the topic may not be made")
                 if names.count(one.name) > 1:
                     raise InvalidRequest("a topic is named twice in one request")
-                created = await self._create_one(one, validate_only=getattr(fields, "validate_only", False))
+                created = await self._create_one(request, one)
                 answer.update(error_code=ErrorCode.none, **created)
             except BadConfig as error:
                 answer.update(error_code=ErrorCode.invalid_config, error_message=str(error))
@@ -232,7 +232,7 @@ class Topics:
                 answer["topic_id"] = topic and self._broker.uuid_of(topic)
         return {"topics": answers}
 
-    async def _create_one(self, one: Any, *, validate_only: bool) -> dict[str, Any]:
+    async def _create_one(self, request: Request, one: Any) -> dict[str, Any]:
         partitions = one.num_partitions
         if one.assignments:
             if one.num_partitions != -1 or one.replication_factor != -1:
@@ -247,11 +247,11 @@ class Topics:
         if one.replication_factor == 0 or one.replication_factor < -1:
             raise _Refused(ErrorCode.invalid_replication_factor, "the replication factor is 1 or more")
         change = change_of({config.name: config.value for config in one.configs or ()})
-        if validate_only:
+        if getattr(request.fields, "validate_only", False):
             if await self._broker.topic_named(one.name) is not None:
                 raise TopicExists(f'topic "{one.name}" exists already')
         else:
-            await self._broker.log.run(
+            await self._broker.log.run_audited(
                 calls.kafka_create_topic(
                     one.name,
                     partitions,
@@ -264,7 +264,10 @@ class Topics:
                     retention_bytes=change.retention_bytes,
                     schemas=change.schemas,
                 ),
-                patience_seconds=5,
+                request.account,
+                "topic.create",
+                one.name,
+                {"partitions": partitions, **{config.name: config.value for config in one.configs or ()}},
             )
         return {"num_partitions": partitions, "replication_factor": 1}
 
@@ -286,7 +289,8 @@ class Topics:
                     answer["error_code"] = ErrorCode.topic_authorization_failed
                 else:
                     answer.update(name=topic.name, topic_id=self._broker.uuid_of(topic))
-                    await self._broker.log.run(log_calls.delete_topic(topic.name), patience_seconds=5)
+                    gone = log_calls.delete_topic(topic.name)
+                    await self._broker.log.run_audited(gone, request.account, "topic.delete", topic.name, {})
             except HeadwaterError as error:
                 answer.update(error_code=code_for(error), error_message=error.message)
             answers.append(answer)
@@ -310,7 +314,8 @@ class Topics:
             elif not request.fields.validate_only:
                 try:
                     call = log_calls.alter_topic(one.name, partitions=one.count)
-                    await self._broker.log.run(call, patience_seconds=5)
+                    told = {"partitions": one.count}
+                    await self._broker.log.run_audited(call, request.account, "topic.alter", one.name, told)
                 except HeadwaterError as error:
                     answer.update(error_code=code_for(error), error_message=error.message)
             answers.append(answer)
@@ -416,10 +421,11 @@ class Topics:
                 topic = await self._broker.topic_named(one.resource_name)
                 if topic is None:
                     raise TopicNotFound(f'there is no topic "{one.resource_name}"')
-                change = change_of(wanted(one, topic))
+                values = wanted(one, topic)
+                change = change_of(values)
                 if not request.fields.validate_only:
                     call = calls.kafka_alter_topic(topic.name, **change._asdict())
-                    await self._broker.log.run(call, patience_seconds=5)
+                    await self._broker.log.run_audited(call, request.account, "topic.alter", topic.name, values)
             except BadConfig as error:
                 answer.update(error_code=ErrorCode.invalid_config, error_message=str(error))
             except HeadwaterError as error:

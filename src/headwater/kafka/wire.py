@@ -61,6 +61,8 @@ class Request(NamedTuple):
     fields: Any
     # Whether whoever asks may do something (an action) to something (a kind and a name).
     allowed: Callable[[str, str, str], bool] = lambda action, kind, name: True
+    # Who asks; None: nobody is asked who they are.
+    account: str | None = None
 
 
 class Unsupported(NamedTuple):

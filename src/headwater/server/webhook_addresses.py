@@ -21,6 +21,8 @@ Network = IPv4Network | IPv6Network
 # Public by its number, and yet where a cloud answers its own machines.
 _METADATA: Final = IPv4Address("168.63.129.16")
 _NAT64: Final = IPv6Network("64:ff9b::/96")
+# Set aside for protocols. Which of it is public, versions of Python tell differently.
+_PROTOCOLS: Final = IPv4Network("192.0.0.0/24")
 # Of a name with more addresses, the first are tried.
 _MOST_ADDRESSES: Final = 4
 
@@ -55,6 +57,8 @@ def may_reach(address: Address, allowed: Sequence[Network]) -> bool:
     if any(real in network or address in network for network in allowed):
         return True
     if real == _METADATA or real.is_multicast or real.is_reserved or real.is_link_local:
+        return False
+    if isinstance(real, IPv4Address) and real in _PROTOCOLS:
         return False
     if isinstance(real, IPv6Address) and real.is_site_local:
         return False

@@ -13,7 +13,6 @@ from headwater import access
 from headwater.access import Permission
 from headwater.calls import access as calls
 from headwater.errors import InvalidRequest
-from headwater.server.audit import audited
 from headwater.server.callers import SESSION, NotAuthenticated
 from headwater.server.http import answers
 from headwater.server.http.gate import SESSION_COOKIE, Gate, session_of
@@ -138,7 +137,7 @@ async def create_account(request: Request, body: AccountToCreate) -> Response:
         raise InvalidRequest(f"there is an account {body.name} already", hint="PATCH changes its password.")
     kept = await asyncio.to_thread(access.verifiers, body.password, os.urandom(16))
     detail = {"administrator": body.administrator}
-    async with audited(log, caller_of(request), "account.create", body.name, detail) as connection:
+    async with log.audited(caller_of(request).account, "account.create", body.name, detail) as connection:
         call = calls.set_account(body.name, kept, administrator=body.administrator)
         await log.run(call, connection=connection)
     await _refreshed(request)
@@ -160,8 +159,8 @@ async def change_account(request: Request, name: Account, body: AccountChanges) 
     if body.password is not None:
         kept = await asyncio.to_thread(access.verifiers, body.password, os.urandom(16))
     detail = {"password": "changed"} if body.password is not None else {}
-    async with audited(
-        log, caller_of(request), "account.alter", name, {**detail, **body.model_dump(include={"administrator"})}
+    async with log.audited(
+        caller_of(request).account, "account.alter", name, {**detail, **body.model_dump(include={"administrator"})}
     ) as connection:
         await log.run(calls.set_account(name, kept, administrator=body.administrator), connection=connection)
     await _refreshed(request)
@@ -177,7 +176,7 @@ async def change_account(request: Request, name: Account, body: AccountChanges) 
 async def delete_account(request: Request, name: Account) -> Response:
     """Delete an account with its rights, keys and sessions."""
     log = served(request).log
-    async with audited(log, caller_of(request), "account.delete", name, {}) as connection:
+    async with log.audited(caller_of(request).account, "account.delete", name, {}) as connection:
         if not await log.run(calls.delete_account(name), connection=connection):
             raise _no_account(name)
     await _refreshed(request)
@@ -197,7 +196,7 @@ async def allow(request: Request, name: Account, body: PermissionToGive) -> Resp
     if name != access.EVERYBODY and await log.run(calls.find_account(name), patience_seconds=5) is None:
         raise _no_account(name)
     permission = Permission(name, body.action, body.kind, body.name, body.prefix)
-    async with audited(log, caller_of(request), "account.allow", name, body.model_dump()) as connection:
+    async with log.audited(caller_of(request).account, "account.allow", name, body.model_dump()) as connection:
         await log.run(calls.allow(permission), connection=connection)
     await _refreshed(request)
     return answer(permission._asdict(), status=201)
@@ -220,7 +219,7 @@ async def disallow(
     """Take back what was allowed."""
     log = served(request).log
     permission = Permission(name, action, kind, of, prefix)
-    async with audited(log, caller_of(request), "account.disallow", name, permission._asdict()) as connection:
+    async with log.audited(caller_of(request).account, "account.disallow", name, permission._asdict()) as connection:
         if not await log.run(calls.disallow(permission), connection=connection):
             raise NotThere("that was not allowed", hint="See GET /v1/accounts.")
     await _refreshed(request)
@@ -254,7 +253,7 @@ async def create_key(request: Request, name: Account, body: KeyToMake) -> Respon
     key = access.key_of(os.urandom(32))
     hashed = access.key_hash(key)
     detail: dict[str, Any] = {"hash": hashed.hex()[:16], "label": body.label}
-    async with audited(log, caller_of(request), "key.create", name, detail) as connection:
+    async with log.audited(caller_of(request).account, "key.create", name, detail) as connection:
         call = calls.create_api_key(hashed, name, label=body.label, expires_in=seconds(body.expires_in_seconds))
         await log.run(call, connection=connection)
     return answer({"key": key, "hash": hashed.hex()}, status=201)
@@ -271,7 +270,7 @@ async def delete_key(
 ) -> Response:
     """Take an API key back: the one whose hash begins so."""
     log = served(request).log
-    async with audited(log, caller_of(request), "key.delete", name, {"hash": hash_prefix[:16]}) as connection:
+    async with log.audited(caller_of(request).account, "key.delete", name, {"hash": hash_prefix[:16]}) as connection:
         if not await log.run(calls.delete_api_key(name, hash_prefix), connection=connection):
             raise NotThere("there is no such key", hint="See its hash in GET /v1/accounts/{name}/keys.")
     served(request).callers.forget(hash_prefix)

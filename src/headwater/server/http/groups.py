@@ -15,7 +15,6 @@ from headwater import calls
 from headwater.calls import overview
 from headwater.errors import GroupNotFound, InvalidRequest
 from headwater.model import Binding, Dead, Event, Group, GroupOverview, Lease, Outcome, Retry, Snooze
-from headwater.server.audit import audited
 from headwater.server.http import answers
 from headwater.server.http.rendering import event_json
 from headwater.server.http.rights import caller_of, decides, needs
@@ -119,7 +118,9 @@ async def create_group(request: Request, body: GroupToCreate) -> Response:
             "must_not_lose",
         }
     )
-    async with audited(log, caller, "group.create", body.name, body.model_dump(exclude_unset=True)) as connection:
+    async with log.audited(
+        caller.account, "group.create", body.name, body.model_dump(exclude_unset=True)
+    ) as connection:
         there = body.if_missing and await log.run(overview.group_exists(body.name), connection=connection)
         if not there:
             await log.run(calls.create_group(body.name, start_position=start, **settings), connection=connection)
@@ -165,7 +166,7 @@ async def change_group(request: Request, group: GroupName, body: GroupChanges) -
     """Change settings of a group."""
     log = served(request).log
     changes = body.model_dump(exclude_unset=True)
-    async with audited(log, caller_of(request), "group.alter", group, changes) as connection:
+    async with log.audited(caller_of(request).account, "group.alter", group, changes) as connection:
         await log.run(calls.alter_group(group, **changes), connection=connection)
     return await _one(request, group)
 
@@ -181,7 +182,9 @@ async def delete_group(request: Request, group: GroupName, dry_run: DryRun = Fal
     log = served(request).log
     found, _ = await _overview(request, group)
     if not dry_run:
-        async with audited(log, caller_of(request), "group.delete", group, {"frontier": found.frontier}) as connection:
+        async with log.audited(
+            caller_of(request).account, "group.delete", group, {"frontier": found.frontier}
+        ) as connection:
             if not await log.run(calls.delete_group(group), connection=connection):
                 raise GroupNotFound(f'there is no group "{group}"', detail={"group": group})
     return answer(
@@ -279,7 +282,7 @@ async def extend(request: Request, group: GroupName, body: Extend) -> Response:
 async def pause(request: Request, group: GroupName) -> Response:
     """No more claims until resumed."""
     log = served(request).log
-    async with audited(log, caller_of(request), "group.pause", group, {}) as connection:
+    async with log.audited(caller_of(request).account, "group.pause", group, {}) as connection:
         await log.run(calls.pause_group(group), connection=connection)
     return answer({"paused": True})
 
@@ -293,7 +296,7 @@ async def pause(request: Request, group: GroupName) -> Response:
 async def resume(request: Request, group: GroupName) -> Response:
     """Claims go on."""
     log = served(request).log
-    async with audited(log, caller_of(request), "group.resume", group, {}) as connection:
+    async with log.audited(caller_of(request).account, "group.resume", group, {}) as connection:
         await log.run(calls.resume_group(group), connection=connection)
     return answer({"paused": False})
 
@@ -315,7 +318,7 @@ async def rewind(request: Request, group: GroupName, body: Rewind) -> Response:
     assert to is not None
     bound = await log.run(overview.bound_count(group, after=to), patience_seconds=5)
     if not body.dry_run:
-        async with audited(log, caller_of(request), "group.rewind", group, {"to": to}) as connection:
+        async with log.audited(caller_of(request).account, "group.rewind", group, {"to": to}) as connection:
             await log.run(calls.rewind_group(group, to), connection=connection)
     told = {"to": to, "events": bound.events, "events_is_more": bound.events_is_more, "dry_run": body.dry_run}
     return answer(told)
@@ -347,7 +350,7 @@ async def bind(request: Request, group: GroupName, body: BindingToMake) -> Respo
     caller.need("alter", "group", group)
     _need_binding(request, body)
     detail = body.model_dump(exclude_unset=True)
-    async with audited(log, caller, "group.bind", group, detail) as connection:
+    async with log.audited(caller.account, "group.bind", group, detail) as connection:
         made = await log.run(_bind(group, body), connection=connection)
         detail["id"] = made.id
     return answer(asdict(made), status=201)
@@ -362,7 +365,7 @@ async def bind(request: Request, group: GroupName, body: BindingToMake) -> Respo
 async def unbind(request: Request, group: GroupName, id: Annotated[int, Path(ge=1, le=2_147_483_647)]) -> Response:
     """End a binding after what the group has claimed."""
     log = served(request).log
-    async with audited(log, caller_of(request), "group.unbind", group, {"id": id}) as connection:
+    async with log.audited(caller_of(request).account, "group.unbind", group, {"id": id}) as connection:
         to_position = await log.run(calls.unbind(group, id), connection=connection)
     return answer({"to_position": to_position})
 
@@ -442,6 +445,6 @@ async def _letters(request: Request, group: GroupName, body: Letters, action: st
     count = meant.events
     if not body.dry_run:
         detail: dict[str, Any] = {"positions": "all" if body.all else (body.positions or [])[:1000]}
-        async with audited(log, caller_of(request), action, group, detail) as connection:
+        async with log.audited(caller_of(request).account, action, group, detail) as connection:
             detail["count"] = count = await log.run(call, connection=connection)
     return answer({"count": count, "first": meant.first_position, "last": meant.last_position, "dry_run": body.dry_run})

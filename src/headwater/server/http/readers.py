@@ -11,7 +11,6 @@ from starlette.responses import Response
 from headwater import calls, model
 from headwater.calls import overview
 from headwater.errors import GroupNotFound, InvalidRequest
-from headwater.server.audit import audited
 from headwater.server.http import answers
 from headwater.server.http.events import need_topics
 from headwater.server.http.problems import NotThere
@@ -62,7 +61,7 @@ async def set_cursor(request: Request, name: CursorName, body: CursorToSet) -> R
     if (body.position is None) == (body.since is None):
         raise InvalidRequest("say where to once: position or since")
     detail = body.model_dump(exclude_unset=True)
-    async with audited(log, caller_of(request), "cursor.set", name, detail) as connection:
+    async with log.audited(caller_of(request).account, "cursor.set", name, detail) as connection:
         position = await log.set_cursor(
             name,
             position=body.position,
@@ -83,7 +82,7 @@ async def set_cursor(request: Request, name: CursorName, body: CursorToSet) -> R
 async def delete_cursor(request: Request, name: CursorName) -> Response:
     """Forget a cursor."""
     log = served(request).log
-    async with audited(log, caller_of(request), "cursor.delete", name, {}) as connection:
+    async with log.audited(caller_of(request).account, "cursor.delete", name, {}) as connection:
         if not await log.run(calls.delete_cursor(name), connection=connection):
             raise NotThere(f'there is no cursor "{name}"', hint="See GET /v1/cursors.", detail={"cursor": name})
     return answer({"deleted": True})
@@ -134,7 +133,7 @@ async def subscribe(request: Request, body: SubscriptionToMake) -> Response:
         topics=body.topics,
     )
     detail = body.model_dump(exclude_unset=True)
-    async with audited(log, caller, "subscription.create", body.group, detail) as connection:
+    async with log.audited(caller.account, "subscription.create", body.group, detail) as connection:
         made = await log.run(call, connection=connection)
         detail["id"] = made
     return answer({"id": made}, status=201)
@@ -152,6 +151,6 @@ async def unsubscribe(request: Request, group: GroupName, id: Annotated[int, Pat
     found = await log.run(overview.find_subscription(id), patience_seconds=5)
     if found is None or found.group != group:
         raise GroupNotFound(f'group "{group}" has no subscription {id}', hint="See GET /v1/subscriptions.")
-    async with audited(log, caller_of(request), "subscription.delete", group, {"id": id}) as connection:
+    async with log.audited(caller_of(request).account, "subscription.delete", group, {"id": id}) as connection:
         await log.run(calls.unsubscribe(id), connection=connection)
     return answer({"deleted": True})

@@ -11,7 +11,6 @@ from starlette.responses import Response
 from headwater import calls, model
 from headwater.calls import overview
 from headwater.cron import next_time
-from headwater.server.audit import audited
 from headwater.server.http import answers
 from headwater.server.http.problems import NotThere
 from headwater.server.http.rendering import key_of
@@ -162,7 +161,7 @@ async def set_periodic(request: Request, body: PeriodicToSet) -> Response:
         content_type=content_type,
     )
     detail = body.model_dump(include={"cron", "time_zone", "topic", "type"})
-    async with audited(log, caller, "periodic.set", body.name, detail) as connection:
+    async with log.audited(caller.account, "periodic.set", body.name, detail) as connection:
         await log.run(call, connection=connection)
     return answer({"name": body.name}, status=201)
 
@@ -186,7 +185,7 @@ async def pause_periodic(request: Request, name: PeriodicName, body: PeriodicCha
     log = served(request).log
     await _need_periodic(request, name)
     action = "periodic.pause" if body.paused else "periodic.resume"
-    async with audited(log, caller_of(request), action, name, {}) as connection:
+    async with log.audited(caller_of(request).account, action, name, {}) as connection:
         await log.run(calls.pause_periodic(name, paused=body.paused), connection=connection)
     return answer({"paused": body.paused})
 
@@ -201,6 +200,6 @@ async def delete_periodic(request: Request, name: PeriodicName) -> Response:
     """Forget a periodic event."""
     log = served(request).log
     await _need_periodic(request, name)
-    async with audited(log, caller_of(request), "periodic.delete", name, {}) as connection:
+    async with log.audited(caller_of(request).account, "periodic.delete", name, {}) as connection:
         await log.run(calls.delete_periodic(name), connection=connection)
     return answer({"deleted": True})

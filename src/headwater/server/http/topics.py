@@ -10,7 +10,6 @@ from starlette.responses import Response
 from headwater import calls, model
 from headwater.calls import overview
 from headwater.errors import InvalidRequest, TopicNotFound
-from headwater.server.audit import audited
 from headwater.server.http import answers
 from headwater.server.http.rights import caller_of, decides, needs
 from headwater.server.http.served import answer, problems, router, served
@@ -62,7 +61,9 @@ async def create_topic(request: Request, body: TopicToCreate) -> Response:
     limits = {"max_payload_bytes": body.max_payload_bytes, "max_header_bytes": body.max_header_bytes}
     if body.event_store and (body.partitions != 1 or body.retention_seconds is not None):
         raise InvalidRequest("an event store has one partition, and its events are kept")
-    async with audited(log, caller, "topic.create", body.name, body.model_dump(exclude_unset=True)) as connection:
+    async with log.audited(
+        caller.account, "topic.create", body.name, body.model_dump(exclude_unset=True)
+    ) as connection:
         if body.event_store:
             await log.run(
                 calls.create_event_store(body.name, if_missing=body.if_missing, **limits), connection=connection
@@ -109,7 +110,7 @@ async def change_topic(request: Request, topic: TopicName, body: TopicChanges) -
         max_header_bytes=body.max_header_bytes,
     )
     changes = body.model_dump(exclude_unset=True)
-    async with audited(log, caller_of(request), "topic.alter", topic, changes) as connection:
+    async with log.audited(caller_of(request).account, "topic.alter", topic, changes) as connection:
         await log.run(call, connection=connection)
     return await _one(request, topic)
 
@@ -130,7 +131,7 @@ async def delete_topic(
     held = await log.run(overview.topic_contents(topic))
     if not dry_run:
         detail = {"last_position": held.last_position}
-        async with audited(log, caller_of(request), "topic.delete", topic, detail) as connection:
+        async with log.audited(caller_of(request).account, "topic.delete", topic, detail) as connection:
             await log.run(calls.delete_topic(topic), connection=connection)
     return answer(
         {

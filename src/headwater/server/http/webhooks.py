@@ -13,7 +13,6 @@ from headwater.aio.webhooks import new_secret
 from headwater.calls import webhooks as webhook_calls
 from headwater.errors import GroupNotFound
 from headwater.model import Webhook
-from headwater.server.audit import audited
 from headwater.server.http.answers import Time
 from headwater.server.http.rights import caller_of, needs
 from headwater.server.http.served import answer, problems, router, served
@@ -120,7 +119,7 @@ async def create_webhook(request: Request, body: WebhookToMake) -> Response:
     log = served(request).log
     settings = body.model_dump(exclude={"name", "url", "bindings", "from_end"})
     told = {"url": body.url, "bindings": [one.model_dump(exclude_unset=True) for one in body.bindings]}
-    async with audited(log, caller_of(request), "webhook.create", body.name, told) as connection:
+    async with log.audited(caller_of(request).account, "webhook.create", body.name, told) as connection:
         made = await log.create_webhook(body.name, body.url, from_end=body.from_end, connection=connection, **settings)
         for one in body.bindings or [BindingToMake()]:
             bind = calls.bind(
@@ -158,7 +157,7 @@ async def change_webhook(request: Request, webhook: WebhookName, body: WebhookCh
     changes = body.model_dump(exclude_unset=True)
     # What is sent along may be a secret.
     told = {name: value for name, value in changes.items() if name != "headers"}
-    async with audited(log, caller_of(request), "webhook.alter", webhook, told) as connection:
+    async with log.audited(caller_of(request).account, "webhook.alter", webhook, told) as connection:
         return answer(_shown(await log.alter_webhook(webhook, connection=connection, **changes)))
 
 
@@ -171,7 +170,7 @@ async def change_webhook(request: Request, webhook: WebhookName, body: WebhookCh
 async def delete_webhook(request: Request, webhook: WebhookName) -> Response:
     """Forget a webhook. Its group stays, with its dead letters."""
     log = served(request).log
-    async with audited(log, caller_of(request), "webhook.delete", webhook, {}) as connection:
+    async with log.audited(caller_of(request).account, "webhook.delete", webhook, {}) as connection:
         if not await log.run(webhook_calls.delete_webhook(webhook), connection=connection):
             raise GroupNotFound(f'there is no webhook "{webhook}"', detail={"webhook": webhook})
     return answer({"deleted": True})
@@ -212,7 +211,7 @@ async def rotate_secret(request: Request, webhook: WebhookName) -> Response:
     """Sign with a new secret, and with the one before it too, until the next rotation."""
     log = served(request).log
     call = webhook_calls.rotate_webhook_secret(webhook, new_secret(), keep=1)
-    async with audited(log, caller_of(request), "webhook.rotate_secret", webhook, {}) as connection:
+    async with log.audited(caller_of(request).account, "webhook.rotate_secret", webhook, {}) as connection:
         changed = await log.run(call, connection=connection)
     return answer({**_shown(changed), "secret": changed.secrets[0]})
 
@@ -231,5 +230,5 @@ async def test_webhook(request: Request, webhook: WebhookName) -> Response:
 
 async def _set(request: Request, action: str, name: str, call: calls.Call[Webhook]) -> Response:
     log = served(request).log
-    async with audited(log, caller_of(request), action, name, {}) as connection:
+    async with log.audited(caller_of(request).account, action, name, {}) as connection:
         return answer(_shown(await log.run(call, connection=connection)))

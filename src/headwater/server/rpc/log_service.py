@@ -90,15 +90,20 @@ class LogService:
 
     async def create_topic(self, request: pb.CreateTopicRequest, call: Call) -> pb.Topic:
         call.need("create", "topic", request.name)
-        topic = await self._log.create_topic(
-            request.name,
-            kind=_kind(request.kind),
-            partitions=request.partitions or 1,
-            retention=timedelta(seconds=request.retention_seconds) if request.HasField("retention_seconds") else None,
-            max_payload_bytes=request.max_payload_bytes if request.HasField("max_payload_bytes") else None,
-            max_header_bytes=request.max_header_bytes if request.HasField("max_header_bytes") else None,
-            if_missing=request.if_missing,
-        )
+        told = {"partitions": request.partitions or 1}
+        async with self._log.audited(call.caller.account, "topic.create", request.name, told) as connection:
+            topic = await self._log.create_topic(
+                request.name,
+                kind=_kind(request.kind),
+                partitions=request.partitions or 1,
+                retention=timedelta(seconds=request.retention_seconds)
+                if request.HasField("retention_seconds")
+                else None,
+                max_payload_bytes=request.max_payload_bytes if request.HasField("max_payload_bytes") else None,
+                max_header_bytes=request.max_header_bytes if request.HasField("max_header_bytes") else None,
+                if_missing=request.if_missing,
+                connection=connection,
+            )
         return _topic(topic)
 
     async def get_topic(self, request: pb.GetTopicRequest, call: Call) -> pb.Topic:
@@ -113,7 +118,8 @@ class LogService:
 
     async def delete_topic(self, request: pb.DeleteTopicRequest, call: Call) -> pb.DeleteTopicResponse:
         call.need("delete", "topic", request.name)
-        await self._log.delete_topic(request.name)
+        async with self._log.audited(call.caller.account, "topic.delete", request.name, {}) as connection:
+            await self._log.delete_topic(request.name, connection=connection)
         return pb.DeleteTopicResponse()
 
 

@@ -75,7 +75,8 @@ class OrisunAdmin:
         if not request.roles or not set(request.roles) <= {ADMIN, OPERATIONS}:
             raise InvalidRequest(f"the roles of a user are {ADMIN} or {OPERATIONS}, or both")
         kept = await asyncio.to_thread(access.verifiers, request.password, os.urandom(16))
-        async with log.transaction() as connection:
+        told = {"roles": list(request.roles)}
+        async with log.audited(call.caller.account, "account.create", request.username, told) as connection:
             if not await log._run(calls.account_is_free(request.username), connection):
                 raise AccountExists(f'there is a user "{request.username}" already')
             made = calls.set_account(request.username, kept, administrator=ADMIN in request.roles)
@@ -93,8 +94,9 @@ class OrisunAdmin:
             raise InvalidRequest("a user_id is needed")
         if request.user_id == call.caller.account:
             raise Refused("nobody can delete their own account")
-        if not await log._run(calls.delete_account(request.user_id)):
-            raise _no_user(request.user_id)
+        async with log.audited(call.caller.account, "account.delete", request.user_id, {}) as connection:
+            if not await log._run(calls.delete_account(request.user_id), connection):
+                raise _no_user(request.user_id)
         await self._refresh()
         return pb.DeleteUserResponse(success=True)
 
@@ -107,7 +109,8 @@ class OrisunAdmin:
         if not await _fits(log, request.user_id, request.current_password):
             raise NotAuthenticated("the current password is wrong")
         kept = await asyncio.to_thread(access.verifiers, request.new_password, os.urandom(16))
-        await log._run(calls.set_account(request.user_id, kept))
+        changed = calls.set_account(request.user_id, kept)
+        await log.run_audited(changed, call.caller.account, "account.password", request.user_id, {})
         return pb.ChangePasswordResponse(success=True)
 
     async def list_users(self, request: pb.ListUsersRequest, call: Call) -> pb.ListUsersResponse:
