@@ -12,7 +12,8 @@ from typing import Any
 
 import psycopg
 import pytest
-from brokers import broker_process
+from brokers import BrokerProcess, broker_process
+from raw_client import Raw
 from typer.testing import CliRunner
 
 import headwater
@@ -35,6 +36,15 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith("HEADWATER_"):
             monkeypatch.delenv(name)
+
+
+def test_all_brokers_tell_of_the_same_brokers_from_the_first_moment(dsn: str) -> None:
+    with broker_process(dsn, "--processes", "3") as started:
+        for address in started.addresses:
+            raw = Raw(BrokerProcess(started.process, [address]))
+            told = raw.ask(3, 12, {"topics": []}).brokers
+            raw.socket.close()
+            assert {f"{one.host}:{one.port}" for one in told} == set(started.addresses)
 
 
 def test_several_processes_are_several_brokers_and_one_that_dies_is_started_again(

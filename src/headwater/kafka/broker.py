@@ -25,7 +25,6 @@ LEASE_SECONDS: Final = 6.0
 RENEW_SECONDS: Final = 1.5
 TOPICS_AGE_SECONDS: Final = 1.0
 """How long after a change elsewhere this broker may still go by what it knew."""
-BROKERS_AGE_SECONDS: Final = 0.3
 UPKEEP_SECONDS: Final = 600.0
 COMPACT_SECONDS: Final = 15.0
 
@@ -60,7 +59,6 @@ class Broker:
         self.kept = Kept(settings.kept_bytes)
         self.access = Access((), ())
         self._lease_ends = 0.0
-        self._brokers_read_at = -BROKERS_AGE_SECONDS
         self._by_name: dict[str, KafkaTopic] = {}
         self._by_id: dict[int, KafkaTopic] = {}
         self._topics_read_at = -TOPICS_AGE_SECONDS
@@ -117,10 +115,9 @@ class Broker:
         await self.refresh_brokers()
 
     async def refresh_brokers(self) -> None:
-        """Learn who lives, unless that was just learnt."""
-        if time.monotonic() - self._brokers_read_at > BROKERS_AGE_SECONDS:
-            self._brokers_read_at = time.monotonic()
-            self.brokers = await self.log.run(calls.kafka_brokers(), patience_seconds=5)
+        """Learn who lives. Never from memory: a client that hears of fewer brokers from one than from another lets go
+        of the others, whatever it has just asked them, and may wait for that answer for ever."""
+        self.brokers = await self.log.run(calls.kafka_brokers(), patience_seconds=5)
 
     async def _keep_lease(self) -> None:
         upkeep_at = time.monotonic() + UPKEEP_SECONDS
