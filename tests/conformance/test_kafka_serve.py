@@ -38,15 +38,6 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-def test_all_brokers_tell_of_the_same_brokers_from_the_first_moment(dsn: str) -> None:
-    with broker_process(dsn, "--processes", "3") as started:
-        for address in started.addresses:
-            raw = Raw(BrokerProcess(started.process, [address]))
-            told = raw.ask(3, 12, {"topics": []}).brokers
-            raw.socket.close()
-            assert {f"{one.host}:{one.port}" for one in told} == set(started.addresses)
-
-
 def test_several_processes_are_several_brokers_and_one_that_dies_is_started_again(
     dsn: str, log: headwater.Headwater, connection: psycopg.Connection, until: Callable[[Callable[[], Any]], Any]
 ) -> None:
@@ -126,3 +117,12 @@ def test_accounts_are_made_and_allowed_on_the_command_line(dsn: str, log: headwa
     assert run(dsn, "account", "delete", "shop").exit_code == 0
     assert run(dsn, "account", "delete", "shop").exit_code == 4
     assert json.loads(run(dsn, "account", "list", "--json").stdout) == {"accounts": [], "permissions": []}
+
+
+def test_all_brokers_tell_of_the_same_brokers_from_the_first_moment(dsn: str) -> None:
+    with broker_process(dsn, "--processes", "3") as started:
+        for address in started.addresses:
+            raw = Raw(BrokerProcess(started.process, [address]))
+            told = raw.ask(3, 12, {"topics": []}).brokers
+            raw.socket.close()
+            assert {f"{one.host}:{one.port}" for one in told} == set(started.addresses)
