@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +15,7 @@ from psycopg import conninfo
 from headwater import aio
 from headwater.server.door import Limits, Opening
 from headwater.server.http import serving
+from serve_process import serve_process
 
 LOCAL = Opening("127.0.0.1", 0, None, None, authenticate=False, loopback=True)
 
@@ -85,20 +83,5 @@ def http_door(
 @contextmanager
 def http_process(dsn: str, *options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """`headwater serve`, started as a user starts it: its address and the process."""
-    dsn = conninfo.make_conninfo(dsn, options="-c role=headwater_admin")
-    program = "from headwater.cli import main; main()"
-    command = [sys.executable, "-c", program, "serve", "--http", "127.0.0.1:0", "--dsn", dsn, "--json", *options]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("HEADWATER_")}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line, "the server did not start"
-        yield json.loads(line)["http"], process
-    finally:
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    with serve_process("--http", "127.0.0.1:0", *options, dsn=dsn) as started:
+        yield started.told["http"], started.process

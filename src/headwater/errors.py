@@ -115,6 +115,10 @@ class TransactionAborted(HeadwaterError):
     """Postgres ended the transaction to untangle it from others. Run it again, as a whole."""
 
 
+class Deadlocked(TransactionAborted):
+    """Two transactions waited for each other, and Postgres ended this one. Calls by themselves are made again."""
+
+
 class SchemaMismatch(HeadwaterError):
     """Program and database do not fit each other. The message names the command to run."""
 
@@ -191,7 +195,7 @@ BY_SQLSTATE: Mapping[str, type[HeadwaterError]] = {
     "22003": InvalidRequest,
     "23514": InvalidRequest,  # check_violation: the tables' own limits, whose names are sentences
     "40001": TransactionAborted,  # serialization_failure
-    "40P01": TransactionAborted,  # deadlock_detected
+    "40P01": Deadlocked,
     "42501": NotAllowed,
     "3F000": SchemaMismatch,  # no schema headwater
     "42P01": SchemaMismatch,

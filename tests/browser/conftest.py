@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from psycopg import conninfo
+from serving import Serve, Serving, serving
 
 playwright = pytest.importorskip("playwright.sync_api")
 from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright  # noqa: E402
@@ -31,45 +27,9 @@ QUIET = (
 PATIENCE_MS = 15_000
 
 
-@dataclass(frozen=True, slots=True)
-class Serving:
-    """A `headwater serve`, and where it is."""
-
-    process: subprocess.Popen[str]
-    url: str
-    kafka: str
-
-
-Serve = Callable[..., AbstractContextManager[Serving]]
-
-
-@contextmanager
-def _serving(dsn: str, *options: str, http: str = "127.0.0.1:0") -> Iterator[Serving]:
-    # With no more rights than the documents say that it needs.
-    dsn = conninfo.make_conninfo(dsn, options="-c role=headwater_admin")
-    program = "from headwater.cli import main; main()"
-    command = [sys.executable, "-c", program, "serve", "--http", http, "--dsn", dsn, "--json", *options]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("HEADWATER_")}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line, "the server did not start"
-        told = json.loads(line)
-        address = told["http"]
-        yield Serving(process, address if "://" in address else f"http://{address}", ",".join(told.get("kafka", ())))
-    finally:
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
 @pytest.fixture(scope="module")
 def serve(dsn: str) -> Serve:
-    return lambda *options, **given: _serving(dsn, *options, **given)
+    return lambda *options, **given: serving(dsn, *options, **given)
 
 
 @pytest.fixture(scope="module")

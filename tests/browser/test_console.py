@@ -9,9 +9,9 @@ from datetime import timedelta
 import pytest
 from confluent_kafka import Consumer, Producer
 from playwright.sync_api import Locator, Page, expect
+from serving import Serve, Serving
 
 import headwater
-from conftest import Serve, Serving
 from headwater import access
 from headwater.calls import access as access_calls
 from headwater.calls import pipeline_runs

@@ -5,9 +5,9 @@ from __future__ import annotations
 import signal
 
 from playwright.sync_api import Page
+from serving import Serve, Serving
 
 import headwater
-from conftest import Serve, Serving
 
 FOLLOW = """address => {
     window.seen = [];

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
-import sys
+
+from serve_process import start_serving
 
 
 class Brokers:
@@ -42,13 +42,6 @@ class Brokers:
         self._processes[number], _ = self._start(self._ports[number])
 
     def _start(self, port: int) -> tuple[subprocess.Popen[str], int]:
-        program = "from headwater.cli import main; main()"
-        address = f"127.0.0.1:{port}"
-        command = [sys.executable, "-c", program, "serve", "--kafka", address, "--dsn", self._dsn, "--json"]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("HEADWATER_")}
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line, "the broker did not start"
-        (found,) = json.loads(line)["kafka"]
-        return process, int(found.rpartition(":")[2])
+        started = start_serving("--kafka", f"127.0.0.1:{port}", "--dsn", self._dsn)
+        (found,) = started.told["kafka"]
+        return started.process, int(found.rpartition(":")[2])

@@ -25,7 +25,7 @@ from psycopg_pool import AsyncConnectionPool, PoolTimeout
 from headwater import calls, errors, schema
 from headwater.calls import Call
 from headwater.counters import COUNTERS
-from headwater.errors import HeadwaterError, InvalidRequest, LogUnavailable, TransactionAborted
+from headwater.errors import Deadlocked, HeadwaterError, InvalidRequest, LogUnavailable
 from headwater.subscription import UpkeepTimes
 from headwater.telemetry import ERROR, UNAVAILABLE, WAIT_SECONDS, logger
 
@@ -36,8 +36,8 @@ Topics = str | Sequence[str] | None
 
 # How often a program that runs looks whether an upgrade has left it behind.
 LOOK_SECONDS = 30.0
-# How often a call is made that Postgres aborts to untangle it from others, as an upgrade of the tables may be.
-ABORTED_TRIES = 5
+# How often a call is made that Postgres ends to untangle it from another, as an upgrade of the tables may be.
+DEADLOCKED_TRIES = 5
 
 
 class PooledConnection(AsyncConnection[Any]):
@@ -91,7 +91,7 @@ class Shell:
             raise ours from error
 
     async def _run(
-        self, call: Call[T], connection: AsyncConnection[Any] | None = None, *, tries: int = ABORTED_TRIES
+        self, call: Call[T], connection: AsyncConnection[Any] | None = None, *, tries: int = DEADLOCKED_TRIES
     ) -> T:
         if time.monotonic() > self._look_at:
             await self._refuse_newer(connection)
@@ -110,7 +110,7 @@ class Shell:
             if len(rows) <= 1:
                 # One that holds a large answer is let go with it.
                 own.kept_cursor = kept
-        except TransactionAborted:
+        except Deadlocked:
             # A call by itself is a transaction by itself: nothing of it was done.
             if tries <= 1:
                 raise
@@ -150,13 +150,13 @@ class Shell:
         return after
 
     async def _patiently(self, act: Callable[[], Awaitable[T]], patience_seconds: float | None) -> T:
-        """Do it, again and again while the database cannot be reached or aborts it, until patience ends."""
+        """Do it, again and again while the database cannot be reached or untangles it, until patience ends."""
         started = time.monotonic()
         wait = 0.05
         while True:
             try:
                 return await act()
-            except (LogUnavailable, TransactionAborted) as error:
+            except (LogUnavailable, Deadlocked) as error:
                 COUNTERS.add(UNAVAILABLE)
                 if patience_seconds is not None and time.monotonic() - started + wait > patience_seconds:
                     raise

@@ -100,7 +100,6 @@ def application(served: Served) -> ASGIApp:
     app.state.served = served
     app.state.pace = looking.Pace()
     # The registry has a shape of its own, which others describe. It asks for rights by itself.
-    app.state.log = served.log
     app.include_router(registry.router, prefix="/registry")
     _tell_errors(app)
     described_as = document(app)

@@ -1,7 +1,4 @@
-"""The registry of schemas over HTTP, in the shape that Confluent's clients and serializers expect.
-
-Who calls is in the scope of a request, under `headwater.caller`; the log is `app.state.log`.
-"""
+"""The registry of schemas over HTTP, in the shape that Confluent's clients and serializers expect."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
 
 from headwater import registry
-from headwater.aio import AsyncHeadwater
 from headwater.calls import Call
 from headwater.calls import registry as calls
 from headwater.calls.registry import SchemaVersion
@@ -31,7 +27,9 @@ from headwater.errors import (
 from headwater.registering import PATIENCE_SECONDS, carry_out
 from headwater.registry import LEVELS
 from headwater.schemas import AVRO, PROTOBUF, TYPES, Reference, Schema
-from headwater.server.callers import Caller, NotAuthenticated
+from headwater.server.callers import NotAuthenticated
+from headwater.server.http.rights import caller_of
+from headwater.server.http.served import served
 from headwater.telemetry import ERROR, logger
 
 CONTENT_TYPE: Final = "application/vnd.schemaregistry.v1+json"
@@ -103,8 +101,8 @@ class _Asked:
 
     def __init__(self, request: Request) -> None:
         self._request = request
-        self.log: AsyncHeadwater = request.app.state.log
-        self.caller: Caller = request.scope["headwater.caller"]
+        self.log = served(request).log
+        self.caller = caller_of(request)
 
     async def run(self, call: Call[Any]) -> Any:
         return await self.log.run(call, patience_seconds=PATIENCE_SECONDS)

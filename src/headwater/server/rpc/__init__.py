@@ -107,7 +107,7 @@ async def _open(
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
         await healthy.enter_graceful_shutdown()
-        gate.stop()
+        await gate.stop(GRACE_SECONDS)
         await server.stop(GRACE_SECONDS)
         await backend.close()
 

@@ -102,11 +102,14 @@ class Gate:
             self._streams.discard(call)
             call._task = None
 
-    def stop(self) -> None:
-        """End all streams: they would never end by themselves."""
+    async def stop(self, seconds: float) -> None:
+        """End all streams, which would never end by themselves, and wait for them to have told so."""
         self._stopping = True
+        tasks = [call._task for call in self._streams if call._task is not None]
         for call in tuple(self._streams):
             call.end(_stopping())
+        if tasks:
+            await asyncio.wait(tasks, timeout=seconds)
 
     async def _caller(self, callers: Callers, context: Any) -> Caller:
         token = authorization = None

@@ -2,6 +2,7 @@
 
 import { get } from "../api.js";
 import { badge, bytes, card, count, duration, every, h, head, number, show, spark, table, when } from "../ui.js";
+import { tone } from "./pipelines.js";
 
 const KEPT = 90;
 const seconds = 2;
@@ -55,7 +56,7 @@ export async function overview() {
     ], now.cursors ?? [], { label: "Cursors", empty: "Nobody keeps a cursor." }));
     pipelines.replaceChildren(table([
       { name: "Pipeline", of: (p) => h("a", { href: `#/pipelines/${encodeURIComponent(p.name)}` }, p.name) },
-      { name: "State", of: (p) => badge(p.state, p.state === "running" ? "good" : p.state === "idle" || p.state === "stopped" ? "dim" : "bad") },
+      { name: "State", of: (p) => badge(p.state, tone(p.state)) },
       { name: "Rows", kind: "number", of: (p) => number(p.rows) },
       { name: "Last batch", kind: "tight wide", of: (p) => when(p.last_batch_at) },
     ], now.pipelines ?? [], { label: "Pipelines", empty: "No pipeline has run here." }));

@@ -1,0 +1,53 @@
+"""`headwater serve` as a process, started as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from psycopg import conninfo
+
+STOP_SECONDS = 20
+
+
+@dataclass(frozen=True)
+class ServeProcess:
+    """One `headwater serve`, and what it told when it was ready: the address of each door."""
+
+    process: subprocess.Popen[str]
+    told: dict[str, Any]
+
+
+def start_serving(*options: str) -> ServeProcess:
+    """A server that is ready; whoever starts it ends it."""
+    command = [sys.executable, "-c", "from headwater.cli import main; main()", "serve", "--json", *options]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HEADWATER_")}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line, "the server did not start"
+    return ServeProcess(process, json.loads(line))
+
+
+@contextmanager
+def serve_process(*options: str, dsn: str | None = None) -> Iterator[ServeProcess]:
+    """A server of a log, or of what the options say, until the block is left."""
+    if dsn is not None:
+        # With no more rights than the documents say that it needs.
+        options = ("--dsn", conninfo.make_conninfo(dsn, options="-c role=headwater_admin"), *options)
+    started = start_serving(*options)
+    try:
+        yield started
+    finally:
+        started.process.terminate()
+        try:
+            started.process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            started.process.kill()
+            started.process.wait()
