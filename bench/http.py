@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import resource
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -17,6 +14,7 @@ from typing import Any
 import headwater
 import headwater.aio
 from bench import _measure as measure
+from bench._serving import serving
 
 PAYLOAD = {"customer": "c-17", "total": 4250, "note": "x" * 60}
 TOPIC = "bench"
@@ -25,19 +23,9 @@ TOPIC = "bench"
 @contextmanager
 def door(dsn: str) -> Iterator[tuple[str, int, int]]:
     """One process that serves HTTP, as a user starts it: its host, port and process."""
-    program = "from headwater.cli import main; main()"
-    options = ["--http", "127.0.0.1:0", "--requests-per-second", "0", "--dsn", dsn, "--json"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("HEADWATER_")}
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, "serve", *options], stdout=subprocess.PIPE, text=True, env=environment
-    )
-    try:
-        assert process.stdout is not None
-        host, _, port = json.loads(process.stdout.readline())["http"].removeprefix("http://").partition(":")
-        yield host, int(port), process.pid
-    finally:
-        process.terminate()
-        process.wait(30)
+    with serving(dsn, "--http", "127.0.0.1:0", "--requests-per-second", "0") as (told, pid):
+        host, _, port = told["http"].removeprefix("http://").partition(":")
+        yield host, int(port), pid
 
 
 class Client:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +15,7 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 import headwater
 from bench import _measure as measure
 from bench._measure import Server
+from bench._serving import serving
 
 FLOOR = """
 create schema floor;
@@ -48,20 +46,10 @@ class Cost(NamedTuple):
 
 @contextmanager
 def brokers(dsn: str, processes: int) -> Iterator[Brokers]:
-    program = "from headwater.cli import main; main()"
-    command = [sys.executable, "-c", program, "serve", "--kafka", "127.0.0.1:0", "--dsn", dsn, "--json"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("HEADWATER_")}
-    process = subprocess.Popen(
-        [*command, "--processes", str(processes)], stdout=subprocess.PIPE, text=True, env=environment
-    )
-    try:
-        assert process.stdout is not None
-        started = Brokers(",".join(json.loads(process.stdout.readline())["kafka"]), process.pid)
+    with serving(dsn, "--kafka", "127.0.0.1:0", "--processes", str(processes)) as (told, pid):
+        started = Brokers(",".join(told["kafka"]), pid)
         ready(started, processes)
         yield started
-    finally:
-        process.terminate()
-        process.wait(30)
 
 
 def ready(started: Brokers, processes: int) -> None:

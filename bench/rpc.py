@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +14,7 @@ import grpc
 
 import headwater
 from bench import _measure as measure
+from bench._serving import serving
 from headwater.server.rpc.client import service
 from headwater.server.rpc.generated import eventstore_pb2 as orisun
 from headwater.server.rpc.generated import headwater_pb2 as pb
@@ -48,16 +45,8 @@ class Run:
 @contextmanager
 def door(dsn: str) -> Iterator[tuple[str, int]]:
     """A server, as a user starts it: its address and its process."""
-    program = "from headwater.cli import main; main()"
-    command = [sys.executable, "-c", program, "serve", "--grpc", "127.0.0.1:0", "--dsn", dsn, "--json"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("HEADWATER_")}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-    try:
-        assert process.stdout is not None
-        yield json.loads(process.stdout.readline())["grpc"], process.pid
-    finally:
-        process.terminate()
-        process.wait(30)
+    with serving(dsn, "--grpc", "127.0.0.1:0") as (told, pid):
+        yield told["grpc"], pid
 
 
 async def measured(name: str, count: int, pid: int, work: Awaitable[Any]) -> Run:

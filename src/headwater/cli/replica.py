@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +12,7 @@ from headwater.cli import output
 from headwater.cli.arguments import Json, examples
 from headwater.cli.connection import session
 from headwater.cli.extras import needs
+from headwater.cli.stopping import stop_on_signals
 
 app = typer.Typer()
 
@@ -63,10 +63,7 @@ def replica(
         told = progress
 
     async def run(store: ReplicaStore) -> None:
-        stop = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stop.set)
+        stop = stop_on_signals()
         await Replica(source, store, fresh_snapshot=fresh, snapshot_seconds=snapshot_seconds, on_progress=tell).run(
             stop=stop, once=once
         )

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import importlib
 import ipaddress
-import signal
 import socket
 import ssl
 from collections.abc import Coroutine
@@ -22,6 +21,7 @@ from headwater.cli import output, processes
 from headwater.cli.arguments import Dsn, Json, examples
 from headwater.cli.connection import connect, session, translated
 from headwater.cli.extras import needs
+from headwater.cli.stopping import first_of, stop_on_signals
 from headwater.cli.webhook import AllowNetwork
 from headwater.errors import HeadwaterError, InvalidRequest
 from headwater.server.door import Limits, Opening
@@ -326,13 +326,25 @@ def _tell(addresses: list[dict[str, str]], *, webhooks: bool, as_json: bool) -> 
 
 async def _serve(plan: Plan, tell: processes.Tell, *, parent: Connection | None) -> None:
     """The doors of one process, until a signal, or until the process that started it is gone."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+    stop = stop_on_signals()
     if parent is not None:
         # Nothing is ever sent: that it can be read means that the other end is closed.
-        loop.add_reader(parent.fileno(), stop.set)
+        asyncio.get_running_loop().add_reader(parent.fileno(), stop.set)
+    async with AsyncExitStack() as stack:
+        addresses, failures = await (_open_doors if plan.stores is None else _open_stores)(stack, plan)
+        # Rows come by the ten thousand and go as fast. Looking for cycles among them every 700 objects, and among all
+        # that was ever imported, took a sixth of a broker's time.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(100_000, 20, 20)
+        tell(addresses)
+        await first_of(stop, *failures)
+        if not stop.is_set():
+            raise DoorFailed("a door stopped working; what went wrong is in its log")
+
+
+async def _open_doors(stack: AsyncExitStack, plan: Plan) -> tuple[dict[str, str], list[asyncio.Event]]:
+    """The doors of a log: the address of each, and what tells that one of them stopped working."""
     # All of them before the first connection: what is missing is told at once.
     if plan.http is not None:
         with needs("http"):
@@ -347,45 +359,31 @@ async def _serve(plan: Plan, tell: processes.Tell, *, parent: Connection | None)
         with needs("webhooks"):
             from headwater.server.webhooks import dispatching
     addresses: dict[str, str] = {}
-    ends = [stop]
-    async with AsyncExitStack() as stack:
-        if plan.stores is not None:
-            await _serve_stores(stack, plan, tell, stop)
-            return
-        log = await stack.enter_async_context(
-            await aio.connect(plan.dsn, pool_size=max(plan.pool_size, 4), application_name="headwater serve")
-        )
-        if plan.kafka is not None:
-            addresses["kafka"], failed = await _open_kafka(stack, log, plan.kafka)
-            ends.append(failed)
-        if plan.http is not None:
-            door = await stack.enter_async_context(serving_http(log, plan.http))
-            addresses["http"] = door.address
-            ends.append(door.failed)
-        if plan.grpc is not None:
-            door = await stack.enter_async_context(serving_grpc(log, plan.grpc))
-            addresses["grpc"] = door.address
-            ends.append(door.failed)
-        if plan.webhooks:
-            dispatcher = await stack.enter_async_context(dispatching(log, allowed=plan.webhook_networks))
-            ends.append(dispatcher.failed)
-        # Rows come by the ten thousand and go as fast. Looking for cycles among them every 700 objects, and among all
-        # that was ever imported, took a sixth of a broker's time.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(100_000, 20, 20)
-        tell(addresses)
-        waits = [asyncio.ensure_future(event.wait()) for event in ends]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for one in waits:
-            one.cancel()
-        if not stop.is_set():
-            raise DoorFailed("a door stopped working; what went wrong is in its log")
+    failures: list[asyncio.Event] = []
+    log = await stack.enter_async_context(
+        await aio.connect(plan.dsn, pool_size=max(plan.pool_size, 4), application_name="headwater serve")
+    )
+    if plan.kafka is not None:
+        addresses["kafka"], failed = await _open_kafka(stack, log, plan.kafka)
+        failures.append(failed)
+    if plan.http is not None:
+        door = await stack.enter_async_context(serving_http(log, plan.http))
+        addresses["http"] = door.address
+        failures.append(door.failed)
+    if plan.grpc is not None:
+        door = await stack.enter_async_context(serving_grpc(log, plan.grpc))
+        addresses["grpc"] = door.address
+        failures.append(door.failed)
+    if plan.webhooks:
+        dispatcher = await stack.enter_async_context(dispatching(log, allowed=plan.webhook_networks))
+        failures.append(dispatcher.failed)
+    return addresses, failures
 
 
-async def _serve_stores(stack: AsyncExitStack, plan: Plan, tell: processes.Tell, stop: asyncio.Event) -> None:
-    from headwater.server.rpc import serving_stores
-
+async def _open_stores(stack: AsyncExitStack, plan: Plan) -> tuple[dict[str, str], list[asyncio.Event]]:
+    """The same for the event stores of a directory."""
+    with needs("grpc"):
+        from headwater.server.rpc import serving_stores
     assert plan.stores is not None
     assert plan.grpc is not None
     if not plan.stores.startswith("sqlite:"):
@@ -394,13 +392,7 @@ async def _serve_stores(stack: AsyncExitStack, plan: Plan, tell: processes.Tell,
     assert isinstance(stores, store.AsyncSqliteStores)
     await stack.enter_async_context(stores)
     door = await stack.enter_async_context(serving_stores(stores, plan.grpc))
-    tell({"grpc": door.address})
-    waits = [asyncio.ensure_future(event.wait()) for event in (stop, door.failed)]
-    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    for one in waits:
-        one.cancel()
-    if not stop.is_set():
-        raise DoorFailed("the door for gRPC stopped working; what went wrong is in its log")
+    return {"grpc": door.address}, [door.failed]
 
 
 async def _open_kafka(stack: AsyncExitStack, log: aio.AsyncHeadwater, plan: KafkaPlan) -> tuple[str, asyncio.Event]:

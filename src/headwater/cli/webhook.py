@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from datetime import datetime
 from enum import StrEnum
 from typing import Annotated, Any
@@ -16,6 +15,7 @@ from headwater.cli.arguments import Dsn, Json, Yes, examples, header, past_insta
 from headwater.cli.connection import connect, session, translated
 from headwater.cli.exit_codes import NotThere
 from headwater.cli.extras import needs
+from headwater.cli.stopping import first_of, stop_on_signals
 from headwater.errors import HeadwaterError, InvalidRequest
 from headwater.model import GroupOverview, Webhook, WebhookTest
 
@@ -349,19 +349,14 @@ def deliver(
         connect(database).close()
 
     async def run() -> bool:
-        stop = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        stop = stop_on_signals()
         log = await aio.connect(database, pool_size=found.settings.pool_size, application_name="headwater webhooks")
         async with log, dispatching(log, allowed=allowed, grace_seconds=grace_seconds) as dispatcher:
             if as_json:
                 output.emit({"delivering": True})
             else:
                 output.note("delivering webhooks; Ctrl-C stops")
-            waits = [asyncio.ensure_future(event.wait()) for event in (stop, dispatcher.failed)]
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            for one in waits:
-                one.cancel()
+            await first_of(stop, dispatcher.failed)
             return stop.is_set()
 
     if not asyncio.run(run()):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from fastapi import Path, Request
-from pydantic import BaseModel, Field
+from fastapi import Request
 from starlette.responses import Response
 
 from headwater import calls
@@ -13,88 +12,23 @@ from headwater.aio.webhooks import new_secret
 from headwater.calls import webhooks as webhook_calls
 from headwater.errors import GroupNotFound
 from headwater.model import Webhook
-from headwater.server.http.answers import Time
 from headwater.server.http.rights import caller_of, needs
 from headwater.server.http.served import answer, problems, router, served
-from headwater.server.http.shapes import BindingToMake, Name, Number, Seconds, Shape, Text
+from headwater.server.http.shapes import BindingToMake
+from headwater.server.http.webhook_shapes import (
+    DeletedWebhook,
+    Reason,
+    Tested,
+    WebhookAnswer,
+    WebhookChanges,
+    WebhookList,
+    WebhookName,
+    WebhookToMake,
+    WebhookWithSecret,
+)
 from headwater.server.webhooks import send_test
 
 routes = router("webhooks")
-
-WebhookName = Annotated[str, Path(min_length=1, max_length=200, description="the webhook's name", examples=["shop"])]
-Header = Annotated[str, Field(max_length=2000)]
-
-
-class WebhookSettings(Shape):
-    """Settings of a webhook."""
-
-    headers: dict[Name, Header] | None = None
-    body: Literal["envelope", "raw"] | None = None
-    timeout_seconds: Seconds | None = None
-    max_concurrency: Number | None = None
-    rate_per_second: Seconds | None = Field(default=None, description="0: as fast as it goes")
-    gzip_above_bytes: Number | None = Field(default=None, description="0: never")
-    client_errors: Literal["retry", "dead"] | None = Field(default=None, description="what an answer of 4xx means")
-
-
-class WebhookToMake(WebhookSettings):
-    """A webhook: a URL, and the events that go there."""
-
-    name: Annotated[str, Field(min_length=1, max_length=200)]
-    url: Annotated[str, Field(min_length=1, max_length=2000, examples=["https://shop.example/hooks"])]
-    bindings: list[BindingToMake] = Field(default_factory=list, max_length=100)
-    from_end: bool = Field(default=True, description="only what is published from now on")
-
-
-class WebhookChanges(WebhookSettings):
-    url: Annotated[str, Field(min_length=1, max_length=2000)] | None = None
-
-
-class Reason(Shape):
-    reason: Text | None = None
-
-
-class WebhookAnswer(BaseModel):
-    """A webhook, without its secrets. Its retries, and what died, are its group's."""
-
-    name: str
-    group: str
-    url: str
-    headers: dict[str, str]
-    body: Literal["envelope", "raw"]
-    timeout_seconds: float
-    max_concurrency: int | None
-    rate_per_second: float | None
-    gzip_above_bytes: int | None
-    client_errors: Literal["retry", "dead"]
-    state: Literal["active", "paused", "disabled"]
-    state_reason: str | None
-    created_at: Time
-    updated_at: Time
-
-
-class WebhookWithSecret(WebhookAnswer):
-    secret: str = Field(description="signs what is sent; shown only now")
-
-
-class WebhookList(BaseModel):
-    webhooks: list[WebhookAnswer]
-
-
-class Tested(BaseModel):
-    """What came of a test: the answer's status and the beginning of its body, or why there was none."""
-
-    webhook: str
-    accepted: bool
-    message_id: str
-    status: int | None
-    latency_ms: float
-    response: str
-    error: str | None
-
-
-class DeletedWebhook(BaseModel):
-    deleted: bool
 
 
 def _shown(webhook: Webhook) -> dict[str, Any]:
