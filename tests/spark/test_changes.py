@@ -124,7 +124,8 @@ def test_what_others_write_makes_no_batch(options: dict[str, str], table: str, c
     assert reader.latestOffset(end, ReadMaxBytes(1 << 30)) == end
     # So much of it does, that the slot can let go.
     for _ in range(5):
-        connection.execute("select pg_logical_emit_message(false, 'filler', repeat('x', 4000000))")
+        # In a transaction, whose commit flushes it: what is not flushed yet is not there for a reader.
+        connection.execute("select pg_logical_emit_message(true, 'filler', repeat('x', 4000000))")
     later = reader.latestOffset(end, ReadMaxBytes(1 << 30))
     assert later != end
     assert rows_of(reader, end, later) == []

@@ -37,13 +37,14 @@ _CAPITAL: Final = re.compile(r"(?<!^)(?=[A-Z])")
 class Call:
     """One call that is under way."""
 
-    __slots__ = ("_callers", "_context", "_task", "caller", "ended_by")
+    __slots__ = ("_callers", "_context", "_task", "_writing", "caller", "ended_by")
 
     def __init__(self, caller: Caller, context: Any, callers: Callers | None) -> None:
         self.caller = caller
         self._context = context
         self._callers = callers
         self._task: asyncio.Task[Any] | None = None
+        self._writing = False
         self.ended_by: HeadwaterError | None = None
 
     def need(self, action: str, kind: str, name: str) -> None:
@@ -62,10 +63,21 @@ class Call:
         return PATIENCE_SECONDS if left is None else min(PATIENCE_SECONDS, left)
 
     def end(self, error: HeadwaterError) -> None:
-        """End a stream from our side."""
+        """End a stream from our side, after the message that is on its way: no status can be told beside it."""
         if self._task is not None and self.ended_by is None:
             self.ended_by = error
-            self._task.cancel()
+            if not self._writing:
+                self._task.cancel()
+
+    async def write(self, message: Any) -> None:
+        """Send a message of a stream, and wait until it is on its way: what is slow is waited for, not kept."""
+        self._writing = True
+        try:
+            await self._context.write(message)
+        finally:
+            self._writing = False
+        if self.ended_by is not None:
+            raise self.ended_by
 
 
 Unary = Callable[[Any, Call], Awaitable[Any]]
@@ -210,7 +222,7 @@ def _streaming(gate: Gate, function: Streaming) -> Callable[[Any, Any], Awaitabl
     async def handle(request: Any, context: Any) -> None:
         try:
             call = await gate.call(context)
-            await _stream(gate, function, request, context, call)
+            await _stream(gate, function, request, call)
         except HeadwaterError as error:
             await refuse(context, error)
         except psycopg.Error as error:
@@ -219,13 +231,12 @@ def _streaming(gate: Gate, function: Streaming) -> Callable[[Any, Any], Awaitabl
     return handle
 
 
-async def _stream(gate: Gate, function: Streaming, request: Any, context: Any, call: Call) -> None:
+async def _stream(gate: Gate, function: Streaming, request: Any, call: Call) -> None:
     try:
         with gate.streaming(call):
-            # Written one by one, and each waits until the last is on its way: what is slow is waited for, not kept.
             async with aclosing(function(request, call)) as messages:  # type: ignore[type-var]
                 async for message in messages:
-                    await context.write(message)
+                    await call.write(message)
     except asyncio.CancelledError:
         if call.ended_by is None:
             raise
