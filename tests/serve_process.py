@@ -6,10 +6,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 from psycopg import conninfo
 
@@ -24,11 +24,12 @@ class ServeProcess:
     told: dict[str, Any]
 
 
-def start_serving(*options: str) -> ServeProcess:
-    """A server that is ready; whoever starts it ends it."""
+def start_serving(*options: str, settings: Mapping[str, str] | None = None, log: IO[str] | None = None) -> ServeProcess:
+    """A server that is ready, of these settings in its environment; whoever starts it ends it."""
     command = [sys.executable, "-c", "from headwater.cli import main; main()", "serve", "--json", *options]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HEADWATER_")}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    environment.update(settings or {})
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
     assert process.stdout is not None
     line = process.stdout.readline()
     assert line, "the server did not start"
@@ -36,12 +37,14 @@ def start_serving(*options: str) -> ServeProcess:
 
 
 @contextmanager
-def serve_process(*options: str, dsn: str | None = None) -> Iterator[ServeProcess]:
+def serve_process(
+    *options: str, dsn: str | None = None, settings: Mapping[str, str] | None = None, log: IO[str] | None = None
+) -> Iterator[ServeProcess]:
     """A server of a log, or of what the options say, until the block is left."""
     if dsn is not None:
         # With no more rights than the documents say that it needs.
         options = ("--dsn", conninfo.make_conninfo(dsn, options="-c role=headwater_admin"), *options)
-    started = start_serving(*options)
+    started = start_serving(*options, settings=settings, log=log)
     try:
         yield started
     finally:

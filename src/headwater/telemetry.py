@@ -72,6 +72,12 @@ HANDLED: Final = _counted(
     "outcome",
 )
 LEASES_LOST: Final = _counted("headwater_leases_lost_total", "leases that ran out under this process", "group")
+WEBHOOK_REQUESTS: Final = _counted(
+    "headwater_webhook_requests_total",
+    "requests that this process sent to receivers; answer: 2xx, 3xx, 4xx, 5xx, or none where there was no answer",
+    "webhook",
+    "answer",
+)
 UNAVAILABLE: Final = _counted("headwater_unavailable_total", "calls of this process that found no database")
 SCRAPES_FAILED: Final = _counted("headwater_scrapes_failed_total", "times that the database gave no figures")
 
@@ -163,6 +169,7 @@ METRICS: Final = (
     APPENDS,
     HANDLED,
     LEASES_LOST,
+    WEBHOOK_REQUESTS,
     UNAVAILABLE,
     SCRAPES_FAILED,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 import headwater
 from headwater.calls import access as calls
 from headwater.cli import app
+from serve_process import serve_process
 
 confluent = pytest.importorskip("confluent_kafka")
 from confluent_kafka import Consumer, Producer, TopicPartition  # noqa: E402
@@ -82,6 +84,22 @@ def test_several_processes_are_several_brokers_and_one_that_dies_is_started_agai
         consumer.close()
     # They told that they go, so nobody waits for their leases to end.
     assert connection.execute("select count(*) from headwater.kafka_live_broker").fetchone() == (0,)
+
+
+def test_what_its_processes_log_is_written_as_the_settings_say(dsn: str, tmp_path: Path) -> None:
+    settings = {"HEADWATER_LOG_LEVEL": "info", "HEADWATER_LOG_FORMAT": "json"}
+    options = ("--kafka", "127.0.0.1:0", "--processes", "2")
+    with (
+        (tmp_path / "log").open("w") as log,
+        serve_process(*options, dsn=dsn, settings=settings, log=log) as started,
+    ):
+        for address in started.told["kafka"]:
+            host, _, port = address.rpartition(":")
+            with socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS) as stranger:
+                stranger.sendall(b"\x00\x00\x00\x04what")
+                assert stranger.recv(1) == b""
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert [line["message"] for line in lines].count("kafka connection ended") == 2
 
 
 def test_it_does_not_listen_beyond_the_machine_without_asking_who_comes(dsn: str) -> None:

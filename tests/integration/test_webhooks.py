@@ -24,10 +24,12 @@ from standardwebhooks import WebhookVerificationError
 
 import headwater
 from headwater import NewEvent, aio
+from headwater.counters import COUNTERS
 from headwater.server.webhook_addresses import networks
 from headwater.server.webhook_requests import Answer, Request
 from headwater.server.webhook_sender import Sender
 from headwater.server.webhooks import dispatching, send_test
+from headwater.telemetry import WEBHOOK_REQUESTS
 from webhook_receiver import Received, Receiver, Reply
 
 Until = Callable[[Callable[[], Any]], Any]
@@ -218,6 +220,8 @@ def test_what_fails_at_every_try_is_a_dead_letter_that_says_why(
             assert log.redrive(topic) == 1
             until(lambda: counts(log, topic) == (0, 0, 0, 0, 1))
     assert len({one.id for one in receiver.received}) == 1
+    sent = {labels: n for metric, labels, n in COUNTERS.samples() if metric is WEBHOOK_REQUESTS}
+    assert {answer: n for (name, answer), n in sent.items() if name == topic} == {"5xx": 2, "2xx": 1}
 
 
 @pytest.mark.parametrize(("status", "client_errors"), [(422, "retry"), (400, "dead"), (404, "dead")])

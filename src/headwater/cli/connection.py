@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ import typer
 
 import headwater
 from headwater import errors, settings
-from headwater.cli import log_lines
+from headwater.cli.log_lines import LogLines
 from headwater.embedded import Postgres
 from headwater.errors import LogUnavailable
 from headwater.settings import Settings
@@ -32,10 +31,16 @@ class Session:
     @cached_property
     def settings(self) -> Settings:
         read = settings.load(os.environ)
-        log_lines.write(level=read.log_level, form=self._log_format or read.log_format)
-        # The pool would repeat, for each try, what the error at the end says once.
-        logging.getLogger("psycopg.pool").setLevel(logging.ERROR)
+        self._lines(read).write()
         return read
+
+    @property
+    def log_lines(self) -> LogLines:
+        """What this run logs, for processes that it starts."""
+        return self._lines(self.settings)
+
+    def _lines(self, read: Settings) -> LogLines:
+        return LogLines(read.log_level, self._log_format or read.log_format)
 
     def embedded(self, *, port: int | None = None) -> Postgres:
         """The embedded server of this user, whether it runs or not."""

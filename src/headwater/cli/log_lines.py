@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 # What every record has. The rest is what whoever logged gave it, see `telemetry.LOG_FIELDS`.
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -39,11 +39,19 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, default=str, ensure_ascii=False)
 
 
-def write(*, level: str, form: str) -> None:
-    """Log to standard error from now on, from this level up."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines() if form == "json" else TextLines())
-    logging.basicConfig(level=level.upper(), handlers=[handler])
+class LogLines(NamedTuple):
+    """Which lines a process writes, and in which form: `text` or `json`."""
+
+    level: str
+    form: str
+
+    def write(self) -> None:
+        """Log to standard error from now on, from this level up."""
+        handler = logging.StreamHandler()
+        handler.setFormatter(JsonLines() if self.form == "json" else TextLines())
+        logging.basicConfig(level=self.level.upper(), handlers=[handler])
+        # The pool would repeat, for each try, what the error at the end says once.
+        logging.getLogger("psycopg.pool").setLevel(logging.ERROR)
 
 
 def _quoted(value: object) -> str:

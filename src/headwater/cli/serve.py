@@ -21,6 +21,7 @@ from headwater.cli import output, processes
 from headwater.cli.arguments import Dsn, Json, examples
 from headwater.cli.connection import connect, session, translated
 from headwater.cli.extras import needs
+from headwater.cli.log_lines import LogLines
 from headwater.cli.stopping import first_of, stop_on_signals
 from headwater.cli.webhook import AllowNetwork
 from headwater.errors import HeadwaterError, InvalidRequest
@@ -59,6 +60,7 @@ class Plan:
     grpc: Opening | None
     webhooks: bool
     webhook_networks: tuple[Network, ...]
+    log_lines: LogLines
 
 
 @app.command(
@@ -199,6 +201,7 @@ def serve(
                 grpc=doors["grpc"],
                 webhooks=webhooks,
                 webhook_networks=allowed,
+                log_lines=found.log_lines,
             )
             for number in range(processes_)
         ]
@@ -422,6 +425,7 @@ async def _open_kafka(stack: AsyncExitStack, log: aio.AsyncHeadwater, plan: Kafk
 
 
 def _run_child(plan: Plan, parent: Connection) -> None:
+    plan.log_lines.write()
     _run(plan, _serve(plan, parent.send, parent=parent))
 
 

@@ -28,6 +28,7 @@ _FREE_PORT_TRIES: Final = 5
 _ANSWER_SECONDS: Final = 5.0
 _LET_GO_SECONDS: Final = 1.0
 _LOG_BYTES: Final = 10_000_000
+_FILE_BYTES: Final = 64 << 30
 
 
 class Nats:
@@ -273,6 +274,8 @@ class Nats:
             f"jetstream {{\n"
             f"  store_dir: {quoted(str(self.data_dir / 'jetstream'))}\n"
             f"  sync_interval: {'always' if self._sync_always else quoted('2m')}\n"
+            # Streams reserve what they may grow to. Against what is free on a small disk now, none could be made.
+            f"  max_file_store: {_FILE_BYTES}\n"
             f"}}\n"
         )
 

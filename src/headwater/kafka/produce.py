@@ -212,7 +212,17 @@ class _Answer(NamedTuple):
         }
 
 
+class _Landing(NamedTuple):
+    """A batch that is on its way into a partition, and whether its records get the log's time."""
+
+    partition: int
+    landing: asyncio.Future[Appended]
+    log_append: bool
+
+
 Staging = Callable[[str, AppendBatch], Awaitable[Appended]]
+# What names the topic in the answer, and the answers or what brings them, for each partition.
+_OfTopic = tuple[dict[str, Any], list[_Answer | _Landing]]
 
 
 class Producing:
@@ -231,30 +241,30 @@ class Producing:
         fields = request.fields
         for appender in self._appenders:
             await appender.room()
-        waiting: list[tuple[dict[str, Any], list[Awaitable[_Answer]]]] = []
+        waiting: list[_OfTopic] = []
         for asked in fields.topic_data or ():
             by_id = request.version >= 13
             topic = await (
                 self._broker.topic_with_uuid(asked.topic_id) if by_id else self._broker.topic_named(asked.name)
             )
             missing = ErrorCode.unknown_topic_id if by_id else ErrorCode.unknown_topic_or_partition
-            answers: list[Awaitable[_Answer]] = []
+            answers: list[_Answer | _Landing] = []
             for part in asked.partition_data or ():
                 try:
                     if topic is not None and topic.schemas:
                         await self._validation.refuse_unfitting(request, topic, part)
                     answers.append(self._queue(request, topic, missing, part, stage))
                 except Refused as refused:
-                    answers.append(_now(_Answer(part.index, refused.code, refused.message)))
+                    answers.append(_Answer(part.index, refused.code, refused.message))
                 except Unfitting as unfit:
-                    answers.append(_now(_Answer(part.index, unfit.code, str(unfit), record_errors=unfit.records)))
+                    answers.append(_Answer(part.index, unfit.code, str(unfit), record_errors=unfit.records))
             named: dict[str, Any] = {"topic_id": asked.topic_id} if by_id else {"name": asked.name}
             waiting.append((named, answers))
         return _answered(waiting, silent=fields.acks == 0)
 
     def _queue(
         self, request: Request, topic: KafkaTopic | None, missing: ErrorCode, part: Any, stage: Staging
-    ) -> Awaitable[_Answer]:
+    ) -> _Landing:
         if request.fields.acks not in (-1, 0, 1):
             raise Refused(ErrorCode.invalid_required_acks, "acks is -1, 0 or 1")
         if topic is not None and not request.allowed("write", "topic", topic.name):
@@ -279,19 +289,17 @@ class Producing:
         else:
             appender = self._appenders[hash(arrived.batch.lane) % len(self._appenders)]
             landing = appender.submit(arrived)
-        return _landed(part.index, landing, log_append=topic.timestamp_type == "LogAppendTime")
+        return _Landing(part.index, landing, topic.timestamp_type == "LogAppendTime")
 
 
-async def _answered(
-    waiting: list[tuple[dict[str, Any], list[Awaitable[_Answer]]]], *, silent: bool
-) -> dict[str, Any] | None:
+async def _answered(waiting: Sequence[_OfTopic], *, silent: bool) -> dict[str, Any] | None:
     lost: LogUnavailable | None = None
     responses = []
     for named, answers in waiting:
         landed = []
         for answer in answers:
             try:
-                landed.append((await answer).fields())
+                landed.append((answer if isinstance(answer, _Answer) else await _landed(*answer)).fields())
             except LogUnavailable as error:
                 lost = error
         responses.append({**named, "partition_responses": landed})
@@ -303,11 +311,7 @@ async def _answered(
     return None if silent else {"responses": responses}
 
 
-async def _now(answer: _Answer) -> _Answer:
-    return answer
-
-
-async def _landed(index: int, landing: Awaitable[Appended], *, log_append: bool) -> _Answer:
+async def _landed(index: int, landing: Awaitable[Appended], log_append: bool) -> _Answer:
     try:
         appended = await landing
     except LogUnavailable:

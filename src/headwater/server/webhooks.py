@@ -24,12 +24,13 @@ import psycopg
 
 from headwater import aio
 from headwater.calls import webhooks as calls
+from headwater.counters import COUNTERS
 from headwater.errors import GroupNotFound, HeadwaterError
 from headwater.model import ClaimedEvent, Event, Outcome, Retry, Snooze, WebhookRoute, WebhookTest
 from headwater.server.webhook_addresses import Network
 from headwater.server.webhook_requests import Gone, judged, message_id, request_for
 from headwater.server.webhook_sender import Sender
-from headwater.telemetry import ERROR, GROUP, WEBHOOK, logger
+from headwater.telemetry import ERROR, GROUP, WEBHOOK, WEBHOOK_REQUESTS, logger
 from headwater.worker import Process, Worker
 
 # Packing more than this is left to a thread, so that nobody else waits for it.
@@ -100,6 +101,7 @@ class _Route:
         make = partial(request_for, webhook, event.event, message_id(webhook, event.position), now=now)
         large = len(event.payload or b"") > LARGE_BYTES
         answer = await self.sender.send(await asyncio.to_thread(make) if large else make())
+        COUNTERS.add(WEBHOOK_REQUESTS, webhook.name, "none" if answer.status is None else f"{answer.status // 100}xx")
         outcome = judged(webhook, answer, now=now)
         if isinstance(outcome, Gone):
             disable = calls.set_webhook_state(
