@@ -43,6 +43,8 @@ from headwater.nats import payloads, streams
 ROUNDS = int(os.environ.get("CRASH_ROUNDS", "1"))
 PATIENCE_SECONDS = 240.0
 VICTIMS = ("driver", "worker", "postgres", "nats")
+# The value of the last change: only after it can anything be equal to the table.
+LAST = "the last of all"
 
 PIPELINES = """
 nats: {nats}
@@ -278,6 +280,8 @@ def differences(dsn: str, broker: Nats, directory: Path) -> list[str]:
     events = topic_events(dsn)
     ids = [event.event_id for event in events]
     found = []
+    if not events or LAST.encode() not in (events[-1].payload or b""):
+        found.append("the topic has not the last change yet")
     if lake_rows(directory / "lake/items/public.items") != wanted:
         found.append("the lake is not the table")
     if not (directory / "items.db").exists() or replica_rows(directory / "items.db") != wanted:
@@ -345,6 +349,8 @@ def test_whatever_is_killed_every_sink_ends_up_equal_to_the_table(
         load.ended.set()
         load.join(60)
         assert not load.is_alive()
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            connection.execute("insert into items values (-1, %s, 0, '')", (LAST,))
         wait_for(
             lambda: agrees(dsn, broker, directory), "equality", driver, lambda: differences(dsn, broker, directory)
         )
