@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 SMOOTHING = 0.1
 
@@ -94,13 +94,14 @@ class Turn:
 class _ParkedTask:
     """The same of a task."""
 
-    __slots__ = ("done", "has_turn", "wants_turn", "woken")
+    __slots__ = ("done", "has_turn", "until", "wants_turn", "woken")
 
-    def __init__(self, done: Callable[[], bool], wants_turn: bool) -> None:
+    def __init__(self, done: Callable[[], bool], until: float, wants_turn: bool, woken: asyncio.Future[None]) -> None:
         self.done = done
+        self.until = until
         self.wants_turn = wants_turn
         self.has_turn = False
-        self.woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.woken = woken
 
 
 class AsyncTurn:
@@ -116,10 +117,12 @@ class AsyncTurn:
         self._enough = enough
         self._taken = False
         self._parked: list[_ParkedTask] = []
+        # One for all who wait: most wait equally long, and nearly none to the end.
+        self._timer: asyncio.TimerHandle | None = None
 
-    async def take_unless(self, done: Callable[[], bool], seconds: float) -> bool:
+    def take_unless(self, done: Callable[[], bool], seconds: float) -> Awaitable[bool]:
         """Wait for the turn and take it. False: `done` became true first, or the time is over."""
-        return await self._wait(done, seconds, wants_turn=True)
+        return self._wait(done, seconds, wants_turn=True)
 
     async def wait_until(self, done: Callable[[], bool], seconds: float) -> bool:
         """Wait, without the turn, until what others bring makes `done` true. False: the time is over."""
@@ -161,15 +164,16 @@ class AsyncTurn:
     async def _wait(self, done: Callable[[], bool], seconds: float, *, wants_turn: bool) -> bool:
         if done():
             return False
+        loop = asyncio.get_running_loop()
         if wants_turn and not self._taken:
             if self._enough():
                 self._taken = True
                 return True
-            loop = asyncio.get_running_loop()
             loop.call_soon(self._hand_on, loop.time(), 0)
-        parked = _ParkedTask(done, wants_turn)
+        parked = _ParkedTask(done, loop.time() + seconds, wants_turn, loop.create_future())
         self._parked.append(parked)
-        timer = parked.woken.get_loop().call_later(seconds, _end_wait, parked.woken)
+        if self._timer is None or parked.until < self._timer.when():
+            self._set_timer(loop, parked.until)
         try:
             await parked.woken
         except BaseException:
@@ -177,12 +181,24 @@ class AsyncTurn:
                 self.give()
             raise
         finally:
-            timer.cancel()
             if parked in self._parked:
                 self._parked.remove(parked)
+            if not self._parked and self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
         return parked.has_turn
 
+    def _set_timer(self, loop: asyncio.AbstractEventLoop, when: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = loop.call_at(when, self._end_waits, loop)
 
-def _end_wait(woken: asyncio.Future[None]) -> None:
-    if not woken.done():
-        woken.set_result(None)
+    def _end_waits(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Wake those whose time is over."""
+        self._timer = None
+        waiting = [parked for parked in self._parked if not parked.woken.done()]
+        for parked in waiting:
+            if parked.until <= loop.time():
+                parked.woken.set_result(None)
+        if left := [parked.until for parked in waiting if not parked.woken.done()]:
+            self._set_timer(loop, min(left))

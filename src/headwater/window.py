@@ -81,6 +81,15 @@ def _doubts(item: Item, above: int) -> Iterable[Doubt]:
     return (Doubt((), above),)
 
 
+def _is_about(question: Question, marks: set[str]) -> bool:
+    """Whether an event with some of these marks could make one of its doubts true."""
+    if marks:
+        for doubt in question.doubts:
+            if marks.issuperset(doubt.marks):
+                return True
+    return False
+
+
 class Window:
     """The last events of a store as far as this process has appended them: for each mark the last that has it.
 
@@ -117,7 +126,7 @@ class Window:
                 self.is_in_doubt(question)
                 or not watched.isdisjoint(marks)
                 or not ids_behind.isdisjoint(ids)
-                or (earlier and any(earlier.issuperset(doubt.marks) for doubt in question.doubts))
+                or _is_about(question, earlier)
             ):
                 if not all(doubt.marks for doubt in question.doubts):
                     break
@@ -130,10 +139,16 @@ class Window:
 
     def is_in_doubt(self, question: Question | None) -> bool:
         """Whether it is known already that a check in full is needed."""
-        return question is None or any(
-            self._head > doubt.above and all(self._last(mark) > doubt.above for mark in doubt.marks)
-            for doubt in question.doubts
-        )
+        if question is None:
+            return True
+        for marks, above in question.doubts:
+            if self._head > above:
+                for mark in marks:
+                    if self._last(mark) <= above:
+                        break
+                else:
+                    return True
+        return False
 
     def note(self, tail: int, appended: Iterable[Noted]) -> None:
         """Add events that were appended one after the other, the first right after the event at `tail`."""
@@ -157,10 +172,10 @@ class Window:
         self._recent, self._older = {}, {}
 
     def _left_of(self, question: Question) -> Question:
-        return Question(
-            tuple([Doubt(doubt.marks, self._certain_to(doubt)) for doubt in question.doubts]),
-            tuple([seen for seen in question.seen if self._last(seen.mark) != seen.position]),
-        )
+        doubts = tuple([Doubt(doubt.marks, self._certain_to(doubt)) for doubt in question.doubts])
+        if not question.seen:
+            return Question(doubts)
+        return Question(doubts, tuple([seen for seen in question.seen if self._last(seen.mark) != seen.position]))
 
     def _certain_to(self, doubt: Doubt) -> int:
         """Up to where no event can make the doubt true."""

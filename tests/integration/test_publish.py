@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import psycopg
 import pytest
@@ -257,3 +258,24 @@ def test_a_due_event_keeps_its_event_id(log: headwater.Headwater, topic: str) ->
     event = next(iter(log.follow(topic)))
     assert event.event_id == "one"
     assert log.publish(topic, 2, event_id="one") == event.position
+
+
+def test_the_servers_process_keeps_its_memory_from_one_call_to_the_next(dsn: str) -> None:
+    with headwater.connect(dsn, pool_size=1) as log, log.connection() as connection:
+        stat = Path(f"/proc/{connection.info.backend_pid}/stat")
+        if not stat.exists():
+            pytest.skip("only Linux tells which memory a process has taken")
+
+        def pages_taken() -> int:
+            return int(stat.read_text().rpartition(")")[2].split()[7])
+
+        def use_memory() -> None:
+            connection.execute("select count(*) from (select from generate_series(1, 3000) n order by md5(n::text)) s")
+
+        for _ in range(10):
+            use_memory()
+        before = pages_taken()
+        for _ in range(50):
+            use_memory()
+        # Given back and taken again, it would be some seventy each time.
+        assert pages_taken() - before < 50 * 10

@@ -175,6 +175,31 @@ def test_one_task_has_the_turn_and_the_next_gets_it() -> None:
     asyncio.run(run())
 
 
+def test_each_task_waits_as_long_as_it_said_and_leaves_no_timer() -> None:
+    async def run() -> None:
+        turn = AsyncTurn()
+        loop = asyncio.get_running_loop()
+        assert await turn.take_unless(lambda: False, 1)
+        started = loop.time()
+
+        async def waited(seconds: float) -> float:
+            assert not await turn.take_unless(lambda: False, seconds)
+            return loop.time() - started
+
+        times = [0.2, 0.05, 20, 0.1]
+        tasks = [asyncio.create_task(waited(seconds)) for seconds in times]
+        done, _ = await asyncio.wait(tasks, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+        assert tasks[1] in done
+        assert (await tasks[3], await tasks[0]) >= (0.1, 0.2)
+        assert not tasks[2].done()
+        tasks[2].cancel()
+        await asyncio.wait(tasks)
+        assert not turn._parked
+        assert turn._timer is None
+
+    asyncio.run(run())
+
+
 # --- groups ------------------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ from headwater.aio.administration import Administration
 from headwater.aio.following import Following
 from headwater.aio.groups import Groups
 from headwater.aio.publishing import Publishing
-from headwater.aio.shell import PooledConnection
+from headwater.aio.shell import PooledConnection, keep_memory
 from headwater.aio.store import Stores
 from headwater.aio.subscriptions import Subscriptions
 from headwater.aio.webhooks import Webhooks
@@ -32,6 +32,7 @@ async def connect(
         kwargs={"autocommit": True, "application_name": application_name},
         open=False,
         connection_class=PooledConnection,
+        configure=keep_memory,
         name="headwater",
     )
     log = AsyncHeadwater(pool)
