@@ -10,7 +10,11 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable
 
-SMOOTHING = 0.1
+# A pace is kept for so many groups, and the other one tried for so many.
+KEEP_GROUPS = 300
+TRY_GROUPS = 6
+LONGEST_GROUP_SECONDS = 0.1
+SMOOTHING = 0.3
 
 
 class _Parked:
@@ -30,10 +34,8 @@ class _Parked:
 class Turn:
     """The right to work for all, of one thread at a time. No thread is needed that does nothing else."""
 
-    # Nobody knows when other threads get to run: the turn never waits for enough of them.
-    seconds_each = 0.0
-
     def __init__(self, enough: Callable[[], bool] | None = None) -> None:
+        # Nobody knows when other threads get to run: the turn never waits for enough of them.
         self._lock = threading.Lock()
         self._taken = False
         self._parked: list[_Parked] = []
@@ -112,8 +114,6 @@ class AsyncTurn:
     """
 
     def __init__(self, enough: Callable[[], bool] = lambda: True) -> None:
-        # What a task took of late, from being woken until it waited for something again.
-        self.seconds_each = 0.0
         self._enough = enough
         self._taken = False
         self._parked: list[_ParkedTask] = []
@@ -149,15 +149,11 @@ class AsyncTurn:
         for parked in awake:
             if not parked.woken.done():
                 parked.woken.set_result(None)
-        if awake or (asleep and not hand_on):
+        if asleep and not hand_on:
             # Behind those who are woken: they are what the turn waits for.
-            loop = (awake or asleep)[0].woken.get_loop()
-            loop.call_soon(self._hand_on, loop.time(), len(awake))
+            asleep[0].woken.get_loop().call_soon(self._hand_on)
 
-    def _hand_on(self, woken_at: float, woken: int) -> None:
-        if woken:
-            each = (asyncio.get_running_loop().time() - woken_at) / woken
-            self.seconds_each += (each - self.seconds_each) * SMOOTHING
+    def _hand_on(self) -> None:
         if not self._taken and self._parked:
             self._wake(hand_on=True)
 
@@ -169,7 +165,7 @@ class AsyncTurn:
             if self._enough():
                 self._taken = True
                 return True
-            loop.call_soon(self._hand_on, loop.time(), 0)
+            loop.call_soon(self._hand_on)
         parked = _ParkedTask(done, loop.time() + seconds, wants_turn, loop.create_future())
         self._parked.append(parked)
         if self._timer is None or parked.until < self._timer.when():
@@ -202,3 +198,35 @@ class AsyncTurn:
                 parked.woken.set_result(None)
         if left := [parked.until for parked in waiting if not parked.woken.done()]:
             self._set_timer(loop, min(left))
+
+
+class Pace:
+    """How those who are served together go out: all at once, or one half while the other half gets ready.
+
+    Which is faster depends on how many they are, on what they bring, and on who serves them. So both are tried now and
+    then, and the faster one is kept to.
+    """
+
+    def __init__(self) -> None:
+        self.in_halves = False
+        self._trying = False
+        self._groups = 0
+        self._ended = 0.0
+        # What each of a group took of late, either way.
+        self._seconds = {False: 0.0, True: 0.0}
+
+    def note(self, size: int, now: float) -> None:
+        """Count a group that has just ended."""
+        seconds, self._ended = now - self._ended, now
+        if size == 1 or seconds > LONGEST_GROUP_SECONDS:
+            # Nobody else was there, or nobody at all for a while.
+            return
+        self._groups += 1
+        if self._groups > 1:
+            # The first of a way began in the other.
+            known = self._seconds[self.in_halves] or seconds / size
+            self._seconds[self.in_halves] = known + (seconds / size - known) * SMOOTHING
+        if self._groups == (TRY_GROUPS if self._trying else KEEP_GROUPS):
+            self._trying = not self._trying
+            self.in_halves = not self.in_halves if self._trying else self._seconds[True] < self._seconds[False]
+            self._groups = 0

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater import calls
+from headwater import calls, turns
 from headwater.client import appending
 from headwater.client.appending import Lane, new_event_ids
 from headwater.client.tailing import Feed
@@ -21,7 +21,7 @@ from headwater.errors import InvalidEvent, InvalidRequest, LogUnavailable, Order
 from headwater.query import Item, LatestMatchIs, NewStoreEvent, NoMatchAfter, Query, StoreEvent, Verdict
 from headwater.store import open as open_stores
 from headwater.tail import Tail
-from headwater.turns import AsyncTurn, Turn
+from headwater.turns import AsyncTurn, Pace, Turn
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -198,6 +198,35 @@ def test_each_task_waits_as_long_as_it_said_and_leaves_no_timer() -> None:
         assert turn._timer is None
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("halves_take", [0.8, 1.3])
+def test_the_faster_of_two_paces_is_kept_to_and_the_other_one_tried_again(halves_take: float) -> None:
+    pace = Pace()
+    now = 0.0
+
+    def groups(number: int, halves_take: float) -> int:
+        """How many of them went in halves."""
+        nonlocal now
+        in_halves = 0
+        for _ in range(number):
+            in_halves += pace.in_halves
+            now += 0.001 * (halves_take if pace.in_halves else 1.0)
+            pace.note(16, now)
+        return in_halves
+
+    assert groups(turns.KEEP_GROUPS, halves_take) == 0
+    assert groups(turns.TRY_GROUPS, halves_take) == turns.TRY_GROUPS
+    assert pace.in_halves is (halves_take < 1)
+    # Hours without anybody, and one alone, say nothing.
+    now += 10_000
+    pace.note(16, now)
+    pace.note(1, now + 0.5)
+    assert pace.in_halves is (halves_take < 1)
+    # Things change, and it is noticed.
+    groups(3 * (turns.KEEP_GROUPS + turns.TRY_GROUPS), 2 - halves_take)
+    later = groups(1000, 2 - halves_take)
+    assert later > 900 if halves_take > 1 else later < 100
 
 
 # --- groups ------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater import calls
+from headwater import calls, turns
 from headwater.aio.appending import Lane
 from headwater.query import Condition, Item, LatestMatchIs, NewStoreEvent, NoMatchAfter, Query, StoreEvent, Verdict
 from headwater.window import Doubt, Known, Noted, Question, Seen, Window, marks_of, question_of
@@ -142,8 +142,9 @@ def test_tasks_go_out_together_or_in_two_halves_and_one_alone_at_once(
         await asyncio.sleep(0.001)
         return [Verdict((1,), False, None, None)] * sizes[-1]
 
-    monkeypatch.setattr(Lane, "_goes_in_halves", lambda lane: in_halves)
+    monkeypatch.setattr(turns, "KEEP_GROUPS", 1000)
     lane = Lane(send)
+    lane._pace.in_halves = in_halves
     append = calls.encode_append([NewStoreEvent("A")], None, ["x"])
 
     async def writer(count: int) -> None:

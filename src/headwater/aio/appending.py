@@ -20,7 +20,7 @@ import psycopg
 from headwater.calls import EncodedAppend
 from headwater.errors import HeadwaterError, InvalidRequest, LogUnavailable
 from headwater.query import Verdict
-from headwater.turns import SMOOTHING, AsyncTurn
+from headwater.turns import AsyncTurn, Pace
 
 MAX_GROUP_APPENDS = 256
 MAX_GROUP_EVENTS = 2048
@@ -63,9 +63,9 @@ class Lane:
     def __init__(self, send: Send) -> None:
         self._send = send
         self._waiting: deque[Ticket] = deque()
-        # How many appended at a time of late, and how long a group takes however small it is.
+        # How many appended at a time of late.
         self._busy = 1
-        self._seconds_alone = 0.0
+        self._pace = Pace()
         self._turn = AsyncTurn(self._is_enough)
 
     async def append(self, append: EncodedAppend, *, timeout_seconds: float) -> Verdict:
@@ -99,20 +99,12 @@ class Lane:
 
     def _is_enough(self) -> bool:
         """Whether to send what waits, or to wait for those who were just answered."""
-        return len(self._waiting) * (2 if self._goes_in_halves() else 1) >= self._busy
-
-    def _goes_in_halves(self) -> bool:
-        """Whether one half is better sent while the other half is made ready.
-
-        That costs one more commit for all, and half of one more until it is sent: nobody works at the database then.
-        """
-        return 1.5 * self._seconds_alone < self._busy * self._turn.seconds_each
+        return len(self._waiting) * (2 if self._pace.in_halves else 1) >= self._busy
 
     async def _send_next(self) -> None:
         group = self._next_group()
         if not group:
             return
-        started = time.monotonic()
         try:
             error = await self._answer(group)
             if len(group) > 1 and isinstance(error, InvalidRequest):
@@ -125,9 +117,7 @@ class Lane:
         finally:
             # Whoever was stopped in the middle of it leaves the others their place. They are sent again under the
             # same ids, so what was appended already is not appended twice.
-            # In the database an append takes some three quarters of what it takes here.
-            seconds = time.monotonic() - started - len(group) * self._turn.seconds_each * 0.75
-            self._seconds_alone += (seconds - self._seconds_alone) * SMOOTHING
+            self._pace.note(len(group), time.monotonic())
             self._busy = len(group) + len(self._waiting)
             self._waiting.extendleft(ticket for ticket in reversed(group) if not ticket.is_done())
 
