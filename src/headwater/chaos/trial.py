@@ -103,6 +103,7 @@ def run(
             scene = Scene(stage, dsn, crew, proxy, server, plan.copy_events, random.Random(plan.seed))
             started = time.monotonic()
             try:
+                _get_going(scene, tell)
                 happened = _storm(plan, scene, tell)
                 _calm(scene, sum(happened.values()), tell)
             finally:
@@ -171,6 +172,28 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _get_going(scene: Scene, tell: Callable[[Progress], None]) -> None:
+    """Every consumer is at work before the first disaster: one that is not there yet cannot miss anything."""
+    until = time.monotonic() + PATIENCE_SECONDS
+    with headwater.connect(scene.direct_dsn, pool_size=1) as log:
+        before = _progress(log, scene.stage)
+        tell(Progress(0.0, "processes start", 0, log.state().drawn))
+        while time.monotonic() < until:
+            scene.crew.keep_up()
+            now = _progress(log, scene.stage)
+            if all(now[role] != before[role] for role in before):
+                return
+            time.sleep(LOOK_SECONDS)
+
+
+def _progress(log: headwater.Headwater, stage: Stage) -> dict[str, int]:
+    """How far each consumer is: what of its group is done, where its cursor stands."""
+    groups = {one.name: one.done for one in log.groups()}
+    cursors = {one.name: one.position for one in log.cursors()}
+    known = groups | cursors
+    return {role: known[stage.consumer(role)] for role in (*GROUPS, *CURSORS)}
 
 
 def _storm(plan: Plan, scene: Scene, tell: Callable[[Progress], None]) -> Counter[str]:

@@ -86,14 +86,15 @@ def judge(lines: Iterable[Line], found: Sequence[Found], consumers: Sequence[Con
     missing = [(who, n) for who, numbers in acknowledged.items() for n in sorted(numbers) if (who, n) not in there]
     lost = tell("acknowledged and not in the log", missing)
     duplicates = tell("in the log more than once", [one for one, times in there.items() if times > 1])
-    torn = 0
+    parts: list[tuple[str, int, str]] = []
     known: set[tuple[str, int]] = set()
     for who, transactions in tried.items():
         for numbers in transactions:
             known.update((who, n) for n in numbers)
             present = sum((who, n) in there for n in numbers)
             if 0 < present < len(numbers):
-                torn += tell("a part of a transaction", [(who, numbers[0], f"{present} of {len(numbers)}")])
+                parts.append((who, numbers[0], f"{present} of {len(numbers)}"))
+    torn = tell("a part of a transaction", parts)
     invented = tell("in the log and never made", [one for one in there if one not in known])
     invented += tell(
         "in the log though rolled back",
@@ -127,7 +128,7 @@ def judge(lines: Iterable[Line], found: Sequence[Found], consumers: Sequence[Con
         invented=invented,
         gaps=_gaps(found),
         repeated=repeated,
-        examples=tuple(examples[: 5 * SHOWN]),
+        examples=tuple(examples),
     )
 
 
