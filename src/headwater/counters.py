@@ -21,6 +21,12 @@ class Counters:
 
     def add(self, metric: Metric, *labels: str, by: int = 1) -> None:
         with self._lock:
+            try:
+                # Nearly always it is there.
+                self._counts[metric][labels] += by
+                return
+            except KeyError:
+                pass
             series = self._counts.setdefault(metric, {})
             if labels not in series and len(series) >= MOST_SERIES:
                 labels = (OTHERS,) * len(labels)

@@ -93,7 +93,8 @@ class Item:
             raise InvalidRequest(f"an item of a query has up to {MAX_TAGS} types and as many tags")
         object.__setattr__(self, "types", types)
         object.__setattr__(self, "tags", tags)
-        object.__setattr__(self, "fields", {checked_field_name(k): field_text(v) for k, v in self.fields.items()})
+        if self.fields:
+            object.__setattr__(self, "fields", {checked_field_name(k): field_text(v) for k, v in self.fields.items()})
 
     def matches(self, event: StoreEvent) -> bool:
         """Whether the event has all that the item asks for."""
@@ -213,6 +214,8 @@ def outcome(verdict: Verdict, condition: Condition | None) -> Appended:
 
 def distinct(values: Iterable[str], what: str) -> tuple[str, ...]:
     """Types or tags without repeats, in the order given; refuses what cannot be one."""
+    if values == ():
+        return ()
     if isinstance(values, str):
         raise InvalidRequest(f"{what} are a list of texts, not one text", hint=f'Write {what}=["{values}"].')
     longest = MAX_TYPE_CHARACTERS if what == "types" else MAX_TAG_CHARACTERS

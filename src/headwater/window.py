@@ -122,10 +122,11 @@ class Window:
         for place, (question, marks, ids) in enumerate(wishes):
             if question is None:
                 break
+            left = self._left_of(question)
             if (
-                self.is_in_doubt(question)
-                or not watched.isdisjoint(marks)
-                or not ids_behind.isdisjoint(ids)
+                left is None
+                or (watched and not watched.isdisjoint(marks))
+                or (ids_behind and not ids_behind.isdisjoint(ids))
                 or _is_about(question, earlier)
             ):
                 if not all(doubt.marks for doubt in question.doubts):
@@ -133,22 +134,13 @@ class Window:
                 watched.update(doubt.marks[0] for doubt in question.doubts)
                 ids_behind.update(ids)
             else:
-                chosen.append((place, self._left_of(question)))
+                chosen.append((place, left))
             earlier.update(marks)
         return chosen
 
     def is_in_doubt(self, question: Question | None) -> bool:
         """Whether it is known already that a check in full is needed."""
-        if question is None:
-            return True
-        for marks, above in question.doubts:
-            if self._head > above:
-                for mark in marks:
-                    if self._last(mark) <= above:
-                        break
-                else:
-                    return True
-        return False
+        return question is None or self._left_of(question) is None
 
     def note(self, tail: int, appended: Iterable[Noted]) -> None:
         """Add events that were appended one after the other, the first right after the event at `tail`."""
@@ -171,19 +163,23 @@ class Window:
         self._floor = self._middle = self._head = -1
         self._recent, self._older = {}, {}
 
-    def _left_of(self, question: Question) -> Question:
-        doubts = tuple([Doubt(doubt.marks, self._certain_to(doubt)) for doubt in question.doubts])
-        if not question.seen:
-            return Question(doubts)
-        return Question(doubts, tuple([seen for seen in question.seen if self._last(seen.mark) != seen.position]))
-
-    def _certain_to(self, doubt: Doubt) -> int:
-        """Up to where no event can make the doubt true."""
-        if self.known is not None and self._floor <= doubt.above < self._head:
-            for mark in doubt.marks:
-                if self._last(mark) <= doubt.above:
-                    return self._head
-        return doubt.above
+    def _left_of(self, question: Question) -> Question | None:
+        """What is left to ask; None: something speaks against it, as far as is known here."""
+        doubts = []
+        for doubt in question.doubts:
+            marks, above = doubt
+            if above < self._head:
+                for mark in marks:
+                    if self._last(mark) <= above:
+                        break
+                else:
+                    return None
+                if self._floor <= above and self.known is not None:
+                    # No event up to the head can make it true.
+                    doubt = Doubt(marks, self._head)
+            doubts.append(doubt)
+        seen = question.seen and tuple([seen for seen in question.seen if self._last(seen.mark) != seen.position])
+        return Question(tuple(doubts), seen)
 
     def _last(self, mark: str) -> int:
         return self._recent.get(mark) or self._older.get(mark, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from headwater.calls.call import Call, Rows, nothing, only_value
@@ -57,8 +57,8 @@ class EncodedAppend(NamedTuple):
     events: tuple[EncodedEvent, ...]
     condition: Condition | None
     question: Question | None
-    marks: frozenset[str]
-    ids: frozenset[str]
+    marks: Collection[str]
+    ids: Collection[str]
     payload_bytes: int
 
 
@@ -69,6 +69,11 @@ def encode_append(
     if not 1 <= len(events) <= MAX_EVENTS:
         raise InvalidRequest(f"an append has 1 to {MAX_EVENTS} events, this one has {len(events)}")
     encoded = tuple(map(_encode_event, events, new_ids))
+    if len(encoded) == 1:
+        (event,) = encoded
+        return EncodedAppend(
+            encoded, condition, question_of(condition), event.marks, (event.event_id,), len(event.payload or b"")
+        )
     ids = frozenset([event.event_id for event in encoded])
     if len(ids) < len(encoded):
         raise InvalidEvent("two events of one append have the same id")
