@@ -149,6 +149,7 @@ class Transactions:
                 getattr(fields, "member_id", ""),
                 getattr(fields, "group_instance_id", None),
                 getattr(fields, "generation_id", -1),
+                transactional=True,
             )
         topics, offsets = await self._offsets.offsets_of(request, refused, by_id=False)
         if offsets:
