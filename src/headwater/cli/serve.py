@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import importlib
 import ipaddress
 import socket
@@ -21,6 +20,7 @@ from headwater.cli import output, processes
 from headwater.cli.arguments import Dsn, Json, examples
 from headwater.cli.connection import connect, session, translated
 from headwater.cli.extras import needs
+from headwater.cli.garbage import collected_now_and_then
 from headwater.cli.log_lines import LogLines
 from headwater.cli.stopping import first_of, stop_on_signals
 from headwater.cli.webhook import AllowNetwork
@@ -31,6 +31,7 @@ from headwater.server.webhook_addresses import Network, networks
 app = typer.Typer()
 
 DEFAULT_HTTP: Final = "127.0.0.1:8080"
+GARBAGE_SECONDS: Final = 60.0
 
 
 class DoorFailed(HeadwaterError):
@@ -335,11 +336,7 @@ async def _serve(plan: Plan, tell: processes.Tell, *, parent: Connection | None)
         asyncio.get_running_loop().add_reader(parent.fileno(), stop.set)
     async with AsyncExitStack() as stack:
         addresses, failures = await (_open_doors if plan.stores is None else _open_stores)(stack, plan)
-        # Rows come by the ten thousand and go as fast. Looking for cycles among them every 700 objects, and among all
-        # that was ever imported, took a sixth of a broker's time.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(100_000, 20, 20)
+        await stack.enter_async_context(collected_now_and_then(every_seconds=GARBAGE_SECONDS))
         tell(addresses)
         await first_of(stop, *failures)
         if not stop.is_set():

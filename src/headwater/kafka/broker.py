@@ -58,6 +58,8 @@ class Broker:
         self.tails = Tails(log)
         self.kept = Kept(settings.kept_bytes)
         self.access = Access((), ())
+        # What is read for clients, or was and is not sent yet.
+        self.unsent_bytes = 0
         self._lease_ends = 0.0
         self._by_name: dict[str, KafkaTopic] = {}
         self._by_id: dict[int, KafkaTopic] = {}
