@@ -360,8 +360,10 @@ async def _open_doors(stack: AsyncExitStack, plan: Plan) -> tuple[dict[str, str]
             from headwater.server.webhooks import dispatching
     addresses: dict[str, str] = {}
     failures: list[asyncio.Event] = []
+    # A broker has one connection for its lease alone.
+    pool_size = max(plan.pool_size, 4) + (plan.kafka is not None)
     log = await stack.enter_async_context(
-        await aio.connect(plan.dsn, pool_size=max(plan.pool_size, 4), application_name="headwater serve")
+        await aio.connect(plan.dsn, pool_size=pool_size, application_name="headwater serve")
     )
     if plan.kafka is not None:
         addresses["kafka"], failed = await _open_kafka(stack, log, plan.kafka)

@@ -16,7 +16,7 @@ import psycopg
 from headwater.aio import AsyncHeadwater
 from headwater.errors import HeadwaterError
 from headwater.kafka.apis import OFFERED, Answer, Apis, api_versions
-from headwater.kafka.broker import Broker, Settings
+from headwater.kafka.broker import Broker, Settings, end_tasks
 from headwater.kafka.security import AUTHENTICATE, HANDSHAKE, Session
 from headwater.kafka.wire import (
     API_VERSIONS,
@@ -383,9 +383,7 @@ async def serving(
             listener.close()
             if server is not None:
                 server.close_all()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(tasks)
             await broker.stop()
     finally:
         listener.close()
