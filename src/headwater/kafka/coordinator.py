@@ -148,7 +148,7 @@ class Group:
         return self._rejoin(now, waiter, ask, member)
 
     def _refused_join(self, ask: Join) -> ErrorCode | None:
-        if not ask.protocols or not ask.protocol_type:
+        if not ask.protocols or not ask.protocol_type or "\x00" in ask.protocol_type:
             return ErrorCode.inconsistent_group_protocol
         others = [member for member in self.members.values() if member.id != ask.member_id]
         if others:

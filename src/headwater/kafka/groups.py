@@ -163,7 +163,7 @@ class Groups:
         if key_type == TRANSACTION_KEY:
             # Transactions are in Postgres as a whole: any broker will do.
             node: int | None = self._broker.node_id
-        elif key_type != GROUP_KEY or not key:
+        elif key_type != GROUP_KEY or not key or "\x00" in key:
             return {**answer, "error_code": ErrorCode.invalid_request}
         else:
             node = await self._broker.log.run(calls.kafka_coordinator(key), patience_seconds=5)
