@@ -384,7 +384,8 @@ KAFKA_DIFFERENCES = (
     "An open topic can be consumed and not produced to. Its offsets are positions, with gaps.",
     "The records of a transaction enter the log when it commits. Their acknowledgements carry no offset, and "
     "`read_uncommitted` does not see them before either.",
-    "A key has up to 65535 bytes. `max.message.bytes` is also the limit of one value after unpacking.",
+    "A key has up to 65535 bytes. `max.message.bytes` is also the limit of one value after unpacking; a batch becomes "
+    "up to 64 MiB. A batch is of up to 100000 records; a larger one is refused with MESSAGE_TOO_LARGE.",
     "Records are stored one by one, not as the batches that came. What fetched records are packed with, the topic's "
     "`compression.type` says; with `producer` they go as they came while a broker remembers them, and else unpacked.",
     "Fetch sessions are not kept: every fetch is a whole one.",

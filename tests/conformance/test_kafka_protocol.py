@@ -311,6 +311,42 @@ def test_a_frame_of_lies_ends_its_connection_and_no_other(broker: BrokerProcess,
     assert raw.ask(18, 3, {"client_software_name": "x", "client_software_version": "1"}).error_code == ErrorCode.none
 
 
+NUL = "a\x00b"
+OF_TRANSACTION = {"transactional_id": NUL, "producer_id": 1, "producer_epoch": 0, "group_id": "g", "member_id": ""}
+
+
+@pytest.mark.parametrize(
+    ("api", "version", "fields", "code"),
+    [
+        (3, 12, {"topics": [{"name": NUL}]}, ErrorCode.invalid_topic_exception),
+        (9, 7, {"group_id": NUL, "topics": None}, ErrorCode.invalid_group_id),
+        (10, 3, {"key": NUL, "key_type": 0}, ErrorCode.invalid_request),
+        (11, 3, {"group_id": "g", "session_timeout": 10_000, "rebalance_timeout": 10_000, "member_id": "",
+                 "protocol_type": NUL, "protocols": [{"name": NUL, "metadata": b""}]},
+         ErrorCode.inconsistent_group_protocol),
+        (12, 3, {"group_id": NUL, "generation_id": 1, "member_id": "m"}, ErrorCode.invalid_group_id),
+        (22, 4, {"transactional_id": NUL, "transaction_timeout": 1000, "producer_id": -1, "producer_epoch": -1},
+         ErrorCode.invalid_request),
+        (24, 3, {f"v3_and_below_{name}": value for name, value in OF_TRANSACTION.items()}
+         | {"v3_and_below_topics": [{"name": "orders", "partitions": [0]}]}, ErrorCode.invalid_producer_id_mapping),
+        (25, 3, OF_TRANSACTION, ErrorCode.invalid_producer_id_mapping),
+        (26, 3, OF_TRANSACTION | {"committed": True}, ErrorCode.invalid_producer_id_mapping),
+        (28, 3, OF_TRANSACTION | {"generation_id": -1, "topics": [
+            {"name": "orders", "partitions": [{"partition_index": 0, "committed_offset": 1}]}]},
+         ErrorCode.invalid_producer_id_mapping),
+    ],
+)  # fmt: skip
+def test_a_name_that_postgres_cannot_hold_is_answered_with_a_code(
+    raw: Raw, log: headwater.Headwater, api: int, version: int, fields: dict[str, Any], code: ErrorCode
+) -> None:
+    if api == 24:
+        log.create_topic("orders", kind="sequenced")
+    answer = raw.ask(api, version, fields)
+    # Where the code is differs from one answer to the other.
+    assert f"<ErrorCode.{code.name}: {code.value}>" in repr(answer)
+    assert raw.ask(18, 0, {}).error_code == ErrorCode.none
+
+
 def test_an_unknown_version_of_api_versions_is_told_the_known_ones_in_the_oldest_form(raw: Raw) -> None:
     raw.socket.sendall(struct.pack(">ihhih", 10, 18, 99, 6, -1))
     answer = raw.receive(18, 0, correlation=6)

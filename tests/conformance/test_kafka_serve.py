@@ -112,9 +112,43 @@ def test_it_does_not_listen_beyond_the_machine_without_asking_who_comes(dsn: str
 
 def test_a_port_that_is_taken_is_said(dsn: str) -> None:
     with broker_process(dsn) as started:
-        refused = run(dsn, "serve", "--kafka", started.addresses[0])
+        for processes in ("1", "2"):
+            refused = run(dsn, "serve", "--kafka", started.addresses[0], "--processes", processes)
+            assert refused.exit_code == 3
+            assert "cannot be listened on" in refused.stderr
+            assert "Traceback" not in refused.stderr
+
+
+def test_an_address_that_clients_could_not_be_sent_to_is_refused(dsn: str) -> None:
+    for host in ("0.0.0.0", "[::]"):
+        refused = run(dsn, "serve", "--kafka", f"{host}:0", "--authenticate", "--json")
         assert refused.exit_code == 3
-        assert "cannot be listened on" in refused.stderr
+        assert "--advertise" in json.loads(refused.stderr)["hint"]
+
+
+def test_brokers_that_only_their_own_machine_reaches_do_not_mix_with_others(dsn: str) -> None:
+    with broker_process(dsn) as started:
+        refused = run(dsn, "serve", "--kafka", "0.0.0.0:0", "--authenticate", "--advertise", "db.example", "--json")
+        assert refused.exit_code == 3
+        assert started.addresses[0] in json.loads(refused.stderr)["message"]
+    with broker_process(dsn, "--advertise", "db.example"):
+        refused = run(dsn, "serve", "--kafka", "127.0.0.1:0", "--json")
+        assert refused.exit_code == 3
+        assert "db.example" in json.loads(refused.stderr)["message"]
+
+
+def test_a_broker_that_asks_nobody_says_so_where_there_are_accounts(dsn: str, tmp_path: Path) -> None:
+    assert run(dsn, "account", "create", "shop", "--password", "secret").exit_code == 0
+    try:
+        for options, warned in (((), True), (("--authenticate",), False)):
+            with (
+                (tmp_path / "log").open("w") as lines,
+                serve_process("--kafka", "127.0.0.1:0", *options, dsn=dsn, log=lines),
+            ):
+                pass
+            assert ("the log has accounts" in (tmp_path / "log").read_text()) is warned
+    finally:
+        assert run(dsn, "account", "delete", "shop").exit_code == 0
 
 
 def test_accounts_are_made_and_allowed_on_the_command_line(dsn: str, log: headwater.Headwater) -> None:

@@ -203,6 +203,39 @@ def test_aiokafka_and_kafka_python_write_in_transactions_too(
     assert payloads(log, topic) == [b"aio", b"kp"]
 
 
+def test_aiokafka_reads_processes_and_writes_in_one_transaction_while_its_group_has_members(
+    broker: BrokerProcess, log: headwater.Headwater, topic: str
+) -> None:
+    aiokafka = pytest.importorskip("aiokafka")
+    source = log.create_topic(f"source-{next(_names)}", kind="sequenced").name
+    log.publish_many(source, [headwater.NewEvent(b"%d" % number) for number in range(5)])
+    group, read = f"aio-{next(_names)}", aiokafka.TopicPartition(source, 0)
+
+    async def run() -> int:
+        consumer = aiokafka.AIOKafkaConsumer(
+            source, bootstrap_servers=broker.bootstrap, group_id=group, enable_auto_commit=False,
+            auto_offset_reset="earliest",
+        )  # fmt: skip
+        producer = aiokafka.AIOKafkaProducer(bootstrap_servers=broker.bootstrap, transactional_id=f"a-{next(_names)}")
+        await consumer.start()
+        await producer.start()
+        try:
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                messages = [await consumer.getone() for _ in range(5)]
+                # Its versions say nothing of the member.
+                async with producer.transaction():
+                    for message in messages:
+                        await producer.send(topic, b"out-" + message.value, partition=0)
+                    await producer.send_offsets_to_transaction({read: 5}, group)
+                return int(await consumer.committed(read))
+        finally:
+            await producer.stop()
+            await consumer.stop()
+
+    assert asyncio.run(run()) == 5
+    assert payloads(log, topic) == [b"out-%d" % number for number in range(5)]
+
+
 # Transactions with an epoch each (KIP-890), which begin with what is sent
 
 

@@ -159,6 +159,17 @@ def test_old_and_strange_epochs_are_refused_and_a_lost_answer_is_not() -> None:
     assert found.commit_refused("nobody", current) is ErrorCode.unknown_member_id
 
 
+def test_in_a_transaction_a_client_need_not_say_for_which_member_it_commits() -> None:
+    found = group()
+    one = Client("x", {"a"})
+    one.beat(found)
+    assert found.commit_refused("", -1) is ErrorCode.unknown_member_id
+    assert found.commit_refused("", -1, transactional=True) is None
+    assert found.commit_refused("x", one.epoch, transactional=True) is None
+    assert found.commit_refused("x", one.epoch + 1, transactional=True) is ErrorCode.stale_member_epoch
+    assert found.commit_refused("", -1, instance_id="i", transactional=True) is ErrorCode.unknown_member_id
+
+
 def test_new_partitions_and_subscriptions_are_assigned() -> None:
     found = group()
     one, two = Client("x", {"a"}), Client("y", {"a", "later"})

@@ -189,6 +189,25 @@ def test_what_does_not_fit_is_refused() -> None:
     assert Group("g", 0, 0.0).commit_refused(1.0, "", None, -1) is None
 
 
+def test_in_a_transaction_a_client_need_not_say_for_which_member_it_commits() -> None:
+    group, (leader, _) = group_of(2)
+    assert group.commit_refused(1.0, "", None, -1, transactional=True) is None
+    # What it does say must be true.
+    for asked, code in (
+        ((leader, None, 0), ErrorCode.illegal_generation),
+        (("stranger", None, 1), ErrorCode.unknown_member_id),
+        (("", "stranger", -1), ErrorCode.unknown_member_id),
+    ):
+        assert group.commit_refused(1.0, *asked, transactional=True) is code
+    group.leave(1.0, leader, None)
+    (other,) = group.members
+    assert only(group.join(1.0, 1, asks(other))).generation == 2
+    # The assignment is on its way; what was read before it is committed with the transaction, or not at all.
+    assert group.state is State.COMPLETING
+    assert group.commit_refused(1.0, other, None, 2) is ErrorCode.rebalance_in_progress
+    assert group.commit_refused(1.0, other, None, 2, transactional=True) is None
+
+
 def test_the_protocol_is_one_that_all_know_and_most_like() -> None:
     group = Group("g", 0, 0.0)
     likes = [(("a", b""), ("b", b"")), (("b", b""), ("a", b"")), (("c", b""), ("b", b""), ("a", b""))]

@@ -5,14 +5,16 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Final, Generic, TypeVar
 
-from headwater.cli import output
-from headwater.errors import LogUnavailable
+from headwater.cli import exit_codes, output
+from headwater.errors import HeadwaterError, LogUnavailable
 
 P = TypeVar("P")
 # What a process tells once it serves: the address of each of its doors.
@@ -28,7 +30,7 @@ RESTART_SECONDS: Final = 1.0
 class _Child(Generic[P]):
     plan: P
     process: BaseProcess
-    # Its end tells the addresses once, and closes with the process that holds the other.
+    # Its end tells the addresses once, perhaps an error, and closes with the process that holds the other.
     pipe: Connection
 
 
@@ -56,12 +58,14 @@ def supervise(
             for place, child in enumerate(children):
                 if child.process.sentinel not in ended or stopping:
                     continue
+                if (error := _last_word(child)) is not None:
+                    output.report(error, as_json=False)
                 child.pipe.close()
                 output.note(f"a process ended with code {child.process.exitcode} and is started again")
                 children[place] = _start(again(child.plan, addresses[place]), run)
                 try:
                     _first_word(children[place])
-                except LogUnavailable as error:
+                except HeadwaterError as error:
                     output.note(error.message)
     finally:
         for child in children:
@@ -86,14 +90,31 @@ def _start(plan: P, run: Run[P]) -> _Child[P]:
 def _first_word(child: _Child[P]) -> dict[str, str]:
     try:
         if child.pipe.poll(START_SECONDS):
-            told: dict[str, str] = child.pipe.recv()
+            told: dict[str, str] | HeadwaterError = child.pipe.recv()
+            if isinstance(told, HeadwaterError):
+                raise told
             return told
     except EOFError:
         pass
     raise LogUnavailable("a process did not start to serve", hint="Its own message is above.")
 
 
+def _last_word(child: _Child[P]) -> HeadwaterError | None:
+    """Why a process ended, if it said so."""
+    try:
+        told: object = child.pipe.recv() if child.pipe.poll() else None
+    except EOFError:
+        return None
+    return told if isinstance(told, HeadwaterError) else None
+
+
 def _in_child(run: Run[P], plan: P, parent: Connection) -> None:
     # Ctrl-C in a terminal goes to all; the parent decides, and says so by closing the pipe.
     os.setpgrp()
-    run(plan, parent)
+    try:
+        run(plan, parent)
+    except HeadwaterError as error:
+        # The parent says it as it says its own.
+        with suppress(OSError):
+            parent.send(error)
+        sys.exit(exit_codes.code_for(type(error)))

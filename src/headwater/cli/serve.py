@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import importlib
 import ipaddress
 import socket
@@ -16,11 +15,15 @@ from typing import Annotated, Any, Final
 
 import typer
 
+import headwater
 from headwater import aio, store
+from headwater.calls import access as access_calls
+from headwater.calls import kafka as kafka_calls
 from headwater.cli import output, processes
 from headwater.cli.arguments import Dsn, Json, examples
 from headwater.cli.connection import connect, session, translated
 from headwater.cli.extras import needs
+from headwater.cli.garbage import collected_now_and_then
 from headwater.cli.log_lines import LogLines
 from headwater.cli.stopping import first_of, stop_on_signals
 from headwater.cli.webhook import AllowNetwork
@@ -31,6 +34,7 @@ from headwater.server.webhook_addresses import Network, networks
 app = typer.Typer()
 
 DEFAULT_HTTP: Final = "127.0.0.1:8080"
+GARBAGE_SECONDS: Final = 60.0
 
 
 class DoorFailed(HeadwaterError):
@@ -181,9 +185,13 @@ def serve(
 
     doors = {"http": opening(http, "--http"), "kafka": opening(kafka, "--kafka"), "grpc": opening(grpc, "--grpc")}
     _refuse_bad_certificate(tls_certificate, tls_key)
+    advertised = None if doors["kafka"] is None else _advertised(doors["kafka"].host, advertise)
     found = session(context)
     database = "" if stores is not None else found.dsn(dsn)
-    if stores is None:
+    if advertised is not None:
+        with found.log(dsn) as log:
+            _look_at_others(log, advertised, authenticate=authenticate)
+    elif stores is None:
         with translated():
             connect(database).close()
 
@@ -196,7 +204,7 @@ def serve(
                 dsn=database,
                 stores=stores,
                 pool_size=found.settings.pool_size,
-                kafka=_broker(doors["kafka"], number, advertise, partitions, rebalance_delay_seconds, memory_mib),
+                kafka=_broker(doors["kafka"], number, advertised, partitions, rebalance_delay_seconds, memory_mib),
                 http=doors["http"],
                 grpc=doors["grpc"],
                 webhooks=webhooks,
@@ -222,21 +230,50 @@ def serve(
 def _broker(
     opening: Opening | None,
     number: int,
-    advertise: str | None,
+    advertised: str | None,
     partitions: int,
     rebalance_delay_seconds: float,
     memory_mib: int,
 ) -> KafkaPlan | None:
-    if opening is None:
+    if opening is None or advertised is None:
         return None
-    host = opening.host
     return KafkaPlan(
         _at(opening, opening.port + number if opening.port else 0),
-        advertise or ("127.0.0.1" if host == "localhost" else host),
+        advertised,
         partitions,
         rebalance_delay_seconds,
         memory_mib,
     )
+
+
+def _advertised(host: str, advertise: str | None) -> str:
+    """The name under which clients are told to reach a broker."""
+    if advertise is not None:
+        return advertise
+    with suppress(ValueError):
+        if ipaddress.ip_address(host).is_unspecified:
+            raise InvalidRequest(
+                f"{host} is no address that clients of Kafka could be sent to",
+                hint="Say under which name they reach this machine: --advertise HOST.",
+            )
+    return "127.0.0.1" if host == "localhost" else host
+
+
+def _look_at_others(log: headwater.Headwater, advertised: str, *, authenticate: bool) -> None:
+    """Clients are sent from each broker to every other: refuse to be one of them that is not as they are."""
+    for other in log.run(kafka_calls.kafka_brokers()):
+        if _is_loopback(other.host) != _is_loopback(advertised):
+            near, far = (other.host, advertised) if _is_loopback(other.host) else (advertised, other.host)
+            raise InvalidRequest(
+                f"a broker of this log is at {other.host}:{other.port}, and this one would be at {advertised}: "
+                f"clients that reach {far} would be sent to {near}, which is their own machine",
+                hint="Stop the other, or say with --advertise under which name clients reach this one.",
+            )
+    if not authenticate and log.run(access_calls.accounts()):
+        output.note(
+            "warning: the log has accounts, and this broker does not ask its clients who they are: what accounts may "
+            "not do at other brokers, anybody may do here"
+        )
 
 
 def _at(opening: Opening, port: int) -> Opening:
@@ -335,11 +372,7 @@ async def _serve(plan: Plan, tell: processes.Tell, *, parent: Connection | None)
         asyncio.get_running_loop().add_reader(parent.fileno(), stop.set)
     async with AsyncExitStack() as stack:
         addresses, failures = await (_open_doors if plan.stores is None else _open_stores)(stack, plan)
-        # Rows come by the ten thousand and go as fast. Looking for cycles among them every 700 objects, and among all
-        # that was ever imported, took a sixth of a broker's time.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(100_000, 20, 20)
+        await stack.enter_async_context(collected_now_and_then(every_seconds=GARBAGE_SECONDS))
         tell(addresses)
         await first_of(stop, *failures)
         if not stop.is_set():
@@ -363,8 +396,10 @@ async def _open_doors(stack: AsyncExitStack, plan: Plan) -> tuple[dict[str, str]
             from headwater.server.webhooks import dispatching
     addresses: dict[str, str] = {}
     failures: list[asyncio.Event] = []
+    # A broker has one connection for its lease alone.
+    pool_size = max(plan.pool_size, 4) + (plan.kafka is not None)
     log = await stack.enter_async_context(
-        await aio.connect(plan.dsn, pool_size=max(plan.pool_size, 4), application_name="headwater serve")
+        await aio.connect(plan.dsn, pool_size=pool_size, application_name="headwater serve")
     )
     if plan.kafka is not None:
         addresses["kafka"], failed = await _open_kafka(stack, log, plan.kafka)

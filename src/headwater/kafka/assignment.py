@@ -167,8 +167,13 @@ class AssignedGroup:
             self.refresh(topics)
         return Beaten(ErrorCode.none, beat.member_id, beat.epoch)
 
-    def commit_refused(self, member_id: str, epoch: int) -> ErrorCode | None:
+    def commit_refused(
+        self, member_id: str, epoch: int, *, instance_id: str | None = None, transactional: bool = False
+    ) -> ErrorCode | None:
         """Why this member may not commit offsets, or be told them, at this epoch, if so."""
+        if transactional and epoch < 0 and not member_id and instance_id is None:
+            # Older clients do not say for whom they commit: their producer's epoch is what fences them.
+            return None
         member = self.members.get(member_id)
         if member is None:
             return ErrorCode.unknown_member_id

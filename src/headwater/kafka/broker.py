@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
-from typing import Final, NamedTuple
+from functools import partial
+from typing import Any, Final, NamedTuple
 from uuid import UUID
 
 import psycopg
+from psycopg import AsyncConnection
 
 from headwater.access import Access
 from headwater.aio import AsyncHeadwater
+from headwater.calls import Call
 from headwater.calls import access as access_calls
 from headwater.calls import kafka as calls
 from headwater.calls.kafka import KafkaBroker, KafkaTopic, Lane
@@ -25,8 +28,10 @@ LEASE_SECONDS: Final = 6.0
 RENEW_SECONDS: Final = 1.5
 TOPICS_AGE_SECONDS: Final = 1.0
 """How long after a change elsewhere this broker may still go by what it knew."""
+REAP_SECONDS: Final = 1.5
 UPKEEP_SECONDS: Final = 600.0
 COMPACT_SECONDS: Final = 15.0
+CANCEL_SECONDS: Final = 1.0
 
 
 class Settings(NamedTuple):
@@ -45,6 +50,16 @@ class Settings(NamedTuple):
     loopback: bool = True
 
 
+async def end_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Cancel these and wait until they have ended."""
+    left = set(tasks)
+    while left:
+        # Once is not always enough: a task that is just handed a connection by the pool does not hear it.
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=CANCEL_SECONDS)
+
+
 class Broker:
     """This process among the brokers of the log."""
 
@@ -58,6 +73,8 @@ class Broker:
         self.tails = Tails(log)
         self.kept = Kept(settings.kept_bytes)
         self.access = Access((), ())
+        # What is read for clients, or was and is not sent yet.
+        self.unsent_bytes = 0
         self._lease_ends = 0.0
         self._by_name: dict[str, KafkaTopic] = {}
         self._by_id: dict[int, KafkaTopic] = {}
@@ -76,7 +93,11 @@ class Broker:
         self._tasks = [
             asyncio.create_task(self._keep_lease(), name="kafka lease"),
             asyncio.create_task(self.tails.watch(), name="kafka tails"),
-            asyncio.create_task(self._compact(), name="kafka compaction"),
+            # Apart from the lease and from each other: any of them may take longer than the lease lasts.
+            self._repeat("compaction", COMPACT_SECONDS, partial(self._call, calls.kafka_compact())),
+            self._repeat("timeouts", REAP_SECONDS, partial(self._call, calls.kafka_reap_transactions())),
+            self._repeat("upkeep", UPKEEP_SECONDS, partial(self._call, calls.kafka_upkeep())),
+            self._repeat("upkeep of the log", REAP_SECONDS, self.log.do_upkeep),
         ]
         self.watch_over(self._tasks)
 
@@ -92,9 +113,7 @@ class Broker:
 
     async def stop(self) -> None:
         """Give up the lease, so that others take over at once."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
         self._lease_ends = 0.0
         with suppress(HeadwaterError, psycopg.Error):
             await self.log.run(calls.kafka_renew(self.incarnation, lease_seconds=0), patience_seconds=0)
@@ -106,55 +125,64 @@ class Broker:
         """Whether no other broker can have taken this one for dead."""
         return time.monotonic() < self._lease_ends
 
-    async def _register(self) -> None:
+    async def _register(self, connection: AsyncConnection[Any] | None = None) -> None:
         asked_at = time.monotonic()
         self.node_id, self.incarnation = await self.log.run(
-            calls.kafka_register(self.settings.host, self.settings.port, lease_seconds=LEASE_SECONDS)
+            calls.kafka_register(self.settings.host, self.settings.port, lease_seconds=LEASE_SECONDS),
+            connection=connection,
         )
         self._lease_ends = asked_at + LEASE_SECONDS
-        await self.refresh_brokers()
+        await self.refresh_brokers(connection)
 
-    async def refresh_brokers(self) -> None:
+    async def refresh_brokers(self, connection: AsyncConnection[Any] | None = None) -> None:
         """Learn who lives. Never from memory: a client that hears of fewer brokers from one than from another lets go
         of the others, whatever it has just asked them, and may wait for that answer for ever."""
-        self.brokers = await self.log.run(calls.kafka_brokers(), patience_seconds=5)
+        self.brokers = await self.log.run(calls.kafka_brokers(), patience_seconds=5, connection=connection)
 
     async def _keep_lease(self) -> None:
-        upkeep_at = time.monotonic() + UPKEEP_SECONDS
         while True:
-            await asyncio.sleep(RENEW_SECONDS)
-            asked_at = time.monotonic()
             try:
-                call = calls.kafka_renew(self.incarnation, lease_seconds=LEASE_SECONDS)
-                if await self.log.run(call, patience_seconds=0):
-                    self._lease_ends = asked_at + LEASE_SECONDS
-                    await self.refresh_brokers()
-                else:
-                    await self._register()
-                await self.refresh_access()
-                await self.log.run(calls.kafka_reap_transactions(), patience_seconds=0)
-                if asked_at > upkeep_at:
-                    upkeep_at = asked_at + UPKEEP_SECONDS
-                    await self.log.run(calls.kafka_upkeep(), patience_seconds=0)
-                await self.log.do_upkeep()
+                # One that nobody else uses: however busy the others are, the lease does not wait.
+                async with self.log.connection() as connection:
+                    while True:
+                        await self._renew(connection)
+                        await asyncio.sleep(RENEW_SECONDS)
             except (HeadwaterError, psycopg.Error) as error:
                 # Until the lease ends nothing is lost; after it, `holds_lease` says so.
                 logger.warning("broker lease not renewed", extra={ERROR: str(error)})
+            await asyncio.sleep(RENEW_SECONDS)
 
-    async def _compact(self) -> None:
-        """Compact topics now and then. Apart from the lease, which must not wait for it."""
+    async def _renew(self, connection: AsyncConnection[Any]) -> None:
+        asked_at = time.monotonic()
+        call = calls.kafka_renew(self.incarnation, lease_seconds=LEASE_SECONDS)
+        if await self.log.run(call, connection=connection):
+            self._lease_ends = asked_at + LEASE_SECONDS
+            await self.refresh_brokers(connection)
+        else:
+            await self._register(connection)
+        await self.refresh_access(connection)
+
+    # What is done now and then
+
+    def _repeat(self, name: str, seconds: float, act: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
+        return asyncio.create_task(self._repeated(name, seconds, act), name=f"kafka {name}")
+
+    async def _repeated(self, name: str, seconds: float, act: Callable[[], Awaitable[None]]) -> None:
         while True:
-            await asyncio.sleep(COMPACT_SECONDS)
+            await asyncio.sleep(seconds)
             try:
-                await self.log.run(calls.kafka_compact(), patience_seconds=0)
+                await act()
             except (HeadwaterError, psycopg.Error) as error:
-                logger.warning("topics not compacted", extra={ERROR: str(error)})
+                logger.warning("upkeep of a broker failed", extra={ERROR: f"{name}: {error}"})
 
-    async def refresh_access(self) -> None:
+    async def _call(self, call: Call[Any]) -> None:
+        await self.log.run(call, patience_seconds=0)
+
+    async def refresh_access(self, connection: AsyncConnection[Any] | None = None) -> None:
         """Learn what accounts may do. A change elsewhere counts here when the lease is next renewed."""
         if self.settings.authenticate:
-            accounts = await self.log.run(access_calls.accounts(), patience_seconds=5)
-            permissions = await self.log.run(access_calls.permissions(), patience_seconds=5)
+            accounts = await self.log.run(access_calls.accounts(), patience_seconds=5, connection=connection)
+            permissions = await self.log.run(access_calls.permissions(), patience_seconds=5, connection=connection)
             self.access = Access((name for name, administrator in accounts if administrator), permissions)
 
     # Topics

@@ -148,7 +148,7 @@ class Group:
         return self._rejoin(now, waiter, ask, member)
 
     def _refused_join(self, ask: Join) -> ErrorCode | None:
-        if not ask.protocols or not ask.protocol_type:
+        if not ask.protocols or not ask.protocol_type or "\x00" in ask.protocol_type:
             return ErrorCode.inconsistent_group_protocol
         others = [member for member in self.members.values() if member.id != ask.member_id]
         if others:
@@ -387,10 +387,13 @@ class Group:
             return ErrorCode.unknown_member_id, []
         return ErrorCode.none, self._remove(now, member, ErrorCode.unknown_member_id)
 
-    def commit_refused(self, now: float, member_id: str, instance_id: str | None, generation: int) -> ErrorCode | None:
+    def commit_refused(
+        self, now: float, member_id: str, instance_id: str | None, generation: int, *, transactional: bool = False
+    ) -> ErrorCode | None:
         """Why offsets may not be committed by this member in this generation, if so."""
-        if generation < 0 and not member_id and not self.members:
-            # A consumer that chose its partitions itself is no member of anything.
+        if generation < 0 and not member_id and (not self.members or (transactional and instance_id is None)):
+            # A consumer that chose its partitions itself is no member of anything; and in a transaction older clients
+            # do not say for whom they commit: their producer's epoch is what fences them.
             return None
         refused = self._refused_member(member_id, instance_id)
         if refused is not None:
@@ -398,7 +401,8 @@ class Group:
         if generation != self.generation:
             return ErrorCode.illegal_generation
         self.members[member_id].expires_at = now + self.members[member_id].session_seconds
-        return ErrorCode.rebalance_in_progress if self.state is State.COMPLETING else None
+        completing = self.state is State.COMPLETING and not transactional
+        return ErrorCode.rebalance_in_progress if completing else None
 
     def abandon(self, now: float, waiter: Any) -> None:
         """Whoever waited for an answer is gone. Its member has its session to come back."""

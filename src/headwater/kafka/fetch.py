@@ -11,6 +11,9 @@ from headwater.kafka.reading import Asked, Reading
 from headwater.kafka.wire import ErrorCode, Request
 
 MAX_RESPONSE_BYTES: Final = 32 * 1024 * 1024
+UNSENT_BYTES: Final = 256 * 1024 * 1024
+"""Of answers to all clients. While there are more, each gets a little at a time: one batch, at the least."""
+LITTLE_BYTES: Final = 256 * 1024
 LONGEST_WAIT_SECONDS: Final = 300.0
 ZSTD_VERSION: Final = 10
 """From this version of Fetch on, clients can unpack zstd."""
@@ -52,16 +55,24 @@ class Fetching:
         asked = await self._asked(request)
         deadline = time.monotonic() + min(max(fields.max_wait / 1000, 0), LONGEST_WAIT_SECONDS)
         max_bytes = min(max(getattr(fields, "max_bytes", MAX_RESPONSE_BYTES), 1), MAX_RESPONSE_BYTES)
+        all_asked = [one for _, parts in asked for one in parts]
+        max_bytes = min(max_bytes, sum(max(one.max_bytes, 1) for one in all_asked) or 1)
         while True:
-            found = await self._read([one for _, parts in asked for one in parts], max_bytes, request.version)
+            share = min(max_bytes, max(UNSENT_BYTES - self._broker.unsent_bytes, LITTLE_BYTES))
+            self._broker.unsent_bytes += share
+            try:
+                found = await self._read(all_asked, share, request.version)
+            finally:
+                # From here on its connection counts what there really is.
+                self._broker.unsent_bytes -= share
             size = sum(len(one.records) for one in found)
             left = deadline - time.monotonic()
             failed = any(one.code is not ErrorCode.none for one in found)
-            if failed or size >= max(fields.min_bytes, 0) or left <= 0:
+            if failed or size >= max(fields.min_bytes, 0) or (size and share < max_bytes) or left <= 0:
                 break
             seen = {
                 one.lane: answer.bounds.end
-                for one, answer in zip((o for _, parts in asked for o in parts), found, strict=True)
+                for one, answer in zip(all_asked, found, strict=True)
                 if answer.bounds is not None
             }
             if not await self._broker.tails.wait(seen, seconds=left):

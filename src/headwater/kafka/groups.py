@@ -163,7 +163,7 @@ class Groups:
         if key_type == TRANSACTION_KEY:
             # Transactions are in Postgres as a whole: any broker will do.
             node: int | None = self._broker.node_id
-        elif key_type != GROUP_KEY or not key:
+        elif key_type != GROUP_KEY or not key or "\x00" in key:
             return {**answer, "error_code": ErrorCode.invalid_request}
         else:
             node = await self._broker.log.run(calls.kafka_coordinator(key), patience_seconds=5)
@@ -276,18 +276,20 @@ class Groups:
         return {"error_code": ErrorCode.none if several else answers[0]["error_code"], "members": answers}
 
     async def commit_refused(
-        self, name: str, member_id: str, instance_id: str | None, generation: int
+        self, name: str, member_id: str, instance_id: str | None, generation: int, *, transactional: bool = False
     ) -> ErrorCode | None:
         """Why this member may not commit offsets of the group now, if so."""
         assigned = self._heartbeats.group_named(name)
         if assigned is not None:
-            return assigned.commit_refused(member_id, generation)
+            return assigned.commit_refused(member_id, generation, instance_id=instance_id, transactional=transactional)
         async with self._lock(name):
             try:
                 group = await self._group(name)
             except Refused as refused:
                 return refused.code
-            return group.commit_refused(time.monotonic(), member_id, instance_id, generation)
+            return group.commit_refused(
+                time.monotonic(), member_id, instance_id, generation, transactional=transactional
+            )
 
     def has_members(self, name: str) -> bool:
         """Whether the group has members of the classic protocol, here."""

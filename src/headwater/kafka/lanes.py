@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Final
 
 import psycopg
@@ -15,6 +16,8 @@ from headwater.kafka.wire import ErrorCode, Request
 from headwater.telemetry import ERROR, logger
 
 LATEST, EARLIEST, MAX_TIMESTAMP, EARLIEST_LOCAL, LATEST_TIERED = -1, -2, -3, -4, -5
+SCANS_AT_A_TIME: Final = 2
+"""How many partitions are looked through for a time at once: others need connections, and Postgres, too."""
 LOG_DIRECTORY: Final = "postgres"
 """There is one place where records are, and no broker has it."""
 
@@ -24,6 +27,7 @@ class Lanes:
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
+        self._scans = asyncio.Semaphore(SCANS_AT_A_TIME)
 
     async def list_offsets(self, request: Request) -> dict[str, Any]:
         topics = []
@@ -55,7 +59,8 @@ class Lanes:
         elif part.timestamp == MAX_TIMESTAMP or part.timestamp >= 0:
             at_ms = None if part.timestamp == MAX_TIMESTAMP else part.timestamp
             call = calls.kafka_offset_at(lane, at_ms, before_offset=bounds.end)
-            found = await self._broker.log.run(call, patience_seconds=5)
+            async with self._scans:
+                found = await self._broker.log.run(call, patience_seconds=5)
             if found is not None:
                 answer.update(offset=found[0], timestamp=found[1], leader_epoch=0)
         elif part.timestamp < LATEST_TIERED:

@@ -91,6 +91,8 @@ class Offsets:
     async def _committed(self, request: Request, asked: Any, *, by_id: bool, stable: bool) -> dict[str, Any]:
         if not request.allowed("describe", "group", asked.group_id):
             return {"group_id": asked.group_id, "topics": (), "error_code": ErrorCode.group_authorization_failed}
+        if "\x00" in asked.group_id:
+            return {"group_id": asked.group_id, "topics": (), "error_code": ErrorCode.invalid_group_id}
         epoch = getattr(asked, "member_epoch", -1)
         if getattr(asked, "member_id", None) and epoch >= 0:
             # One who was put out of the group must not go on from where others are now.

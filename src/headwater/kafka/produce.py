@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import psycopg
@@ -25,7 +26,7 @@ from headwater.kafka.records import (
     read_header,
     read_records,
 )
-from headwater.kafka.validation import Unfitting, Validation
+from headwater.kafka.validation import CHECKING, Unfitting, Validation
 from headwater.kafka.wire import ErrorCode, Request
 from headwater.telemetry import ERROR, logger
 
@@ -33,9 +34,17 @@ MAX_RECORDS: Final = 20_000
 MAX_BYTES: Final = 16 * 1024 * 1024
 """What one transaction takes, unless a single batch is larger."""
 MAX_KEY_BYTES: Final = 65_535
-MAX_PENDING_BYTES: Final = 64 * 1024 * 1024
-"""What may wait to be written. While there is more, no further request is begun."""
+MAX_PENDING_BYTES: Final = 128 * 1024 * 1024
+"""What may wait to be written. While there is more, no further batch is looked at."""
+RECORD_BYTES: Final = 100
+"""What a record takes beside its bytes, so that many small ones count as what they are."""
+MAX_BATCH_RECORDS: Final = 100_000
 UNPACKED_LIMIT_BYTES: Final = 64 * 1024 * 1024
+SMALL_RECORDS: Final = 5_000
+SMALL_BYTES: Final = 1024 * 1024
+"""A batch with more, or that becomes more, is unpacked beside the event loop: others need not wait for it."""
+TURN_RECORDS: Final = 2_000
+"""After so many that were unpacked on the event loop others have a turn."""
 _INT64: Final = 2**63
 
 OUTCOMES: Final = {
@@ -69,6 +78,30 @@ class Arrived(NamedTuple):
     bytes: int
 
 
+class Room:
+    """How much waits to be written, of all partitions, and whether there may be more."""
+
+    def __init__(self) -> None:
+        self.taken_bytes = 0
+        self._free = asyncio.Event()
+        self._free.set()
+
+    async def wait(self) -> None:
+        """Until there is room for more."""
+        while not self._free.is_set():
+            await self._free.wait()
+
+    def take(self, count: int) -> None:
+        self.taken_bytes += count
+        if self.taken_bytes > MAX_PENDING_BYTES:
+            self._free.clear()
+
+    def give_back(self, count: int) -> None:
+        self.taken_bytes -= count
+        if self.taken_bytes <= MAX_PENDING_BYTES:
+            self._free.set()
+
+
 class _Pending(NamedTuple):
     arrived: Arrived
     done: asyncio.Future[Appended]
@@ -79,27 +112,21 @@ class _Pending(NamedTuple):
 
 
 class Appender:
-    """Appends batches in the order they come, as many to a transaction as wait when it begins."""
+    """Appends batches in the order they come, as many to a transaction as wait when it begins.
 
-    def __init__(self, broker: Broker) -> None:
+    The room that a batch took is given back when it is written.
+    """
+
+    def __init__(self, broker: Broker, room: Room) -> None:
         self._broker = broker
+        self._room = room
         self._pending: deque[_Pending] = deque()
         self._wanted = asyncio.Event()
-        self.pending_bytes = 0
-        self._has_room = asyncio.Event()
-        self._has_room.set()
         self._apart = asyncio.Semaphore(2)
-
-    async def room(self) -> None:
-        """Wait until there is room for more."""
-        await self._has_room.wait()
 
     def submit(self, arrived: Arrived) -> asyncio.Future[Appended]:
         done: asyncio.Future[Appended] = asyncio.get_running_loop().create_future()
         self._pending.append(_Pending(arrived, done))
-        self.pending_bytes += arrived.bytes
-        if self.pending_bytes > MAX_PENDING_BYTES:
-            self._has_room.clear()
         self._wanted.set()
         return done
 
@@ -113,9 +140,7 @@ class Appender:
             try:
                 await self._append(taken)
             finally:
-                self.pending_bytes -= sum(one.arrived.bytes for one in taken)
-                if self.pending_bytes <= MAX_PENDING_BYTES:
-                    self._has_room.set()
+                self._room.give_back(sum(one.arrived.bytes for one in taken))
                 for one in taken:
                     # Whoever waits must hear something, also when this task is ended.
                     if not one.done.done():
@@ -230,8 +255,12 @@ class Producing:
 
     def __init__(self, broker: Broker, *, appenders: int = 2) -> None:
         self._broker = broker
-        self._appenders = [Appender(broker) for _ in range(appenders)]
-        self._validation = Validation(broker.log, limit_bytes=UNPACKED_LIMIT_BYTES)
+        self._room = Room()
+        self._appenders = [Appender(broker, self._room) for _ in range(appenders)]
+        self._validation = Validation(broker.log)
+        # One after the other has room for what it becomes, which is not known before.
+        self._large = asyncio.Semaphore(2)
+        self._in_turn = 0
 
     def tasks(self) -> list[asyncio.Task[None]]:
         return [asyncio.create_task(appender.run(), name="kafka appender") for appender in self._appenders]
@@ -239,8 +268,6 @@ class Producing:
     async def begin(self, request: Request, stage: Staging) -> Awaitable[dict[str, Any] | None]:
         """Queue the batches of a request, in order, and return what waits for them; that gives the answer."""
         fields = request.fields
-        for appender in self._appenders:
-            await appender.room()
         waiting: list[_OfTopic] = []
         for asked in fields.topic_data or ():
             by_id = request.version >= 13
@@ -251,18 +278,19 @@ class Producing:
             answers: list[_Answer | _Landing] = []
             for part in asked.partition_data or ():
                 try:
-                    if topic is not None and topic.schemas:
-                        await self._validation.refuse_unfitting(request, topic, part)
-                    answers.append(self._queue(request, topic, missing, part, stage))
+                    answers.append(await self._queue(request, topic, missing, part, stage))
                 except Refused as refused:
                     answers.append(_Answer(part.index, refused.code, refused.message))
+                except BadBatch as bad:
+                    code = ErrorCode.corrupt_message if bad.corrupt else ErrorCode.invalid_record
+                    answers.append(_Answer(part.index, code, str(bad)))
                 except Unfitting as unfit:
                     answers.append(_Answer(part.index, unfit.code, str(unfit), record_errors=unfit.records))
             named: dict[str, Any] = {"topic_id": asked.topic_id} if by_id else {"name": asked.name}
             waiting.append((named, answers))
         return _answered(waiting, silent=fields.acks == 0)
 
-    def _queue(
+    async def _queue(
         self, request: Request, topic: KafkaTopic | None, missing: ErrorCode, part: Any, stage: Staging
     ) -> _Landing:
         if request.fields.acks not in (-1, 0, 1):
@@ -277,19 +305,49 @@ class Producing:
                 ErrorCode.invalid_request,
                 f'topic "{topic.name}" is {kind}: it can be read here, and written by SQL and the library only',
             )
-        arrived, transactional = _as_batch(topic, part, version=request.version)
-        if transactional:
-            if not request.fields.transactional_id:
-                raise Refused(ErrorCode.invalid_txn_state, "the batch is of a transaction, the request is not")
-            if not request.allowed("write", "transaction", request.fields.transactional_id):
-                raise Refused(ErrorCode.transactional_id_authorization_failed, "the transactional id may not be used")
-            landing: asyncio.Future[Appended] = asyncio.ensure_future(
-                stage(request.fields.transactional_id, arrived.batch)
-            )
-        else:
-            appender = self._appenders[hash(arrived.batch.lane) % len(self._appenders)]
-            landing = appender.submit(arrived)
+        header = _header(topic, part, version=request.version)
+        transactional = bool(header.attributes & TRANSACTIONAL)
+        if transactional and not request.fields.transactional_id:
+            raise Refused(ErrorCode.invalid_txn_state, "the batch is of a transaction, the request is not")
+        if transactional and not request.allowed("write", "transaction", request.fields.transactional_id):
+            raise Refused(ErrorCode.transactional_id_authorization_failed, "the transactional id may not be used")
+        arrived, columns = await self._unpacked(topic, part, header)
+        landing: asyncio.Future[Appended] | None = None
+        try:
+            if topic.schemas:
+                await self._validation.refuse_unfitting(topic, columns)
+            if transactional:
+                landing = asyncio.ensure_future(stage(request.fields.transactional_id, arrived.batch))
+                landing.add_done_callback(lambda _: self._room.give_back(arrived.bytes))
+            else:
+                landing = self._appenders[hash(arrived.batch.lane) % len(self._appenders)].submit(arrived)
+        finally:
+            if landing is None:
+                self._room.give_back(arrived.bytes)
         return _Landing(part.index, landing, topic.timestamp_type == "LogAppendTime")
+
+    async def _unpacked(self, topic: KafkaTopic, part: Any, header: BatchHeader) -> tuple[Arrived, Columns]:
+        """The batch that a client sent for a partition, checked, and the room for it taken."""
+        if header.record_count <= SMALL_RECORDS and len(part.records) <= SMALL_BYTES:
+            self._in_turn += header.record_count
+            if self._in_turn > TURN_RECORDS:
+                self._in_turn = 0
+                await asyncio.sleep(0)
+            await self._room.wait()
+            try:
+                unpacked = _as_batch(topic, part, header, limit_bytes=SMALL_BYTES)
+                self._room.take(unpacked[0].bytes)
+                return unpacked
+            except BadBatch:
+                # It may only be packed well.
+                if not header.codec:
+                    raise
+        async with self._large:
+            await self._room.wait()
+            make = partial(_as_batch, topic, part, header, limit_bytes=UNPACKED_LIMIT_BYTES)
+            unpacked = await asyncio.get_running_loop().run_in_executor(CHECKING, make)
+            self._room.take(unpacked[0].bytes)
+            return unpacked
 
 
 async def _answered(waiting: Sequence[_OfTopic], *, silent: bool) -> dict[str, Any] | None:
@@ -331,8 +389,8 @@ async def _landed(index: int, landing: Awaitable[Appended], log_append: bool) ->
     return _Answer(index, code, None, offset, appended.appended_ms if fresh else -1)
 
 
-def _as_batch(topic: KafkaTopic, part: Any, *, version: int) -> tuple[Arrived, bool]:
-    """The batch that a client sent for a partition, checked, and whether it is of a transaction."""
+def _header(topic: KafkaTopic, part: Any, *, version: int) -> BatchHeader:
+    """What the batch that a client sent for a partition says of itself, checked."""
     if part.records is None:
         raise Refused(ErrorCode.invalid_record, "there are no records")
     if len(part.records) > topic.max_payload_bytes:
@@ -340,22 +398,26 @@ def _as_batch(topic: KafkaTopic, part: Any, *, version: int) -> tuple[Arrived, b
             ErrorCode.message_too_large,
             f"a batch of {len(part.records)} bytes is above max.message.bytes, {topic.max_payload_bytes}",
         )
-    try:
-        header = read_header(part.records)
-        if header.codec == 4 and version < 7:
-            raise Refused(ErrorCode.unsupported_compression_type, "zstd needs Produce version 7 or newer")
-        columns = read_records(part.records, header, limit_bytes=UNPACKED_LIMIT_BYTES)
-        batch = _checked(topic, Lane(topic.id, part.index), header, columns)
-        # Unpacked, since that is what waits.
-        size = len(part.records) + sum(map(len, filter(None, columns.values)))
-        # As the topic packs its records, and whole: compaction takes single ones.
-        fits = header.codec in codecs_for(topic.compression_type, zstd=True) and not topic.compacted
-        by_log_time = topic.timestamp_type == "LogAppendTime"
-        arrived = Arrived(batch, part.records if fits else None, header.codec, by_log_time, size)
-        return arrived, bool(header.attributes & TRANSACTIONAL)
-    except BadBatch as error:
-        code = ErrorCode.corrupt_message if error.corrupt else ErrorCode.invalid_record
-        raise Refused(code, str(error)) from None
+    header = read_header(part.records)
+    if header.codec == 4 and version < 7:
+        raise Refused(ErrorCode.unsupported_compression_type, "zstd needs Produce version 7 or newer")
+    if header.record_count > MAX_BATCH_RECORDS:
+        # With this code clients that can send the batch again in halves.
+        raise Refused(ErrorCode.message_too_large, f"a batch is of up to {MAX_BATCH_RECORDS} records")
+    return header
+
+
+def _as_batch(topic: KafkaTopic, part: Any, header: BatchHeader, *, limit_bytes: int) -> tuple[Arrived, Columns]:
+    """The batch, ready to be appended, and the same as columns."""
+    columns = read_records(part.records, header, limit_bytes=limit_bytes)
+    batch = _checked(topic, Lane(topic.id, part.index), header, columns)
+    # Unpacked, since that is what waits.
+    size = len(part.records) + RECORD_BYTES * header.record_count
+    size += sum(sum(map(len, filter(None, parts))) for parts in (columns.keys, columns.values, columns.headers))
+    # As the topic packs its records, and whole: compaction takes single ones.
+    fits = header.codec in codecs_for(topic.compression_type, zstd=True) and not topic.compacted
+    by_log_time = topic.timestamp_type == "LogAppendTime"
+    return Arrived(batch, part.records if fits else None, header.codec, by_log_time, size), columns
 
 
 def _checked(topic: KafkaTopic, lane: Lane, header: BatchHeader, columns: Columns) -> AppendBatch:

@@ -16,7 +16,7 @@ import psycopg
 from headwater.aio import AsyncHeadwater
 from headwater.errors import HeadwaterError
 from headwater.kafka.apis import OFFERED, Answer, Apis, api_versions
-from headwater.kafka.broker import Broker, Settings
+from headwater.kafka.broker import Broker, Settings, end_tasks
 from headwater.kafka.security import AUTHENTICATE, HANDSHAKE, Session
 from headwater.kafka.wire import (
     API_VERSIONS,
@@ -34,8 +34,11 @@ FIRST_BUFFER_BYTES: Final = 64 * 1024
 MAX_OTHER_FRAME_BYTES: Final = 16 * 1024 * 1024
 """Only a produce request may be larger."""
 WAITING_FRAMES: Final = 32
-WAITING_BYTES: Final = 64 * 1024 * 1024
+WAITING_BYTES: Final = 16 * 1024 * 1024
+"""What one client may have sent before it was begun; while there is more, nothing is read from it."""
 UNANSWERED: Final = 64
+UNSENT_BYTES: Final = 4 * 1024 * 1024
+"""Of answers to one client. While there are more, nothing of what it asked is begun, but records are still taken."""
 MAX_STRANGER_FRAME_BYTES: Final = 64 * 1024
 """Of a client that has yet to say who it is."""
 WRITE_HIGH_WATER_BYTES: Final = 4 * 1024 * 1024
@@ -43,6 +46,7 @@ IDLE_SECONDS: Final = 600.0
 
 
 _PRODUCE_PREFIX: Final = PRODUCE.to_bytes(2, "big")
+_Queued = tuple[Request | Unsupported, bytes | asyncio.Future[Answer] | None]
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -60,7 +64,12 @@ class Connection(asyncio.BufferedProtocol):
         self._writable.set()
         self._paused = False
         self._tasks: list[asyncio.Task[None]] = []
-        self._answers: asyncio.Queue[tuple[Request | Unsupported, asyncio.Future[Answer]]] = asyncio.Queue(UNANSWERED)
+        # In the order of the requests: an answer as it is sent, None for none, or what will bring it.
+        self._answers: asyncio.Queue[_Queued] = asyncio.Queue(UNANSWERED)
+        self._unsent_bytes = 0
+        self._sent = asyncio.Event()
+        # Ends a connection that is closed and whose client does not take what is still to be sent.
+        self._abort: asyncio.TimerHandle | None = None
         self.host = ""
         self._session: Session | None = None
         # Set when the client is gone.
@@ -98,6 +107,14 @@ class Connection(asyncio.BufferedProtocol):
             serving = [asyncio.get_running_loop().create_task(self._serve())]
             serving[0].add_done_callback(self._stopped)
         self._server.keep(serving)
+        # Nothing is kept for a client that is gone, and nothing that would keep this in a circle.
+        if self._abort is not None:
+            self._abort.cancel()
+        self._account(-self._unsent_bytes)
+        self._answers = asyncio.Queue(UNANSWERED)
+        self._buffer = bytearray()
+        self._tasks = []
+        self._transport = None
 
     def get_buffer(self, size_hint: int) -> memoryview:
         return memoryview(self._buffer)[self._filled :]
@@ -182,55 +199,90 @@ class Connection(asyncio.BufferedProtocol):
         return await act(request)
 
     async def _serve(self) -> None:
-        session = self._session
-        assert session is not None
         try:
-            while (frame := await self._next_frame()) is not None:
-                request = read_request(frame, OFFERED)
-                if isinstance(request, Unsupported):
-                    await self._answers.put((request, _known(_refusal(request))))
-                    continue
-                if request.api in (HANDSHAKE, AUTHENTICATE):
-                    await self._answers.put((request, _known(await self._introduced(request))))
-                    continue
-                if not session.admitted and request.api != API_VERSIONS:
-                    raise Malformed("the client did not say who it is")
-                # Begun one after the other: records of one connection are queued in the order they came.
-                self._producing = request.api == PRODUCE
-                answer = await self._server.apis.begin(
-                    request._replace(allowed=session.allowed, account=session.account), self.host
-                )
-                self._producing = False
-                if self._lost:
-                    await answer
-                elif request.api == PRODUCE:
-                    await self._answers.put((request, asyncio.ensure_future(answer)))
-                else:
-                    await self._answers.put((request, _known(await answer)))
+            # One request a call: what it was made of goes with it, while the next may be long in coming.
+            while await self._serve_next():
+                pass
         except (Malformed, TimeoutError, HeadwaterError, psycopg.Error) as error:
             self._end(error)
         finally:
             self._producing = False
 
+    async def _serve_next(self) -> bool:
+        """Begin the next request, and finish it unless others may be begun before; False: there will be none."""
+        frame = await self._next_frame()
+        if frame is None:
+            return False
+        session = self._session
+        assert session is not None
+        request = read_request(frame, OFFERED)
+        if isinstance(request, Unsupported):
+            await self._answer(request, _refusal(request))
+            return True
+        if request.api != PRODUCE:
+            while self._unsent_bytes > UNSENT_BYTES:
+                self._sent.clear()
+                await self._sent.wait()
+        if request.api in (HANDSHAKE, AUTHENTICATE):
+            await self._answer(request, await self._introduced(request))
+            return True
+        if not session.admitted and request.api != API_VERSIONS:
+            raise Malformed("the client did not say who it is")
+        # Begun one after the other: records of one connection are queued in the order they came.
+        self._producing = request.api == PRODUCE
+        answer = await self._server.apis.begin(
+            request._replace(allowed=session.allowed, account=session.account), self.host
+        )
+        self._producing = False
+        if self._lost:
+            await answer
+        elif request.api == PRODUCE:
+            await self._answers.put((request, asyncio.ensure_future(answer)))
+        else:
+            await self._answer(request, await answer)
+        return True
+
+    async def _answer(self, request: Request | Unsupported, fields: Answer) -> None:
+        frame = _encoded(request, fields)
+        self._account(0 if frame is None else len(frame))
+        await self._answers.put((request, frame))
+
+    def _account(self, count: int) -> None:
+        self._unsent_bytes += count
+        self._server.broker.unsent_bytes += count
+
     async def _write(self) -> None:
         """Send the answers in the order of their requests."""
-        assert self._transport is not None
         try:
             while True:
-                request, answer = await self._answers.get()
-                fields = await answer
-                if fields is None:
-                    if isinstance(request, Unsupported):
-                        raise Malformed(f"API {request.api} version {request.version} is not offered")
-                    continue
-                version = 0 if isinstance(request, Unsupported) else request.version
-                self._transport.write(encode_response(request.api, version, request.correlation_id, fields))
-                if self._session is not None and self._session.failed and request.api == AUTHENTICATE:
-                    raise Malformed("the client is not who it says")
-                async with asyncio.timeout(IDLE_SECONDS):
-                    await self._writable.wait()
-        except (Malformed, TimeoutError, HeadwaterError, psycopg.Error) as error:
+                await self._write_next()
+        except (Malformed, HeadwaterError, psycopg.Error) as error:
             self._end(error)
+        except TimeoutError as error:
+            self._end(error)
+            # It takes nothing: what is left would wait for ever.
+            if self._transport is not None:
+                self._transport.abort()
+
+    async def _write_next(self) -> None:
+        assert self._transport is not None
+        request, answer = await self._answers.get()
+        if isinstance(answer, asyncio.Future):
+            frame = _encoded(request, await answer)
+            self._account(0 if frame is None else len(frame))
+        else:
+            frame = answer
+        if frame is None:
+            if isinstance(request, Unsupported):
+                raise Malformed(f"API {request.api} version {request.version} is not offered")
+            return
+        self._transport.write(frame)
+        if self._session is not None and self._session.failed and request.api == AUTHENTICATE:
+            raise Malformed("the client is not who it says")
+        async with asyncio.timeout(IDLE_SECONDS):
+            await self._writable.wait()
+        self._account(-len(frame))
+        self._sent.set()
 
     def _end(self, error: BaseException) -> None:
         # What was answered before still goes out. A client takes it as: connect and try again.
@@ -238,6 +290,7 @@ class Connection(asyncio.BufferedProtocol):
             lost = isinstance(error, HeadwaterError | psycopg.Error)
             logger.log(WARNING if lost else INFO, "kafka connection ended", extra={ERROR: str(error)})
             self._transport.close()
+            self._abort = asyncio.get_running_loop().call_later(IDLE_SECONDS, self._transport.abort)
 
     def _stopped(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():
@@ -253,10 +306,9 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.close()
 
 
-def _known(fields: Answer) -> asyncio.Future[Answer]:
-    known: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-    known.set_result(fields)
-    return known
+def _encoded(request: Request | Unsupported, fields: Answer) -> bytes | None:
+    version = 0 if isinstance(request, Unsupported) else request.version
+    return None if fields is None else encode_response(request.api, version, request.correlation_id, fields)
 
 
 def _refusal(request: Unsupported) -> Answer:
@@ -331,9 +383,7 @@ async def serving(
             listener.close()
             if server is not None:
                 server.close_all()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(tasks)
             await broker.stop()
     finally:
         listener.close()

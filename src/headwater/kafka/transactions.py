@@ -38,6 +38,15 @@ def _code(outcome: str, *, knows_fenced: bool) -> ErrorCode:
     return ErrorCode.invalid_producer_epoch if old else code
 
 
+def _refused(request: Request, transactional_id: str) -> ErrorCode | None:
+    """Why what is asked for a transactional id is not done, before Postgres is asked."""
+    if "\x00" in transactional_id:
+        # No producer was ever given one.
+        return ErrorCode.invalid_producer_id_mapping
+    allowed = request.allowed("write", "transaction", transactional_id)
+    return None if allowed else ErrorCode.transactional_id_authorization_failed
+
+
 class Transactions:
     """The APIs of producers that are idempotent or transactional."""
 
@@ -77,9 +86,10 @@ class Transactions:
         fields = request.fields
         asked = fields.v3_and_below_topics or ()
         missing = set()
-        denied = not request.allowed("write", "transaction", fields.v3_and_below_transactional_id)
+        refused = _refused(request, fields.v3_and_below_transactional_id)
         for one in asked:
-            denied = denied or not request.allowed("write", "topic", one.name)
+            if not request.allowed("write", "topic", one.name):
+                refused = refused or ErrorCode.transactional_id_authorization_failed
             topic = await self._broker.topic_named(one.name)
             missing |= {
                 (one.name, index)
@@ -87,8 +97,8 @@ class Transactions:
                 if topic is None or not topic.writable or not 0 <= index < topic.partitions
             }
         code = ErrorCode.operation_not_attempted
-        if denied:
-            code = ErrorCode.transactional_id_authorization_failed
+        if refused is not None:
+            code = refused
         elif not missing:
             outcome = await self._broker.log.run(
                 calls.kafka_begin(
@@ -119,8 +129,8 @@ class Transactions:
 
     async def add_offsets(self, request: Request) -> dict[str, Any]:
         fields = request.fields
-        if not request.allowed("write", "transaction", fields.transactional_id):
-            return {"error_code": ErrorCode.transactional_id_authorization_failed}
+        if (refused := _refused(request, fields.transactional_id)) is not None:
+            return {"error_code": refused}
         if not request.allowed("read", "group", fields.group_id):
             return {"error_code": ErrorCode.group_authorization_failed}
         call = calls.kafka_begin(fields.transactional_id, fields.producer_id, fields.producer_epoch)
@@ -138,17 +148,16 @@ class Transactions:
 
     async def commit_offsets(self, request: Request) -> dict[str, Any]:
         fields = request.fields
-        refused: ErrorCode | None
-        if not request.allowed("write", "transaction", fields.transactional_id):
-            refused = ErrorCode.transactional_id_authorization_failed
-        elif not request.allowed("read", "group", fields.group_id):
+        refused = _refused(request, fields.transactional_id)
+        if refused is None and not request.allowed("read", "group", fields.group_id):
             refused = ErrorCode.group_authorization_failed
-        else:
+        if refused is None:
             refused = await self._groups.commit_refused(
                 fields.group_id,
                 getattr(fields, "member_id", ""),
                 getattr(fields, "group_instance_id", None),
                 getattr(fields, "generation_id", -1),
+                transactional=True,
             )
         topics, offsets = await self._offsets.offsets_of(request, refused, by_id=False)
         if offsets:
@@ -173,8 +182,8 @@ class Transactions:
 
     async def end(self, request: Request) -> dict[str, Any]:
         fields = request.fields
-        if not request.allowed("write", "transaction", fields.transactional_id):
-            return {"error_code": ErrorCode.transactional_id_authorization_failed}
+        if (refused := _refused(request, fields.transactional_id)) is not None:
+            return {"error_code": refused}
         next_epoch = request.version >= FIRST_END_WITH_EPOCH
         call = calls.kafka_end_transaction(
             fields.transactional_id,

@@ -14,8 +14,8 @@ from headwater.aio import AsyncHeadwater
 from headwater.calls import registry as calls
 from headwater.calls.kafka import KafkaTopic
 from headwater.errors import HeadwaterError, LogUnavailable
-from headwater.kafka.records import BadBatch, read_header, read_records
-from headwater.kafka.wire import ErrorCode, Request
+from headwater.kafka.records import Columns
+from headwater.kafka.wire import ErrorCode
 from headwater.registering import PATIENCE_SECONDS, carry_out
 from headwater.schemas import Parsed, Unfit
 from headwater.schemas.avro import AvroSchema
@@ -30,8 +30,9 @@ MAX_IDS: Final = 50
 MAX_TOLD: Final = 1_000
 
 FRAME_BYTES: Final = 5
-# Not those that compare schemas, which may take a while.
-_CHECKING: Final = ThreadPoolExecutor(2, thread_name_prefix="headwater records")
+# Beside the event loop: others of a broker do not wait while a large batch is looked at. Not the threads that compare
+# schemas, which may take a while.
+CHECKING: Final = ThreadPoolExecutor(2, thread_name_prefix="headwater records")
 
 
 class Unfitting(Exception):
@@ -59,24 +60,14 @@ class _Rule(NamedTuple):
 class Validation:
     """Knows schemas and subjects that were asked for lately."""
 
-    def __init__(self, log: AsyncHeadwater, *, limit_bytes: int) -> None:
+    def __init__(self, log: AsyncHeadwater) -> None:
         self._log = log
-        self._limit_bytes = limit_bytes
         # Subject -> until when this holds, and the ids of its versions in order.
         self._subjects: OrderedDict[str, tuple[float, list[int]]] = OrderedDict()
         self._schemas: OrderedDict[int, Parsed] = OrderedDict()
 
-    async def refuse_unfitting(self, request: Request, topic: KafkaTopic, part: Any) -> None:
-        """Raise Unfitting unless every record fits. What is wrong with the batch itself is left to others to say."""
-        if not request.allowed("write", "topic", topic.name) or part.records is None:
-            return
-        if len(part.records) > topic.max_payload_bytes:
-            return
-        try:
-            header = read_header(part.records)
-            columns = read_records(part.records, header, limit_bytes=self._limit_bytes)
-        except BadBatch:
-            return
+    async def refuse_unfitting(self, topic: KafkaTopic, columns: Columns) -> None:
+        """Raise Unfitting unless every record fits."""
         problems: dict[int, str] = {}
         try:
             for kind, payloads in (("key", columns.keys), ("value", columns.values)):
@@ -120,9 +111,8 @@ class Validation:
         if len(wanted) > MAX_IDS:
             raise Unfitting(ErrorCode.invalid_record, f"a batch is of up to {MAX_IDS} schemas, not {len(wanted)}")
         known = {one: parsed for one in wanted if (parsed := await self._schema(one)) is not None}
-        # Beside the event loop: others of this broker do not wait while a large batch is looked at.
         loop = asyncio.get_running_loop()
-        problems, named = await loop.run_in_executor(_CHECKING, _checked, rule, known, payloads)
+        problems, named = await loop.run_in_executor(CHECKING, _checked, rule, known, payloads)
         for (schema_id, name), numbers in named.items():
             subject = f"{rule.prefix}{name}"
             if schema_id not in await self._ids(subject):
