@@ -14,6 +14,7 @@ from raw_client import Raw, batch_of
 import headwater
 from headwater import InvalidRequest, PositionExpired
 from headwater.calls import kafka_admin
+from headwater.kafka.records import Columns, build_batch
 from headwater.kafka.wire import ErrorCode
 
 confluent = pytest.importorskip("confluent_kafka")
@@ -285,6 +286,36 @@ def test_the_older_way_to_change_settings_gives_the_others_their_defaults(
     assert [found[name] for name in ("retention.ms", "retention.bytes", "delete.retention.ms", "cleanup.policy")] == [
         "5000", "-1", "86400000", "delete",
     ]  # fmt: skip
+
+
+def test_settings_that_mean_nothing_here_are_taken_told_and_forgotten(admin: AdminClient) -> None:
+    name = f"settings-{next(_numbers)}"
+    given = {"segment.ms": "60000", "min.insync.replicas": "2", "min.cleanable.dirty.ratio": "0.1"}
+    admin.create_topics([NewTopic(name, 1, 1, config=given)])[name].result(PATIENCE_SECONDS)
+    told = _configs(admin, name)
+    assert {one: told[one] for one in given} == given
+    _set(admin, name, "flush.ms", "5")
+    _set(admin, name, "segment.ms", None, "DELETE")
+    told = _configs(admin, name)
+    assert (told["flush.ms"], told["segment.ms"], told["min.insync.replicas"]) == ("5", "604800000", "2")
+    with pytest.raises(KafkaException) as refused:
+        _set(admin, name, "segment.bytes", "much")
+    assert refused.value.args[0].code() == KafkaError.INVALID_CONFIG
+
+
+def test_a_fetch_below_what_compaction_left_goes_on_after_the_gap(
+    raw: Raw, admin: AdminClient, log: headwater.Headwater, topic: str
+) -> None:
+    _set(admin, topic, "cleanup.policy", "compact,delete")
+    for value in (b"0", b"1", b"2", b"3"):
+        columns = Columns([1], [b"k"], [value], [None])
+        assert raw.produce(topic, build_batch([0], columns)).error_code == ErrorCode.none
+    assert delete(raw, topic, 1) == (ErrorCode.none, 1)
+    assert log.run(kafka_admin.clean_up(topic)).compacted == 2
+    for policy in ("compact,delete", "delete"):
+        _set(admin, topic, "cleanup.policy", policy)
+        assert (offset_of(raw, topic, EARLIEST), offset_of(raw, topic, LATEST)) == (1, 4)
+        assert raw.values(topic, 1) == [b"3"]
 
 
 # Looking around

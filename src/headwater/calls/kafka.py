@@ -32,6 +32,10 @@ class KafkaTopic(NamedTuple):
     retention_bytes: int | None
     # key and value -> the subject (None: by the strategy), whether an id is needed, the strategy. None: no schema.
     schemas: Mapping[str, tuple[str | None, bool, str]] | None
+    # Whether retention takes what is old, or too much.
+    deletes: bool
+    # Settings that are only told.
+    settings: Mapping[str, str]
 
 
 class KafkaBroker(NamedTuple):
@@ -209,8 +213,8 @@ def kafka_brokers() -> Call[list[KafkaBroker]]:
 def kafka_topics() -> Call[list[KafkaTopic]]:
     return Call(
         "select id, name, kind, writable, partitions, retention, max_payload_bytes, max_header_bytes, "
-        "timestamp_type, compression_type, compacted, tombstones_kept, retention_bytes, schemas "
-        "from headwater.kafka_topic_overview order by name",
+        "timestamp_type, compression_type, compacted, tombstones_kept, retention_bytes, schemas, "
+        "deletes, settings from headwater.kafka_topic_overview order by name",
         (),
         lambda rows: [KafkaTopic(*row) for row in rows],
     )
@@ -228,9 +232,11 @@ def kafka_create_topic(
     tombstones_kept: timedelta | None = None,
     retention_bytes: int | None = None,
     schemas: Mapping[str, Mapping[str, Any]] | None = None,
+    deletes: bool | None = None,
+    settings: Mapping[str, str | None] | None = None,
 ) -> Call[int]:
     return Call(
-        "select headwater.kafka_create_topic(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s)",
+        "select headwater.kafka_create_topic(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)",
         (
             name,
             partitions,
@@ -242,6 +248,8 @@ def kafka_create_topic(
             tombstones_kept,
             retention_bytes,
             Jsonb(schemas) if schemas else None,
+            deletes,
+            Jsonb(settings) if settings else None,
         ),
         only_value,
     )
@@ -264,10 +272,12 @@ def kafka_alter_topic(
     max_payload_bytes: int | None = None,
     keep_forever: bool = False,
     schemas: Mapping[str, Mapping[str, Any]] | None = None,
+    deletes: bool | None = None,
+    settings: Mapping[str, str | None] | None = None,
 ) -> Call[None]:
     """None leaves a setting as it is; a size of -1 removes the limit."""
     return Call(
-        "select headwater.kafka_alter_topic(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s)",
+        "select headwater.kafka_alter_topic(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)",
         (
             name,
             timestamp_type,
@@ -279,14 +289,16 @@ def kafka_alter_topic(
             max_payload_bytes,
             keep_forever,
             Jsonb(schemas) if schemas else None,
+            deletes,
+            Jsonb(settings) if settings else None,
         ),
         nothing,
     )
 
 
-def kafka_compact() -> Call[int]:
-    """How many events went because newer ones of their key are there."""
-    return Call("select headwater.kafka_compact()", (), only_value)
+def kafka_compact() -> Call[tuple[int, bool]]:
+    """How many events went because newer ones of their key are there, and whether there is no more to do by now."""
+    return Call("select compacted, done from headwater.kafka_compact()", (), lambda rows: (rows[0][0], rows[0][1]))
 
 
 def kafka_new_producer() -> Call[int]:

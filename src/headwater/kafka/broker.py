@@ -146,7 +146,10 @@ class Broker:
         while True:
             await asyncio.sleep(COMPACT_SECONDS)
             try:
-                await self.log.run(calls.kafka_compact(), patience_seconds=0)
+                done = False
+                while not done:
+                    # A part at a time: each is a transaction, which others may have to wait for.
+                    _, done = await self.log.run(calls.kafka_compact(), patience_seconds=0)
             except (HeadwaterError, psycopg.Error) as error:
                 logger.warning("topics not compacted", extra={ERROR: str(error)})
 
