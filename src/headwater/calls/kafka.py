@@ -495,13 +495,27 @@ def kafka_note_alive(groups: Sequence[str], incarnation: int) -> Call[None]:
 
 
 def kafka_groups(incarnation: int) -> Call[list[tuple[str, str]]]:
-    """The groups that a broker coordinates, with their kind of protocol."""
+    """The groups that a broker tells of, with their kind of protocol: those that it coordinates, and the first of the
+    living also those that nobody does now."""
     return Call(
         # One that was only looked for has neither, and is none.
-        "select g.name, g.protocol_type from headwater.kafka_group g where g.coordinator = %s and (g.generation > 0 "
-        "or exists (select from headwater.kafka_offset o where o.group_name = g.name)) order by g.name",
-        (incarnation,),
+        "select g.name, g.protocol_type from headwater.kafka_group g where (g.generation > 0 "
+        "or exists (select from headwater.kafka_offset o where o.group_name = g.name)) and (g.coordinator = %s "
+        "or (not exists (select from headwater.kafka_live_broker b where b.incarnation = g.coordinator) "
+        "and %s = (select b.incarnation from headwater.kafka_live_broker b order by b.node_id limit 1))) "
+        "order by g.name",
+        (incarnation, incarnation),
         lambda rows: [(name, protocol_type) for name, protocol_type in rows],
+    )
+
+
+def kafka_group_protocol(group: str) -> Call[str | None]:
+    """The kind of protocol that a group had last; None: there is no such group."""
+    return Call(
+        "select g.protocol_type from headwater.kafka_group g where g.name = %s and (g.generation > 0 "
+        "or exists (select from headwater.kafka_offset o where o.group_name = g.name))",
+        (group,),
+        lambda rows: rows[0][0] if rows else None,
     )
 
 
