@@ -398,3 +398,6 @@ def test_what_administrators_do_is_told_in_the_log_with_what_they_do(
     # And stays told.
     with pytest.raises(KafkaException, match="authorization"):
         admin.delete_topics(["headwater.audit"])["headwater.audit"].result(PATIENCE_SECONDS)
+    with pytest.raises(KafkaException) as refused:
+        _set(admin, "headwater.audit", "retention.ms", "1")
+    assert refused.value.args[0].code() == KafkaError.TOPIC_AUTHORIZATION_FAILED
