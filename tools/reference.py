@@ -375,13 +375,14 @@ KAFKA_DIFFERENCES = (
     "settings of a broker while it runs.",
     "Compaction, every 15 seconds, takes all that is superseded by then, and waits for readers that must not lose an "
     "event, and for archives. The last record of a partition stays, also if it deletes its key.",
-    "`retention.ms` counts from when the segment of the log that has the record was closed; `retention.bytes` is applied "
-    "to the record, once a minute and until it holds: a partition is at most that large afterwards. It counts keys, "
-    "values and headers. Both wait for readers that must not lose an event, and for archives, and hold only where "
+    "`retention.ms` counts from when the segment of the log that has the record was closed; `retention.bytes` is "
+    "applied to the record, once a minute and until it holds: a partition is at most that large afterwards. It counts "
+    "keys, values and headers. Both wait for readers that must not lose an event, and for archives, and hold only where "
     "`cleanup.policy` contains `delete`. `headwater topic clean`, and `headwater.clean_up` in SQL, apply all of it at "
     "once, to the record.",
     "DeleteRecords is refused with POLICY_VIOLATION for what somebody who must not lose an event, or an archive, has "
-    "yet to read, and for event stores and topics that are only compacted. In an open topic it deletes up to a position.",
+    "yet to read, and for event stores and topics that are only compacted. In an open topic it deletes up to a "
+    "position.",
     "DescribeLogDirs tells the sizes of the partitions that a broker leads, in one directory, `postgres`.",
     "A consumer group with members of one protocol, classic or that of KIP-848, refuses members of the other. In the "
     "latter a pattern of topics is looked up by Postgres: what RE2 has and its regular expressions have not is refused "
@@ -399,7 +400,13 @@ KAFKA_DIFFERENCES = (
     "Offsets of a group without members are kept for seven days after it last had any or committed; `headwater "
     "settings set --kafka-offsets-kept` changes that.",
     "When another broker takes over a consumer group, its members join anew.",
-    "Permissions only allow; `DENY` and hosts other than `*` are refused. An account that Kafka's tools give a "
+    "The `uniform` assignor shares each topic evenly, to one partition, among those who subscribe to it, and the whole "
+    "where all subscribe to the same; members with more topics have more partitions.",
+    "A transactional producer that was silent for seven days is forgotten.",
+    "Permissions only allow; `DENY` and hosts other than `*` are refused. `DESCRIBE_CONFIGS`, `ALTER_CONFIGS` and "
+    "`IDEMPOTENT_WRITE` are `DESCRIBE`, `ALTER` and `WRITE`, and told as these; an idempotent producer needs no right "
+    "of its own. `CLUSTER_ACTION`, which is for brokers among each other, is refused: brokers meet in Postgres. An "
+    "account that Kafka's tools give a "
     "password is made if missing, and may do nothing before somebody allows it; it stays when its last "
     "password is taken away.",
 )

@@ -361,6 +361,22 @@ def test_there_is_nothing_to_elect_to_move_and_no_quota(raw: Raw, topic: str) ->
     assert raw.ask(48, 1, {"components": [], "strict": False}).entries == ()
 
 
+def test_a_group_that_nobody_has_is_looked_for_described_and_deleted_without_being_made(
+    raw: Raw, connection: psycopg.Connection
+) -> None:
+    name = f"nobodys-{next(_numbers)}"
+    found = raw.ask(10, 3, {"key": name, "key_type": 0})
+    assert (found.error_code, found.node_id > 0) == (ErrorCode.none, True)
+    (described,) = raw.ask(15, 5, {"groups": [name]}).groups
+    assert (described.error_code, described.group_state) == (ErrorCode.none, "Dead")
+    (described,) = raw.ask(15, 6, {"groups": [name]}).groups
+    assert described.error_code == ErrorCode.group_id_not_found
+    (deleted,) = raw.ask(42, 2, {"groups_names": [name]}).results
+    assert deleted.error_code == ErrorCode.group_id_not_found
+    assert raw.ask(47, 0, {"group_id": name, "topics": []}).error_code == ErrorCode.group_id_not_found
+    assert connection.execute("select from headwater.kafka_group where name = %s", (name,)).fetchone() is None
+
+
 def test_kafka_python_administers_what_librdkafka_cannot(broker: BrokerProcess, topic: str) -> None:
     kafka = pytest.importorskip("kafka")
     admin = kafka.KafkaAdminClient(bootstrap_servers=broker.bootstrap)

@@ -334,6 +334,28 @@ def test_permissions_are_given_seen_and_taken_as_acls(guarded: BrokerProcess) ->
     assert delivered(clerk, "vault") == KafkaError.TOPIC_AUTHORIZATION_FAILED
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "operation", "told"),
+    [
+        (ResourceType.TOPIC, "shelf", AclOperation.DESCRIBE_CONFIGS, AclOperation.DESCRIBE),
+        (ResourceType.TOPIC, "shelf", AclOperation.ALTER_CONFIGS, AclOperation.ALTER),
+        (ResourceType.BROKER, "kafka-cluster", AclOperation.IDEMPOTENT_WRITE, AclOperation.WRITE),
+    ],
+)
+def test_finer_operations_of_acls_mean_those_that_there_are(
+    guarded: BrokerProcess, kind: Any, name: str, operation: Any, told: Any
+) -> None:
+    root = AdminClient(config(guarded, "root"))
+    binding = AclBinding(kind, name, ResourcePatternType.LITERAL, "User:temp", "*", operation, AclPermissionType.ALLOW)
+    root.create_acls([binding])[binding].result(PATIENCE_SECONDS)
+    for asked in (operation, told):
+        those = AclBindingFilter(
+            kind, name, ResourcePatternType.LITERAL, "User:temp", "*", asked, AclPermissionType.ALLOW
+        )
+        assert [one.operation for one in root.describe_acls(those).result(PATIENCE_SECONDS)] == [told]
+    assert len(root.delete_acls([those])[those].result(PATIENCE_SECONDS)) == 1
+
+
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
 def test_connections_are_encrypted_where_a_certificate_is_given(dsn: str, tmp_path: Path) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"

@@ -143,3 +143,24 @@ def test_a_group_whose_coordinator_is_gone_is_told_of_by_one_broker(
     assert log.run(calls.kafka_take_up(group, brokers[1])) == 3
     assert tellers() == [brokers[1]]
     assert log.run(calls.kafka_group_protocol(group)) == "consumer"
+
+
+def test_a_transactional_producer_that_was_silent_for_a_week_is_forgotten(
+    log: headwater.Headwater, connection: psycopg.Connection
+) -> None:
+    names = {kind: f"{kind}-{next(_ports)}" for kind in ("silent", "heard", "open")}
+    producers = {
+        kind: log.run(calls.kafka_init_transactions(name, timeout_ms=60_000, known_id=-1, known_epoch=-1))[1:]
+        for kind, name in names.items()
+    }
+    assert log.run(calls.kafka_begin(names["open"], *producers["open"])) == "ok"
+    connection.execute("update headwater.kafka_transaction set updated_at = updated_at - interval '8 days'")
+    assert log.run(calls.kafka_begin(names["heard"], *producers["heard"])) == "ok"
+    ended = calls.kafka_end_transaction(names["heard"], *producers["heard"], committed=True, next_epoch=False)
+    assert log.run(ended)[0] == "ok"
+    log.run(calls.kafka_upkeep())
+    known = {one.transactional_id for one in log.run(calls.kafka_transactions())}
+    assert {kind for kind, name in names.items() if name in known} == {"heard", "open"}
+    # It may come back, as somebody new.
+    again = log.run(calls.kafka_init_transactions(names["silent"], timeout_ms=60_000, known_id=-1, known_epoch=-1))
+    assert again[1] != producers["silent"][0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import zlib
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Final, NamedTuple
@@ -208,3 +209,8 @@ class Broker:
         """The broker that clients should ask for a lane. Any could serve it: this only spreads the work."""
         living = self.brokers or [KafkaBroker(self.node_id, self.incarnation, self.settings.host, self.settings.port)]
         return living[(lane.topic_id + lane.partition) % len(living)].node_id
+
+    def speaks_for(self, name: str) -> bool:
+        """Whether this is the one of the living brokers that tells of what any of them could."""
+        living = [one.node_id for one in self.brokers] or [self.node_id]
+        return living[zlib.crc32(name.encode()) % len(living)] == self.node_id

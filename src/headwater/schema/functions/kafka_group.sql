@@ -236,11 +236,16 @@ begin
 end;
 $$;
 
--- Forget producers that were silent for a week, as Kafka does.
+-- Forget producers, transactional ones too, that were silent for a week, as Kafka does.
 create or replace function headwater.kafka_upkeep()
 returns void
 language sql
 begin atomic
     delete from headwater.kafka_producer_lane p
     where p.updated_at < clock_timestamp() - interval '7 days';
+    delete from headwater.kafka_transaction t
+    where
+        t.updated_at < clock_timestamp() - interval '7 days' and t.began_at is null
+        and not exists (select from headwater.kafka_staged s where s.producer_id = t.producer_id)
+        and not exists (select from headwater.kafka_staged_offset s where s.producer_id = t.producer_id);
 end;
