@@ -346,7 +346,7 @@ def kafka_page() -> str:
         for api, (oldest, newest) in sorted(OFFERED.items())
     ]
     configs = [
-        (f"`{name}`", f"`{config.default}`", "no" if config.fixed else "yes", config.documentation)
+        (f"`{name}`", f"`{config.default}`" if config.default else "", config.documentation, config.only_told)
         for name, config in TOPIC_CONFIGS.items()
     ]
     return "\n\n".join(
@@ -360,7 +360,10 @@ def kafka_page() -> str:
             + ", ".join(f"`{name}` {level}" for name, level in FEATURES.items())
             + ".",
             "## Settings of a topic",
-            table(("setting", "default", "can be changed", "means"), configs).strip(),
+            table(("setting", "default", "means"), [row[:3] for row in configs if not row[3]]).strip(),
+            "### Without effect",
+            "Taken, checked for their form, kept and told again, for tools that set them: nothing here goes by them.",
+            table(("setting", "default", "why"), [row[:3] for row in configs if row[3]]).strip(),
             "## Differences from Kafka",
             "\n".join(f"- {difference}" for difference in KAFKA_DIFFERENCES),
         )
@@ -370,13 +373,16 @@ def kafka_page() -> str:
 KAFKA_DIFFERENCES = (
     "Not there: share groups, quotas (there are none to describe), delegation tokens, moving partitions, changing the "
     "settings of a broker while it runs.",
-    "Compaction, every 15 seconds, waits for readers that must not lose an event, and for archives. With "
-    "`cleanup.policy=compact` alone `retention.ms` and `retention.bytes` are -1; `compact,delete` with neither is "
-    "`compact`.",
-    "`retention.bytes` is applied by the log's upkeep, to the event: a partition is at most that large afterwards. It "
-    "counts keys, values and headers, and waits for readers that must not lose an event, and for archives.",
+    "Compaction, every 15 seconds, takes all that is superseded by then, and waits for readers that must not lose an "
+    "event, and for archives. The last record of a partition stays, also if it deletes its key.",
+    "`retention.ms` counts from when the segment of the log that has the record was closed; `retention.bytes` is "
+    "applied to the record, once a minute and until it holds: a partition is at most that large afterwards. It counts "
+    "keys, values and headers. Both wait for readers that must not lose an event, and for archives, and hold only where "
+    "`cleanup.policy` contains `delete`. `headwater topic clean`, and `headwater.clean_up` in SQL, apply all of it at "
+    "once, to the record.",
     "DeleteRecords is refused with POLICY_VIOLATION for what somebody who must not lose an event, or an archive, has "
-    "yet to read, and for event stores and compacted topics. In an open topic it deletes up to a position.",
+    "yet to read, and for event stores and topics that are only compacted. In an open topic it deletes up to a "
+    "position.",
     "DescribeLogDirs tells the sizes of the partitions that a broker leads, in one directory, `postgres`.",
     "A consumer group with members of one protocol, classic or that of KIP-848, refuses members of the other. In the "
     "latter a pattern of topics is looked up by Postgres: what RE2 has and its regular expressions have not is refused "
@@ -395,7 +401,13 @@ KAFKA_DIFFERENCES = (
     "Offsets of a group without members are kept for seven days after it last had any or committed; `headwater "
     "settings set --kafka-offsets-kept` changes that.",
     "When another broker takes over a consumer group, its members join anew.",
-    "Permissions only allow; `DENY` and hosts other than `*` are refused. An account that Kafka's tools give a "
+    "The `uniform` assignor shares each topic evenly, to one partition, among those who subscribe to it, and the whole "
+    "where all subscribe to the same; members with more topics have more partitions.",
+    "A transactional producer that was silent for seven days is forgotten.",
+    "Permissions only allow; `DENY` and hosts other than `*` are refused. `DESCRIBE_CONFIGS`, `ALTER_CONFIGS` and "
+    "`IDEMPOTENT_WRITE` are `DESCRIBE`, `ALTER` and `WRITE`, and told as these; an idempotent producer needs no right "
+    "of its own. `CLUSTER_ACTION`, which is for brokers among each other, is refused: brokers meet in Postgres. An "
+    "account that Kafka's tools give a "
     "password is made if missing, and may do nothing before somebody allows it; it stays when its last "
     "password is taken away.",
 )

@@ -20,7 +20,7 @@ EVERYBODY: Final = "*"
 KEY_PREFIX: Final = "hw_"
 ACTIONS: Final = ("read", "write", "create", "delete", "alter", "describe", "all")
 KINDS: Final = ("topic", "group", "transaction", "log")
-# What was done, for good: by no door is it written to or deleted.
+# What was done, for good: by no door is it written to, changed or deleted.
 AUDIT_TOPIC: Final = "headwater.audit"
 MECHANISMS: Final = {"SCRAM-SHA-256": "sha256", "SCRAM-SHA-512": "sha512"}
 
@@ -66,7 +66,7 @@ class ApiKey(NamedTuple):
 
 def is_kept_from_all(action: str, kind: str, name: str) -> bool:
     """Whether nobody may do this by a door, not even an administrator."""
-    return kind == "topic" and name == AUDIT_TOPIC and action in ("write", "delete")
+    return kind == "topic" and name == AUDIT_TOPIC and action in ("write", "alter", "delete")
 
 
 class Access:

@@ -14,7 +14,7 @@ from typing import Any
 from headwater import calls
 from headwater.cron import next_time
 from headwater.errors import CursorMoved, LeaseLost
-from headwater.model import Event, Lease, LogState, OpenedCursor, Released
+from headwater.model import Event, Lease, LogState, OpenedCursor, Released, Upkeep
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,10 @@ FollowStep = calls.Call[Any] | Wait | Deliver | Apply
 WorkStep = calls.Call[Any] | Wait | Handle
 
 SHORTEST_WAIT_SECONDS = 0.001
+# As many events as maintain sweeps at most, for how long a process goes on with it, and when again.
+FULL_SWEEP = 50_000
+SWEEP_SECONDS = 2.0
+FURTHER_SWEEPS_AFTER_SECONDS = 5.0
 # A cursor that sees no event of its topics still moves on, or it would hold up retention.
 IDLE_SAVE_SECONDS = 30.0
 # How often an idle follower looks whether somebody set its cursor.
@@ -238,10 +242,12 @@ class UpkeepTimes:
     release_at: float = 0.0
     periodic_at: float = 0.0
     maintain_at: float = 0.0
+    sweep_until: float = 0.0
 
     def next_call(self, now: float) -> calls.Call[Any] | None:
         if now >= self.maintain_at:
             self.maintain_at = now + 60.0
+            self.sweep_until = now + SWEEP_SECONDS
             return calls.maintain()
         if now >= self.release_at:
             # Until the answer is here.
@@ -252,10 +258,14 @@ class UpkeepTimes:
             return calls.due_periodics()
         return None
 
-    def heard(self, answer: object, now: float, time: datetime) -> list[calls.Call[bool]]:
+    def heard(self, answer: object, now: float, time: datetime) -> list[calls.Call[Any]]:
         """Take in an answer; returns what is to be called because of it. `time` is what the wall clock says."""
         if isinstance(answer, Released) and answer.next_due_seconds is not None:
             self.release_at = now + min(max(answer.next_due_seconds, 0.005), 1.0)
+        if isinstance(answer, Upkeep) and answer.events_swept >= FULL_SWEEP:
+            # There is more than goes in one transaction, and it must not come faster than it goes.
+            self.maintain_at = now + FURTHER_SWEEPS_AFTER_SECONDS
+            return [calls.maintain()] if now < self.sweep_until else []
         if not isinstance(answer, list):
             return []
         return [

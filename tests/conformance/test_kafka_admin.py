@@ -14,6 +14,7 @@ from raw_client import Raw, batch_of
 import headwater
 from headwater import InvalidRequest, PositionExpired
 from headwater.calls import kafka_admin
+from headwater.kafka.records import Columns, build_batch
 from headwater.kafka.wire import ErrorCode
 
 confluent = pytest.importorskip("confluent_kafka")
@@ -287,6 +288,36 @@ def test_the_older_way_to_change_settings_gives_the_others_their_defaults(
     ]  # fmt: skip
 
 
+def test_settings_that_mean_nothing_here_are_taken_told_and_forgotten(admin: AdminClient) -> None:
+    name = f"settings-{next(_numbers)}"
+    given = {"segment.ms": "60000", "min.insync.replicas": "2", "min.cleanable.dirty.ratio": "0.1"}
+    admin.create_topics([NewTopic(name, 1, 1, config=given)])[name].result(PATIENCE_SECONDS)
+    told = _configs(admin, name)
+    assert {one: told[one] for one in given} == given
+    _set(admin, name, "flush.ms", "5")
+    _set(admin, name, "segment.ms", None, "DELETE")
+    told = _configs(admin, name)
+    assert (told["flush.ms"], told["segment.ms"], told["min.insync.replicas"]) == ("5", "604800000", "2")
+    with pytest.raises(KafkaException) as refused:
+        _set(admin, name, "segment.bytes", "much")
+    assert refused.value.args[0].code() == KafkaError.INVALID_CONFIG
+
+
+def test_a_fetch_below_what_compaction_left_goes_on_after_the_gap(
+    raw: Raw, admin: AdminClient, log: headwater.Headwater, topic: str
+) -> None:
+    _set(admin, topic, "cleanup.policy", "compact,delete")
+    for value in (b"0", b"1", b"2", b"3"):
+        columns = Columns([1], [b"k"], [value], [None])
+        assert raw.produce(topic, build_batch([0], columns)).error_code == ErrorCode.none
+    assert delete(raw, topic, 1) == (ErrorCode.none, 1)
+    assert log.run(kafka_admin.clean_up(topic)).compacted == 2
+    for policy in ("compact,delete", "delete"):
+        _set(admin, topic, "cleanup.policy", policy)
+        assert (offset_of(raw, topic, EARLIEST), offset_of(raw, topic, LATEST)) == (1, 4)
+        assert raw.values(topic, 1) == [b"3"]
+
+
 # Looking around
 
 
@@ -330,6 +361,22 @@ def test_there_is_nothing_to_elect_to_move_and_no_quota(raw: Raw, topic: str) ->
     assert raw.ask(48, 1, {"components": [], "strict": False}).entries == ()
 
 
+def test_a_group_that_nobody_has_is_looked_for_described_and_deleted_without_being_made(
+    raw: Raw, connection: psycopg.Connection
+) -> None:
+    name = f"nobodys-{next(_numbers)}"
+    found = raw.ask(10, 3, {"key": name, "key_type": 0})
+    assert (found.error_code, found.node_id > 0) == (ErrorCode.none, True)
+    (described,) = raw.ask(15, 5, {"groups": [name]}).groups
+    assert (described.error_code, described.group_state) == (ErrorCode.none, "Dead")
+    (described,) = raw.ask(15, 6, {"groups": [name]}).groups
+    assert described.error_code == ErrorCode.group_id_not_found
+    (deleted,) = raw.ask(42, 2, {"groups_names": [name]}).results
+    assert deleted.error_code == ErrorCode.group_id_not_found
+    assert raw.ask(47, 0, {"group_id": name, "topics": []}).error_code == ErrorCode.group_id_not_found
+    assert connection.execute("select from headwater.kafka_group where name = %s", (name,)).fetchone() is None
+
+
 def test_kafka_python_administers_what_librdkafka_cannot(broker: BrokerProcess, topic: str) -> None:
     kafka = pytest.importorskip("kafka")
     admin = kafka.KafkaAdminClient(bootstrap_servers=broker.bootstrap)
@@ -367,3 +414,6 @@ def test_what_administrators_do_is_told_in_the_log_with_what_they_do(
     # And stays told.
     with pytest.raises(KafkaException, match="authorization"):
         admin.delete_topics(["headwater.audit"])["headwater.audit"].result(PATIENCE_SECONDS)
+    with pytest.raises(KafkaException) as refused:
+        _set(admin, "headwater.audit", "retention.ms", "1")
+    assert refused.value.args[0].code() == KafkaError.TOPIC_AUTHORIZATION_FAILED

@@ -20,7 +20,14 @@ from headwater.access import Permission
 from headwater.calls import access as calls
 
 confluent = pytest.importorskip("confluent_kafka")
-from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition  # noqa: E402
+from confluent_kafka import (  # noqa: E402
+    Consumer,
+    ConsumerGroupTopicPartitions,
+    KafkaError,
+    KafkaException,
+    Producer,
+    TopicPartition,
+)
 from confluent_kafka.admin import (  # noqa: E402
     AclBinding,
     AclBindingFilter,
@@ -41,9 +48,9 @@ PATIENCE_SECONDS = 30
 
 @pytest.fixture(scope="module")
 def guarded(dsn: str) -> Iterator[BrokerProcess]:
-    """A broker that asks who comes; with an administrator, a clerk who may do a few things, and two topics."""
+    """A broker that asks who comes; with an administrator, a clerk and a porter who may do a few things, and topics."""
     with headwater.connect(dsn) as log:
-        for name, administrator in (("root", True), ("clerk", False)):
+        for name, administrator in (("root", True), ("clerk", False), ("porter", False)):
             kept = access.verifiers(f"{name}'s", os.urandom(16), 4096)
             log.run(calls.set_account(name, kept, administrator=administrator))
         for topic in ("open-desk", "vault", "cellar"):
@@ -54,6 +61,9 @@ def guarded(dsn: str) -> Iterator[BrokerProcess]:
             Permission("clerk", "describe", "topic", "vault"),
             Permission("clerk", "read", "group", "clerks"),
             Permission("clerk", "write", "transaction", "till-", prefix=True),
+            Permission("porter", "read", "topic", "cellar"),
+            Permission("porter", "all", "group", "porters"),
+            Permission("clerk", "read", "group", "porters"),
         ):
             log.run(calls.allow(permission))
     with broker_process(dsn, "--authenticate") as started:
@@ -226,6 +236,82 @@ def test_an_account_may_do_what_it_is_allowed_and_nothing_else(guarded: BrokerPr
             assert refused.value.args[0].code() == KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED
 
 
+def test_members_with_different_rights_share_a_group_that_the_coordinator_assigns_for(guarded: BrokerProcess) -> None:
+    for topic in ("open-desk", "cellar"):
+        assert delivered(config(guarded, "root"), topic) is None
+    common = {"group.id": "porters", "group.protocol": "consumer", "auto.offset.reset": "earliest"}
+    clerk, porter = (Consumer({**config(guarded, name), **common}) for name in ("clerk", "porter"))
+    clerk.subscribe(["open-desk"])
+    porter.subscribe(["cellar"])
+    found: dict[str, Any] = {}
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while len(found) < 2:
+        assert time.monotonic() < deadline, found
+        for consumer in (clerk, porter):
+            message = consumer.poll(0.1)
+            if message is not None:
+                assert message.error() is None
+                found[message.topic()] = consumer
+    assert found == {"open-desk": clerk, "cellar": porter}
+    admin = AdminClient(config(guarded, "root"))
+    # And it comes to rest.
+    state = None
+    while state != confluent.ConsumerGroupState.STABLE:
+        assert time.monotonic() < deadline, state
+        clerk.poll(0.1)
+        porter.poll(0.1)
+        described = admin.describe_consumer_groups(["porters"])["porters"].result(PATIENCE_SECONDS)
+        assert len(described.members) == 2
+        state = described.state
+    for consumer in (clerk, porter):
+        consumer.close()
+
+
+def test_who_subscribes_to_a_topic_that_it_may_not_see_is_told_so(guarded: BrokerProcess) -> None:
+    settings = {**config(guarded, "clerk"), "group.id": "clerks", "group.protocol": "consumer"}
+    consumer = Consumer(settings)
+    consumer.subscribe(["cellar"])
+    message = consumer.poll(PATIENCE_SECONDS)
+    assert message is not None
+    assert message.error().code() == KafkaError.TOPIC_AUTHORIZATION_FAILED
+    consumer.close()
+
+
+def test_offsets_of_topics_that_an_account_may_not_see_are_neither_told_nor_deleted(guarded: BrokerProcess) -> None:
+    root = AdminClient(config(guarded, "root"))
+    lanes = [TopicPartition(topic, 0, 7) for topic in ("open-desk", "cellar")]
+    wanted = ConsumerGroupTopicPartitions("porters", lanes)
+    root.alter_consumer_group_offsets([wanted])["porters"].result(PATIENCE_SECONDS)
+
+    def told(name: str, partitions: Any) -> dict[str, tuple[int, Any]]:
+        asked = ConsumerGroupTopicPartitions("porters", partitions)
+        admin = AdminClient(config(guarded, name))
+        offsets = admin.list_consumer_group_offsets([asked])["porters"].result(PATIENCE_SECONDS).topic_partitions
+        return {one.topic: (one.offset, one.error and one.error.code()) for one in offsets}
+
+    everything = [TopicPartition(one.topic, 0) for one in lanes]
+    hidden = KafkaError.TOPIC_AUTHORIZATION_FAILED
+    assert told("root", everything) == told("root", None) == {"open-desk": (7, None), "cellar": (7, None)}
+    assert told("porter", None) == {"cellar": (7, None)}
+    assert told("porter", everything)["open-desk"] == (-1001, hidden)
+    assert told("porter", everything)["cellar"] == (7, None)
+    # One that is not there is hidden likewise.
+    assert told("porter", [TopicPartition("nowhere", 0)]) == {"nowhere": (-1001, hidden)}
+
+    kafka = pytest.importorskip("kafka")
+    porter = kafka.KafkaAdminClient(
+        bootstrap_servers=guarded.bootstrap,
+        security_protocol="SASL_PLAINTEXT",
+        sasl_mechanism="SCRAM-SHA-256",
+        sasl_plain_username="porter",
+        sasl_plain_password="porter's",
+    )
+    deleted = porter.delete_group_offsets("porters", [kafka.TopicPartition(one.topic, 0) for one in lanes])
+    porter.close()
+    assert "TopicAuthorizationFailed" in str(deleted[kafka.TopicPartition("open-desk", 0)])
+    assert told("root", None) == {"open-desk": (7, None)}
+
+
 def test_permissions_are_given_seen_and_taken_as_acls(guarded: BrokerProcess) -> None:
     root = AdminClient(config(guarded, "root"))
     clerk = config(guarded, "clerk")
@@ -246,6 +332,28 @@ def test_permissions_are_given_seen_and_taken_as_acls(guarded: BrokerProcess) ->
     )
     assert root.delete_acls([exactly])[exactly].result(PATIENCE_SECONDS) == [binding]
     assert delivered(clerk, "vault") == KafkaError.TOPIC_AUTHORIZATION_FAILED
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "operation", "told"),
+    [
+        (ResourceType.TOPIC, "shelf", AclOperation.DESCRIBE_CONFIGS, AclOperation.DESCRIBE),
+        (ResourceType.TOPIC, "shelf", AclOperation.ALTER_CONFIGS, AclOperation.ALTER),
+        (ResourceType.BROKER, "kafka-cluster", AclOperation.IDEMPOTENT_WRITE, AclOperation.WRITE),
+    ],
+)
+def test_finer_operations_of_acls_mean_those_that_there_are(
+    guarded: BrokerProcess, kind: Any, name: str, operation: Any, told: Any
+) -> None:
+    root = AdminClient(config(guarded, "root"))
+    binding = AclBinding(kind, name, ResourcePatternType.LITERAL, "User:temp", "*", operation, AclPermissionType.ALLOW)
+    root.create_acls([binding])[binding].result(PATIENCE_SECONDS)
+    for asked in (operation, told):
+        those = AclBindingFilter(
+            kind, name, ResourcePatternType.LITERAL, "User:temp", "*", asked, AclPermissionType.ALLOW
+        )
+        assert [one.operation for one in root.describe_acls(those).result(PATIENCE_SECONDS)] == [told]
+    assert len(root.delete_acls([those])[those].result(PATIENCE_SECONDS)) == 1
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")

@@ -327,6 +327,7 @@ def test_the_record_of_acts_is_not_written_by_callers() -> None:
     everybody = Caller(None, None)
     assert not everybody.may("write", "topic", "headwater.audit")
     assert not everybody.may("delete", "topic", "headwater.audit")
+    assert not everybody.may("alter", "topic", "headwater.audit")
     assert everybody.may("read", "topic", "headwater.audit")
 
 

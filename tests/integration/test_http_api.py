@@ -184,6 +184,7 @@ def test_topics_are_made_changed_and_deleted_and_it_is_told(
     # Nobody writes or deletes the record of what was done.
     problem(http.post("/v1/topics/headwater.audit/events", json={"data": 1}), 403, "NotAllowed")
     problem(http.delete("/v1/topics/headwater.audit"), 403, "NotAllowed")
+    problem(http.patch("/v1/topics/headwater.audit", json={"retention_seconds": 60}), 403, "NotAllowed")
 
 
 def test_an_act_and_its_record_are_one_transaction(

@@ -110,3 +110,57 @@ def test_offsets_of_groups_without_members_are_kept_for_as_long_as_the_log_says(
     assert left(2) == set(names)
     log.change_settings(kafka_offsets_kept=timedelta(days=7))
     assert left(0) == {"has-members", "commits-without"}
+
+
+def test_a_group_that_is_only_looked_for_is_not_made(log: headwater.Headwater, brokers: list[int]) -> None:
+    group = f"sought-{next(_ports)}"
+    node = log.run(calls.kafka_coordinator(group))
+    assert node is not None
+    assert log.run(calls.kafka_group_protocol(group)) is None
+    with log.transaction() as connection:
+        found = connection.execute("select from headwater.kafka_group where name = %s", (group,)).fetchone()
+    assert found is None
+
+
+def test_a_group_whose_coordinator_is_gone_is_told_of_by_one_broker(
+    log: headwater.Headwater, brokers: list[int], lane: Lane
+) -> None:
+    group = f"orphan-{next(_ports)}"
+    gone = log.run(calls.kafka_register("h", next(_ports), lease_seconds=60))[1]
+    log.run(calls.kafka_take_up(group, gone))
+    log.run(calls.kafka_note_generation(group, gone, generation=3, protocol_type="consumer"))
+
+    def tellers() -> list[int]:
+        living = log.run(calls.kafka_brokers())
+        return [
+            one.incarnation for one in living if (group, "consumer") in log.run(calls.kafka_groups(one.incarnation))
+        ]
+
+    assert tellers() == [gone]
+    log.run(calls.kafka_renew(gone, lease_seconds=0))
+    assert tellers() == [log.run(calls.kafka_brokers())[0].incarnation]
+    # Whoever takes it up tells of it from then on.
+    assert log.run(calls.kafka_take_up(group, brokers[1])) == 3
+    assert tellers() == [brokers[1]]
+    assert log.run(calls.kafka_group_protocol(group)) == "consumer"
+
+
+def test_a_transactional_producer_that_was_silent_for_a_week_is_forgotten(
+    log: headwater.Headwater, connection: psycopg.Connection
+) -> None:
+    names = {kind: f"{kind}-{next(_ports)}" for kind in ("silent", "heard", "open")}
+    producers = {
+        kind: log.run(calls.kafka_init_transactions(name, timeout_ms=60_000, known_id=-1, known_epoch=-1))[1:]
+        for kind, name in names.items()
+    }
+    assert log.run(calls.kafka_begin(names["open"], *producers["open"])) == "ok"
+    connection.execute("update headwater.kafka_transaction set updated_at = updated_at - interval '8 days'")
+    assert log.run(calls.kafka_begin(names["heard"], *producers["heard"])) == "ok"
+    ended = calls.kafka_end_transaction(names["heard"], *producers["heard"], committed=True, next_epoch=False)
+    assert log.run(ended)[0] == "ok"
+    log.run(calls.kafka_upkeep())
+    known = {one.transactional_id for one in log.run(calls.kafka_transactions())}
+    assert {kind for kind, name in names.items() if name in known} == {"heard", "open"}
+    # It may come back, as somebody new.
+    again = log.run(calls.kafka_init_transactions(names["silent"], timeout_ms=60_000, known_id=-1, known_epoch=-1))
+    assert again[1] != producers["silent"][0]

@@ -296,8 +296,11 @@ def expire(doors: Doors, topic: str, count: int) -> None:
     ]
     if len(positions) > count:
         doors.connection.execute(
-            "with topic as (update headwater.topic set expired_to = %(position)s where id = %(id)s) "
-            "delete from headwater.event where topic_id = %(id)s and position <= %(position)s",
+            "with topic as (update headwater.topic set expired_to = %(position)s where id = %(id)s), gone as ("
+            "delete from headwater.event where topic_id = %(id)s and position <= %(position)s returning topic_offset) "
+            "insert into headwater.kafka_lane as l (topic_id, partition, start_offset) "
+            "select %(id)s, 0, max(topic_offset) + 1 from gone having count(*) > 0 "
+            "on conflict (topic_id, partition) do update set start_offset = excluded.start_offset",
             {"id": topic_id, "position": positions[count - 1]},
         )
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from headwater import calls, subscription
 from headwater.errors import CursorMoved, PositionExpired
-from headwater.model import Event, LogState, OpenedCursor, Released
+from headwater.model import Event, LogState, OpenedCursor, Released, Upkeep
 from headwater.subscription import Apply, Deliver, FollowStep, UpkeepTimes, Wait
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -372,6 +372,20 @@ def test_upkeep_is_due_at_once_then_every_minute_and_looks_for_due_events_every_
     assert {asked(times.next_call(101.0)), asked(times.next_call(101.0))} == {"release_due", "due_periodics"}
     assert times.next_call(101.0) is None
     assert asked(times.next_call(160.0)) == "maintain"
+
+
+def test_what_retention_could_not_take_in_one_go_it_goes_on_with_but_not_for_ever() -> None:
+    times = UpkeepTimes()
+    full = Upkeep(False, 0, 0, 0, 50_000)
+    times.next_call(100.0)
+    assert [asked(call) for call in times.heard(full, 101.0, NOW)] == ["maintain"]
+    assert times.heard(full, 102.5, NOW) == []
+    # Others have their turn before it goes on.
+    assert {asked(times.next_call(102.5)), asked(times.next_call(102.5))} == {"release_due", "due_periodics"}
+    assert asked(times.next_call(107.5)) == "maintain"
+    assert times.heard(Upkeep(False, 0, 0, 0, 49_999), 108.0, NOW) == []
+    assert asked(times.next_call(160.0)) != "maintain"
+    assert asked(times.next_call(167.5)) == "maintain"
 
 
 @given(st.floats(-10, 10))

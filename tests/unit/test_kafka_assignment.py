@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.calls.kafka import Lane
-from headwater.kafka.assignment import LEAVES, LEAVES_FOR_NOW, AssignedGroup, Beaten, Heartbeat
+from headwater.kafka.assignment import LEAVES, LEAVES_FOR_NOW, Assigned, AssignedGroup, Beaten, Heartbeat, assigned
 from headwater.kafka.wire import ErrorCode
 
 TOPICS = {"a": (1, 6), "b": (2, 3)}
@@ -229,3 +230,67 @@ def test_whatever_happens_no_partition_is_with_two_and_all_ends_even(
         if readers:
             assert sum(owned) == partitions
             assert max(owned) - min(owned) <= 1
+
+
+def member(name: str, wants: frozenset[str]) -> Assigned:
+    return Assigned(name, None, "c", "/h", 30.0, wants, None, 0.0)
+
+
+@pytest.mark.parametrize(("topics", "partitions"), [(6, 1), (10, 1), (4, 3), (1, 7)])
+def test_who_comes_late_gets_its_share_of_many_small_topics(topics: int, partitions: int) -> None:
+    found = group()
+    known = {f"t{number}": (number, partitions) for number in range(1, topics + 1)}
+    one, two = (Client(name, set(known)) for name in "xy")
+    settle(found, [one], known)
+    settle(found, [one, two], known)
+    assert abs(len(one.owned) - len(two.owned)) <= 1
+
+
+sizes = st.lists(st.integers(1, 5), min_size=1, max_size=8)
+comings_and_goings = st.lists(st.sets(st.integers(0, 5), min_size=1), min_size=1, max_size=6)
+
+
+def shared(who: set[int], wants: dict[int, frozenset[str]], topics: Any, before: Any) -> dict[str, frozenset[Lane]]:
+    """The next target: every partition that somebody wants is there once, each topic evenly, and none moved in vain."""
+    target = assigned([member(f"m{one}", wants[one]) for one in who], topics, before)
+    readers = {name: [f"m{one}" for one in sorted(who) if name in wants[one]] for name in topics}
+    lanes = [lane for owned in target.values() for lane in owned]
+    wanted = [topics[name] for name in topics if readers[name]]
+    assert sorted(lanes) == [Lane(topic_id, number) for topic_id, size in sorted(wanted) for number in range(size)]
+    for name, (topic_id, _) in topics.items():
+        counts = {one: sum(lane.topic_id == topic_id for lane in target[one]) for one in readers[name]}
+        assert not counts or max(counts.values()) - min(counts.values()) <= 1
+        for loser in readers[name]:
+            for lane in before.get(loser, frozenset()) - target[loser]:
+                if lane.topic_id == topic_id and lane in lanes:
+                    winner = next(one for one in readers[name] if lane in target[one])
+                    # Had it stayed, the loser had two more than the winner: of the topic, or of all.
+                    of_topic = counts[loser] - counts[winner]
+                    of_all = len(target[loser]) - len(target[winner])
+                    assert max(of_topic, of_all) >= 0
+    assert assigned([member(f"m{one}", wants[one]) for one in who], topics, target) == target
+    return target
+
+
+@given(sizes, comings_and_goings)
+def test_members_who_want_the_same_have_as_many_partitions_to_one_whoever_comes_and_goes(
+    partitions: list[int], present: list[set[int]]
+) -> None:
+    topics = {f"t{number}": (number, size) for number, size in enumerate(partitions)}
+    wants = dict.fromkeys(range(6), frozenset(topics))
+    target: dict[str, frozenset[Lane]] = {}
+    for who in present:
+        target = shared(who, wants, topics, target)
+        loads = [len(owned) for owned in target.values()]
+        assert max(loads) - min(loads) <= 1
+
+
+@given(sizes, comings_and_goings, st.data())
+def test_members_who_want_different_topics_share_each_evenly(
+    partitions: list[int], present: list[set[int]], data: st.DataObject
+) -> None:
+    topics = {f"t{number}": (number, size) for number, size in enumerate(partitions)}
+    target: dict[str, frozenset[Lane]] = {}
+    for who in present:
+        wants = {one: frozenset(data.draw(st.sets(st.sampled_from(sorted(topics))))) for one in sorted(who)}
+        target = shared(who, wants, topics, target)

@@ -32,6 +32,10 @@ class KafkaTopic(NamedTuple):
     retention_bytes: int | None
     # key and value -> the subject (None: by the strategy), whether an id is needed, the strategy. None: no schema.
     schemas: Mapping[str, tuple[str | None, bool, str]] | None
+    # Whether retention takes what is old, or too much.
+    deletes: bool
+    # Settings that are only told.
+    settings: Mapping[str, str]
 
 
 class KafkaBroker(NamedTuple):
@@ -209,8 +213,8 @@ def kafka_brokers() -> Call[list[KafkaBroker]]:
 def kafka_topics() -> Call[list[KafkaTopic]]:
     return Call(
         "select id, name, kind, writable, partitions, retention, max_payload_bytes, max_header_bytes, "
-        "timestamp_type, compression_type, compacted, tombstones_kept, retention_bytes, schemas "
-        "from headwater.kafka_topic_overview order by name",
+        "timestamp_type, compression_type, compacted, tombstones_kept, retention_bytes, schemas, "
+        "deletes, settings from headwater.kafka_topic_overview order by name",
         (),
         lambda rows: [KafkaTopic(*row) for row in rows],
     )
@@ -228,9 +232,11 @@ def kafka_create_topic(
     tombstones_kept: timedelta | None = None,
     retention_bytes: int | None = None,
     schemas: Mapping[str, Mapping[str, Any]] | None = None,
+    deletes: bool | None = None,
+    settings: Mapping[str, str | None] | None = None,
 ) -> Call[int]:
     return Call(
-        "select headwater.kafka_create_topic(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s)",
+        "select headwater.kafka_create_topic(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)",
         (
             name,
             partitions,
@@ -242,6 +248,8 @@ def kafka_create_topic(
             tombstones_kept,
             retention_bytes,
             Jsonb(schemas) if schemas else None,
+            deletes,
+            Jsonb(settings) if settings else None,
         ),
         only_value,
     )
@@ -264,10 +272,12 @@ def kafka_alter_topic(
     max_payload_bytes: int | None = None,
     keep_forever: bool = False,
     schemas: Mapping[str, Mapping[str, Any]] | None = None,
+    deletes: bool | None = None,
+    settings: Mapping[str, str | None] | None = None,
 ) -> Call[None]:
     """None leaves a setting as it is; a size of -1 removes the limit."""
     return Call(
-        "select headwater.kafka_alter_topic(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s)",
+        "select headwater.kafka_alter_topic(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)",
         (
             name,
             timestamp_type,
@@ -279,14 +289,16 @@ def kafka_alter_topic(
             max_payload_bytes,
             keep_forever,
             Jsonb(schemas) if schemas else None,
+            deletes,
+            Jsonb(settings) if settings else None,
         ),
         nothing,
     )
 
 
-def kafka_compact() -> Call[int]:
-    """How many events went because newer ones of their key are there."""
-    return Call("select headwater.kafka_compact()", (), only_value)
+def kafka_compact() -> Call[tuple[int, bool]]:
+    """How many events went because newer ones of their key are there, and whether there is no more to do by now."""
+    return Call("select compacted, done from headwater.kafka_compact()", (), lambda rows: (rows[0][0], rows[0][1]))
 
 
 def kafka_new_producer() -> Call[int]:
@@ -483,13 +495,27 @@ def kafka_note_alive(groups: Sequence[str], incarnation: int) -> Call[None]:
 
 
 def kafka_groups(incarnation: int) -> Call[list[tuple[str, str]]]:
-    """The groups that a broker coordinates, with their kind of protocol."""
+    """The groups that a broker tells of, with their kind of protocol: those that it coordinates, and the first of the
+    living also those that nobody does now."""
     return Call(
         # One that was only looked for has neither, and is none.
-        "select g.name, g.protocol_type from headwater.kafka_group g where g.coordinator = %s and (g.generation > 0 "
-        "or exists (select from headwater.kafka_offset o where o.group_name = g.name)) order by g.name",
-        (incarnation,),
+        "select g.name, g.protocol_type from headwater.kafka_group g where (g.generation > 0 "
+        "or exists (select from headwater.kafka_offset o where o.group_name = g.name)) and (g.coordinator = %s "
+        "or (not exists (select from headwater.kafka_live_broker b where b.incarnation = g.coordinator) "
+        "and %s = (select b.incarnation from headwater.kafka_live_broker b order by b.node_id limit 1))) "
+        "order by g.name",
+        (incarnation, incarnation),
         lambda rows: [(name, protocol_type) for name, protocol_type in rows],
+    )
+
+
+def kafka_group_protocol(group: str) -> Call[str | None]:
+    """The kind of protocol that a group had last; None: there is no such group."""
+    return Call(
+        "select g.protocol_type from headwater.kafka_group g where g.name = %s and (g.generation > 0 "
+        "or exists (select from headwater.kafka_offset o where o.group_name = g.name))",
+        (group,),
+        lambda rows: rows[0][0] if rows else None,
     )
 
 

@@ -16,7 +16,7 @@ from headwater.cli.arguments import Dsn, Json, examples
 from headwater.cli.connection import session
 from headwater.errors import LogUnavailable
 from headwater.model import Upkeep
-from headwater.subscription import UpkeepTimes
+from headwater.subscription import FULL_SWEEP, UpkeepTimes
 from headwater.telemetry import ERROR, WAIT_SECONDS, logger
 
 app = typer.Typer()
@@ -66,6 +66,9 @@ def keep_up(
             logger.warning("log unavailable", extra={ERROR: error.message, WAIT_SECONDS: every_seconds})
         else:
             tell(upkeep, periodics)
+            if upkeep.events_swept >= FULL_SWEEP:
+                # There is more to take than goes at a time.
+                continue
         time.sleep(every_seconds)
 
 

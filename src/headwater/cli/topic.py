@@ -1,4 +1,4 @@
-"""`headwater topic`: create, list, describe, alter and delete topics."""
+"""`headwater topic`: create, list, describe, alter, clean and delete topics."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from headwater.calls import kafka_admin
 from headwater.calls import registry as calls
 from headwater.cli import output
 from headwater.cli.arguments import Dsn, Json, Yes, duration, examples
@@ -151,6 +152,26 @@ def alter(
         output.emit(altered)
     else:
         output.facts(altered)
+
+
+@app.command(epilog=examples("headwater topic clean orders"))
+def clean(context: typer.Context, name: Name, dsn: Dsn = None, as_json: Json = False) -> None:
+    """Take now what retention or compaction would take later: events that are too old, too many, or superseded.
+
+    What a reader who must not lose an event, or an archive, still needs stays.
+    """
+    compacted = expired = 0
+    with session(context).log(dsn) as log:
+        done = False
+        while not done:
+            cleaned = log.run(kafka_admin.clean_up(name))
+            compacted += cleaned.compacted
+            expired += cleaned.expired
+            done = cleaned.done
+    if as_json:
+        output.emit({"topic": name, "compacted": compacted, "expired": expired})
+    else:
+        output.say(f"{name}: {compacted} events were superseded, {expired} expired")
 
 
 @app.command(epilog=examples("headwater topic delete orders --yes"))

@@ -175,10 +175,11 @@ class Shell:
         call = self._upkeep.next_call(time.monotonic())
         if call is None:
             return
+        due = [call]
         try:
-            answer = self._run(call)
-            for further in self._upkeep.heard(answer, time.monotonic(), datetime.now(UTC)):
-                self._run(further)
+            while due:
+                answer = self._run(due.pop(0))
+                due += self._upkeep.heard(answer, time.monotonic(), datetime.now(UTC))
         except (HeadwaterError, psycopg.Error) as error:
             # Upkeep is everybody's; whoever can do it next does it.
             logger.warning("upkeep failed", extra={ERROR: str(error)})

@@ -7,8 +7,10 @@ is ever with two.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from heapq import nsmallest
+from itertools import islice
 from typing import Final, NamedTuple
 
 from headwater.calls.kafka import Lane
@@ -86,6 +88,7 @@ class AssignedGroup:
     members: dict[str, Assigned] = field(default_factory=dict)
     target: dict[str, frozenset[Lane]] = field(default_factory=dict)
     _topics: Topics = field(default_factory=dict)
+    _wishes: dict[str, tuple[frozenset[str], str | None]] = field(default_factory=dict)
 
     def heartbeat(self, now: float, beat: Heartbeat, topics: Topics) -> Beaten:
         """A member joins, lives, or leaves."""
@@ -208,11 +211,14 @@ class AssignedGroup:
         """A new epoch with new targets, if members, what they want, or the topics are other than before."""
         wanted = {name for member in self.members.values() for name in member.wants}
         seen = {name: topics[name] for name in sorted(wanted) if name in topics}
+        wishes = {member.id: (member.wants, member.assignor) for member in self.members.values()}
+        if seen == self._topics and wishes == self._wishes:
+            # Nothing of what decides is other than before, as with most heartbeats.
+            return
         target = assigned(self.members.values(), seen, self.target)
         if target != self.target or seen != self._topics:
-            self.target = target
-            self._topics = seen
             self.epoch += 1
+        self.target, self._topics, self._wishes = target, seen, wishes
 
     # Steps
 
@@ -241,30 +247,105 @@ class AssignedGroup:
 def assigned(
     members: Iterable[Assigned], topics: Topics, before: Mapping[str, frozenset[Lane]]
 ) -> dict[str, frozenset[Lane]]:
-    """Who should get which partitions: as even as the subscriptions allow, and as before where that is even."""
+    """Who should get which partitions: each topic is shared evenly by those who want it, to one partition; so is the
+    whole, where all want the same; and what need not change for that stays where it was."""
     everybody = sorted(members, key=lambda member: member.id)
     if everybody and all(member.assignor == "range" for member in everybody):
         return _by_range(everybody, topics)
+    shares = [share for name in topics if (share := _share(everybody, name, topics[name], before)) is not None]
+    loads = {member.id: 0 for member in everybody}
+    for share in shares:
+        for reader in share.readers:
+            loads[reader] += share.least + (reader in share.more)
+    for share in shares:
+        _deal(share, loads)
+    # Each step makes the whole more even, or as even with less that moves: so there is an end.
+    steps = -1
+    while steps:
+        steps = sum(_evened(share, loads) for share in shares)
     target: dict[str, set[Lane]] = {member.id: set() for member in everybody}
-    for name, (topic_id, partitions) in topics.items():
-        readers = [member.id for member in everybody if name in member.wants]
-        if not readers:
-            continue
-        lanes = [Lane(topic_id, partition) for partition in range(partitions)]
-        least, over = divmod(len(lanes), len(readers))
-        free = set(lanes)
-        # Who has more than its share gives up the rest; as many as there are over may keep one more.
-        for reader in sorted(readers, key=lambda one: -len(before.get(one, frozenset()) & free)):
-            had = sorted(before.get(reader, frozenset()) & free)
-            keeps = least + (over > 0 and len(had) > least)
-            over -= len(had) > least and over > 0
-            target[reader].update(had[:keeps])
-            free.difference_update(had[:keeps])
-        for lane in sorted(free):
-            of_topic = {reader: sum(one.topic_id == topic_id for one in target[reader]) for reader in readers}
-            # The fewest of the topic first, then the fewest of all.
-            target[min(readers, key=lambda one: (of_topic[one], len(target[one]), one))].add(lane)
+    for share in shares:
+        free = set(share.lanes)
+        sizes = {reader: share.least + (reader in share.more) for reader in share.readers}
+        for reader in share.readers:
+            keeps = sorted(share.had[reader])[: sizes[reader]]
+            target[reader].update(keeps)
+            sizes[reader] -= len(keeps)
+            free.difference_update(keeps)
+        left = iter(sorted(free))
+        for reader in share.readers:
+            target[reader].update(islice(left, sizes[reader]))
     return {member_id: frozenset(lanes) for member_id, lanes in target.items()}
+
+
+@dataclass(slots=True)
+class _Share:
+    """How one topic is shared: everybody who wants it gets `least`, as many as are over get one more."""
+
+    readers: list[str]
+    lanes: list[Lane]
+    had: dict[str, frozenset[Lane]]
+    least: int
+    over: int
+    more: set[str]
+
+    def moves(self, reader: str) -> bool:
+        """Whether one more for this reader would have to come from another."""
+        return len(self.had[reader]) <= self.least
+
+
+def _share(
+    everybody: list[Assigned], name: str, topic: tuple[int, int], before: Mapping[str, frozenset[Lane]]
+) -> _Share | None:
+    readers = [member.id for member in everybody if name in member.wants]
+    if not readers:
+        return None
+    lanes = [Lane(topic[0], partition) for partition in range(topic[1])]
+    least, over = divmod(len(lanes), len(readers))
+    there = frozenset(lanes)
+    had = {reader: before.get(reader, frozenset()) & there for reader in readers}
+    kept = sorted((one for one in readers if len(had[one]) > least), key=lambda one: -len(had[one]))
+    return _Share(readers, lanes, had, least, over, set(kept[:over]))
+
+
+def _deal(share: _Share, loads: dict[str, int]) -> None:
+    """What is over and nobody had goes to those who have the fewest of all topics."""
+    others = (reader for reader in share.readers if reader not in share.more)
+    for reader in nsmallest(share.over - len(share.more), others, key=lambda one: (loads[one], one)):
+        share.more.add(reader)
+        loads[reader] += 1
+
+
+def _evened(share: _Share, loads: dict[str, int]) -> int:
+    """Hand on what some have more of a topic, as long as that helps. How often it did."""
+    steps = 0
+    if not share.over:
+        return steps
+    while True:
+        others = [one for one in share.readers if one not in share.more]
+        # First what then moves less. That may also change places with one that has one fewer.
+        givers = [one for one in share.more if share.moves(one)]
+        takers = [one for one in others if not share.moves(one)]
+        pair = _apart(givers, takers, loads, by=1) or _apart(share.more, others, loads, by=2)
+        if pair is None:
+            return steps
+        giver, taker = pair
+        share.more.remove(giver)
+        share.more.add(taker)
+        loads[giver] -= 1
+        loads[taker] += 1
+        steps += 1
+
+
+def _apart(
+    givers: Collection[str], takers: Collection[str], loads: Mapping[str, int], *, by: int
+) -> tuple[str, str] | None:
+    """Who has most, and who has fewest, if they are that far apart."""
+    if not givers or not takers:
+        return None
+    giver = min(givers, key=lambda one: (-loads[one], one))
+    taker = min(takers, key=lambda one: (loads[one], one))
+    return (giver, taker) if loads[giver] - loads[taker] >= by else None
 
 
 def _by_range(everybody: list[Assigned], topics: Topics) -> dict[str, frozenset[Lane]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import zlib
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from functools import partial
@@ -94,7 +95,7 @@ class Broker:
             asyncio.create_task(self._keep_lease(), name="kafka lease"),
             asyncio.create_task(self.tails.watch(), name="kafka tails"),
             # Apart from the lease and from each other: any of them may take longer than the lease lasts.
-            self._repeat("compaction", COMPACT_SECONDS, partial(self._call, calls.kafka_compact())),
+            self._repeat("compaction", COMPACT_SECONDS, self._compact),
             self._repeat("timeouts", REAP_SECONDS, partial(self._call, calls.kafka_reap_transactions())),
             self._repeat("upkeep", UPKEEP_SECONDS, partial(self._call, calls.kafka_upkeep())),
             self._repeat("upkeep of the log", REAP_SECONDS, self.log.do_upkeep),
@@ -175,6 +176,12 @@ class Broker:
             except (HeadwaterError, psycopg.Error) as error:
                 logger.warning("upkeep of a broker failed", extra={ERROR: f"{name}: {error}"})
 
+    async def _compact(self) -> None:
+        done = False
+        while not done:
+            # A part at a time: each is a transaction, which others may have to wait for.
+            _, done = await self.log.run(calls.kafka_compact(), patience_seconds=0)
+
     async def _call(self, call: Call[Any]) -> None:
         await self.log.run(call, patience_seconds=0)
 
@@ -233,3 +240,8 @@ class Broker:
         """The broker that clients should ask for a lane. Any could serve it: this only spreads the work."""
         living = self.brokers or [KafkaBroker(self.node_id, self.incarnation, self.settings.host, self.settings.port)]
         return living[(lane.topic_id + lane.partition) % len(living)].node_id
+
+    def speaks_for(self, name: str) -> bool:
+        """Whether this is the one of the living brokers that tells of what any of them could."""
+        living = [one.node_id for one in self.brokers] or [self.node_id]
+        return living[zlib.crc32(name.encode()) % len(living)] == self.node_id

@@ -12,10 +12,12 @@ from headwater.calls.kafka import KafkaTopic
 DYNAMIC_TOPIC: Final = 1
 STATIC_BROKER: Final = 4
 DEFAULT: Final = 5
-BOOLEAN, STRING, INT, LONG, LIST = 1, 2, 3, 5, 7
+BOOLEAN, STRING, INT, LONG, DOUBLE, LIST = 1, 2, 3, 5, 6, 7
 
 _SET, _DELETE, _APPEND, _SUBTRACT = 0, 1, 2, 3
 _FOR_EVER_MS: Final = 1000 * 86_400_000 * 365
+_LONGEST_VALUE: Final = 10_000
+_NEVER: Final = str(2**63 - 1)
 
 
 class BadConfig(ValueError):
@@ -30,20 +32,26 @@ class Change(NamedTuple):
     max_payload_bytes: int | None = None
     timestamp_type: str | None = None
     compression_type: str | None = None
+    # cleanup.policy
     compacted: bool | None = None
+    deletes: bool | None = None
     tombstones_kept: timedelta | None = None
     # -1: no limit.
     retention_bytes: int | None = None
     # key or value -> subject, framed, strategy: what is named of them changes.
     schemas: Mapping[str, Mapping[str, Any]] | None = None
+    # What is only told; None: its default.
+    settings: Mapping[str, str | None] | None = None
 
 
 class _Config(NamedTuple):
     kind: int
     default: str
     documentation: str
-    # Settings that have one value only are told, for clients that read them.
-    fixed: bool = False
+    # For tools that set it or look for it: what was said is kept and told, and changes nothing.
+    only_told: bool = False
+    # Of a number that is only told.
+    least: int = 0
 
 
 STRATEGIES: Final = "io.confluent.kafka.serializers.subject."
@@ -63,17 +71,64 @@ _SCHEMA_KINDS: Final = {
     "subject": _Config(STRING, "", "The subject whose schema payloads must fit, with or without an id. Empty: none."),
 }
 
+# Why it changes nothing -> name, kind, default and least value.
+_WITHOUT_EFFECT: Final[Mapping[str, tuple[tuple[str, int, str, int], ...]]] = {
+    "Segments are the log's own.": (
+        ("file.delete.delay.ms", LONG, "60000", 0),
+        ("index.interval.bytes", INT, "4096", 0),
+        ("preallocate", BOOLEAN, "false", 0),
+        ("segment.bytes", INT, "1073741824", 14),
+        ("segment.index.bytes", INT, "10485760", 4),
+        ("segment.jitter.ms", LONG, "0", 0),
+        ("segment.ms", LONG, "604800000", 1),
+    ),
+    "What is acknowledged is committed by Postgres.": (
+        ("flush.messages", LONG, _NEVER, 1),
+        ("flush.ms", LONG, _NEVER, 0),
+    ),
+    "Postgres replicates; a broker has nothing to replicate.": (
+        ("follower.replication.throttled.replicas", LIST, "", 0),
+        ("leader.replication.throttled.replicas", LIST, "", 0),
+        ("min.insync.replicas", INT, "1", 1),
+        ("unclean.leader.election.enable", BOOLEAN, "false", 0),
+    ),
+    "Whatever is new is compacted soon.": (
+        ("max.compaction.lag.ms", LONG, _NEVER, 1),
+        ("min.cleanable.dirty.ratio", DOUBLE, "0.5", 0),
+        ("min.compaction.lag.ms", LONG, "0", 0),
+    ),
+    "Any time that a producer gives is taken.": (
+        ("message.timestamp.after.max.ms", LONG, "3600000", 0),
+        ("message.timestamp.before.max.ms", LONG, _NEVER, 0),
+    ),
+    "A codec packs as it does.": (
+        ("compression.gzip.level", INT, "-1", -1),
+        ("compression.lz4.level", INT, "9", 1),
+        ("compression.zstd.level", INT, "3", -131072),
+    ),
+    "There is no second place for old segments; an archive is another matter.": (
+        ("local.retention.bytes", LONG, "-2", -2),
+        ("local.retention.ms", LONG, "-2", -2),
+        ("remote.log.copy.disable", BOOLEAN, "false", 0),
+        ("remote.log.delete.on.disable", BOOLEAN, "false", 0),
+        ("remote.storage.enable", BOOLEAN, "false", 0),
+    ),
+}
+
 TOPIC_CONFIGS: Final[Mapping[str, _Config]] = {
     "cleanup.policy": _Config(LIST, "delete", "delete, compact or both: what goes when it is old or superseded."),
     "compression.type": _Config(STRING, "producer", "What fetched records are packed with."),
     "delete.retention.ms": _Config(LONG, "86400000", "How long the deletion of a key stays in a compacted topic."),
     "max.message.bytes": _Config(INT, "1048576", "The largest batch, and the largest value, that is taken."),
     "message.timestamp.type": _Config(STRING, "CreateTime", "Whose time a record has: the producer's or the log's."),
-    "min.insync.replicas": _Config(INT, "1", "Postgres replicates; a broker has nothing to replicate.", fixed=True),
     "retention.bytes": _Config(LONG, "-1", "How large a partition may get before its oldest records go; -1: no limit."),
     "retention.ms": _Config(LONG, "-1", "How long records are kept; -1 keeps them for ever."),
-    "segment.bytes": _Config(INT, "1073741824", "Told for clients; segments are the log's own.", fixed=True),
     **{name: _SCHEMA_KINDS[field] for name, (_, field) in SCHEMA_CONFIGS.items()},
+    **{
+        name: _Config(kind, default, why, only_told=True, least=least)
+        for why, those in _WITHOUT_EFFECT.items()
+        for name, kind, default, least in those
+    },
 }
 
 
@@ -85,8 +140,7 @@ def topic_values(topic: KafkaTopic) -> dict[str, str]:
     values["compression.type"] = topic.compression_type
     values["delete.retention.ms"] = str(round(topic.tombstones_kept.total_seconds() * 1000))
     if topic.compacted:
-        deletes = topic.retention is not None or topic.retention_bytes is not None
-        values["cleanup.policy"] = "compact,delete" if deletes else "compact"
+        values["cleanup.policy"] = "compact,delete" if topic.deletes else "compact"
     if topic.retention_bytes is not None:
         values["retention.bytes"] = str(topic.retention_bytes)
     if topic.retention is not None:
@@ -95,6 +149,7 @@ def topic_values(topic: KafkaTopic) -> dict[str, str]:
         values[f"confluent.{part}.schema.validation"] = str(framed).lower()
         values[f"confluent.{part}.subject.name.strategy"] = STRATEGIES + strategy
         values[f"headwater.{part}.schema"] = subject or ""
+    values.update({name: value for name, value in topic.settings.items() if name in TOPIC_CONFIGS})
     return values
 
 
@@ -106,9 +161,9 @@ def change_of(values: Mapping[str, str | None]) -> Change:
             raise BadConfig(f"there is no topic setting {name}; there are {', '.join(TOPIC_CONFIGS)}")
         config = TOPIC_CONFIGS[name]
         value = config.default if given is None else given.strip()
-        if config.fixed:
-            if value != config.default:
-                raise BadConfig(f"{name} can only be {config.default}. {config.documentation}")
+        if config.only_told:
+            _check_form(name, config, value)
+            change = change._replace(settings={**(change.settings or {}), name: None if given is None else value})
         elif name == "retention.ms":
             kept_ms = _number(name, value, least=-1)
             forever = kept_ms == -1 or kept_ms > _FOR_EVER_MS
@@ -121,7 +176,7 @@ def change_of(values: Mapping[str, str | None]) -> Change:
             policies = {policy.strip() for policy in value.split(",")}
             if not policies or not policies <= {"compact", "delete"}:
                 raise BadConfig(f"{name} is delete, compact or compact,delete, not {value!r}")
-            change = change._replace(compacted="compact" in policies)
+            change = change._replace(compacted="compact" in policies, deletes="delete" in policies)
         elif name == "delete.retention.ms":
             kept_ms = min(_number(name, value, least=0), _FOR_EVER_MS)
             change = change._replace(tombstones_kept=timedelta(milliseconds=kept_ms))
@@ -137,9 +192,6 @@ def change_of(values: Mapping[str, str | None]) -> Change:
             known_parts = dict(change.schemas or {})
             known_parts[part] = {**known_parts.get(part, {}), field: _schema_value(name, field, value)}
             change = change._replace(schemas=known_parts)
-    if change.compacted and "delete" not in (values.get("cleanup.policy") or ""):
-        # Only what is superseded goes, however old the rest is.
-        change = change._replace(retention=None, keep_forever=True, retention_bytes=-1)
     return change
 
 
@@ -151,7 +203,7 @@ def after(values: Mapping[str, str], name: str, operation: int, value: str | Non
         return None
     if name not in TOPIC_CONFIGS or TOPIC_CONFIGS[name].kind != LIST or operation not in (_APPEND, _SUBTRACT):
         raise BadConfig(f"{name} is not a list that one could add to or take from")
-    now = values[name].split(",")
+    now = [part for part in values[name].split(",") if part]
     given = [part.strip() for part in (value or "").split(",") if part.strip()]
     if operation == _APPEND:
         return ",".join([*now, *(part for part in given if part not in now)])
@@ -164,7 +216,7 @@ def described(values: Mapping[str, str], wanted: list[str] | None) -> list[dict[
         {
             "name": name,
             "value": value,
-            "read_only": TOPIC_CONFIGS[name].fixed,
+            "read_only": False,
             "config_source": DEFAULT if value == TOPIC_CONFIGS[name].default else DYNAMIC_TOPIC,
             "is_default": value == TOPIC_CONFIGS[name].default,
             "is_sensitive": False,
@@ -203,6 +255,24 @@ def _schema_value(name: str, field: str, value: str) -> str | bool:
         known = ("TopicNameStrategy", "RecordNameStrategy", "TopicRecordNameStrategy")
         return _one_of(name, value.rpartition(".")[2], known)
     return value
+
+
+def _check_form(name: str, config: _Config, value: str) -> None:
+    if config.kind == BOOLEAN:
+        _one_of(name, value.lower(), ("false",) if name == "remote.storage.enable" else ("true", "false"))
+    elif config.kind == DOUBLE:
+        try:
+            fits = 0 <= float(value) <= 1
+        except ValueError:
+            fits = False
+        if not fits:
+            raise BadConfig(f"{name} is a number from 0 to 1, not {value!r}")
+    elif config.kind in (INT, LONG):
+        number = _number(name, value, least=config.least)
+        if config.kind == INT and number >= 2**31:
+            raise BadConfig(f"{name} is up to {2**31 - 1}, not {value}")
+    elif len(value) > _LONGEST_VALUE:
+        raise BadConfig(f"{name} is up to {_LONGEST_VALUE} characters")
 
 
 def _number(name: str, value: str, *, least: int) -> int:

@@ -120,6 +120,10 @@ class Groups:
         self._noted[name] = generation
         return group
 
+    async def _taken_up(self, name: str) -> Group:
+        async with self._lock(name):
+            return await self._group(name)
+
     async def _deliver(self, group: Group, replies: list[Reply]) -> None:
         """Give answers, once Postgres knows of the generation that they are of."""
         if group.generation != self._noted.get(group.name):
@@ -307,8 +311,9 @@ class Groups:
         """Whether the group has no members. Refused, if another broker would have to say so."""
         if self._heartbeats.group_named(name) is not None:
             return False
-        async with self._lock(name):
-            return (await self._group(name)).state is State.EMPTY
+        if await self._known(name) is None:
+            raise Refused(ErrorCode.group_id_not_found)
+        return (await self._taken_up(name)).state is State.EMPTY
 
     # Looking at groups
 
@@ -318,9 +323,9 @@ class Groups:
             try:
                 if not request.allowed("describe", "group", name):
                     raise Refused(ErrorCode.group_authorization_failed)
-                async with self._lock(name):
-                    group = await self._group(name)
                 known = await self._known(name)
+                # One that nobody knows is not taken up: that would make it.
+                group = Group(name, 0, 0.0) if known is None else await self._taken_up(name)
             except Refused as refused:
                 groups.append({"error_code": refused.code, "group_id": name, "group_state": ""})
                 continue
@@ -360,9 +365,12 @@ class Groups:
         return {"groups": groups}
 
     async def _known(self, name: str) -> str | None:
-        """The kind of protocol that the group had last; None: there is no such group."""
-        listed = await self._broker.log.run(calls.kafka_groups(self._broker.incarnation), patience_seconds=2)
-        return dict(listed).get(name)
+        """The kind of protocol that the group has, or had last; None: there is no such group."""
+        if not name or "\x00" in name:
+            raise Refused(ErrorCode.invalid_group_id)
+        if self.has_members(name):
+            return self._groups[name].protocol_type
+        return await self._broker.log.run(calls.kafka_group_protocol(name), patience_seconds=2)
 
     async def list(self, request: Request) -> dict[str, Any]:
         fields = request.fields
@@ -395,12 +403,12 @@ class Groups:
             try:
                 if not request.allowed("delete", "group", name):
                     raise Refused(ErrorCode.group_authorization_failed)
+                if await self._known(name) is None:
+                    raise Refused(ErrorCode.group_id_not_found)
                 async with self._lock(name):
                     group = await self._group(name)
                     if group.members or self._heartbeats.group_named(name) is not None:
                         code = ErrorCode.non_empty_group
-                    elif await self._known(name) is None:
-                        code = ErrorCode.group_id_not_found
                     else:
                         call = calls.kafka_delete_group(name, self._broker.incarnation)
                         gone = await self._broker.log.run(call, patience_seconds=2)

@@ -79,11 +79,8 @@ class Heartbeats:
             refused = (ErrorCode.group_id_not_found, "the group has members of the classic protocol")
         if refused is not None:
             return {"error_code": refused[0], "error_message": refused[1], "heartbeat_interval": INTERVAL_MS}
-        topics = {
-            topic.name: (topic.id, topic.partitions)
-            for topic in await self._broker.topics()
-            if request.allowed("describe", "topic", topic.name)
-        }
+        # All there are: what this member may not see, another of the group may.
+        topics = {topic.name: (topic.id, topic.partitions) for topic in await self._broker.topics()}
         owned = fields.topic_partitions
         beat = Heartbeat(
             fields.member_id or str(uuid.uuid4()),
@@ -104,7 +101,9 @@ class Heartbeats:
             known = group.members.get(beat.member_id)
             pattern = beat.pattern if beat.pattern is not None else known.pattern if known is not None else ""
             try:
-                beat = beat._replace(matched=await self._matching(pattern))
+                matching = await self._matching(pattern)
+                allowed = frozenset(name for name in matching if request.allowed("describe", "topic", name))
+                beat = beat._replace(matched=allowed)
             except psycopg.errors.InvalidRegularExpression as error:
                 code, message = ErrorCode.invalid_regular_expression, error.diag.message_primary
                 return {"error_code": code, "error_message": message, "heartbeat_interval": INTERVAL_MS}
@@ -236,6 +235,9 @@ def _refused(request: Request) -> tuple[ErrorCode, str] | None:
         return ErrorCode.invalid_group_id, "a group has a name"
     if not request.allowed("read", "group", fields.group_id):
         return ErrorCode.group_authorization_failed, "the group may not be read for"
+    hidden = [one for one in fields.subscribed_topic_names or () if not request.allowed("describe", "topic", one)]
+    if hidden:
+        return ErrorCode.topic_authorization_failed, f"these topics may not be read: {', '.join(sorted(hidden)[:10])}"
     pattern = getattr(fields, "subscribed_topic_regex", None) or ""
     if len(pattern) > LONGEST_PATTERN or "\x00" in pattern:
         message = f"a pattern is up to {LONGEST_PATTERN} characters"

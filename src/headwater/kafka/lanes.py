@@ -143,25 +143,28 @@ class Lanes:
                 if topic is not None
             ]
         await self._broker.refresh_brokers()
-        led = {
-            topic: [
-                Lane(topic.id, index)
-                for index in partitions
-                if self._broker.leader_of(Lane(topic.id, index)) == self._broker.node_id
-            ]
+        led = [
+            (
+                topic.name,
+                [
+                    Lane(topic.id, index)
+                    for index in partitions
+                    if self._broker.leader_of(Lane(topic.id, index)) == self._broker.node_id
+                ],
+            )
             for topic, partitions in wanted
-        }
-        ids = [topic.id for topic, lanes in led.items() if lanes]
+        ]
+        ids = [lanes[0].topic_id for _, lanes in led if lanes]
         sizes = await self._broker.log.run(kafka_admin.kafka_sizes(ids), patience_seconds=5)
         topics = [
             {
-                "name": topic.name,
+                "name": name,
                 "partitions": [
                     {"partition_index": lane.partition, "partition_size": sizes.get(lane, 0), "offset_lag": 0}
                     for lane in lanes
                 ],
             }
-            for topic, lanes in led.items()
+            for name, lanes in led
             if lanes
         ]
         return {"results": [{"error_code": ErrorCode.none, "log_dir": LOG_DIRECTORY, "topics": topics}]}

@@ -57,7 +57,8 @@ class Offsets:
         offsets = []
         for one in request.fields.topics or ():
             topic = await (self._broker.topic_with_uuid(one.topic_id) if by_id else self._broker.topic_named(one.name))
-            denied = topic is not None and not request.allowed("read", "topic", topic.name)
+            name = one.name if not by_id else topic.name if topic is not None else None
+            denied = name is not None and not request.allowed("read", "topic", name)
             missing = ErrorCode.unknown_topic_id if by_id else ErrorCode.unknown_topic_or_partition
             partitions = []
             for part in one.partitions or ():
@@ -110,7 +111,7 @@ class Offsets:
         if asked.topics is None:
             for name in dict.fromkeys(one.topic for one in committed):
                 topic = await self._broker.topic_named(name)
-                if topic is not None:
+                if topic is not None and request.allowed("describe", "topic", name):
                     named = {"topic_id": self._broker.uuid_of(topic)} if by_id else {"name": name}
                     parts = [one.partition for one in committed if one.topic == name]
                     told = [_offset(known.get((name, part)), Lane(topic.id, part), unstable) for part in parts]
@@ -119,7 +120,10 @@ class Offsets:
             topic = await (self._broker.topic_with_uuid(one.topic_id) if by_id else self._broker.topic_named(one.name))
             named = {"topic_id": one.topic_id} if by_id else {"name": one.name}
             code = ErrorCode.unknown_topic_id if by_id and topic is None else ErrorCode.none
-            name = topic.name if topic is not None else ""
+            name = topic.name if topic is not None else "" if by_id else one.name
+            if name and not request.allowed("describe", "topic", name):
+                # Also if there is none of that name, since that is not to be told either.
+                code = ErrorCode.topic_authorization_failed
             lanes = [Lane(topic.id if topic is not None else 0, part) for part in one.partition_indexes or ()]
             told = [_offset(known.get((name, lane.partition)), lane, unstable, code) for lane in lanes]
             topics.append({**named, "partitions": told})
@@ -137,10 +141,13 @@ class Offsets:
         doomed = []
         for one in fields.topics or ():
             topic = await self._broker.topic_named(one.name)
+            denied = not request.allowed("read", "topic", one.name)
             partitions = []
             for part in one.partitions or ():
                 code = ErrorCode.none
-                if topic is None or not 0 <= part.partition_index < topic.partitions:
+                if denied:
+                    code = ErrorCode.topic_authorization_failed
+                elif topic is None or not 0 <= part.partition_index < topic.partitions:
                     code = ErrorCode.unknown_topic_or_partition
                 elif not empty:
                     # Which topics its members read only they know, so all count as read.
@@ -164,8 +171,10 @@ def _commit_code(topic: KafkaTopic | None, part: Any, missing: ErrorCode) -> Err
 
 
 def _offset(known: Any, lane: Lane, unstable: set[Lane], code: ErrorCode = ErrorCode.none) -> dict[str, Any]:
-    if lane in unstable:
-        known, code = None, ErrorCode.unstable_offset_commit
+    if code is ErrorCode.none and lane in unstable:
+        code = ErrorCode.unstable_offset_commit
+    if code is not ErrorCode.none:
+        known = None
     return {
         "partition_index": lane.partition,
         "committed_offset": -1 if known is None else known.offset,

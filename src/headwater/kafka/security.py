@@ -190,6 +190,8 @@ class Credentials:
 
 _KINDS: Final = {2: "topic", 3: "group", 4: "log", 5: "transaction"}
 _ACTIONS: Final = {2: "all", 3: "read", 4: "write", 5: "create", 6: "delete", 7: "alter", 8: "describe"}
+# With what Kafka tells apart and the log does not: DESCRIBE_CONFIGS, ALTER_CONFIGS and IDEMPOTENT_WRITE.
+_MEANT: Final = {**_ACTIONS, 10: "describe", 11: "alter", 12: "write"}
 _NUMBERS: Final = {name: number for table in (_KINDS, _ACTIONS) for number, name in table.items()}
 _ANY, _MATCH, _LITERAL, _PREFIXED, _ALLOW = 1, 2, 3, 4, 3
 
@@ -278,7 +280,7 @@ class Acls:
 
 def _permission(asked: Any) -> Permission:
     kind = _KINDS.get(asked.resource_type)
-    action = _ACTIONS.get(asked.operation)
+    action = _MEANT.get(asked.operation)
     pattern = getattr(asked, "resource_pattern_type", _LITERAL)
     if kind is None or action is None or pattern not in (_LITERAL, _PREFIXED):
         actions = ", ".join(_ACTIONS.values())
@@ -295,10 +297,9 @@ def _matches(given: Permission, wanted: Any) -> bool:
     """Whether a permission is among those that a filter describes."""
     name = wanted.resource_name_filter
     pattern = wanted.pattern_type_filter
-    if wanted.resource_type_filter not in (_ANY, _NUMBERS[given.kind]) or wanted.operation not in (
-        _ANY,
-        _NUMBERS[given.action],
-    ):
+    if wanted.resource_type_filter not in (_ANY, _NUMBERS[given.kind]):
+        return False
+    if wanted.operation != _ANY and _MEANT.get(wanted.operation) != given.action:
         return False
     if wanted.permission_type not in (_ANY, _ALLOW) or wanted.host_filter not in (None, "*"):
         return False

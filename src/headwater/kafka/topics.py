@@ -263,6 +263,8 @@ class Topics:
                     tombstones_kept=change.tombstones_kept,
                     retention_bytes=change.retention_bytes,
                     schemas=change.schemas,
+                    deletes=change.deletes,
+                    settings=change.settings,
                 ),
                 request.account,
                 "topic.create",
@@ -390,8 +392,7 @@ class Topics:
         """Replace the settings of topics: what is not named gets its default."""
 
         def wanted(one: Any, topic: KafkaTopic) -> dict[str, str | None]:
-            changeable = dict.fromkeys(name for name, config in TOPIC_CONFIGS.items() if not config.fixed)
-            return {**changeable, **{config.name: config.value for config in one.configs or ()}}
+            return {**dict.fromkeys(TOPIC_CONFIGS), **{config.name: config.value for config in one.configs or ()}}
 
         return await self._alter(request, wanted)
 

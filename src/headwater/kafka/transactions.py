@@ -270,6 +270,8 @@ class Transactions:
         producers = set(fields.producer_id_filters or ())
         longer_ms = getattr(fields, "duration_filter", -1)
         now_ms = time.time() * 1000
+        # Tools ask all brokers, and put together what they hear.
+        await self._broker.refresh_brokers()
         return {
             "error_code": ErrorCode.none,
             "unknown_state_filters": sorted(wanted - set(_STATES)),
@@ -280,7 +282,8 @@ class Transactions:
                     "transaction_state": _state(one),
                 }
                 for one in await self._all()
-                if (not wanted or _state(one) in wanted)
+                if self._broker.speaks_for(one.transactional_id)
+                and (not wanted or _state(one) in wanted)
                 and (not producers or one.producer_id in producers)
                 and (longer_ms < 0 or (one.began_ms is not None and now_ms - one.began_ms > longer_ms))
                 and request.allowed("describe", "transaction", one.transactional_id)

@@ -58,6 +58,7 @@ FUNCTION_FILES = (
     "kafka_produce.sql",
     "kafka_fetch.sql",
     "kafka_retention.sql",
+    "kafka_compaction.sql",
     "kafka_group.sql",
     "kafka_transaction.sql",
     "retention.sql",

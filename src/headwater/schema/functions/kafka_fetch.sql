@@ -8,9 +8,10 @@ language sql
 stable
 return coalesce(produced_ms, floor(extract(epoch from published_at) * 1000)::bigint);
 
--- Where lanes begin and end: the first offset that is kept, and the one after the last that can be read; with their
+-- Where lanes begin and end: the offset up to which all was taken, and the one after the last that can be read; with their
 -- place in the arrays, and the kind of their topic. No row for a lane that does not exist. Events below `end_offset` are
--- read in a later statement.
+-- read in a later statement. A lane begins where it is noted to: what compaction took is a gap like others, also at the
+-- beginning.
 create or replace function headwater.kafka_bounds(topic_ids integer[], lanes integer[])
 returns table (topic_id integer, lane integer, start_offset bigint, end_offset bigint, place integer, kind text)
 language plpgsql
@@ -22,11 +23,9 @@ declare
 begin
     for asked in
         select
-            t.id, t.kind, t.expired_to, l.lane, l.place, coalesce(k.compacted, false) as compacted,
-            coalesce(b.start_offset, 0) as begin_at
+            t.id, t.kind, t.expired_to, l.lane, l.place, coalesce(b.start_offset, 0) as begin_at
         from unnest(topic_ids, lanes) with ordinality as l (topic_id, lane, place)
         join headwater.topic t on t.id = l.topic_id and t.deleted_at is null and l.lane between 0 and t.partitions - 1
-        left join headwater.kafka_topic k on k.topic_id = t.id
         left join headwater.kafka_lane b on b.topic_id = t.id and b.partition = l.lane
     loop
         topic_id := asked.id;
@@ -39,19 +38,7 @@ begin
             end_offset := greatest(settled_to + 1, start_offset);
         else
             end_offset := headwater.next_offset(asked.id, asked.lane);
-            select e.topic_offset into start_offset
-            from headwater.event e
-            where
-                e.topic_id = asked.id and e.partition = asked.lane and e.topic_offset is not null
-                and e.position > asked.expired_to
-            order by e.topic_offset
-            limit 1;
-            -- What compaction took is a gap like others: the lane begins where it did.
-            start_offset := case
-                when asked.compacted and asked.expired_to = 0 then 0
-                else coalesce(start_offset, end_offset)
-            end;
-            start_offset := greatest(start_offset, asked.begin_at);
+            start_offset := asked.begin_at;
         end if;
         return next;
     end loop;

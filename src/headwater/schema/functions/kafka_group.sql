@@ -59,44 +59,27 @@ select b.node_id, b.incarnation, b.host, b.port
 from headwater.kafka_broker b
 where b.expires_at > clock_timestamp();
 
--- The broker that coordinates a group (or, by another name, a transactional producer): the one that does, while it is
--- alive; else one of the living is made to. Null: no broker lives.
+-- The broker that coordinates a group: the one that does, while it is alive; else the one of the living that is to take it
+-- up when somebody joins it. Nothing is noted: to ask for a group does not make one. Null: no broker lives.
 create or replace function headwater.kafka_coordinator(group_name text, protocol_type text default '')
 returns integer
-language plpgsql
-as $$
-declare
-    coordinating integer;
-    chosen headwater.kafka_live_broker;
-begin
-    select b.node_id into coordinating
-    from headwater.kafka_group g
-    join headwater.kafka_live_broker b on b.incarnation = g.coordinator
-    where g.name = group_name;
-    if found then
-        return coordinating;
-    end if;
-    -- By a hash of both names, so that groups are spread and most stay where they are when a broker comes or goes.
-    select * into chosen
-    from headwater.kafka_live_broker b
-    order by hashtextextended(group_name || ':' || b.node_id, 0)
-    limit 1;
-    if not found then
-        return null;
-    end if;
-    insert into headwater.kafka_group as g (name, coordinator)
-    values (group_name, chosen.incarnation)
-    on conflict (name) do update
-        set coordinator = excluded.coordinator
-        where not exists (select from headwater.kafka_live_broker b where b.incarnation = g.coordinator);
-    -- Another may have been quicker.
-    select b.node_id into coordinating
-    from headwater.kafka_group g
-    join headwater.kafka_live_broker b on b.incarnation = g.coordinator
-    where g.name = group_name;
-    return coordinating;
-end;
-$$;
+language sql
+stable
+return coalesce(
+    (
+        select b.node_id
+        from headwater.kafka_group g
+        join headwater.kafka_live_broker b on b.incarnation = g.coordinator
+        where g.name = group_name
+    ),
+    (
+        select b.node_id
+        from headwater.kafka_live_broker b
+        -- By a hash of both names, so that groups are spread and most stay where they are when a broker comes or goes.
+        order by hashtextextended(group_name || ':' || b.node_id, 0)
+        limit 1
+    )
+);
 
 -- Take up a group as its coordinator. Returns the generation to count on from, or null: another broker coordinates it.
 create or replace function headwater.kafka_take_up(group_name text, incarnation bigint)
@@ -253,11 +236,16 @@ begin
 end;
 $$;
 
--- Forget producers that were silent for a week, as Kafka does.
+-- Forget producers, transactional ones too, that were silent for a week, as Kafka does.
 create or replace function headwater.kafka_upkeep()
 returns void
 language sql
 begin atomic
     delete from headwater.kafka_producer_lane p
     where p.updated_at < clock_timestamp() - interval '7 days';
+    delete from headwater.kafka_transaction t
+    where
+        t.updated_at < clock_timestamp() - interval '7 days' and t.began_at is null
+        and not exists (select from headwater.kafka_staged s where s.producer_id = t.producer_id)
+        and not exists (select from headwater.kafka_staged_offset s where s.producer_id = t.producer_id);
 end;

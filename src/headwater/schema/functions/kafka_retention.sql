@@ -1,4 +1,4 @@
--- What leaves a lane before its time: deleted on request, or beyond the size that its topic may have.
+-- What leaves a lane from its beginning: deleted on request, too old, or beyond the size that its topic may have.
 
 -- What an event counts for: its parts as they are, without what Postgres adds to them.
 create or replace function headwater.kafka_event_bytes(payload bytea, key bytea, record_headers bytea, headers jsonb)
@@ -10,7 +10,7 @@ return
     + coalesce(pg_column_size(headers), 0);
 
 -- Bring the sizes of a topic's lanes up to date. Only what came since the last time is counted, unless retention by time
--- or compaction took something, which do not say of how much.
+-- took something, which does not say of how much.
 create or replace function headwater.kafka_measure(measured_topic integer)
 returns void
 language plpgsql
@@ -25,7 +25,7 @@ begin
     select * into known from headwater.kafka_topic k where k.topic_id = measured_topic for update;
     select * into target from headwater.topic t where t.id = measured_topic;
     count_after := known.measured_to;
-    if known.compacted or known.measured_after <> target.expired_to then
+    if known.measured_after <> target.expired_to then
         update headwater.kafka_lane l set bytes = 0 where l.topic_id = target.id;
         count_after := target.expired_to;
     end if;
@@ -76,6 +76,8 @@ begin
         coalesce(sum(g.bytes) filter (where g.position <= known.measured_to and g.position > target.expired_to), 0)
     into cut, cut_bytes
     from gone g;
+    delete from headwater.kafka_key k
+    where k.topic_id = target.id and k.partition = lane and k.position <= last_position;
     insert into headwater.kafka_lane as l (topic_id, partition, start_offset)
     values (target.id, lane, begin_at)
     on conflict on constraint kafka_lane_pkey do update
@@ -122,7 +124,7 @@ begin
     end if;
     if exists (
         select from headwater.kafka_topic k
-        where k.topic_id = target.id and k.compacted and target.retention is null and k.retention_bytes is null
+        where k.topic_id = target.id and not k.deletes
     ) then
         raise exception 'topic "%" is compacted, and keeps the newest event of each key', topic
             using errcode = 'HW002', hint = 'Delete a key by an event without a payload, or add delete to cleanup.policy.';
@@ -177,59 +179,96 @@ begin
 end;
 $$;
 
--- Take the oldest events of lanes that are larger than their topics say, up to `sweep_size` at a time. Returns how many.
+-- Take the oldest events of a topic's lanes that are larger than it says and, with `by_age`, those that are older, one by
+-- one; up to `sweep_size` at a time, and nothing that somebody still needs. Only a holder of the log's upkeep may. Returns
+-- how many went.
+create or replace function headwater.shorten(target headwater.topic, by_age boolean, sweep_size integer)
+returns bigint
+language plpgsql
+as $$
+declare
+    safe_to constant bigint := least(headwater.releasable(), headwater.archived_to(target));
+    published_before constant timestamptz := case when by_age then clock_timestamp() - target.retention end;
+    largest constant bigint := (select k.retention_bytes from headwater.kafka_topic k where k.topic_id = target.id);
+    due record;
+    swept bigint := 0;
+begin
+    if
+        target.event_store
+        or num_nonnulls(published_before, largest) = 0
+        or exists (select from headwater.kafka_topic k where k.topic_id = target.id and not k.deletes)
+    then
+        return 0;
+    end if;
+    if largest is not null then
+        perform headwater.kafka_measure(target.id);
+    end if;
+    for due in
+        select l.lane, o.position, o.topic_offset
+        from generate_series(0, target.partitions - 1) as l (lane)
+        left join headwater.kafka_lane k on k.topic_id = target.id and k.partition = l.lane
+        cross join lateral (
+            select max(g.position) as position, max(g.topic_offset) as topic_offset
+            from (
+                -- The oldest, as long as there was too much before each, or each is too old.
+                select f.position, f.topic_offset, bool_and(
+                    coalesce(f.published_at < published_before, false)
+                    or coalesce(f.bytes_before < k.bytes - largest, false)
+                ) over (order by f.position) as goes
+                from (
+                    select
+                        e.position, e.topic_offset, e.published_at,
+                        sum(e.bytes) over (order by e.position) - e.bytes as bytes_before
+                    from (
+                        select
+                            e.position, e.topic_offset, e.published_at,
+                            headwater.kafka_event_bytes(e.payload, e.key, e.record_headers, e.headers) as bytes
+                        from headwater.event e
+                        where
+                            e.topic_id = target.id and e.partition = l.lane and e.position > target.expired_to
+                            and e.position <= safe_to
+                        order by e.position
+                        limit sweep_size
+                    ) as e
+                ) as f
+            ) as g
+            where g.goes
+        ) as o
+        where published_before is not null or k.bytes > largest
+        -- So that what is gone of all lanes is told to be once the last is cut.
+        order by o.position
+    loop
+        exit when swept >= sweep_size;
+        if due.position is not null then
+            swept := swept + headwater.kafka_cut(
+                (select t from headwater.topic t where t.id = target.id), due.lane, due.position,
+                coalesce(due.topic_offset, due.position) + 1
+            );
+        end if;
+    end loop;
+    return swept;
+end;
+$$;
+
+-- Take the oldest events of lanes that are larger than their topics say. After about `sweep_size` events the rest waits for
+-- the next call. Returns how many went.
 create or replace function headwater.expire_by_size(sweep_size integer default 50000)
 returns bigint
 language plpgsql
 as $$
 declare
-    releasable constant bigint := headwater.releasable();
-    due record;
-    last record;
+    target headwater.topic;
     swept bigint := 0;
 begin
-    for due in
-        select k.topic_id
-        from headwater.kafka_topic k
-        join headwater.topic t on t.id = k.topic_id
-        where k.retention_bytes is not null and not t.event_store and t.deleted_at is null
-        order by k.topic_id
-    loop
-        perform headwater.kafka_measure(due.topic_id);
-    end loop;
-    for due in
-        select t.id, l.partition, l.bytes - k.retention_bytes as excess
-        from headwater.kafka_topic k
-        join headwater.topic t on t.id = k.topic_id
-        join headwater.kafka_lane l on l.topic_id = k.topic_id
-        where l.bytes > k.retention_bytes and not t.event_store and t.deleted_at is null
-        order by t.id, l.partition
+    for target in
+        select t.*
+        from headwater.topic t
+        join headwater.kafka_topic k on k.topic_id = t.id
+        where k.retention_bytes is not null and t.deleted_at is null
+        order by t.id
     loop
         exit when swept >= sweep_size;
-        -- The oldest, as long as there was too much before each; and nothing that somebody still needs.
-        select max(o.position) as position, max(o.topic_offset) as topic_offset, max(t.id) as id into last
-        from headwater.topic t
-        cross join lateral (
-            select f.position, f.topic_offset, sum(f.bytes) over (order by f.position) - f.bytes as bytes_before
-            from (
-                select
-                    e.position, e.topic_offset,
-                    headwater.kafka_event_bytes(e.payload, e.key, e.record_headers, e.headers) as bytes
-                from headwater.event e
-                where
-                    e.topic_id = t.id and e.partition = due.partition and e.position > t.expired_to
-                    and e.position <= least(releasable, headwater.archived_to(t))
-                order by e.position
-                limit sweep_size - swept
-            ) as f
-        ) as o
-        where t.id = due.id and o.bytes_before < due.excess;
-        if last.position is not null then
-            swept := swept + headwater.kafka_cut(
-                (select t from headwater.topic t where t.id = due.id), due.partition, last.position,
-                coalesce(last.topic_offset, last.position) + 1
-            );
-        end if;
+        swept := swept + headwater.shorten(target, by_age => false, sweep_size => sweep_size - swept::integer);
     end loop;
     return swept;
 end;

@@ -47,20 +47,30 @@ begin
                 t.deleted_at is not null
                 or (
                     old.closed_at < clock_timestamp() - t.retention
+                    -- One that is only compacted keeps the newest event of each key, however old.
+                    and not exists (select from headwater.kafka_topic k where k.topic_id = t.id and not k.deletes)
                     -- What an archive has yet to get waits for it.
                     and e.position <= headwater.archived_to(t)
                 )
         loop
-            -- A lane whose tail goes away must not start to count again.
-            insert into headwater.lane as l (topic_id, partition, next_offset)
-            select e.topic_id, e.partition, max(e.topic_offset) + 1
-            from headwater.event e
-            where
-                e.topic_id = expired.id and e.position >= old.lo and e.position < old.hi
-                and e.topic_offset is not null
-            group by e.topic_id, e.partition
+            -- A lane whose tail goes away must not start to count again; and it begins after what went.
+            with gone as (
+                select e.topic_id, e.partition, max(e.topic_offset) + 1 as next_offset
+                from headwater.event e
+                where
+                    e.topic_id = expired.id and e.position >= old.lo and e.position < old.hi
+                    and e.topic_offset is not null
+                group by e.topic_id, e.partition
+            ), counted as (
+                insert into headwater.lane as l (topic_id, partition, next_offset)
+                select g.topic_id, g.partition, g.next_offset from gone g
+                on conflict (topic_id, partition) do update
+                    set next_offset = greatest(l.next_offset, excluded.next_offset)
+            )
+            insert into headwater.kafka_lane as l (topic_id, partition, start_offset)
+            select g.topic_id, g.partition, g.next_offset from gone g
             on conflict (topic_id, partition) do update
-                set next_offset = greatest(l.next_offset, excluded.next_offset);
+                set start_offset = greatest(l.start_offset, excluded.start_offset);
             update headwater.topic t
             set expired_to = expired.last_position
             where t.id = expired.id and t.expired_to < expired.last_position;
