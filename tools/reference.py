@@ -377,9 +377,9 @@ KAFKA_DIFFERENCES = (
     "event, and for archives. The last record of a partition stays, also if it deletes its key.",
     "`retention.ms` counts from when the segment of the log that has the record was closed; `retention.bytes` is "
     "applied to the record, once a minute and until it holds: a partition is at most that large afterwards. It counts "
-    "keys, values and headers. Both wait for readers that must not lose an event, and for archives, and hold only where "
-    "`cleanup.policy` contains `delete`. `headwater topic clean`, and `headwater.clean_up` in SQL, apply all of it at "
-    "once, to the record.",
+    "keys, values and headers. Both wait for readers that must not lose an event, and for archives, and hold only "
+    "where `cleanup.policy` contains `delete`. `headwater topic clean`, and `headwater.clean_up` in SQL, apply all of "
+    "it at once, to the record.",
     "DeleteRecords is refused with POLICY_VIOLATION for what somebody who must not lose an event, or an archive, has "
     "yet to read, and for event stores and topics that are only compacted. In an open topic it deletes up to a "
     "position.",
