@@ -411,9 +411,10 @@ def _as_batch(topic: KafkaTopic, part: Any, header: BatchHeader, *, limit_bytes:
     """The batch, ready to be appended, and the same as columns."""
     columns = read_records(part.records, header, limit_bytes=limit_bytes)
     batch = _checked(topic, Lane(topic.id, part.index), header, columns)
-    # Unpacked, since that is what waits.
-    size = len(part.records) + RECORD_BYTES * header.record_count
-    size += sum(sum(map(len, filter(None, parts))) for parts in (columns.keys, columns.values, columns.headers))
+    # As it came and unpacked: both wait.
+    size = 2 * len(part.records) + RECORD_BYTES * header.record_count
+    if header.codec:
+        size += sum(sum(map(len, filter(None, parts))) for parts in (columns.keys, columns.values, columns.headers))
     # As the topic packs its records, and whole: compaction takes single ones.
     fits = header.codec in codecs_for(topic.compression_type, zstd=True) and not topic.compacted
     by_log_time = topic.timestamp_type == "LogAppendTime"
