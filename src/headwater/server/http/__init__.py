@@ -8,6 +8,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Final
 
 import uvicorn
@@ -18,13 +19,13 @@ from headwater.server.callers import Callers
 from headwater.server.door import Door, Opening
 from headwater.server.http.app import application
 from headwater.server.http.live import Live
-from headwater.server.http.protocol import Connection
+from headwater.server.http.protocol import Connection, Room
 from headwater.server.http.served import Served
 
 BACKLOG: Final = 4096
 KEEP_ALIVE_SECONDS: Final = 20
-# How long requests that are under way may take when the server stops.
-GRACE_SECONDS: Final = 10
+# What was called off at the end of the grace may clear up for so long.
+LATE_SECONDS: Final = 5.0
 
 
 class _Server(uvicorn.Server):
@@ -54,17 +55,18 @@ async def serving(log: AsyncHeadwater, opening: Opening) -> AsyncIterator[Door]:
     async with callers.kept_current(), live.running():
         config = uvicorn.Config(
             application(Served(log, callers, live, opening)),
-            http=Connection,
+            # A class for uvicorn: what makes a connection.
+            http=partial(Connection, room=Room(opening.limits.connections)),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
-            proxy_headers=False,
+            proxy_headers=bool(opening.trusted_proxies),
+            forwarded_allow_ips=list(opening.trusted_proxies),
             server_header=False,
             backlog=BACKLOG,
-            limit_concurrency=opening.limits.connections,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=GRACE_SECONDS,
+            timeout_graceful_shutdown=opening.limits.grace_seconds,  # type: ignore[arg-type]
             ssl_certfile=opening.certificate,
             ssl_keyfile=opening.private_key,
         )
@@ -79,10 +81,12 @@ async def serving(log: AsyncHeadwater, opening: Opening) -> AsyncIterator[Door]:
             yield door
         finally:
             server.should_exit = True
-            await asyncio.wait([task], timeout=GRACE_SECONDS + 5)
+            await asyncio.wait([task], timeout=opening.limits.grace_seconds + LATE_SECONDS)
             if not task.done():
                 task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+            if called_off := set(server.server_state.tasks):
+                await asyncio.wait(called_off, timeout=LATE_SECONDS)
 
 
 def _listener(opening: Opening) -> socket.socket:
