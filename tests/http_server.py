@@ -35,11 +35,12 @@ def http_door(
     limits: Limits | None = None,
     certificate: tuple[str, str] | None = None,
     trusted_proxies: tuple[str, ...] = (),
+    counts_directory: str | None = None,
     pool_size: int = 6,
 ) -> Iterator[str]:
     """Its address. In a thread of its own, as a role that may do what the documents say that it needs."""
     opening = replace(LOCAL, port=free_port(), authenticate=authenticate, limits=limits or Limits())
-    opening = replace(opening, trusted_proxies=trusted_proxies)
+    opening = replace(opening, trusted_proxies=trusted_proxies, counts_directory=counts_directory)
     if certificate is not None:
         opening = replace(opening, certificate=certificate[0], private_key=certificate[1])
     started: threading.Event = threading.Event()

@@ -45,8 +45,9 @@ def supervised(dsn: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple
     return run
 
 
-def test_processes_have_longer_to_stop_than_what_is_under_way_in_them(supervised: Any) -> None:
+def test_processes_count_together_and_have_longer_to_stop_than_what_is_under_way(supervised: Any) -> None:
     seen, _ = supervised("--grace-seconds", "33")
+    assert len({plan.http.counts_directory for plan in seen["plans"]} - {None}) == 1
     assert all(plan.grace_seconds == plan.http.limits.grace_seconds == 33 for plan in seen["plans"])
     # What is called off then still has to settle: ten seconds for webhooks.
     assert seen["stop_seconds"] > 33 + 10

@@ -8,6 +8,7 @@ import importlib
 import ipaddress
 import socket
 import ssl
+import tempfile
 from collections.abc import Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -217,6 +218,9 @@ def serve(
         for name in ("http", "grpc"):
             if (one := doors[name]) is not None:
                 doors[name] = reserved.enter_context(_Reserved(one)).opening
+        if doors["http"] is not None and processes_ > 1:
+            directory = reserved.enter_context(tempfile.TemporaryDirectory(prefix="headwater-counts-"))
+            doors["http"] = replace(doors["http"], counts_directory=directory)
         plans = [
             Plan(
                 dsn=database,

@@ -44,6 +44,8 @@ class Opening:
     webhook_networks: tuple[Network, ...] = ()
     # Addresses and networks of proxies that are believed when they say for whom they ask, and how that one came.
     trusted_proxies: tuple[str, ...] = ()
+    # Where the processes that share the port note what they have counted. None: there is one.
+    counts_directory: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

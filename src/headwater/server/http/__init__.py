@@ -16,6 +16,7 @@ import uvicorn
 from headwater.aio import AsyncHeadwater
 from headwater.errors import InvalidRequest
 from headwater.server.callers import Callers
+from headwater.server.counts import Counts
 from headwater.server.door import Door, Opening
 from headwater.server.http.app import application
 from headwater.server.http.live import Live
@@ -49,12 +50,13 @@ async def serving(log: AsyncHeadwater, opening: Opening) -> AsyncIterator[Door]:
     """Serve HTTP until the block is left; requests under way are finished then, and live streams told the end."""
     callers = Callers(log, authenticate=opening.authenticate)
     live = Live(log, opening.limits)
+    counts = Counts(opening.counts_directory)
     listener = _listener(opening)
     # It warns of every request that is no HTTP, which anybody can send without end.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-    async with callers.kept_current(), live.running():
+    async with callers.kept_current(), live.running(), counts.kept_current():
         config = uvicorn.Config(
-            application(Served(log, callers, live, opening)),
+            application(Served(log, callers, live, opening, counts)),
             # A class for uvicorn: what makes a connection.
             http=partial(Connection, room=Room(opening.limits.connections)),  # type: ignore[arg-type]
             ws="none",
