@@ -73,13 +73,13 @@ def http_door(
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    assert started.wait(20)
+    assert started.wait(60)
     assert not failures, failures
     try:
         yield found[0]
     finally:
         loop.call_soon_threadsafe(stop[0].set)
-        thread.join(30)
+        thread.join(90)
         assert not thread.is_alive()
 
 
