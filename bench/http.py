@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import resource
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -15,6 +14,7 @@ import headwater
 import headwater.aio
 from bench import _measure as measure
 from bench._serving import serving
+from headwater.cli import open_files
 
 PAYLOAD = {"customer": "c-17", "total": 4250, "note": "x" * 60}
 TOPIC = "bench"
@@ -144,8 +144,7 @@ async def streams(host: str, port: int, pid: int, dsn: str, *, count: int, event
 def main() -> None:
     options = measure.arguments(__doc__ or "")
     started = time.monotonic()
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65536), hard))
+    open_files.raise_limit(65536)
     seconds = 2.0 if options.quick else 10.0
     count = 2000
     with measure.measured_server(options.dsn) as server, door(server.dsn) as (host, port, pid):

@@ -34,10 +34,13 @@ def http_door(
     authenticate: bool = False,
     limits: Limits | None = None,
     certificate: tuple[str, str] | None = None,
+    trusted_proxies: tuple[str, ...] = (),
+    counts_directory: str | None = None,
     pool_size: int = 6,
 ) -> Iterator[str]:
     """Its address. In a thread of its own, as a role that may do what the documents say that it needs."""
     opening = replace(LOCAL, port=free_port(), authenticate=authenticate, limits=limits or Limits())
+    opening = replace(opening, trusted_proxies=trusted_proxies, counts_directory=counts_directory)
     if certificate is not None:
         opening = replace(opening, certificate=certificate[0], private_key=certificate[1])
     started: threading.Event = threading.Event()
@@ -70,13 +73,13 @@ def http_door(
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    assert started.wait(20)
+    assert started.wait(60)
     assert not failures, failures
     try:
         yield found[0]
     finally:
         loop.call_soon_threadsafe(stop[0].set)
-        thread.join(30)
+        thread.join(90)
         assert not thread.is_alive()
 
 

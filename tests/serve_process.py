@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from psycopg import conninfo
 
-STOP_SECONDS = 20
+STOP_SECONDS = 60
 
 
 @dataclass(frozen=True)

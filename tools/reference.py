@@ -323,7 +323,7 @@ def metrics_page() -> str:
             "topics, groups, cursors and pipelines each, by name; `headwater_topics`, `headwater_groups` and "
             "`headwater_cursors` tell how many there are.",
             table(columns, rows("database")).strip(),
-            "## Of one process, counted since its start",
+            "## Of one process, or of all of one `headwater serve --processes`, counted since its start",
             "Of each, at most 1000 combinations of labels; what comes after them is counted as `(others)`.",
             table(columns, rows("process")).strip(),
             "## Log fields",

@@ -27,7 +27,16 @@ MAX_COMPARED: Final = 100
 ATTEMPTS: Final = 20
 
 T = TypeVar("T")
-Steps = Generator[Call[Any], Any, T]
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """A call that changes the registry, on which whoever carries it out tells of it in the log."""
+
+    call: Call[Any]
+
+
+Steps = Generator[Call[Any] | Act, Any, T]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +47,12 @@ class Registered:
     version: int
 
 
-def carry_out(steps: Steps[T], run: Callable[[Call[Any]], Any]) -> T:
-    """Do what the steps ask for, with something that runs calls."""
+def carry_out(steps: Steps[T], run: Callable[[Call[Any]], Any], act: Callable[[Call[Any]], Any] | None = None) -> T:
+    """Do what the steps ask for, with something that runs calls, and something that runs those that change anything."""
     try:
-        call = next(steps)
+        asked = next(steps)
         while True:
-            call = steps.send(run(call))
+            asked = steps.send((act or run)(asked.call) if isinstance(asked, Act) else run(asked))
     except StopIteration as done:
         result: T = done.value
         return result
@@ -68,7 +77,7 @@ def register(subject: str, schema: Schema) -> Steps[Registered]:
                 hint="See all with headwater schema check, or change what may follow with headwater schema config.",
                 detail={"subject": subject, "compatibility": found.compatibility, "problems": problems},
             )
-        registered = yield calls.register_schema(subject, schema, hashed, revision=found.revision)
+        registered = yield Act(calls.register_schema(subject, schema, hashed, revision=found.revision))
         if registered is not None:
             return Registered(*registered)
     raise TransactionAborted(f'subject "{subject}" changes faster than a schema can be compared with it')

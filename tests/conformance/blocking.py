@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-SECONDS = 60
+SECONDS = 90
 
 
 class Loop:

@@ -68,10 +68,10 @@ class CuttingProxy:
         # What is still being carried when it stops, asyncio.run ends.
         thread = threading.Thread(target=lambda: asyncio.run(self._run(listening)), daemon=True)
         thread.start()
-        assert listening.wait(10)
+        assert listening.wait(60)
         assert self._loop is not None
         try:
             yield self
         finally:
             self._loop.call_soon_threadsafe(self._stopping.set)
-            thread.join(10)
+            thread.join(60)

@@ -23,7 +23,7 @@ class Raw:
 
     def __init__(self, broker: BrokerProcess) -> None:
         host, port = broker.addresses[0].split(":")
-        self.socket = socket.create_connection((host, int(port)), timeout=20)
+        self.socket = socket.create_connection((host, int(port)), timeout=90)
 
     def send(self, api: int, version: int, fields: dict[str, Any], correlation: int = 1) -> None:
         schema: Any = load_request_schema(api, version)

@@ -25,7 +25,7 @@ from headwater.query import (
 from headwater.server.rpc.client import service
 from headwater.server.rpc.generated import headwater_pb2 as pb
 
-SECONDS = 30
+SECONDS = 90
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from confluent_kafka import KafkaError, KafkaException, TopicPartition  # noqa: 
 from confluent_kafka.admin import AdminClient, NewTopic  # noqa: E402
 
 _numbers = itertools.count(1)
-PATIENCE_SECONDS = 30
+PATIENCE_SECONDS = 90
 EARLIEST, LATEST = -2, -1
 
 

@@ -20,7 +20,7 @@ from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition  # no
 from confluent_kafka.admin import AdminClient, ConfigEntry, ConfigResource, NewPartitions, NewTopic  # noqa: E402
 
 _names = itertools.count()
-PATIENCE_SECONDS = 30
+PATIENCE_SECONDS = 90
 
 
 @pytest.fixture(scope="module")

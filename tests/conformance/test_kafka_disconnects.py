@@ -17,7 +17,7 @@ confluent = pytest.importorskip("confluent_kafka")
 from confluent_kafka import Producer  # noqa: E402
 
 _names = itertools.count()
-PATIENCE_SECONDS = 60
+PATIENCE_SECONDS = 90
 PARTITIONS = 3
 
 

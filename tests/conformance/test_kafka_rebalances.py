@@ -18,7 +18,7 @@ confluent = pytest.importorskip("confluent_kafka")
 from confluent_kafka import Consumer, Producer, TopicPartition  # noqa: E402
 
 _names = itertools.count()
-PATIENCE_SECONDS = 60
+PATIENCE_SECONDS = 90
 PARTITIONS = 3
 REFUSALS = (
     confluent.KafkaError.ILLEGAL_GENERATION,

@@ -26,7 +26,7 @@ confluent = pytest.importorskip("confluent_kafka")
 from confluent_kafka import Consumer, Producer, TopicPartition  # noqa: E402
 from confluent_kafka.admin import AdminClient  # noqa: E402
 
-PATIENCE_SECONDS = 30
+PATIENCE_SECONDS = 90
 
 
 def run(dsn: str, *arguments: str) -> Any:

@@ -20,7 +20,7 @@ confluent = pytest.importorskip("confluent_kafka")
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition  # noqa: E402
 
 _names = itertools.count()
-PATIENCE_SECONDS = 30
+PATIENCE_SECONDS = 90
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from headwater.server.rpc import orisun_messages  # noqa: E402
 from headwater.server.rpc.client import service  # noqa: E402
 from headwater.server.rpc.generated import eventstore_pb2 as pb  # noqa: E402
 
-SECONDS = 30
+SECONDS = 90
 _numbers = itertools.count()
 Until = Callable[[Callable[[], Any]], Any]
 START = pb.Position(commit_position=0, prepare_position=0)

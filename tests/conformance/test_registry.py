@@ -26,7 +26,7 @@ schema_registry = pytest.importorskip("confluent_kafka.schema_registry")
 from confluent_kafka.schema_registry import Schema, SchemaReference, SchemaRegistryClient  # noqa: E402
 from confluent_kafka.schema_registry.error import SchemaRegistryError  # noqa: E402
 
-PATIENCE_SECONDS = 30
+PATIENCE_SECONDS = 90
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +100,27 @@ def test_a_schema_is_registered_found_listed_and_deleted(client: SchemaRegistryC
     assert refusal(client.delete_subject, "orders-value") == (404, 40401)
     # The other subject has it still.
     assert client.get_version("other-value", 1).schema_id == first_id
+
+
+def test_what_changes_the_registry_is_told_in_the_log_and_what_does_not_is_not(
+    http: httpx.Client, log: headwater.Headwater
+) -> None:
+    log.create_topic("headwater.audit", if_missing=True)
+    before = log.state().drawn
+    body = {"schema": record(ID)}
+    for _ in range(2):
+        assert http.post("/subjects/told-value/versions", json=body).status_code == 200
+    assert http.put("/config/told-value", json={"compatibility": "NONE"}).status_code == 200
+    assert http.delete("/config/told-value").status_code == 200
+    assert http.delete("/subjects/told-value/versions/1").status_code == 200
+    assert http.delete("/subjects/told-value?permanent=true").status_code == 200
+    assert http.delete("/subjects/missing-value").status_code == 404
+    told = [event.data for event in log.read("headwater.audit", after=before)]
+    assert [one["action"] for one in told] == [
+        "schema.register", "schema.config", "schema.config", "schema.delete", "schema.delete"
+    ]  # fmt: skip
+    assert {one["subject"] for one in told} == {"told-value"}
+    assert told[-1]["detail"] == {"for_good": True}
 
 
 def test_what_is_not_there_is_said_with_the_code_that_clients_know(

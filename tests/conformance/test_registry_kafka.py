@@ -34,7 +34,7 @@ from confluent_kafka.serialization import MessageField, SerializationContext
 from google.protobuf import descriptor_pool, message_factory
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 
-PATIENCE_SECONDS = 30
+PATIENCE_SECONDS = 90
 _numbers = itertools.count(1)
 
 AVRO = json.dumps(

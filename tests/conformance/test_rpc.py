@@ -32,7 +32,7 @@ from headwater.server.rpc.generated import eventstore_pb2  # noqa: E402
 from headwater.server.rpc.generated import headwater_pb2 as pb  # noqa: E402
 from headwater.server.rpc.statuses import MAX_DETAIL_BYTES, code_for, detail_bytes  # noqa: E402
 
-SECONDS = 30
+SECONDS = 90
 _numbers = itertools.count()
 Until = Callable[[Callable[[], Any]], Any]
 

@@ -29,7 +29,7 @@ from headwater.server.rpc.client import service  # noqa: E402
 from headwater.server.rpc.generated import eventstore_pb2 as orisun  # noqa: E402
 from headwater.server.rpc.generated import headwater_pb2 as pb  # noqa: E402
 
-SECONDS = 30
+SECONDS = 90
 _numbers = itertools.count()
 Until = Callable[[Callable[[], Any]], Any]
 Metadata = list[tuple[str, str]]

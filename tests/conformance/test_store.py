@@ -399,7 +399,7 @@ def soon(subscription: Iterator[Any]) -> Any:
 
 def join(*threads: threading.Thread) -> None:
     for thread in threads:
-        thread.join(30)
+        thread.join(90)
         assert not thread.is_alive(), "the end did not come within 30 seconds"
 
 

@@ -1,24 +1,41 @@
-"""Is nothing lost, and nothing done twice, when workers are told to stop and started again under load?"""
+"""Is nothing lost, and nothing done twice, when workers and servers are told to stop under load?"""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
+import grpc
+import httpx
 import psycopg
 import pytest
 
 import headwater
 from headwater import NewEvent
+from headwater.server.rpc.client import service
+from headwater.server.rpc.generated import headwater_pb2 as pb
+from serve_process import serve_process
+from webhook_receiver import Received, Receiver, Reply
+
+confluent = pytest.importorskip("confluent_kafka")
 
 RESTARTS = 2
-STOP_SECONDS = 30
+STOP_SECONDS = 120
+# Longer than any test waits: nothing here is decided by it.
+LONG_GRACE = ("--grace-seconds", "600")
+Until = Callable[[Callable[[], Any]], Any]
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow]
 
@@ -120,3 +137,115 @@ def test_workers_that_are_told_to_stop_under_load_lose_nothing_and_repeat_nothin
     assert Counter(int(line) for line in notes.read_text().splitlines()) == once
     for one in log.groups():
         assert (one.ready, one.processing, one.retrying, one.dead) == (0, 0, 0, 0)
+
+
+def listens(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=STOP_SECONDS).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+class Requests:
+    """One request by each door that publishes, all of them under way: they wait for a lane that somebody holds."""
+
+    def __init__(self, told: dict[str, Any], topic: str, threads: ThreadPoolExecutor) -> None:
+        self._told, self._topic = told, topic
+        self.answers = [threads.submit(request) for request in (self.by_http, self.by_grpc, self.by_kafka)]
+
+    def by_http(self) -> object:
+        url = f"{self._told['http']}/v1/topics/{self._topic}/events"
+        return httpx.post(url, json={"data": "http"}, timeout=STOP_SECONDS).status_code
+
+    def by_grpc(self) -> object:
+        with grpc.insecure_channel(self._told["grpc"]) as channel:
+            request = pb.PublishRequest(topic=self._topic, event=pb.NewEvent(payload=b'"grpc"'))
+            try:
+                return service(channel, "headwater.v1.Log").Publish(request, timeout=STOP_SECONDS).HasField("position")
+            except grpc.RpcError as error:
+                return error.code()
+
+    def by_kafka(self) -> object:
+        # Sent once: who is not answered hears so, and does not send it again.
+        options = {"bootstrap.servers": self._told["kafka"][0], "message.timeout.ms": 600_000, "retries": 0}
+        producer = confluent.Producer({**options, "log_level": 0})
+        reports: list[bool] = []
+        producer.produce(self._topic, b'"kafka"', on_delivery=lambda error, _: reports.append(error is None))
+        producer.flush(STOP_SECONDS)
+        return reports
+
+
+def test_requests_under_way_at_sigterm_are_answered_by_every_door(
+    dsn: str, log: headwater.Headwater, connection: psycopg.Connection, until: Until
+) -> None:
+    log.create_topic("held", kind="sequenced")
+    doors = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--kafka", "127.0.0.1:0", *LONG_GRACE)
+    with serve_process(*doors, dsn=dsn) as server, ThreadPoolExecutor() as threads:
+        with connection.transaction():
+            log.publish("held", "holds the lane", connection=connection)
+            requests = Requests(server.told, "held", threads)
+            until(lambda: waiting_for_locks(dsn) == 3)
+            server.process.terminate()
+            doors_closed = [urlsplit(server.told["http"]).netloc, server.told["grpc"], server.told["kafka"][0]]
+            until(lambda: not any(map(listens, doors_closed)))
+            assert not any(answer.done() for answer in requests.answers)
+        assert [answer.result(STOP_SECONDS) for answer in requests.answers] == [200, True, [True]]
+        assert server.process.wait(STOP_SECONDS) == 0
+    published = [json.loads(event.payload or b"") for event in log.read("held")]
+    assert sorted(published) == ["grpc", "holds the lane", "http", "kafka"]
+
+
+def waiting_for_locks(dsn: str) -> int:
+    with psycopg.connect(dsn) as connection:
+        query = "select count(*) from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'"
+        (count,) = connection.execute(query).fetchone() or (0,)
+        return int(count)
+
+
+def test_what_outlasts_the_grace_is_called_off(
+    dsn: str, log: headwater.Headwater, connection: psycopg.Connection, until: Until
+) -> None:
+    log.create_topic("stuck", kind="sequenced")
+    doors = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--kafka", "127.0.0.1:0", "--grace-seconds", "0")
+    with serve_process(*doors, dsn=dsn) as server, ThreadPoolExecutor() as threads:
+        with connection.transaction():
+            log.publish("stuck", "holds the lane", connection=connection)
+            requests = Requests(server.told, "stuck", threads)
+            until(lambda: waiting_for_locks(dsn) == 3)
+            server.process.terminate()
+            assert server.process.wait(STOP_SECONDS) == 0
+        http, grpc_, kafka = [answer.result(STOP_SECONDS) for answer in requests.answers]
+        assert http == 504
+        assert grpc_ in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+        assert kafka == [False]
+    assert [json.loads(event.payload or b"") for event in log.read("stuck")] == ["holds the lane"]
+
+
+def test_a_server_that_waits_for_an_answer_to_a_webhook_is_not_ready_and_takes_no_more(
+    dsn: str, log: headwater.Headwater, until: Until
+) -> None:
+    log.create_topic("hooked")
+    answered = asyncio.Event()
+
+    async def respond(_: Received) -> Reply:
+        await answered.wait()
+        return Reply()
+
+    with Receiver(respond) as receiver:
+        log.create_webhook("waits", receiver.url, "hooked")
+        log.publish("hooked", 1)
+        options = ("--http", "127.0.0.1:0", "--webhooks", "--allow-network", "127.0.0.1", "--processes", "2")
+        with serve_process(*options, *LONG_GRACE, dsn=dsn) as server:
+            assert httpx.get(f"{server.told['http']}/ready", timeout=STOP_SECONDS).status_code == 200
+            until(lambda: receiver.received)
+            server.process.terminate()
+            until(lambda: not listens(urlsplit(server.told["http"]).netloc))
+            assert server.process.poll() is None
+            receiver.call(answered.set)
+            assert server.process.wait(STOP_SECONDS) == 0
+        # The answer that was waited for counts: nobody sends it again.
+        assert len(receiver.received) == 1
+    (group,) = [one for one in log.groups() if one.name == log.webhook("waits").group]
+    assert (group.ready, group.processing, group.retrying, group.done) == (0, 0, 0, 1)

@@ -20,7 +20,7 @@ from confluent_kafka import Consumer  # noqa: E402
 
 ROUNDS = int(os.environ.get("CRASH_ROUNDS", "3"))
 PER_ROUND = 400
-PATIENCE_SECONDS = 60
+PATIENCE_SECONDS = 120
 PROGRAM = Path(__file__).parent / "kafka_transformer.py"
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow]

@@ -21,7 +21,7 @@ from headwater.embedded import Postgres
 confluent = pytest.importorskip("confluent_kafka")
 from confluent_kafka import Consumer, Producer  # noqa: E402
 
-PATIENCE_SECONDS = 60
+PATIENCE_SECONDS = 120
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow]
 

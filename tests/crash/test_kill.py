@@ -58,7 +58,7 @@ class Client:
     def kill(self) -> None:
         assert self.process is not None
         self.process.kill()
-        self.process.wait(30)
+        self.process.wait(120)
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from headwater.server.rpc.generated import headwater_pb2 as pb  # noqa: E402
 WRITERS = 4
 APPENDS = int(os.environ.get("HEADWATER_RPC_APPENDS", "30"))
 KILLS = int(os.environ.get("HEADWATER_RPC_KILLS", "3"))
-PATIENCE_SECONDS = 90
+PATIENCE_SECONDS = 240
 
 pytestmark = pytest.mark.crash
 

@@ -81,7 +81,7 @@ def test_a_projector_that_is_killed_counts_every_event_once(
                 pay()
                 until(lambda: backends("wait_event_type = 'Lock'"))
                 process.send_signal(signal.SIGKILL)
-                process.wait(20)
+                process.wait(60)
                 # What its backend waits to do must not be done after its death.
                 connection.execute(
                     "select pg_terminate_backend(pid) from pg_stat_activity where application_name = %s", (store.topic,)
@@ -89,7 +89,7 @@ def test_a_projector_that_is_killed_counts_every_event_once(
                 until(lambda: backends("true") == 0)
         finally:
             process.send_signal(signal.SIGKILL)
-            process.wait(20)
+            process.wait(60)
     assert projected() == (sum(paid), len(paid))
 
 

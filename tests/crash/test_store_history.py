@@ -225,7 +225,7 @@ def test_a_killed_process_leaves_every_answered_append_and_no_half_of_one(tmp_pa
                 SqliteStores(tmp_path)
         finally:
             process.send_signal(signal.SIGKILL)
-            process.wait(20)
+            process.wait(60)
         answered += [int(line) for line in process.stdout if line.endswith(b"\n")]
         process.stdout.close()
     with SqliteStores(tmp_path) as stores:
@@ -251,7 +251,7 @@ def held(store: EventStore, log: headwater.Headwater, until: Until) -> list[Aske
                 return row is not None or second.done()
 
             until(waits_or_is_done)
-        return [first, second.result(20)]
+        return [first, second.result(120)]
 
 
 def grouped(store: EventStore, log: headwater.Headwater, until: Until) -> list[Asked]:

@@ -64,7 +64,7 @@ def test_killing_those_who_deliver_loses_nothing_and_keeps_the_ids(
             process = start(dsn, complaints)
             until(lambda seen=before: gate.waiting > 0 and len(receiver.received) >= seen + 3)  # type: ignore[misc]
             process.kill()
-            process.wait(20)
+            process.wait(60)
             # What it had sent is answered into the void: nobody is left to note it.
             receiver.call(gate.open.set)
             until(lambda: gate.waiting == 0)
@@ -74,7 +74,7 @@ def test_killing_those_who_deliver_loses_nothing_and_keeps_the_ids(
         process = start(dsn, complaints)
         until(lambda: [one.done for one in log.groups() if one.name == topic] == [EVENTS])
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0, complaints.read_text()
+        assert process.wait(120) == 0, complaints.read_text()
     ids = defaultdict(set)
     for one in receiver.received:
         ids[one.position].add(one.id)

@@ -127,7 +127,7 @@ class Crew:
     def kill(self, group: str, which: int) -> None:
         victim = self.running[group].pop(which)
         victim.send_signal(signal.SIGKILL)
-        victim.wait(10)
+        victim.wait(60)
         self.killed += 1
 
     def replace_the_fallen(self) -> None:

@@ -120,12 +120,16 @@ def queue(run: Any, name: str) -> Any:
 
 def bury(log: headwater.Headwater, group: str, *payloads: Any) -> list[int]:
     """Publish events to a topic and group of the same name, and let them die; returns their positions."""
-    positions = log.publish_batch(group, [NewEvent(payload) for payload in payloads])
-    lease = log.claim(group, worker="w", batch_size=100)
-    assert lease is not None
-    for event in lease.events:
-        log.nack(lease, event, error=f"cannot: {event.data}", dead=True)
-    return [position for position in positions if position is not None]
+    positions = [one for one in log.publish_batch(group, [NewEvent(payload) for payload in payloads]) if one]
+    alive = set(positions)
+    # A claim may hand out fewer than there are.
+    while alive:
+        lease = log.claim(group, worker="w", batch_size=100)
+        assert lease is not None
+        for event in lease.events:
+            log.nack(lease, event, error=f"cannot: {event.data}", dead=True)
+            alive.discard(event.position)
+    return positions
 
 
 # --- groups --------------------------------------------------------------------------------------------------

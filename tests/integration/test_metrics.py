@@ -9,8 +9,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import httpx
 import psycopg
 import pytest
 
@@ -19,7 +21,9 @@ from headwater import NewEvent, NewStoreEvent, NoMatchAfter, Query, aio
 from headwater.counters import COUNTERS, MOST_SERIES, OTHERS, Counters
 from headwater.model import Sample
 from headwater.server import metrics
+from headwater.server.counts import Counts
 from headwater.telemetry import APPENDS, METRICS, PUBLISHED
+from http_server import http_door
 
 parser = pytest.importorskip("prometheus_client.parser")
 
@@ -338,3 +342,32 @@ def test_a_consumer_may_ask_and_a_publisher_may_not(connection: psycopg.Connecti
     with pytest.raises(psycopg.errors.InsufficientPrivilege), connection.transaction():
         connection.execute("set local role headwater_publisher")
         connection.execute("select headwater.metrics()")
+
+
+def test_processes_of_one_server_tell_the_same_sum_which_never_falls(tmp_path: Path) -> None:
+    async def ask() -> None:
+        one, other = Counters(), Counters()
+        processes = [Counts(str(tmp_path), counters=counters, name=str(n)) for n, counters in enumerate((one, other))]
+
+        async def told(number: int) -> float:
+            return sum(sample.value for sample in await processes[number].samples() if sample.labels == ("t",))
+
+        one.add(PUBLISHED, "t", by=5)
+        assert await told(0) == 5
+        other.add(PUBLISHED, "t", by=2)
+        # What the first has told is not taken back by the second, which was asked next.
+        assert await told(1) == 7
+        one.add(PUBLISHED, "t")
+        assert await told(0) == 8
+        # One that takes the place of one that died begins at 0, and what was told stays.
+        processes[1] = Counts(str(tmp_path), counters=Counters(), name="2")
+        assert await told(1) == 8
+
+    asyncio.run(ask())
+
+
+def test_the_page_of_one_process_has_what_the_others_counted(dsn: str, tmp_path: Path) -> None:
+    (tmp_path / "another.json").write_text(json.dumps([[PUBLISHED.name, ["of another"], 41]]))
+    with http_door(dsn, counts_directory=str(tmp_path)) as address:
+        page = httpx.get(f"{address}/metrics", timeout=60).text
+    assert 'headwater_published_events_total{topic="of another"} 41' in page

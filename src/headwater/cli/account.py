@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,6 +12,7 @@ from headwater import access
 from headwater.access import Permission
 from headwater.calls import access as calls
 from headwater.cli import output
+from headwater.cli.acting import acting
 from headwater.cli.arguments import Dsn, Json, duration, examples
 from headwater.cli.connection import session
 from headwater.cli.exit_codes import NotThere
@@ -47,7 +48,7 @@ def create(
     if not password:
         raise InvalidRequest("a password has at least one character")
     kept = access.verifiers(password, os.urandom(16))
-    with session(context).log(dsn) as log:
+    with session(context).log(dsn) as log, acting(log, "account.create", name, {"administrator": administrator}) as log:
         log.run(calls.set_account(name, kept, administrator=administrator))
     _said({"account": name}, f"account {name} is there", as_json=as_json)
 
@@ -55,7 +56,7 @@ def create(
 @app.command(epilog=examples("headwater account delete shop"))
 def delete(context: typer.Context, name: Name, dsn: Dsn = None, as_json: Json = False) -> None:
     """Delete an account and what it was allowed to do."""
-    with session(context).log(dsn) as log:
+    with session(context).log(dsn) as log, acting(log, "account.delete", name) as log:
         if not log.run(calls.delete_account(name)):
             raise NotThere(f"there is no account {name}", hint="See headwater account list.")
     _said({"deleted": name}, f"account {name} is gone", as_json=as_json)
@@ -77,7 +78,7 @@ def allow(
 ) -> None:
     """Allow an account to do something. What nobody allowed is denied."""
     permission = _permission(name, action, kind, of)
-    with session(context).log(dsn) as log:
+    with session(context).log(dsn) as log, acting(log, "account.allow", name, permission._asdict()) as log:
         log.run(calls.allow(permission))
     _said({"allowed": permission._asdict()}, f"{name} may {action} {kind} {of}", as_json=as_json)
 
@@ -94,7 +95,7 @@ def disallow(
 ) -> None:
     """Take back what was allowed."""
     permission = _permission(name, action, kind, of)
-    with session(context).log(dsn) as log:
+    with session(context).log(dsn) as log, acting(log, "account.disallow", name, permission._asdict()) as log:
         if not log.run(calls.disallow(permission)):
             raise NotThere("that was not allowed", hint="See headwater account list.")
     _said({"disallowed": permission._asdict()}, f"{name} may no longer {action} {kind} {of}", as_json=as_json)
@@ -141,7 +142,8 @@ def create_key(
     """Make a key of an account. It is shown this once; only its hash is kept."""
     key = access.key_of(os.urandom(32))
     hashed = access.key_hash(key)
-    with session(context).log(dsn) as log:
+    detail: dict[str, Any] = {"hash": hashed.hex()[:16], "label": label, "expires_in": expires_in}
+    with session(context).log(dsn) as log, acting(log, "key.create", name, detail) as log:
         log.run(calls.create_api_key(hashed, name, label=label, expires_in=expires_in))
     _said({"key": key, "hash": hashed.hex()}, key, as_json=as_json)
 
@@ -172,7 +174,7 @@ def delete_key(
     as_json: Json = False,
 ) -> None:
     """Take a key back. Doors that have seen it lately forget it within seconds."""
-    with session(context).log(dsn) as log:
+    with session(context).log(dsn) as log, acting(log, "key.delete", name, {"hash": hash.lower()[:16]}) as log:
         if not log.run(calls.delete_api_key(name, hash.lower())):
             raise NotThere(f"{name} has no such key", hint=f"See headwater account key list {name}.")
     _said({"deleted": hash}, "the key is gone", as_json=as_json)

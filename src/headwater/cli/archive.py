@@ -8,6 +8,7 @@ import typer
 
 from headwater import calls
 from headwater.cli import output
+from headwater.cli.acting import acting
 from headwater.cli.arguments import Dsn, Json, Yes, examples
 from headwater.cli.connection import session
 from headwater.cli.exit_codes import NotThere
@@ -57,7 +58,8 @@ def forget(context: typer.Context, name: Name, yes: Yes = False, dsn: Dsn = None
         output.confirm(
             f"give up archive {name}? what only its files at {found[0].location} have is then read no more", yes=yes
         )
-        log.run(calls.forget_archive(name))
+        with acting(log, "archive.forget", name, {"location": found[0].location}) as log:
+            log.run(calls.forget_archive(name))
     if as_json:
         output.emit({"forgotten": name, "location": found[0].location})
     else:

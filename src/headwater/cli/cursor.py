@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from headwater.cli import output
+from headwater.cli.acting import acting
 from headwater.cli.arguments import Dsn, Json, Yes, examples, past_instant
 from headwater.cli.connection import session
 from headwater.cli.exit_codes import NotThere
@@ -78,9 +79,11 @@ def set_cursor(
             position = 0
         elif to_end:
             position = log.state().settled
-        reached = log.set_cursor(
-            name, position=position, since=since, topics=topic or None, must_not_lose=must_not_lose
-        )
+        detail: dict[str, Any] = {"since": since, "topics": topic or None, "must_not_lose": must_not_lose}
+        with acting(log, "cursor.set", name, detail) as log:
+            reached = detail["position"] = log.set_cursor(
+                name, position=position, since=since, topics=topic or None, must_not_lose=must_not_lose
+            )
     if as_json:
         output.emit({"cursor": name, "position": reached})
     else:
@@ -94,7 +97,8 @@ def delete(context: typer.Context, name: Name, yes: Yes = False, dsn: Dsn = None
         if name not in {cursor.name for cursor in log.cursors()}:
             raise NotThere(f'there is no cursor "{name}"', hint="See headwater cursor list.")
         output.confirm(f"forget where cursor {name} stands?", yes=yes)
-        log.delete_cursor(name)
+        with acting(log, "cursor.delete", name) as log:
+            log.delete_cursor(name)
     if as_json:
         output.emit({"deleted": name})
     else:

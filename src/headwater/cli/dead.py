@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from headwater.cli import output
+from headwater.cli.acting import acting
 from headwater.cli.arguments import Dsn, Json, Yes, examples
 from headwater.cli.connection import session
 from headwater.cli.exit_codes import NotThere
@@ -66,7 +67,10 @@ def redrive(
             chosen = log.dead_letters(group, topic=topic, error_like=error, batch_size=COUNTED)
             if chosen:
                 output.confirm(f"redrive {_letters(len(chosen))} of group {group}?", yes=yes)
-        redriven = log.redrive(group, positions=positions or None, topic=topic, error_like=error)
+        detail: dict[str, Any] = {"positions": (positions or [])[:1000] or "all", "topic": topic, "error_like": error}
+        with acting(log, "group.redrive", group, detail) as log:
+            redriven = log.redrive(group, positions=positions or None, topic=topic, error_like=error)
+            detail["count"] = redriven
     if positions and not redriven:
         raise _missing(group)
     if as_json:
@@ -95,7 +99,10 @@ def discard(
             raise _missing(group)
         if chosen:
             output.confirm(f"drop {_letters(len(chosen))} of group {group} for good?", yes=yes)
-        discarded = log.discard(group, positions=positions or None, topic=topic, error_like=error)
+        detail: dict[str, Any] = {"positions": (positions or [])[:1000] or "all", "topic": topic, "error_like": error}
+        with acting(log, "group.discard", group, detail) as log:
+            discarded = log.discard(group, positions=positions or None, topic=topic, error_like=error)
+            detail["count"] = discarded
     if as_json:
         output.emit({"discarded": discarded})
     else:

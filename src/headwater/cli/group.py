@@ -10,6 +10,7 @@ import typer
 
 import headwater
 from headwater.cli import output
+from headwater.cli.acting import acting
 from headwater.cli.arguments import After, Dsn, Json, Since, Yes, examples, header, past_instant
 from headwater.cli.connection import session
 from headwater.cli.exit_codes import NotThere
@@ -66,7 +67,22 @@ def create(
     as_json: Json = False,
 ) -> None:
     """Create a group, at the beginning of the log unless told otherwise."""
-    with session(context).log(dsn) as log:
+    detail: dict[str, Any] = {
+        "topics": topic or None,
+        "after": after,
+        "since": since,
+        "from_end": from_end or None,
+        "lease_seconds": lease_seconds,
+        "max_attempts": max_attempts,
+        "backoff_seconds": backoff_seconds,
+        "backoff_factor": backoff_factor,
+        "backoff_max_seconds": backoff_max_seconds,
+        "backoff_jitter": backoff_jitter,
+        "ordered_keys": ordered_keys or None,
+        "max_in_flight": max_in_flight,
+        "must_not_lose": must_not_lose,
+    }
+    with session(context).log(dsn) as log, acting(log, "group.create", name, detail) as log:
         created = log.create_group(
             name,
             topic or None,
@@ -169,7 +185,17 @@ def alter(
     as_json: Json = False,
 ) -> None:
     """Change a group's settings; --max-in-flight 0 removes the limit."""
-    with session(context).log(dsn) as log:
+    changes: dict[str, Any] = {
+        "lease_seconds": lease_seconds,
+        "max_attempts": max_attempts,
+        "backoff_seconds": backoff_seconds,
+        "backoff_factor": backoff_factor,
+        "backoff_max_seconds": backoff_max_seconds,
+        "backoff_jitter": backoff_jitter,
+        "max_in_flight": max_in_flight,
+        "must_not_lose": must_not_lose,
+    }
+    with session(context).log(dsn) as log, acting(log, "group.alter", name, changes) as log:
         altered = log.alter_group(
             name,
             lease_seconds=lease_seconds,
@@ -192,7 +218,8 @@ def pause(context: typer.Context, name: Name, dsn: Dsn = None, as_json: Json = F
     """Hand out no more events until resumed."""
     with session(context).log(dsn) as log:
         refuse_reading_group(log, name, cannot="stop its readers instead of pausing it")
-        log.pause_group(name)
+        with acting(log, "group.pause", name) as log:
+            log.pause_group(name)
     _tell({"group": name, "paused": True}, f"group {name} is paused", as_json=as_json)
 
 
@@ -201,7 +228,8 @@ def resume(context: typer.Context, name: Name, dsn: Dsn = None, as_json: Json = 
     """Hand out events again."""
     with session(context).log(dsn) as log:
         refuse_reading_group(log, name, cannot="it is never paused")
-        log.resume_group(name)
+        with acting(log, "group.resume", name) as log:
+            log.resume_group(name)
     _tell({"group": name, "paused": False}, f"group {name} goes on", as_json=as_json)
 
 
@@ -232,10 +260,11 @@ def rewind(
             position = log.position_before(since)
         assert position is not None
         output.confirm(f"let group {name} begin anew after {position}? it stands at {stands_at}", yes=yes)
-        if reading is None:
-            log.rewind_group(name, position=position)
-        else:
-            log.set_reading(name, position, reader="headwater group rewind", release=True)
+        with acting(log, "group.rewind", name, {"to": position}) as log:
+            if reading is None:
+                log.rewind_group(name, position=position)
+            else:
+                log.set_reading(name, position, reader="headwater group rewind", release=True)
     _tell({"group": name, "position": position}, f"group {name} begins after {position}", as_json=as_json)
 
 
@@ -245,7 +274,8 @@ def delete(context: typer.Context, name: Name, yes: Yes = False, dsn: Dsn = None
     with session(context).log(dsn) as log:
         log.group(name)
         output.confirm(f"forget group {name} and everything about it?", yes=yes)
-        log.delete_group(name)
+        with acting(log, "group.delete", name) as log:
+            log.delete_group(name)
     _tell({"deleted": name}, f"group {name} is deleted", as_json=as_json)
 
 
@@ -273,14 +303,17 @@ def bind(
     """Bind a group to more events: those that fit every part given."""
     with session(context).log(dsn) as log:
         refuse_reading_group(log, name, cannot="it has no bindings; use headwater sub create")
-        bound = log.bind(
-            name,
-            topic=topic,
-            pattern=pattern,
-            headers=dict(headers) if headers else None,
-            type=type,
-            from_position=from_position,
-        )
+        wanted: dict[str, Any] = {
+            "topic": topic,
+            "pattern": pattern,
+            "headers": dict(headers) if headers else None,
+            "type": type,
+            "from_position": from_position,
+        }
+        detail = dict(wanted)
+        with acting(log, "group.bind", name, detail) as log:
+            bound = log.bind(name, **wanted)
+            detail["id"] = bound.id
     _tell(bound, f"binding {bound.id} takes events after {bound.from_position}", as_json=as_json)
 
 
@@ -293,7 +326,7 @@ def unbind(
     as_json: Json = False,
 ) -> None:
     """End a binding after what the group has claimed."""
-    with session(context).log(dsn) as log:
+    with session(context).log(dsn) as log, acting(log, "group.unbind", name, {"id": binding}) as log:
         ended = log.unbind(name, binding)
     _tell({"binding": binding, "to_position": ended}, f"binding {binding} ends after {ended}", as_json=as_json)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from headwater.cli import output
+from headwater.cli.acting import acting
 from headwater.cli.arguments import Dsn, Json, duration, examples
 from headwater.cli.connection import session
 from headwater.model import LogSettings
@@ -44,7 +45,13 @@ def set_settings(
     as_json: Json = False,
 ) -> None:
     """Change settings; those not named stay as they are."""
-    with session(context).log(dsn) as log:
+    changes: dict[str, Any] = {
+        "segment_interval": segment_interval,
+        "segments_ahead": segments_ahead,
+        "auto_create_topics": auto_create_topics,
+        "kafka_offsets_kept": kafka_offsets_kept,
+    }
+    with session(context).log(dsn) as log, acting(log, "settings.set", "log", changes) as log:
         changed = log.change_settings(
             segment_interval=segment_interval,
             segments_ahead=segments_ahead,

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from headwater.cli import output
+from headwater.cli.acting import acting
 from headwater.cli.arguments import Dsn, Json, Yes, examples
 from headwater.cli.connection import session
 from headwater.cli.exit_codes import NotThere
@@ -40,7 +41,8 @@ def set_periodic(
         parsed = output.parse_json(payload)
     except ValueError as error:
         raise typer.BadParameter(f"the payload is not JSON: {error}") from None
-    with session(context).log(dsn) as log:
+    detail = {"cron": cron, "topic": topic, "time_zone": zone}
+    with session(context).log(dsn) as log, acting(log, "periodic.set", name, detail) as log:
         log.set_periodic(name, cron, topic, parsed, time_zone=zone, type=type, key=key, routing_key=routing_key)
         (declared,) = [one for one in log.periodics() if one.name == name]
     if as_json:
@@ -77,7 +79,7 @@ def resume(context: typer.Context, name: Name, dsn: Dsn = None, as_json: Json = 
 
 
 def _pause(context: typer.Context, name: str, dsn: str | None, *, as_json: bool, paused: bool) -> None:
-    with session(context).log(dsn) as log:
+    with session(context).log(dsn) as log, acting(log, "periodic.pause" if paused else "periodic.resume", name) as log:
         if not log.pause_periodic(name, paused=paused):
             raise _missing(name)
     if as_json:
@@ -91,8 +93,9 @@ def delete(context: typer.Context, name: Name, yes: Yes = False, dsn: Dsn = None
     """Forget a periodic event. Asks first."""
     with session(context).log(dsn) as log:
         output.confirm(f"forget periodic event {name}?", yes=yes)
-        if not log.delete_periodic(name):
-            raise _missing(name)
+        with acting(log, "periodic.delete", name) as log:
+            if not log.delete_periodic(name):
+                raise _missing(name)
     if as_json:
         output.emit({"deleted": name})
     else:

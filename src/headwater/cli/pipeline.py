@@ -13,6 +13,7 @@ import typer
 
 from headwater import calls
 from headwater.cli import output
+from headwater.cli.acting import acting
 from headwater.cli.arguments import Dsn, Json, Yes, examples
 from headwater.cli.connection import connect, session, translated
 from headwater.cli.exit_codes import NotThere
@@ -226,7 +227,8 @@ def stop(
     """Ask whoever runs a pipeline to stop after its batch, wherever that is; nobody takes over."""
     waited = threading.Event()
     with session(context).log(dsn) as log:
-        running = log.run(calls.stop_pipeline(name))
+        with acting(log, "pipeline.stop", name) as acted:
+            running = acted.run(calls.stop_pipeline(name))
         left = wait
         while running and left > 0:
             waited.wait(0.25)
@@ -269,7 +271,8 @@ def reset(
         raise InvalidRequest("captured changes cannot be read again from a place of one's choice")
     output.confirm(f"let {name} begin again?", yes=yes)
     database = session(context).dsn(dsn or declared.postgres)
-    with session(context).log(database) as log:
+    detail = {"place": to, "forget_written": forget, "drop_slot": drop_slot}
+    with session(context).log(database) as log, acting(log, "pipeline.reset", name, detail) as log:
         log.run(calls.reset_pipeline(name, place=to, forget_written=forget))
     if drop_slot and spec.source == "changes":
         from headwater.cdc.slot import Slot
@@ -286,7 +289,8 @@ def delete(context: typer.Context, name: Name, yes: Yes = False, dsn: Dsn = None
     """Forget a pipeline's place and errors. Asks first. What it wrote, its checkpoint and its slot stay."""
     with session(context).log(dsn) as log:
         output.confirm(f"forget pipeline {name}?", yes=yes)
-        log.run(calls.delete_pipeline(name))
+        with acting(log, "pipeline.delete", name) as log:
+            log.run(calls.delete_pipeline(name))
     if as_json:
         output.emit({"deleted": name})
     else:

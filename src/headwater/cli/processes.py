@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ Tell = Callable[[dict[str, str]], object]
 Run = Callable[[P, Connection], None]
 
 START_SECONDS: Final = 30.0
-STOP_SECONDS: Final = 15.0
 RESTART_SECONDS: Final = 1.0
 
 
@@ -39,8 +39,13 @@ def supervise(
     run: Run[P],
     again: Callable[[P, dict[str, str]], P],
     tell: Callable[[list[dict[str, str]]], object],
+    *,
+    stop_seconds: float,
 ) -> None:
-    """Keep a process for each plan running, until a signal. `again` is the plan for one that takes another's place."""
+    """Keep a process for each plan running, until a signal. `again` is the plan for one that takes another's place.
+
+    Told to stop, all of them have `stop_seconds`; then they are killed.
+    """
     stopping = False
 
     def stop(number: int, frame: object) -> None:
@@ -70,8 +75,9 @@ def supervise(
     finally:
         for child in children:
             child.pipe.close()
+        ends = time.monotonic() + stop_seconds
         for child in children:
-            child.process.join(STOP_SECONDS)
+            child.process.join(max(0.0, ends - time.monotonic()))
             if child.process.is_alive():
                 child.process.kill()
                 child.process.join()

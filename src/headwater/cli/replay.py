@@ -14,6 +14,7 @@ from rich.progress import Progress as Bar
 from headwater import calls
 from headwater.calls import Replay
 from headwater.cli import output
+from headwater.cli.acting import acting
 from headwater.cli.arguments import After, Dsn, Json, Since, Yes, examples, past_instant
 from headwater.cli.connection import session
 from headwater.cli.exit_codes import NotThere
@@ -80,8 +81,9 @@ def replay(
             _tell_replays(log.run(calls.replays()), as_json=as_json)
             return
         if forget is not None:
-            if not log.run(calls.forget_replay(forget)):
-                raise NotThere(f'there is no replay "{forget}"', hint="See headwater replay --list.")
+            with acting(log, "replay.forget", forget) as log:
+                if not log.run(calls.forget_replay(forget)):
+                    raise NotThere(f'there is no replay "{forget}"', hint="See headwater replay --list.")
             output.emit({"forgotten": forget}) if as_json else output.say(f"replay {forget} is forgotten")
             return
     with needs("spark"):

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from headwater.cli import output
+from headwater.cli.acting import acting
 from headwater.cli.arguments import Dsn, Json, Yes, duration, examples, instant
 from headwater.cli.connection import session
 from headwater.cli.exit_codes import NotThere
@@ -58,7 +59,7 @@ def move(
         raise typer.BadParameter("say when once: --to or --delay")
     due_at = to if delay is None else datetime.now(UTC) + delay
     assert due_at is not None
-    with session(context).log(dsn) as log:
+    with session(context).log(dsn) as log, acting(log, "scheduled.move", str(id), {"due_at": due_at}) as log:
         if not log.move_scheduled(id, due_at):
             raise _gone(id)
     if as_json:
@@ -72,8 +73,9 @@ def cancel(context: typer.Context, id: Id, yes: Yes = False, dsn: Dsn = None, as
     """Take a scheduled event back. Asks first."""
     with session(context).log(dsn) as log:
         output.confirm(f"cancel scheduled event {id}?", yes=yes)
-        if not log.cancel_scheduled(id):
-            raise _gone(id)
+        with acting(log, "scheduled.cancel", str(id)) as log:
+            if not log.cancel_scheduled(id):
+                raise _gone(id)
     if as_json:
         output.emit({"cancelled": id})
     else:

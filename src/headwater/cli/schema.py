@@ -6,12 +6,15 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, Final
 
+import psycopg
 import typer
 
 from headwater import registry
+from headwater.calls import Call
 from headwater.calls import registry as calls
 from headwater.calls.registry import SchemaVersion
 from headwater.cli import output
+from headwater.cli.acting import acting
 from headwater.cli.arguments import Dsn, Json, Yes, examples
 from headwater.cli.connection import session
 from headwater.errors import IncompatibleSchema, InvalidRequest, SchemaNotFound
@@ -55,7 +58,15 @@ def register(
     """Register a schema under a subject, unless it may not follow what is there. Once is as good as twice."""
     schema = _read(file, type, reference)
     with session(context).log(dsn) as log:
-        registered = carry_out(registry.register(subject, schema), log.run)
+
+        def write(call: Call[Any]) -> Any:
+            with acting(log, "schema.register", subject, {"type": schema.type}) as acted:
+                if (registered := acted.run(call)) is None:
+                    # The subject changed meanwhile: nothing was done that could be told of.
+                    raise psycopg.Rollback
+            return registered
+
+        registered = carry_out(registry.register(subject, schema), log.run, write)
     if as_json:
         output.emit({"subject": subject, "version": registered.version, "id": registered.id})
     else:
@@ -156,7 +167,8 @@ def delete(
     with session(context).log(dsn) as log:
         if for_good:
             output.confirm(f"delete {what} for good? Payloads with its id cannot be read any more.", yes=yes)
-        gone = log.run(calls.delete_schema(subject, version, for_good=for_good))
+        with acting(log, "schema.delete", subject, {"version": version, "for_good": for_good}) as log:
+            gone = log.run(calls.delete_schema(subject, version, for_good=for_good))
     if as_json:
         output.emit({"subject": subject, "deleted": gone, "for_good": for_good})
     else:
@@ -190,7 +202,9 @@ def config(
         raise typer.BadParameter("say either --compatibility or --reset")
     with session(context).log(dsn) as log:
         if compatibility is not None or reset:
-            log.run(calls.set_compatibility(subject, compatibility.upper() if compatibility else None))
+            level = compatibility.upper() if compatibility else None
+            with acting(log, "schema.config", subject or "*", {"compatibility": level or "reset"}) as acted:
+                acted.run(calls.set_compatibility(subject, level))
         everywhere = log.run(calls.compatibility())
         own = None if subject is None else log.run(calls.compatibility(subject))
     level = own or everywhere

@@ -7,11 +7,12 @@ import importlib
 import ipaddress
 import socket
 import ssl
+import tempfile
 from collections.abc import Coroutine
-from contextlib import AsyncExitStack, ExitStack, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
 import typer
 
@@ -19,7 +20,7 @@ import headwater
 from headwater import aio, store
 from headwater.calls import access as access_calls
 from headwater.calls import kafka as kafka_calls
-from headwater.cli import output, processes
+from headwater.cli import open_files, output, processes
 from headwater.cli.arguments import Dsn, Json, examples
 from headwater.cli.connection import connect, session, translated
 from headwater.cli.extras import needs
@@ -35,6 +36,14 @@ app = typer.Typer()
 
 DEFAULT_HTTP: Final = "127.0.0.1:8080"
 GARBAGE_SECONDS: Final = 60.0
+# What a process may need besides its grace: what is called off then clears up, settles and gives back.
+STOP_SECONDS: Final = 20.0
+# How many connections one broker takes.
+KAFKA_CONNECTIONS: Final = 2_000
+# What a process has open besides the connections of its callers: sessions of the database, receivers, files.
+OTHER_FILES: Final = 500
+
+T = TypeVar("T")
 
 
 class DoorFailed(HeadwaterError):
@@ -64,6 +73,7 @@ class Plan:
     grpc: Opening | None
     webhooks: bool
     webhook_networks: tuple[Network, ...]
+    grace_seconds: float
     log_lines: LogLines
 
 
@@ -136,6 +146,15 @@ def serve(
         bool,
         typer.Option("--without-authentication", help="Listen beyond this machine, where everybody may do everything."),
     ] = False,
+    trusted_proxy: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Believe a proxy at this address or network what X-Forwarded-For and X-Forwarded-Proto say of its "
+            "clients. Repeat for several.",
+            show_default=False,
+        ),
+    ] = None,
     max_body_mib: Annotated[int, typer.Option(min=1, max=1024, help="The largest body of a request, in MiB.")] = 16,
     requests_per_second: Annotated[
         float,
@@ -144,6 +163,9 @@ def serve(
     connections: Annotated[
         int, typer.Option(min=1, help="How many connections by HTTP one process takes, live streams included.")
     ] = 10_000,
+    grace_seconds: Annotated[
+        float, typer.Option(min=0, help="How long what is under way may take to end after Ctrl-C or SIGTERM.")
+    ] = 20.0,
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:
@@ -166,10 +188,14 @@ def serve(
         http = DEFAULT_HTTP
 
     limits = Limits(
-        max_body_bytes=max_body_mib * 1024 * 1024, requests_per_second=requests_per_second, connections=connections
+        max_body_bytes=max_body_mib * 1024 * 1024,
+        requests_per_second=requests_per_second,
+        connections=connections,
+        grace_seconds=grace_seconds,
     )
 
     allowed = networks(allow_network or ())
+    proxies = tuple(_network(one) for one in trusted_proxy or ())
 
     def opening(text: str | None, option: str) -> Opening | None:
         if text is None:
@@ -181,7 +207,7 @@ def serve(
                 f"{host} can be reached from other machines, and clients are not asked who they are",
                 hint="Ask them with --authenticate, listen on 127.0.0.1, or allow it with --without-authentication.",
             )
-        return Opening(host, port, tls_certificate, tls_key, authenticate, loopback, limits, allowed)
+        return Opening(host, port, tls_certificate, tls_key, authenticate, loopback, limits, allowed, proxies)
 
     doors = {"http": opening(http, "--http"), "kafka": opening(kafka, "--kafka"), "grpc": opening(grpc, "--grpc")}
     _refuse_bad_certificate(tls_certificate, tls_key)
@@ -195,10 +221,14 @@ def serve(
         with translated():
             connect(database).close()
 
+    _raise_limit_of_files(doors["http"], doors["kafka"])
     with ExitStack() as reserved:
         for name in ("http", "grpc"):
             if (one := doors[name]) is not None:
                 doors[name] = reserved.enter_context(_Reserved(one)).opening
+        if doors["http"] is not None and processes_ > 1:
+            directory = reserved.enter_context(tempfile.TemporaryDirectory(prefix="headwater-counts-"))
+            doors["http"] = replace(doors["http"], counts_directory=directory)
         plans = [
             Plan(
                 dsn=database,
@@ -209,6 +239,7 @@ def serve(
                 grpc=doors["grpc"],
                 webhooks=webhooks,
                 webhook_networks=allowed,
+                grace_seconds=grace_seconds,
                 log_lines=found.log_lines,
             )
             for number in range(processes_)
@@ -220,11 +251,24 @@ def serve(
         if processes_ == 1:
             _run(plans[0], _serve(plans[0], lambda addresses: tell([addresses]), parent=None))
         else:
-            processes.supervise(plans, _run_child, _on_same_port, tell)
+            stop_seconds = grace_seconds + STOP_SECONDS
+            processes.supervise(plans, _run_child, _on_same_port, tell, stop_seconds=stop_seconds)
     if as_json:
         output.emit({"stopped": True})
     else:
         output.note("stopped")
+
+
+def _raise_limit_of_files(http: Opening | None, kafka: Opening | None) -> None:
+    needed = OTHER_FILES
+    needed += http.limits.connections if http is not None else 0
+    needed += KAFKA_CONNECTIONS if kafka is not None else 0
+    allowed = open_files.raise_limit(needed)
+    if allowed < needed:
+        output.note(
+            f"a process may have {allowed} files open, and needs up to {needed} for the connections that it may take: "
+            f"raise the limit (ulimit -Hn {needed}, LimitNOFILE={needed} in a unit of systemd) or lower --connections"
+        )
 
 
 def _broker(
@@ -326,6 +370,13 @@ def _address(text: str, option: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def _network(text: str) -> str:
+    try:
+        return str(ipaddress.ip_network(text))
+    except ValueError as error:
+        raise typer.BadParameter(f"{error}; write 10.0.0.7 or 10.0.0.0/24", param_hint="--trusted-proxy") from error
+
+
 def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -364,6 +415,28 @@ def _tell(addresses: list[dict[str, str]], *, webhooks: bool, as_json: bool) -> 
     output.note("Ctrl-C stops")
 
 
+class _Doors:
+    """Doors that are opened one after the other and closed all at once, so that each has the whole grace."""
+
+    def __init__(self) -> None:
+        self._open: list[AsyncExitStack] = []
+
+    async def __aenter__(self) -> _Doors:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        ends = await asyncio.gather(*(door.aclose() for door in self._open), return_exceptions=True)
+        for error in ends:
+            if error is not None:
+                raise error
+
+    async def open(self, door: AbstractAsyncContextManager[T]) -> T:
+        stack = AsyncExitStack()
+        found = await stack.enter_async_context(door)
+        self._open.append(stack)
+        return found
+
+
 async def _serve(plan: Plan, tell: processes.Tell, *, parent: Connection | None) -> None:
     """The doors of one process, until a signal, or until the process that started it is gone."""
     stop = stop_on_signals()
@@ -371,7 +444,8 @@ async def _serve(plan: Plan, tell: processes.Tell, *, parent: Connection | None)
         # Nothing is ever sent: that it can be read means that the other end is closed.
         asyncio.get_running_loop().add_reader(parent.fileno(), stop.set)
     async with AsyncExitStack() as stack:
-        addresses, failures = await (_open_doors if plan.stores is None else _open_stores)(stack, plan)
+        open_all = _open_doors if plan.stores is None else _open_stores
+        addresses, failures = await open_all(stack, plan)
         await stack.enter_async_context(collected_now_and_then(every_seconds=GARBAGE_SECONDS))
         tell(addresses)
         await first_of(stop, *failures)
@@ -401,19 +475,20 @@ async def _open_doors(stack: AsyncExitStack, plan: Plan) -> tuple[dict[str, str]
     log = await stack.enter_async_context(
         await aio.connect(plan.dsn, pool_size=pool_size, application_name="headwater serve")
     )
+    doors = await stack.enter_async_context(_Doors())
     if plan.kafka is not None:
-        addresses["kafka"], failed = await _open_kafka(stack, log, plan.kafka)
+        addresses["kafka"], failed = await _open_kafka(doors, log, plan.kafka)
         failures.append(failed)
     if plan.http is not None:
-        door = await stack.enter_async_context(serving_http(log, plan.http))
+        door = await doors.open(serving_http(log, plan.http))
         addresses["http"] = door.address
         failures.append(door.failed)
     if plan.grpc is not None:
-        door = await stack.enter_async_context(serving_grpc(log, plan.grpc))
+        door = await doors.open(serving_grpc(log, plan.grpc))
         addresses["grpc"] = door.address
         failures.append(door.failed)
     if plan.webhooks:
-        dispatcher = await stack.enter_async_context(dispatching(log, allowed=plan.webhook_networks))
+        dispatcher = await doors.open(dispatching(log, allowed=plan.webhook_networks, grace_seconds=plan.grace_seconds))
         failures.append(dispatcher.failed)
     return addresses, failures
 
@@ -433,12 +508,12 @@ async def _open_stores(stack: AsyncExitStack, plan: Plan) -> tuple[dict[str, str
     return {"grpc": door.address}, [door.failed]
 
 
-async def _open_kafka(stack: AsyncExitStack, log: aio.AsyncHeadwater, plan: KafkaPlan) -> tuple[str, asyncio.Event]:
+async def _open_kafka(doors: _Doors, log: aio.AsyncHeadwater, plan: KafkaPlan) -> tuple[str, asyncio.Event]:
     from headwater.kafka.server import serving
 
     opening = plan.opening
     try:
-        broker = await stack.enter_async_context(
+        broker = await doors.open(
             serving(
                 log,
                 listen_host=opening.host,
@@ -448,8 +523,10 @@ async def _open_kafka(stack: AsyncExitStack, log: aio.AsyncHeadwater, plan: Kafk
                 default_partitions=plan.default_partitions,
                 rebalance_delay_seconds=plan.rebalance_delay_seconds,
                 kept_bytes=plan.memory_mib * 1024 * 1024,
+                max_connections=KAFKA_CONNECTIONS,
                 authenticate=opening.authenticate,
                 loopback=opening.loopback,
+                grace_seconds=opening.limits.grace_seconds,
             )
         )
     except OSError as error:

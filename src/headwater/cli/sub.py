@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from headwater.cli import output
+from headwater.cli.acting import acting
 from headwater.cli.arguments import After, Dsn, Json, Yes, duration, examples
 from headwater.cli.connection import session
 from headwater.cli.exit_codes import NotThere
@@ -55,10 +56,12 @@ def create(
     as_json: Json = False,
 ) -> None:
     """Subscribe a group to the events that fulfil a condition. The group is made if it is missing."""
-    with session(context).log(dsn) as log:
+    detail: dict[str, Any] = {"condition": condition, "params": params, "topics": topic or None}
+    with session(context).log(dsn) as log, acting(log, "subscription.create", group, detail) as log:
         made = log.subscribe(
             group, condition, params, expires_after=expires_after, from_position=from_position, topics=topic or None
         )
+        detail["id"] = made
     if as_json:
         output.emit({"subscription": made})
     else:
@@ -132,8 +135,10 @@ def delete(
     """End a subscription. Asks first."""
     with session(context).log(dsn) as log:
         output.confirm(f"end subscription {id}?", yes=yes)
-        if not log.unsubscribe(id):
-            raise NotThere(f"there is no subscription {id}", hint="See headwater sub list.")
+        found = [one for one in log.subscriptions() if one.id == id]
+        with acting(log, "subscription.delete", found[0].group if found else "", {"id": id}) as log:
+            if not log.unsubscribe(id):
+                raise NotThere(f"there is no subscription {id}", hint="See headwater sub list.")
     if as_json:
         output.emit({"deleted": id})
     else:

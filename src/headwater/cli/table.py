@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import psycopg
 import typer
 
 import headwater
 from headwater.cli import output
+from headwater.cli.acting import acting
 from headwater.cli.arguments import Dsn, Json, examples
 from headwater.cli.connection import session
 from headwater.cli.exit_codes import NotThere
@@ -43,16 +44,18 @@ def watch(
     """Publish what happens to a table, in the writer's own transaction, with images before and after."""
     with session(context).log(dsn) as log:
         _refuse_missing(log, table)
-        destination = log.watch_table(
-            table,
-            topic=topic,
-            inserts=inserts,
-            updates=updates,
-            deletes=deletes,
-            truncates=truncates,
-            columns=column or None,
-            when_changed=when_changed or None,
-        )
+        detail: dict[str, Any] = {"columns": column or None, "when_changed": when_changed or None}
+        with acting(log, "table.watch", table, detail) as log:
+            destination = detail["topic"] = log.watch_table(
+                table,
+                topic=topic,
+                inserts=inserts,
+                updates=updates,
+                deletes=deletes,
+                truncates=truncates,
+                columns=column or None,
+                when_changed=when_changed or None,
+            )
     if as_json:
         output.emit({"table": table, "topic": destination})
     else:
@@ -76,8 +79,9 @@ def unwatch(context: typer.Context, table: Name, dsn: Dsn = None, as_json: Json 
     """Publish no more of what happens to a table."""
     with session(context).log(dsn) as log:
         _refuse_missing(log, table)
-        if not log.unwatch_table(table):
-            raise NotThere(f"{table} is not watched", hint="See headwater table list.")
+        with acting(log, "table.unwatch", table) as log:
+            if not log.unwatch_table(table):
+                raise NotThere(f"{table} is not watched", hint="See headwater table list.")
     if as_json:
         output.emit({"table": table, "watched": False})
     else:

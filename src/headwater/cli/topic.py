@@ -11,6 +11,7 @@ import typer
 from headwater.calls import kafka_admin
 from headwater.calls import registry as calls
 from headwater.cli import output
+from headwater.cli.acting import acting
 from headwater.cli.arguments import Dsn, Json, Yes, duration, examples
 from headwater.cli.connection import session
 
@@ -54,7 +55,14 @@ def create(
     as_json: Json = False,
 ) -> None:
     """Create a topic. Without --retention its events are kept for ever."""
-    with session(context).log(dsn) as log:
+    detail = {
+        "kind": kind.value,
+        "partitions": partitions,
+        "retention": retention,
+        "max_payload_bytes": max_payload_bytes,
+        "max_header_bytes": max_header_bytes,
+    }
+    with session(context).log(dsn) as log, acting(log, "topic.create", name, detail) as log:
         created = log.create_topic(
             name,
             kind=kind.value,
@@ -138,16 +146,25 @@ def alter(
         before = log.topic(name).retention
         if retention is not None and (before is None or retention < before):
             output.confirm(f"keep the events of {name} for {output.shown(retention)} only?", yes=yes)
-        if schemas:
-            log.run(calls.set_topic_schemas(name, schemas))
-        altered = log.alter_topic(
-            name,
-            partitions=partitions,
-            retention=retention,
-            keep_forever=keep_forever,
-            max_payload_bytes=max_payload_bytes,
-            max_header_bytes=max_header_bytes,
-        )
+        changes = {
+            "partitions": partitions,
+            "retention": retention,
+            "keep_forever": keep_forever or None,
+            "max_payload_bytes": max_payload_bytes,
+            "max_header_bytes": max_header_bytes,
+            "schemas": schemas or None,
+        }
+        with acting(log, "topic.alter", name, changes) as log:
+            if schemas:
+                log.run(calls.set_topic_schemas(name, schemas))
+            altered = log.alter_topic(
+                name,
+                partitions=partitions,
+                retention=retention,
+                keep_forever=keep_forever,
+                max_payload_bytes=max_payload_bytes,
+                max_header_bytes=max_header_bytes,
+            )
     if as_json:
         output.emit(altered)
     else:
@@ -180,7 +197,8 @@ def delete(context: typer.Context, name: Name, yes: Yes = False, dsn: Dsn = None
     with session(context).log(dsn) as log:
         log.topic(name)
         output.confirm(f"delete topic {name} and all of its events?", yes=yes)
-        log.delete_topic(name)
+        with acting(log, "topic.delete", name) as log:
+            log.delete_topic(name)
     if as_json:
         output.emit({"deleted": name})
     else:

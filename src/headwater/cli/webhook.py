@@ -11,6 +11,7 @@ import typer
 
 from headwater import aio
 from headwater.cli import output
+from headwater.cli.acting import acting
 from headwater.cli.arguments import Dsn, Json, Yes, examples, header, past_instant
 from headwater.cli.connection import connect, session, translated
 from headwater.cli.exit_codes import NotThere
@@ -99,7 +100,17 @@ def create(
 
     The group is made at the beginning of the log unless told otherwise; `headwater group bind` narrows what it gets.
     """
-    with session(context).log(dsn) as log:
+    detail: dict[str, Any] = {
+        "url": url,
+        "topics": topic or None,
+        "group": group,
+        "headers": sorted(name for name, _ in headers) if headers else None,
+        "timeout_seconds": timeout_seconds,
+        "max_concurrency": max_concurrency,
+        "rate_per_second": rate_per_second,
+        "gzip_above_bytes": gzip_above_bytes,
+    }
+    with session(context).log(dsn) as log, acting(log, "webhook.create", name, detail) as log:
         created = log.create_webhook(
             name,
             url,
@@ -199,7 +210,15 @@ def update(
     """
     if headers and no_headers:
         raise typer.BadParameter("--header and --no-headers exclude each other")
-    with session(context).log(dsn) as log:
+    changes: dict[str, Any] = {
+        "url": url,
+        "headers": [] if no_headers else sorted(name for name, _ in headers) if headers else None,
+        "timeout_seconds": timeout_seconds,
+        "max_concurrency": max_concurrency,
+        "rate_per_second": rate_per_second,
+        "gzip_above_bytes": gzip_above_bytes,
+    }
+    with session(context).log(dsn) as log, acting(log, "webhook.alter", name, changes) as log:
         altered = log.alter_webhook(
             name,
             url=url,
@@ -223,7 +242,7 @@ def pause(
     as_json: Json = False,
 ) -> None:
     """Send nothing until resumed; what is under way is finished. Events wait in the group."""
-    with session(context).log(dsn) as log:
+    with session(context).log(dsn) as log, acting(log, "webhook.pause", name, {"reason": reason}) as log:
         paused = log.pause_webhook(name, reason=reason)
     _tell(_document(paused), f"webhook {name} is paused", as_json=as_json)
 
@@ -231,7 +250,7 @@ def pause(
 @app.command(epilog=examples("headwater webhook resume shop"))
 def resume(context: typer.Context, name: Name, dsn: Dsn = None, as_json: Json = False) -> None:
     """Send again from where it was, also after its receiver had it disabled."""
-    with session(context).log(dsn) as log:
+    with session(context).log(dsn) as log, acting(log, "webhook.resume", name) as log:
         resumed = log.resume_webhook(name)
     _tell(_document(resumed), f"webhook {name} goes on", as_json=as_json)
 
@@ -254,8 +273,9 @@ def delete(
         unsent = f"{progress.ready}{'+' * progress.ready_is_more} events are not sent yet"
         what = f"webhook {name} and group {found.group}" if with_group else f"webhook {name}"
         output.confirm(f"forget {what}? {unsent}", yes=yes)
-        if not log.delete_webhook(name, with_group=with_group):
-            raise NotThere(f'webhook "{name}" was deleted just now')
+        with acting(log, "webhook.delete", name, {"with_group": with_group}) as log:
+            if not log.delete_webhook(name, with_group=with_group):
+                raise NotThere(f'webhook "{name}" was deleted just now')
     sentence = f"{what} {'are' if with_group else 'is'} deleted"
     _tell({"deleted": name, "group_deleted": with_group}, sentence, as_json=as_json)
     if not with_group and not as_json:
@@ -278,7 +298,10 @@ def rotate_secret(
     as_json: Json = False,
 ) -> None:
     """Sign with another secret, and for now with the one before too. Prints the new one."""
-    with session(context).log(dsn) as log:
+    with (
+        session(context).log(dsn) as log,
+        acting(log, "webhook.rotate_secret", name, {"end_old": end_old or None}) as log,
+    ):
         if end_old:
             rotated = log.rotate_webhook_secret(name, secret=log.webhook(name).secrets[0], keep=0)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import struct
+import time
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -75,6 +76,8 @@ class Connection(asyncio.BufferedProtocol):
         # Set when the client is gone.
         self._lost = False
         self._producing = False
+        # Produce requests that were begun and have no answer yet.
+        self._unanswered = 0
 
     # What asyncio calls
 
@@ -237,6 +240,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._lost:
             await answer
         elif request.api == PRODUCE:
+            self._unanswered += 1
             await self._answers.put((request, asyncio.ensure_future(answer)))
         else:
             await self._answer(request, await answer)
@@ -270,6 +274,7 @@ class Connection(asyncio.BufferedProtocol):
         if isinstance(answer, asyncio.Future):
             frame = _encoded(request, await answer)
             self._account(0 if frame is None else len(frame))
+            self._unanswered -= 1
         else:
             frame = answer
         if frame is None:
@@ -300,6 +305,17 @@ class Connection(asyncio.BufferedProtocol):
             # A bug of ours: it costs one connection, and is not kept quiet.
             logger.error("kafka connection failed", exc_info=error)
             self._end(error)
+
+    def take_no_more(self) -> None:
+        """Requests that have come are answered; no others are read."""
+        self._pause()
+        # Nobody resumes it.
+        self._paused = False
+
+    @property
+    def owes_answers(self) -> bool:
+        """Whether records that have come are not answered for."""
+        return self._producing or self._unanswered > 0 or any(one[:2] == _PRODUCE_PREFIX for one in self._frames)
 
     def close(self) -> None:
         if self._transport is not None:
@@ -343,6 +359,18 @@ class Server:
         for task in tasks:
             task.add_done_callback(self._last_tasks.discard)
 
+    async def finish(self, seconds: float) -> None:
+        """Take no more requests; records that have come are written and answered, if that is done in time."""
+        connections = list(self._connections)
+        for connection in connections:
+            connection.take_no_more()
+        ends = time.monotonic() + seconds
+        while self._last_tasks or any(one in self._connections and one.owes_answers for one in connections):
+            if time.monotonic() > ends:
+                logger.warning("kafka records not answered in time")
+                return
+            await asyncio.sleep(0.01)
+
     def close_all(self) -> None:
         for connection in list(self._connections):
             connection.close()
@@ -356,9 +384,13 @@ async def serving(
     port: int,
     advertised_host: str | None = None,
     context: ssl.SSLContext | None = None,
+    grace_seconds: float = 20.0,
     **settings: Any,
 ) -> AsyncIterator[Broker]:
-    """A broker that listens, until the block is left. Port 0: any free one; the broker's settings say which."""
+    """A broker that listens, until the block is left. Port 0: any free one; the broker's settings say which.
+
+    At the end records that have come have `grace_seconds` to be written and answered for.
+    """
     loop = asyncio.get_running_loop()
     server: Server | None = None
 
@@ -382,6 +414,7 @@ async def serving(
         finally:
             listener.close()
             if server is not None:
+                await server.finish(grace_seconds)
                 server.close_all()
             await end_tasks(tasks)
             await broker.stop()

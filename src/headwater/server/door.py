@@ -21,6 +21,8 @@ class Limits:
     # How long a live stream waits for a client that takes nothing.
     slow_seconds: float = 30.0
     heartbeat_seconds: float = 15.0
+    # How long what is under way may take to end when the door is closed.
+    grace_seconds: float = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,10 @@ class Opening:
     limits: Limits = Limits()
     # Where webhooks may be tested, besides the public internet.
     webhook_networks: tuple[Network, ...] = ()
+    # Addresses and networks of proxies that are believed when they say for whom they ask, and how that one came.
+    trusted_proxies: tuple[str, ...] = ()
+    # Where the processes that share the port note what they have counted. None: there is one.
+    counts_directory: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from headwater.aio import AsyncHeadwater
 from headwater.counters import COUNTERS
 from headwater.errors import HeadwaterError, SchemaMismatch
 from headwater.model import LogHealth, Sample
+from headwater.server.counts import Counts
 from headwater.telemetry import ERROR, METRICS, SCRAPES_FAILED, logger
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -47,10 +48,10 @@ class _Asked:
 _asked: WeakKeyDictionary[AsyncHeadwater, _Asked] = WeakKeyDictionary()
 
 
-async def render(log: AsyncHeadwater) -> bytes:
-    """Every metric in Prometheus' text format."""
-    counted = [Sample(metric.name, labels, n) for metric, labels, n in COUNTERS.samples()]
-    return in_text_format([*await _from_database(log), *counted])
+async def render(log: AsyncHeadwater, counts: Counts | None = None) -> bytes:
+    """Every metric in Prometheus' text format. `counts`: of whom what was counted is told; else of this process."""
+    asked = await _from_database(log)
+    return in_text_format([*asked, *await (counts or Counts(None)).samples()])
 
 
 async def _from_database(log: AsyncHeadwater) -> list[Sample]:

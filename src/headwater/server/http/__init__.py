@@ -8,6 +8,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Final
 
 import uvicorn
@@ -15,16 +16,17 @@ import uvicorn
 from headwater.aio import AsyncHeadwater
 from headwater.errors import InvalidRequest
 from headwater.server.callers import Callers
+from headwater.server.counts import Counts
 from headwater.server.door import Door, Opening
 from headwater.server.http.app import application
 from headwater.server.http.live import Live
-from headwater.server.http.protocol import Connection
+from headwater.server.http.protocol import Connection, Room
 from headwater.server.http.served import Served
 
 BACKLOG: Final = 4096
 KEEP_ALIVE_SECONDS: Final = 20
-# How long requests that are under way may take when the server stops.
-GRACE_SECONDS: Final = 10
+# What was called off at the end of the grace may clear up for so long.
+LATE_SECONDS: Final = 5.0
 
 
 class _Server(uvicorn.Server):
@@ -48,23 +50,25 @@ async def serving(log: AsyncHeadwater, opening: Opening) -> AsyncIterator[Door]:
     """Serve HTTP until the block is left; requests under way are finished then, and live streams told the end."""
     callers = Callers(log, authenticate=opening.authenticate)
     live = Live(log, opening.limits)
+    counts = Counts(opening.counts_directory)
     listener = _listener(opening)
     # It warns of every request that is no HTTP, which anybody can send without end.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-    async with callers.kept_current(), live.running():
+    async with callers.kept_current(), live.running(), counts.kept_current():
         config = uvicorn.Config(
-            application(Served(log, callers, live, opening)),
-            http=Connection,
+            application(Served(log, callers, live, opening, counts)),
+            # A class for uvicorn: what makes a connection.
+            http=partial(Connection, room=Room(opening.limits.connections)),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
-            proxy_headers=False,
+            proxy_headers=bool(opening.trusted_proxies),
+            forwarded_allow_ips=list(opening.trusted_proxies),
             server_header=False,
             backlog=BACKLOG,
-            limit_concurrency=opening.limits.connections,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=GRACE_SECONDS,
+            timeout_graceful_shutdown=opening.limits.grace_seconds,  # type: ignore[arg-type]
             ssl_certfile=opening.certificate,
             ssl_keyfile=opening.private_key,
         )
@@ -79,10 +83,12 @@ async def serving(log: AsyncHeadwater, opening: Opening) -> AsyncIterator[Door]:
             yield door
         finally:
             server.should_exit = True
-            await asyncio.wait([task], timeout=GRACE_SECONDS + 5)
+            await asyncio.wait([task], timeout=opening.limits.grace_seconds + LATE_SECONDS)
             if not task.done():
                 task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+            if called_off := set(server.server_state.tasks):
+                await asyncio.wait(called_off, timeout=LATE_SECONDS)
 
 
 def _listener(opening: Opening) -> socket.socket:

@@ -78,7 +78,7 @@ async def sign_in(request: Request, body: SignIn) -> Response:
             max_age=int(SESSION.total_seconds()),
             httponly=True,
             samesite="strict",
-            secure=here.opening.certificate is not None,
+            secure=request.url.scheme == "https",
             path="/",
         )
     return response

@@ -25,16 +25,20 @@ from headwater.server.http.problems import (
     Misdirected,
     NotJson,
     TookTooLong,
+    TooManyConnections,
     TooManyRequests,
     from_postgres,
     problem_response,
 )
+from headwater.server.http.protocol import CONNECTION
 from headwater.server.http.rights import CALLER
 
 SESSION_COOKIE: Final = "headwater_session"
 # A page of another site cannot send it, unless this server allowed that, which it never does.
 OWN_HEADER: Final = b"x-headwater-console"
 SAFE: Final = frozenset({"GET", "HEAD", "OPTIONS"})
+# Answered however many connections there are.
+PROBES: Final = frozenset({"/health", "/ready"})
 MAX_BUCKETS: Final = 10_000
 # However few a second: a page of the console alone asks for several things at once.
 SMALLEST_BURST: Final = 10
@@ -114,10 +118,22 @@ class Gate:
                 f"not done within {self._limits.request_seconds:g} s",
                 hint="Look whether it took effect before you send it again; with an Idempotency-Key just send it.",
             )
+        except asyncio.CancelledError:
+            # Only a server that stops does that, when the grace is over: nothing is under way any more, and it is told.
+            refusal = TookTooLong(
+                "the server stops, and this was not done in time",
+                hint="Look whether it took effect before you send it again; with an Idempotency-Key just send it.",
+            )
         if not started:
             await problem_response(refusal)(scope, receive, send)
 
     async def _admit(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        # Whoever asks whether the server is well is told so at any time.
+        if scope[CONNECTION].is_surplus and scope["path"] not in PROBES:
+            raise TooManyConnections(
+                f"there are {self._limits.connections} connections, and no more are taken",
+                hint="Try again, or keep connections open for several requests; the server's limit is --connections.",
+            )
         self._refuse_foreign(scope, headers)
         address = scope["client"][0] if scope.get("client") else "nobody"
         if scope["path"] in self._open_paths:

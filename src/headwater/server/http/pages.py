@@ -112,7 +112,8 @@ async def ready(request: Request) -> Response:
 )
 async def show_metrics(request: Request) -> Response:
     """Metrics for Prometheus."""
-    return Response(await metrics.render(served(request).log), media_type=metrics.CONTENT_TYPE)
+    here = served(request)
+    return Response(await metrics.render(here.log, here.counts), media_type=metrics.CONTENT_TYPE)
 
 
 def description_page(document: dict[str, Any]) -> Page:

@@ -27,6 +27,10 @@ class TooManyRequests(HeadwaterError):
     """More requests than one caller may send: slow down, and try again."""
 
 
+class TooManyConnections(HeadwaterError):
+    """The server has as many connections as it takes: try again in a moment, or another one."""
+
+
 class WrongMethod(InvalidRequest):
     """The method is not for that path."""
 
@@ -85,6 +89,7 @@ STATUS: Final[Mapping[type[HeadwaterError], int]] = {
     Unprocessable: 422,
     KeyReused: 422,
     TooManyRequests: 429,
+    TooManyConnections: 503,
     errors.TransactionAborted: 503,
     errors.WrongTransaction: 503,
     errors.SchemaMismatch: 503,

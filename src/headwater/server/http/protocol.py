@@ -29,12 +29,37 @@ class Taker(Protocol):
     def stop(self) -> None: ...
 
 
+class Room:
+    """How many connections a process takes."""
+
+    def __init__(self, connections: int) -> None:
+        self.connections = connections
+        self._taken = 0
+
+    def enter(self) -> bool:
+        """A connection comes; False: it is one too many."""
+        if self._taken >= self.connections:
+            return False
+        self._taken += 1
+        return True
+
+    def leave(self) -> None:
+        """One that had entered is gone."""
+        self._taken -= 1
+
+
 class Connection(HttpToolsProtocol):
     """One connection of a client."""
 
+    # Whether it is one more than the server takes: then it gets one answer, and is closed.
+    is_surplus: bool = False
     taker: Taker | None = None
     _impatient: asyncio.TimerHandle | None = None
     _head_bytes: int = 0
+
+    def __init__(self, *arguments: Any, room: Room, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._room = room
 
     def hand_over(self, taker: Taker) -> None:
         """From here on only `taker` writes, without a task of its own; the request is over for uvicorn."""
@@ -47,11 +72,14 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.is_surplus = not self._room.enter()
         self._hurry()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._relax()
         super().connection_lost(exc)
+        if not self.is_surplus:
+            self._room.leave()
         taker, self.taker = self.taker, None
         if taker is not None:
             taker.lost()
@@ -84,6 +112,8 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._relax()
         super().on_headers_complete()
+        if self.is_surplus:
+            self.cycle.keep_alive = False
 
     def on_message_complete(self) -> None:
         super().on_message_complete()

@@ -107,6 +107,14 @@ class _Asked:
     async def run(self, call: Call[Any]) -> Any:
         return await self.log.run(call, patience_seconds=PATIENCE_SECONDS)
 
+    async def act(self, call: Call[Any], action: str, subject: str, detail: Mapping[str, Any]) -> Any:
+        """Carry out what changes the registry, with the event that tells of it."""
+        return await self.log.run_audited(call, self.caller.account, action, subject, detail)
+
+    async def configure(self, subject: str | None, level: str | None) -> None:
+        call = calls.set_compatibility(subject, level)
+        await self.act(call, "schema.config", subject or "*", {"compatibility": level or "reset"})
+
     def flag(self, name: str) -> bool:
         return self._request.query_params.get(name, "").lower() == "true"
 
@@ -284,7 +292,18 @@ async def register(request: Request, subject: str) -> Response:
     asked = _Asked(request)
     asked.need("write", subject)
     schema = await asked.schema()
-    registered = await carry_out(asked.log, registry.register(subject, schema))
+
+    async def act(call: Call[Any]) -> Any:
+        async with asked.log.audited(
+            asked.caller.account, "schema.register", subject, {"type": schema.type}
+        ) as connection:
+            outcome = await asked.log.run(call, connection=connection)
+            if outcome is None:
+                # The subject changed meanwhile: nothing was done that could be told of.
+                raise psycopg.Rollback
+        return outcome
+
+    registered = await carry_out(asked.log, registry.register(subject, schema), act)
     return _answered({"id": registered.id, "version": registered.version, **(await _told(asked, schema))})
 
 
@@ -312,7 +331,10 @@ async def delete_version(request: Request, subject: str, version: str) -> Respon
         message = f"Subject '{subject}' Version {version} was soft deleted. Set permanent=true to delete permanently"
         raise Refusal(404, 40406, message)
     try:
-        await asked.run(calls.delete_schema(subject, found.version, for_good=for_good))
+        detail = {"version": found.version, "for_good": for_good}
+        await asked.act(
+            calls.delete_schema(subject, found.version, for_good=for_good), "schema.delete", subject, detail
+        )
     except SchemaNotDeleted:
         message = f"Subject '{subject}' Version {version} was not deleted first before being permanently deleted"
         raise Refusal(404, 40407, message) from None
@@ -331,7 +353,8 @@ async def delete_subject(request: Request, subject: str) -> Response:
         message = f"Subject '{subject}' was soft deleted. Set permanent=true to delete permanently"
         raise Refusal(404, 40404, message)
     try:
-        return _answered(await asked.run(calls.delete_schema(subject, for_good=for_good)))
+        call = calls.delete_schema(subject, for_good=for_good)
+        return _answered(await asked.act(call, "schema.delete", subject, {"for_good": for_good}))
     except SchemaNotDeleted:
         message = f"Subject '{subject}' was not deleted first before being permanently deleted"
         raise Refusal(404, 40405, message) from None
@@ -446,7 +469,7 @@ async def set_subject_config(request: Request, subject: str) -> Response:
     asked = _Asked(request)
     asked.need("alter", subject)
     level = await _level(asked)
-    await asked.run(calls.set_compatibility(subject, level))
+    await asked.configure(subject, level)
     return _answered({"compatibility": level})
 
 
@@ -455,7 +478,7 @@ async def set_config(request: Request) -> Response:
     asked = _Asked(request)
     asked.caller.need("alter", "log", "*")
     level = await _level(asked)
-    await asked.run(calls.set_compatibility(None, level))
+    await asked.configure(None, level)
     return _answered({"compatibility": level})
 
 
@@ -466,7 +489,7 @@ async def reset_subject_config(request: Request, subject: str) -> Response:
     before = await asked.run(calls.compatibility(subject))
     if before is None:
         raise _no_subject(subject)
-    await asked.run(calls.set_compatibility(subject, None))
+    await asked.configure(subject, None)
     return _answered({"compatibilityLevel": before})
 
 
@@ -475,7 +498,7 @@ async def reset_config(request: Request) -> Response:
     asked = _Asked(request)
     asked.caller.need("alter", "log", "*")
     before = await asked.run(calls.compatibility())
-    await asked.run(calls.set_compatibility(None, None))
+    await asked.configure(None, None)
     return _answered({"compatibilityLevel": before})
 
 

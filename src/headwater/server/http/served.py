@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from headwater.aio import AsyncHeadwater
 from headwater.server.callers import Callers
+from headwater.server.counts import Counts
 from headwater.server.door import Opening
 from headwater.server.http.live import Live
 from headwater.server.http.problems import PROBLEM, Problem
@@ -28,6 +29,7 @@ class Served:
     callers: Callers
     live: Live
     opening: Opening
+    counts: Counts
 
 
 def served(request: Request) -> Served:

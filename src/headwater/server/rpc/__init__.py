@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -29,8 +30,6 @@ from headwater.telemetry import ERROR, logger
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
 MAX_CALLS: Final = 10_000
-# What is under way when the server stops has so long to end.
-GRACE_SECONDS: Final = 5.0
 HEALTH_SECONDS: Final = 5.0
 OPTIONS: Final = (
     ("grpc.so_reuseport", 1),
@@ -107,8 +106,10 @@ async def _open(
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
         await healthy.enter_graceful_shutdown()
-        await gate.stop(GRACE_SECONDS)
-        await server.stop(GRACE_SECONDS)
+        # Streams and all else that is under way have the same time to end.
+        ends = time.monotonic() + opening.limits.grace_seconds
+        await gate.stop(opening.limits.grace_seconds)
+        await server.stop(max(0.0, ends - time.monotonic()))
         await backend.close()
 
 
