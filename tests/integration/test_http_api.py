@@ -272,6 +272,97 @@ def test_a_queue_is_worked_over_http(http: httpx.Client, log: headwater.Headwate
     problem(http.post(f"/v1/groups/{group}/claim", json={"worker": "w"}), 404, "GroupNotFound")
 
 
+def test_a_dry_run_of_a_rewind_counts_what_comes_again_and_what_is_skipped(
+    http: httpx.Client, log: headwater.Headwater, topic: str
+) -> None:
+    group = f"r-{topic}"
+    http.post("/v1/groups", json={"name": group, "bindings": [{"topic": topic}]})
+    positions = log.publish_batch(topic, [headwater.NewEvent(n) for n in range(6)])
+    lease = http.post(f"/v1/groups/{group}/claim", json={"worker": "w", "batch_size": 3}).json()
+    http.post(f"/v1/groups/{group}/settle", json={"token": lease["token"], "done": "all"})
+    none = {"events": 0, "events_is_more": False, "first": None, "last": None}
+
+    def rewound(to: int | None, *, dry_run: bool = True) -> Any:
+        return http.post(f"/v1/groups/{group}/rewind", json={"to": to, "dry_run": dry_run}).json()
+
+    back = rewound(positions[0])
+    assert (back["events"], back["skipped"]) == (5, none)
+    assert back["again"] == {"events": 2, "events_is_more": False, "first": positions[1], "last": positions[2]}
+    forth = rewound(positions[4])
+    assert (forth["events"], forth["again"]) == (1, none)
+    assert forth["skipped"] == {"events": 2, "events_is_more": False, "first": positions[3], "last": positions[4]}
+    assert rewound(positions[4], dry_run=False) == {**forth, "dry_run": False}
+    lease = http.post(f"/v1/groups/{group}/claim", json={"worker": "w", "batch_size": 10}).json()
+    assert [event["position"] for event in lease["events"]] == [positions[5]]
+
+
+def test_a_dry_run_of_unbinding_counts_what_no_other_binding_selects(
+    http: httpx.Client, log: headwater.Headwater, topic: str
+) -> None:
+    group = f"u-{topic}"
+    http.post("/v1/groups", json={"name": group, "bindings": [{"topic": topic, "type": "a"}]})
+    whole = http.post(f"/v1/groups/{group}/bindings", json={"topic": topic}).json()["id"]
+    positions = log.publish_batch(topic, [headwater.NewEvent(n, type=kind) for n, kind in enumerate("bbabab")])
+    http.post(f"/v1/groups/{group}/claim", json={"worker": "w"})
+    path = f"/v1/groups/{group}/bindings/{whole}"
+    would = http.delete(f"{path}?dry_run=true").json()
+    assert would == {
+        "to_position": positions[0],
+        "events": 3,
+        "events_is_more": False,
+        "first": positions[1],
+        "last": positions[5],
+        "dry_run": True,
+    }
+    assert http.delete(path).json() == {**would, "dry_run": False}
+    rest = http.post(f"/v1/groups/{group}/claim", json={"worker": "w", "batch_size": 10}).json()["events"]
+    assert [event["position"] for event in rest] == [positions[2], positions[4]]
+    problem(http.delete(f"{path}?dry_run=true"), 404, "GroupNotFound")
+    # What was not done with goes with the group.
+    would = http.delete(f"/v1/groups/{group}?dry_run=true").json()
+    assert (would["events"], would["first"], would["last"]) == (3, positions[0], positions[4])
+
+
+def test_a_dry_run_of_a_shorter_retention_counts_what_it_takes(
+    http: httpx.Client, log: headwater.Headwater, topic: str, connection: psycopg.Connection
+) -> None:
+    positions = log.publish_batch(topic, [headwater.NewEvent(n) for n in range(4)])
+    connection.execute(
+        "update headwater.event set published_at = published_at - interval '1 hour' where position = any (%s)",
+        (positions[:3],),
+    )
+    body = {"retention_seconds": 1800.0}
+    would = http.patch(f"/v1/topics/{topic}", json={**body, "dry_run": True}).json()
+    assert (would["events"], would["events_is_more"]) == (3, False)
+    assert (would["first"], would["last"], would["dry_run"]) == (positions[0], positions[2], True)
+    assert would["retention_seconds"] is None
+    assert http.get(f"/v1/topics/{topic}").json()["retention_seconds"] is None
+    done = http.patch(f"/v1/topics/{topic}", json=body).json()
+    assert (done["events"], done["retention_seconds"], done["dry_run"]) == (3, 1800, False)
+    assert http.patch(f"/v1/topics/{topic}", json={"retention_seconds": 7200.0, "dry_run": True}).json()["events"] == 0
+    assert http.patch(f"/v1/topics/{topic}", json={"retention_seconds": None, "dry_run": True}).json()["events"] == 0
+
+
+def test_a_dry_run_of_deleting_a_subscription_counts_what_it_has_yet_to_get(
+    http: httpx.Client, log: headwater.Headwater, topic: str
+) -> None:
+    body = {"group": f"s-{topic}", "condition": "(e.data)::int > 1", "topics": [topic]}
+    made = http.post("/v1/subscriptions", json=body).json()["id"]
+    http.post("/v1/subscriptions", json={**body, "condition": "true"})
+    positions = log.publish_batch(topic, [headwater.NewEvent(n) for n in range(4)])
+    path = f"/v1/subscriptions/s-{topic}/{made}"
+    would = http.delete(f"{path}?dry_run=true").json()
+    assert would == {
+        "deleted": False,
+        "events": 2,
+        "events_is_more": False,
+        "first": positions[2],
+        "last": positions[3],
+    }
+    assert http.delete(path).json() == {**would, "deleted": True}
+    problem(http.delete(f"{path}?dry_run=true"), 404, "GroupNotFound")
+
+
 def test_a_claim_waits_for_something_to_do(http: httpx.Client, log: headwater.Headwater, topic: str) -> None:
     http.post("/v1/groups", json={"name": f"w-{topic}", "bindings": [{"topic": topic}]})
     got: list[Any] = []

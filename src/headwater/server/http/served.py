@@ -13,6 +13,7 @@ from fastapi.routing import APIRoute
 from starlette.responses import Response
 
 from headwater.aio import AsyncHeadwater
+from headwater.calls.overview import Contents
 from headwater.server.callers import Callers
 from headwater.server.door import Opening
 from headwater.server.http.live import Live
@@ -110,6 +111,16 @@ def answer(value: Any, *, status: int = 200) -> Response:
     """A value as JSON: times in UTC, time spans in seconds."""
     body = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_plain)
     return raw_answer(body, status=status)
+
+
+def some(contents: Contents) -> dict[str, Any]:
+    """Some events, as answers tell of them."""
+    return {
+        "events": contents.events,
+        "events_is_more": contents.events_is_more,
+        "first": contents.first_position,
+        "last": contents.last_position,
+    }
 
 
 def raw_answer(body: str, *, status: int = 200) -> Response:
