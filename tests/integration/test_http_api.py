@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -108,6 +109,102 @@ def test_an_idempotency_key_makes_a_repeat_harmless(http: httpx.Client, log: hea
     # Another topic is another request.
     second = log.create_topic(f"{topic}-b").name
     assert http.post(f"/v1/topics/{second}/events", json=body, headers=headers).json() != first
+
+
+def test_an_idempotency_key_is_for_one_request_to_the_letter(
+    http: httpx.Client, log: headwater.Headwater, topic: str
+) -> None:
+    headers = {"Idempotency-Key": "one"}
+    path = f"/v1/topics/{topic}/events"
+    one = {"data": 1, "type": "a", "key": "k"}
+    first = http.post(path, json={"events": [one]}, headers=headers)
+    for events in (
+        [one, one],
+        [{**one, "headers": {"h": 1}}],
+        [{**one, "routing_key": "x"}],
+        [{**one, "event_id": "x"}],
+        [{**one, "content_type": "text/json"}],
+        [{**one, "deliver_at": "2999-01-01T00:00:00Z"}],
+    ):
+        problem(http.post(path, json={"events": events}, headers=headers), 422, "KeyReused")
+    # Written otherwise, it says the same.
+    again = json.dumps({"events": [dict(reversed(one.items()))]}, indent=3)
+    repeat = http.post(path, content=again, headers={**headers, "content-type": "application/json"})
+    assert repeat.json() == first.json()
+    assert [event.data for event in log.read(topic)] == [1]
+    # An event for later has its key for itself, too.
+    later = {"data": 2, "deliver_at": "2999-01-01T00:00:00Z"}
+    for _ in range(2):
+        assert http.post(path, json=later, headers={"Idempotency-Key": "two"}).json() == {"positions": [None]}
+    assert len(log.scheduled(topic)) == 1
+    problem(http.post(path, json={"data": 2}, headers={"Idempotency-Key": "two"}), 422, "KeyReused")
+
+
+def test_what_was_refused_has_not_used_up_its_idempotency_key(
+    http: httpx.Client, log: headwater.Headwater, topic: str
+) -> None:
+    headers = {"Idempotency-Key": "late"}
+    log.alter_topic(topic, max_payload_bytes=100)
+    body = {"data": "x" * 200}
+    problem(http.post(f"/v1/topics/{topic}/events", json=body, headers=headers), 413, "EventTooLarge")
+    log.alter_topic(topic, max_payload_bytes=1000)
+    for _ in range(2):
+        assert http.post(f"/v1/topics/{topic}/events", json=body, headers=headers).status_code == 200
+    assert len(log.read(topic)) == 1
+
+
+def test_appending_and_scheduling_with_an_idempotency_key_are_done_once(
+    http: httpx.Client, log: headwater.Headwater, topic: str
+) -> None:
+    store = f"store-{topic}"
+    http.post("/v1/topics", json={"name": store, "event_store": True})
+    headers = {"Idempotency-Key": "one"}
+    query = {"items": [{"tags": ["a:1"]}]}
+    body = {"events": [{"type": "A", "tags": ["a:1"]}], "condition": {"query": query}}
+    first = http.post(f"/v1/stores/{store}/append", json=body, headers=headers)
+    assert first.status_code == 200, first.text
+    # Without the key its own event would speak against it.
+    assert http.post(f"/v1/stores/{store}/append", json=body, headers=headers).json() == first.json()
+    problem(http.post(f"/v1/stores/{store}/append", json=body), 409, "AppendConflict")
+    other = {"events": [{"type": "B"}]}
+    problem(http.post(f"/v1/stores/{store}/append", json=other, headers=headers), 422, "KeyReused")
+    problem(http.post(f"/v1/stores/{store}/append", json=body, headers={"Idempotency-Key": "2"}), 409, "AppendConflict")
+    assert http.post(f"/v1/stores/{store}/append", json=other, headers={"Idempotency-Key": "2"}).status_code == 200
+    assert len(log.read(store)) == 2
+    due = {"topic": topic, "data": 1, "deliver_at": "2999-01-01T00:00:00Z"}
+    made = [http.post("/v1/schedules", json=due, headers=headers) for _ in range(2)]
+    assert [one.status_code for one in made] == [201, 201]
+    assert made[0].json() == made[1].json()
+    assert len(log.scheduled(topic)) == 1
+    problem(http.post("/v1/schedules", json={**due, "topic": store}, headers=headers), 422, "KeyReused")
+
+
+def test_of_many_who_send_one_idempotency_key_at_once_one_is_served_and_all_hear_of_it(
+    address: str, log: headwater.Headwater, topic: str
+) -> None:
+    def send(_: int) -> Any:
+        headers = {"Idempotency-Key": "at once"}
+        return httpx.post(f"{address}/v1/topics/{topic}/events", json={"data": 1}, headers=headers, timeout=60).json()
+
+    with ThreadPoolExecutor(8) as threads:
+        told = list(threads.map(send, range(16)))
+    (event,) = log.read(topic)
+    assert told == [{"positions": [event.position]}] * 16
+
+
+def test_kept_answers_are_forgotten_after_a_day(
+    http: httpx.Client,
+    log: headwater.Headwater,
+    topic: str,
+    connection: psycopg.Connection,
+    until: Callable[[Callable[[], Any]], Any],
+) -> None:
+    headers = {"Idempotency-Key": "old"}
+    first = http.post(f"/v1/topics/{topic}/events", json={"data": 1}, headers=headers).json()
+    for age, same in (("23 hours", True), ("25 hours", False)):
+        connection.execute("update headwater.kept_answer set kept_at = clock_timestamp() - %s::interval", (age,))
+        until(lambda: not log.maintain().busy)
+        assert (http.post(f"/v1/topics/{topic}/events", json={"data": 1}, headers=headers).json() == first) is same
 
 
 def test_events_are_found_page_by_page_both_ways(http: httpx.Client, log: headwater.Headwater, topic: str) -> None:

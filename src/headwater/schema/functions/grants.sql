@@ -123,7 +123,7 @@ begin
         grant insert, update, delete on
             headwater.kafka_topic, headwater.kafka_lane, headwater.kafka_broker, headwater.kafka_producer_lane, headwater.kafka_group,
             headwater.kafka_offset, headwater.kafka_transaction, headwater.kafka_staged, headwater.kafka_staged_offset,
-            headwater.account, headwater.permission, headwater.api_key
+            headwater.account, headwater.permission, headwater.api_key, headwater.kept_answer
             to headwater_admin;
         -- What a webhook sends leaves the house, and its secrets are kept as they are: administrators only.
         grant insert, update, delete on headwater.webhook, headwater.webhook_pace to headwater_admin;

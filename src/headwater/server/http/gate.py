@@ -112,7 +112,8 @@ class Gate:
         except TimeoutError:
             refusal = TookTooLong(
                 f"not done within {self._limits.request_seconds:g} s",
-                hint="Look whether it took effect before you send it again; with an Idempotency-Key just send it.",
+                hint="Look whether it took effect before you send it again. What takes an Idempotency-Key (publish, "
+                "append, schedule) and had one is just sent again.",
             )
         if not started:
             await problem_response(refusal)(scope, receive, send)

@@ -109,8 +109,12 @@ def _plain(value: Any) -> Any:
 
 def answer(value: Any, *, status: int = 200) -> Response:
     """A value as JSON: times in UTC, time spans in seconds."""
-    body = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_plain)
-    return raw_answer(body, status=status)
+    return raw_answer(as_json(value), status=status)
+
+
+def as_json(value: Any) -> str:
+    """A value as answers write it."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_plain)
 
 
 def some(contents: Contents) -> dict[str, Any]:
@@ -132,5 +136,5 @@ def raw_answer(body: str, *, status: int = 200) -> Response:
 
 def listed(name: str, rows: Iterable[str], **more: Any) -> Response:
     """A list of what is written already, with what is said beside it."""
-    rest = json.dumps(more, ensure_ascii=False, separators=(",", ":"), default=_plain)[1:]
+    rest = as_json(more)[1:]
     return raw_answer(f'{{"{name}":[{",".join(rows)}]{"," if more else ""}{rest}')

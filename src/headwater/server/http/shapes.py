@@ -143,7 +143,7 @@ class EventToPublish(EventContent):
     partition: Annotated[int, Field(strict=True, ge=0, le=1023)] | None = None
     deliver_at: Time | None = Field(default=None, description="not before this time")
 
-    def new_event(self, event_id: str | None) -> NewEvent:
+    def new_event(self) -> NewEvent:
         payload, content_type = self.payload()
         return NewEvent(
             payload,
@@ -151,7 +151,7 @@ class EventToPublish(EventContent):
             self.type,
             self.routing_key,
             self.headers or None,
-            event_id,
+            self.event_id,
             content_type,
             self.partition,
         )
