@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import secrets
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -32,12 +33,25 @@ class NotAuthenticated(HeadwaterError):
     """Nobody known calls: send the name and password of an account, or an API key."""
 
 
+class Credential:
+    """What somebody came with: a key, or a password as it is kept. `holds` until it is found to be taken back."""
+
+    __slots__ = ("__weakref__", "account", "holds", "key_hash", "verifiers")
+
+    def __init__(self, account: str, *, key_hash: bytes | None = None, verifiers: Verifiers | None = None) -> None:
+        self.account = account
+        self.key_hash = key_hash
+        self.verifiers = verifiers
+        self.holds = True
+
+
 @dataclass(frozen=True, slots=True)
 class Caller:
     """Somebody who may do something. Without authentication it is everybody, who may do everything."""
 
     account: str | None
     _rights: Access | None
+    credential: Credential | None = None
 
     def may(self, action: str, kind: str, name: str) -> bool:
         if access.is_kept_from_all(action, kind, name):
@@ -66,8 +80,10 @@ class Callers:
         self._rights = Access((), ())
         # Makes what is remembered of a password useless elsewhere, and the challenge for a name that nobody has.
         self._secret = secrets.token_bytes(32)
-        # What was shown, hashed -> whose it is and until when that holds.
-        self._remembered: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
+        # What was shown, hashed -> what it is and until when that is trusted.
+        self._remembered: OrderedDict[bytes, tuple[Credential, float]] = OrderedDict()
+        # What those came with whose calls go on.
+        self._watched: weakref.WeakSet[Credential] = weakref.WeakSet()
 
     @asynccontextmanager
     async def kept_current(self) -> AsyncIterator[None]:
@@ -88,6 +104,17 @@ class Callers:
         accounts = await self._log.run(calls.accounts(), patience_seconds=PATIENCE_SECONDS)
         permissions = await self._log.run(calls.permissions(), patience_seconds=PATIENCE_SECONDS)
         self._rights = Access((name for name, administrator in accounts if administrator), permissions)
+        await self._look_at_watched()
+
+    async def _look_at_watched(self) -> None:
+        keys = {one.key_hash: one for one in self._watched if one.holds and one.key_hash is not None}
+        if keys:
+            living = await self._log.run(calls.living_keys(list(keys)), patience_seconds=PATIENCE_SECONDS)
+            for hashed, one in keys.items():
+                one.holds = hashed in living
+        for one in [one for one in self._watched if one.holds and one.key_hash is None]:
+            kept = await self._log.run(calls.find_account(one.account), patience_seconds=PATIENCE_SECONDS)
+            one.holds = kept == one.verifiers
 
     async def _refresh_for_ever(self) -> None:
         while True:
@@ -106,39 +133,58 @@ class Callers:
             )
         return Caller(None, None)
 
-    def named(self, account: str) -> Caller:
-        """Somebody who is known from before, as by a call that goes on."""
-        return Caller(account, self._rights if self._authenticate else None)
+    def watch(self, caller: Caller) -> None:
+        """The call of this one goes on: look again and again whether what it came with still holds."""
+        if caller.credential is not None:
+            self._watched.add(caller.credential)
+
+    def still(self, caller: Caller) -> Caller:
+        """Somebody who is watched, with the rights of now; NotAuthenticated if what they came with was taken back."""
+        if not self._authenticate:
+            return caller
+        if caller.credential is None or not caller.credential.holds:
+            raise NotAuthenticated("the key or the password of this call holds no longer")
+        return self._holder(caller.credential)
+
+    def _holder(self, credential: Credential) -> Caller:
+        return Caller(credential.account, self._rights, credential)
 
     async def by_password(self, name: str, password: str) -> Caller:
         """Who comes with a name and a password."""
         if not self._authenticate:
             return Caller(name, None)
         shown = hmac.digest(self._secret, b"\0".join((name.encode(), password.encode())), "sha256")
-        if self._recall(shown) is None:
+        credential = self._recall(shown)
+        if credential is None:
+            kept = await self._verifiers(name)
             # Made slow on purpose, so not among what others wait for.
-            if not await asyncio.to_thread(access.password_fits, password, await self._verifiers(name)):
+            if not await asyncio.to_thread(access.password_fits, password, kept):
                 raise NotAuthenticated("the name or the password is wrong")
-            self._remember(shown, name)
-        return self.named(name)
+            credential = Credential(name, verifiers=kept)
+            self._remember(shown, credential)
+        return self._holder(credential)
 
     async def by_key(self, key: str) -> Caller:
         """Who comes with an API key, or with a session."""
         if not self._authenticate:
             return Caller(None, None)
         hashed = access.key_hash(key)
-        account = self._recall(hashed)
-        if account is None:
+        credential = self._recall(hashed)
+        if credential is None:
             account = await self._log.run(calls.account_of_key(hashed), patience_seconds=PATIENCE_SECONDS)
             if account is None:
                 raise NotAuthenticated("the key is not known, or has run out")
-            self._remember(hashed, account)
-        return self.named(account)
+            credential = Credential(account, key_hash=hashed)
+            self._remember(hashed, credential)
+        return self._holder(credential)
 
     def forget(self, hash_prefix: str) -> None:
         """A key was taken back here: no longer trust what was remembered of it. Its hash begins so, in hex."""
         for shown in [shown for shown in self._remembered if shown.hex().startswith(hash_prefix)]:
             del self._remembered[shown]
+        for one in self._watched:
+            if one.key_hash is not None and one.key_hash.hex().startswith(hash_prefix):
+                one.holds = False
 
     async def open_session(self, caller: Caller) -> str | None:
         """A key for a while, for who came with a password; None where nobody has to."""
@@ -156,12 +202,12 @@ class Callers:
             kept = None
         return kept if kept is not None else access.stranger(name, hashlib.sha256(self._secret).digest())
 
-    def _recall(self, shown: bytes) -> str | None:
-        account, until = self._remembered.get(shown, ("", 0.0))
-        return account if time.monotonic() < until else None
+    def _recall(self, shown: bytes) -> Credential | None:
+        credential, until = self._remembered.get(shown, (None, 0.0))
+        return credential if time.monotonic() < until else None
 
-    def _remember(self, shown: bytes, account: str) -> None:
-        self._remembered[shown] = (account, time.monotonic() + TRUSTED_SECONDS)
+    def _remember(self, shown: bytes, credential: Credential) -> None:
+        self._remembered[shown] = (credential, time.monotonic() + TRUSTED_SECONDS)
         self._remembered.move_to_end(shown)
         while len(self._remembered) > MAX_REMEMBERED:
             self._remembered.popitem(last=False)

@@ -53,8 +53,8 @@ class Call:
 
     def need_still(self, action: str, kind: str, name: str) -> None:
         """The same, as rights are by now: in a call that goes on."""
-        if self._callers is not None and self.caller.account is not None:
-            self.caller = self._callers.named(self.caller.account)
+        if self._callers is not None:
+            self.caller = self._callers.still(self.caller)
         self.caller.need(action, kind, name)
 
     def patience_seconds(self) -> float:
@@ -106,6 +106,8 @@ class Gate:
         """Around a stream, which ends when the server stops."""
         call._task = asyncio.current_task()
         self._streams.add(call)
+        if self._callers is not None:
+            self._callers.watch(call.caller)
         try:
             if self._stopping:
                 call.end(_stopping())
