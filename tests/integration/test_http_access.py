@@ -8,6 +8,7 @@ import ssl
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -291,6 +292,25 @@ def test_guessing_passwords_is_slowed_down(dsn: str, keys: dict[str, str]) -> No
         assert codes[-1] == 429
         assert len(codes) > 20
         assert client.get("/v1/me", headers={"authorization": f"Bearer {keys['shop']}"}).status_code == 200
+
+
+def test_many_guesses_at_once_are_no_way_around_the_limit(dsn: str, keys: dict[str, str]) -> None:
+    with (
+        http_door(dsn, authenticate=True) as address,
+        httpx.Client(base_url=address, timeout=60) as client,
+        ThreadPoolExecutor(30) as threads,
+    ):
+
+        def ask(password: str) -> int:
+            return client.get("/v1/me", auth=("shop", password)).status_code
+
+        # Whoever is right is never held up by themselves.
+        assert set(threads.map(ask, [PASSWORD] * 60)) == {200}
+        started = time.monotonic()
+        codes = list(threads.map(ask, [f"guess {n}" for n in range(80)]))
+        # One more comes with each second.
+        assert codes.count(401) <= 20 + (time.monotonic() - started) + 1
+        assert codes.count(429) == 80 - codes.count(401)
 
 
 def test_a_stream_ends_when_its_right_does(

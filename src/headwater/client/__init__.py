@@ -17,7 +17,7 @@ from headwater.client.webhooks import Webhooks
 from headwater.errors import LogUnavailable
 
 # A pool waits between its tries to reach a lost Postgres, each time twice as long, and gives up after so many seconds.
-# It then begins anew: so a Postgres that comes back after an hour is found as soon as one that comes back after seconds.
+# It then begins anew: a Postgres that comes back after an hour is found as soon as one that comes back after seconds.
 RECONNECT_SECONDS = 3.0
 
 

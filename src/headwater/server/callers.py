@@ -19,18 +19,27 @@ from headwater import access
 from headwater.access import Access, Verifiers
 from headwater.aio import AsyncHeadwater
 from headwater.calls import access as calls
-from headwater.errors import HeadwaterError, InvalidRequest, NotAllowed
+from headwater.errors import HeadwaterError, InvalidRequest, LogUnavailable, NotAllowed
+from headwater.server.buckets import Buckets
 from headwater.telemetry import ERROR, logger
 
 SESSION: Final = timedelta(hours=24)
 # How long what was looked up holds. Whoever is shut out is shut out after as many seconds.
 TRUSTED_SECONDS: Final = 5.0
 MAX_REMEMBERED: Final = 10_000
+# Passwords are slow to check, on purpose: who sends wrong ones gets this many at once, and then one a second.
+WRONG_PASSWORDS: Final = 20
+# So many are checked at once, whoever sends them: the processors are for others, too.
+CHECKED_AT_ONCE: Final = 4
 PATIENCE_SECONDS: Final = 5.0
 
 
 class NotAuthenticated(HeadwaterError):
     """Nobody known calls: send the name and password of an account, or an API key."""
+
+
+class TooManyRequests(HeadwaterError):
+    """More than one caller may send: slow down, and try again."""
 
 
 class Credential:
@@ -82,6 +91,8 @@ class Callers:
         self._secret = secrets.token_bytes(32)
         # What was shown, hashed -> what it is and until when that is trusted.
         self._remembered: OrderedDict[bytes, tuple[Credential, float]] = OrderedDict()
+        self._wrong = Buckets(1.0, WRONG_PASSWORDS)
+        self._checking = asyncio.Semaphore(CHECKED_AT_ONCE)
         # What those came with whose calls go on.
         self._watched: weakref.WeakSet[Credential] = weakref.WeakSet()
 
@@ -149,20 +160,34 @@ class Callers:
     def _holder(self, credential: Credential) -> Caller:
         return Caller(credential.account, self._rights, credential)
 
-    async def by_password(self, name: str, password: str) -> Caller:
-        """Who comes with a name and a password."""
+    async def by_password(self, name: str, password: str, *, address: str) -> Caller:
+        """Who comes with a name and a password, unless too many wrong ones came from that address."""
         if not self._authenticate:
             return Caller(name, None)
         shown = hmac.digest(self._secret, b"\0".join((name.encode(), password.encode())), "sha256")
         credential = self._recall(shown)
         if credential is None:
+            async with self._checking:
+                # Others who sent the same may have waited in front.
+                credential = self._recall(shown) or await self._checked(name, password, address)
+                self._remember(shown, credential)
+        return self._holder(credential)
+
+    async def _checked(self, name: str, password: str, address: str) -> Credential:
+        # Taken before it is checked, which is what costs: many at once are no way around. Given back if it is right.
+        if not self._wrong.take(address, time.monotonic()):
+            raise TooManyRequests("too many wrong passwords from this address")
+        try:
             kept = await self._verifiers(name)
             # Made slow on purpose, so not among what others wait for.
-            if not await asyncio.to_thread(access.password_fits, password, kept):
-                raise NotAuthenticated("the name or the password is wrong")
-            credential = Credential(name, verifiers=kept)
-            self._remember(shown, credential)
-        return self._holder(credential)
+            fits = await asyncio.to_thread(access.password_fits, password, kept)
+        except LogUnavailable:
+            self._wrong.give_back(address, time.monotonic())
+            raise
+        if not fits:
+            raise NotAuthenticated("the name or the password is wrong")
+        self._wrong.give_back(address, time.monotonic())
+        return Credential(name, verifiers=kept)
 
     async def by_key(self, key: str) -> Caller:
         """Who comes with an API key, or with a session."""

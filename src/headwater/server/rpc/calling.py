@@ -146,7 +146,9 @@ class Gate:
         if scheme.lower() != "basic":
             raise NotAuthenticated("authorization is Basic, with a name and a password, or Bearer, with an API key")
         name, password = _decoded(shown)
-        caller = await callers.by_password(name, password)
+        # Of "ipv4:127.0.0.1:1234" all but the port, which is another for each connection.
+        address = context.peer().rpartition(":")[0]
+        caller = await callers.by_password(name, password, address=address)
         # Whoever shows a token that does not hold needs another one.
         session = await self._session(callers, caller, f"{name}\0{password}", renew=token is not None)
         if session is not None:
