@@ -207,6 +207,27 @@ def test_kept_answers_are_forgotten_after_a_day(
         assert (http.post(f"/v1/topics/{topic}/events", json={"data": 1}, headers=headers).json() == first) is same
 
 
+def test_the_trace_of_a_request_goes_into_its_events(http: httpx.Client, log: headwater.Headwater, topic: str) -> None:
+    parent = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
+    headers = {"traceparent": parent, "tracestate": "a=1"}
+    own = {"data": 2, "headers": {"traceparent": "own", "x": 1}}
+    path = f"/v1/topics/{topic}/events"
+    assert http.post(path, json={"data": 1}, headers=headers).status_code == 200
+    assert http.post(path, json={"events": [own, {"data": 3, "headers": {"x": 1}}]}, headers=headers).status_code == 200
+    assert http.post(path, json={"data": 4}, headers={"traceparent": "not one"}).status_code == 200
+    assert [event.headers for event in log.read(topic)] == [headers, own["headers"], {"x": 1, **headers}, None]
+
+
+def test_what_is_published_over_http_is_counted(http: httpx.Client, topic: str) -> None:
+    path = f"/v1/topics/{topic}/events"
+    http.post(path, json={"data": 1})
+    http.post(path, json={"events": [{"data": 1}, {"data": 2}]}, headers={"Idempotency-Key": "a"})
+    http.post(path, json={"events": [{"data": 1}, {"data": 2}]}, headers={"Idempotency-Key": "a"})
+    http.post(path, json={"data": 1, "deliver_at": "2999-01-01T00:00:00Z"})
+    http.post(path, json={"data": 1, "partition": 1})
+    assert f'headwater_published_events_total{{topic="{topic}"}} 3' in http.get("/metrics").text
+
+
 def test_events_are_found_page_by_page_both_ways(http: httpx.Client, log: headwater.Headwater, topic: str) -> None:
     events = [
         headwater.NewEvent(n, key=f"k{n % 3}", type="odd" if n % 2 else "even", headers={"n": str(n % 5)})

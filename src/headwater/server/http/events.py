@@ -12,7 +12,7 @@ from fastapi import Path, Query, Request
 from psycopg import AsyncConnection
 from starlette.responses import Response
 
-from headwater import calls
+from headwater import calls, tracing
 from headwater.aio import AsyncHeadwater
 from headwater.calls import overview
 from headwater.errors import InvalidRequest
@@ -57,7 +57,8 @@ async def publish_events(
     """Publish one event, or several: all of them or none, in this order."""
     log = served(request).log
     given = [body] if isinstance(body, EventToPublish) else body.events
-    events = [one.new_event() for one in given]
+    trace = tracing.named_by(request.headers)
+    events = [one.new_event()._replace(headers=tracing.joined(one.headers or None, trace)) for one in given]
     later = any(one.deliver_at is not None for one in given)
     if later and any(one.partition is not None for one in given):
         raise InvalidRequest("an event for later cannot choose its partition")

@@ -9,7 +9,7 @@ from fastapi import Path, Query, Request
 from psycopg import AsyncConnection
 from starlette.responses import Response
 
-from headwater import calls, model
+from headwater import calls, model, tracing
 from headwater.calls import overview
 from headwater.cron import next_time
 from headwater.server.http import answers
@@ -80,7 +80,7 @@ async def schedule(request: Request, body: EventToSchedule, idempotency_key: Ide
             key=body.key_bytes(),
             type=body.type,
             routing_key=body.routing_key,
-            headers=body.headers or None,
+            headers=tracing.joined(body.headers or None, tracing.named_by(request.headers)),
             event_id=body.event_id,
             content_type=content_type,
             connection=connection,
