@@ -58,7 +58,11 @@ def _counted(name: str, meaning: str, *labels: str) -> Metric:
     return Metric(name, "counter", labels, meaning, "process")
 
 
-PUBLISHED: Final = _counted("headwater_published_events_total", "events that this process published", "topic")
+PUBLISHED: Final = _counted(
+    "headwater_published_events_total",
+    "events that this process published; not those that waited for their time, or for a transaction of Kafka's to end",
+    "topic",
+)
 APPENDS: Final = _counted(
     "headwater_appends_total",
     "appends to event stores by this process; outcome: appended, or conflict where the condition did not hold",

@@ -7,6 +7,7 @@ modules there is nothing to carry on, and looking costs next to nothing. The hea
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ PARENT: Final = "traceparent"
 STATE: Final = "tracestate"
 # A batch may be of many traces; OpenTelemetry keeps as many links by default.
 MOST_LINKS: Final = 128
+MAX_STATE: Final = 512
+_READABLE: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class Traced(Protocol):
@@ -31,9 +34,26 @@ class Traced(Protocol):
     def headers(self) -> Mapping[str, Any] | None: ...
 
 
+def named_by(headers: Mapping[str, Any] | None) -> dict[str, str]:
+    """The trace that headers name, of an event or of a request; nothing if they name none that can be read."""
+    parent = None if headers is None else headers.get(PARENT)
+    if not isinstance(parent, str) or _READABLE.fullmatch(parent) is None:
+        return {}
+    assert headers is not None
+    state = headers.get(STATE)
+    if not isinstance(state, str) or len(state) > MAX_STATE or not (state.isascii() and state.isprintable()):
+        return {PARENT: parent}
+    return {PARENT: parent, STATE: state}
+
+
+def joined(headers: Mapping[str, Any] | None, carried: Mapping[str, str]) -> Mapping[str, Any] | None:
+    """Headers with a trace in them. Those that name one already stay as they are."""
+    return headers if not carried or (headers is not None and PARENT in headers) else {**(headers or {}), **carried}
+
+
 def outgoing(headers: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """Headers with the open span in them. Those that name one already stay as they are."""
-    return _joined(headers, _carried())
+    return joined(headers, _carried())
 
 
 def outgoing_batch(events: Sequence[NewEvent]) -> Sequence[NewEvent]:
@@ -46,7 +66,7 @@ def outgoing_stream(events: Iterable[NewEvent]) -> Iterator[NewEvent]:
     carried = _carried()
     if not carried:
         return iter(events)
-    return (event._replace(headers=_joined(event.headers, carried)) for event in events)
+    return (event._replace(headers=joined(event.headers, carried)) for event in events)
 
 
 @contextmanager
@@ -96,10 +116,6 @@ def _carried() -> dict[str, str]:
     carrier: dict[str, str] = {}
     _propagator().inject(carrier)
     return carrier
-
-
-def _joined(headers: Mapping[str, Any] | None, carried: Mapping[str, str]) -> Mapping[str, Any] | None:
-    return headers if not carried or (headers is not None and PARENT in headers) else {**(headers or {}), **carried}
 
 
 def _links(trace: Any, events: Sequence[Traced]) -> list[Any]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psycopg
 import pytest
 from brokers import BrokerProcess, broker_process
@@ -178,3 +179,14 @@ def test_all_brokers_tell_of_the_same_brokers_from_the_first_moment(dsn: str) ->
             told = raw.ask(3, 12, {"topics": []}).brokers
             raw.socket.close()
             assert {f"{one.host}:{one.port}" for one in told} == set(started.addresses)
+
+
+def test_what_is_produced_is_counted(dsn: str, log: headwater.Headwater) -> None:
+    topic = log.create_topic("counted", kind="sequenced", partitions=2).name
+    with serve_process("--kafka", "127.0.0.1:0", "--http", "127.0.0.1:0", dsn=dsn) as started:
+        producer = Producer({"bootstrap.servers": ",".join(started.told["kafka"]), "log_level": 0})
+        for number in range(5):
+            producer.produce(topic, b"x", partition=number % 2)
+        assert producer.flush(PATIENCE_SECONDS) == 0
+        page = httpx.get(f"{started.told['http']}/metrics", timeout=PATIENCE_SECONDS).text
+    assert 'headwater_published_events_total{topic="counted"} 5' in page

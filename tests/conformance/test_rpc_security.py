@@ -239,6 +239,44 @@ def test_a_stream_ends_when_the_right_to_it_is_taken_back(channel: Any, log: hea
     until(ended)
 
 
+def test_a_stream_ends_when_its_key_is_taken_back(channel: Any, log: headwater.Headwater, until: Until) -> None:
+    key = access.key_of(os.urandom(32))
+    log.run(calls.create_api_key(access.key_hash(key), "root"))
+    stores = service(channel, "headwater.v1.EventStore")
+    answers = stores.Subscribe(pb.SubscribeRequest(store="shop-store"), timeout=60, metadata=bearer(key))
+    assert next(answers).events
+    log.run(calls.delete_api_key("root", access.key_hash(key).hex()))
+
+    def ended() -> bool:
+        log.store("shop-store").append(NewStoreEvent("B"))
+        try:
+            next(answers)
+        except grpc.RpcError as error:
+            return bool(error.code() is grpc.StatusCode.UNAUTHENTICATED)
+        return False
+
+    until(ended)
+
+
+def test_guessing_passwords_is_slowed_down(dsn: str, channel: Any) -> None:
+    with rpc_server("--authenticate", dsn=dsn) as server, grpc.insecure_channel(server.address) as own:
+        call = service(own, "orisun.EventStore").Ping
+
+        def guess(number: int) -> Any:
+            try:
+                call(EMPTY, timeout=SECONDS, metadata=basic("root", f"guess {number}"))
+            except grpc.RpcError as error:
+                return error.code()
+
+        with ThreadPoolExecutor(16) as threads:
+            told = []
+            # One a second is checked, so on a slow machine some more.
+            while grpc.StatusCode.RESOURCE_EXHAUSTED not in told:
+                told += threads.map(guess, range(len(told), len(told) + 32))
+                assert len(told) < 1000, "nobody minds"
+        assert told.count(grpc.StatusCode.UNAUTHENTICATED) >= 20
+
+
 def test_health_is_told_to_everybody(channel: Any) -> None:
     answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=SECONDS)
     assert answer.status == health_pb2.HealthCheckResponse.SERVING

@@ -6,7 +6,9 @@ import json
 import os
 import ssl
 import subprocess
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +294,25 @@ def test_guessing_passwords_is_slowed_down(dsn: str, keys: dict[str, str]) -> No
         assert client.get("/v1/me", headers={"authorization": f"Bearer {keys['shop']}"}).status_code == 200
 
 
+def test_many_guesses_at_once_are_no_way_around_the_limit(dsn: str, keys: dict[str, str]) -> None:
+    with (
+        http_door(dsn, authenticate=True) as address,
+        httpx.Client(base_url=address, timeout=60) as client,
+        ThreadPoolExecutor(30) as threads,
+    ):
+
+        def ask(password: str) -> int:
+            return client.get("/v1/me", auth=("shop", password)).status_code
+
+        # Whoever is right is never held up by themselves.
+        assert set(threads.map(ask, [PASSWORD] * 60)) == {200}
+        started = time.monotonic()
+        codes = list(threads.map(ask, [f"guess {n}" for n in range(80)]))
+        # One more comes with each second.
+        assert codes.count(401) <= 20 + (time.monotonic() - started) + 1
+        assert codes.count(429) == 80 - codes.count(401)
+
+
 def test_a_stream_ends_when_its_right_does(
     as_: Callable[[str | None], httpx.Client], address: str, log: headwater.Headwater
 ) -> None:
@@ -305,6 +326,49 @@ def test_a_stream_ends_when_its_right_does(
         assert root.delete("/v1/accounts/shop/permissions", params=given).status_code == 200
         rest = list(lines)
     assert any("no longer allowed" in line for line in rest)
+
+
+def test_a_stream_ends_when_what_it_came_with_is_taken_back(
+    as_: Callable[[str | None], httpx.Client], address: str, log: headwater.Headwater
+) -> None:
+    root = as_("root")
+    path = "/v1/topics/orders/follow"
+
+    def ended(client: httpx.Client, take_back: Callable[[], Any]) -> bool:
+        with client.stream("GET", path) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("retry")
+            take_back()
+            deadline = time.monotonic() + 60
+            for line in lines:
+                if "no longer allowed" in line:
+                    return True
+                # A heartbeat comes every 15 seconds.
+                assert time.monotonic() < deadline, "it goes on and on"
+        return False
+
+    def client(**how: Any) -> httpx.Client:
+        return httpx.Client(base_url=address, timeout=60, **how)
+
+    def bearer(key: str) -> httpx.Client:
+        return client(headers={"authorization": f"Bearer {key}"})
+
+    # By this server, which knows it at once.
+    made = root.post("/v1/accounts/shop/keys", json={}).json()
+    with bearer(made["key"]) as shop:
+        assert ended(shop, lambda: root.delete(f"/v1/accounts/shop/keys/{made['hash']}"))
+    # By anybody else.
+    made = root.post("/v1/accounts/shop/keys", json={}).json()
+    with bearer(made["key"]) as shop:
+        assert ended(shop, lambda: log.run(calls.delete_api_key("shop", made["hash"])))
+    with client() as browser:
+        browser.post("/v1/sessions", json={"name": "shop", "password": PASSWORD})
+        assert ended(browser, lambda: browser.delete("/v1/sessions", headers={"x-headwater-console": "1"}))
+    assert root.post("/v1/accounts", json={"name": "changing", "password": PASSWORD}).status_code == 201
+    given = {"action": "read", "kind": "topic", "name": "orders"}
+    assert root.post("/v1/accounts/changing/permissions", json=given).status_code == 201
+    with client(auth=("changing", PASSWORD)) as by_password:
+        assert ended(by_password, lambda: root.patch("/v1/accounts/changing", json={"password": "another"}))
 
 
 def test_it_speaks_tls(dsn: str, tmp_path: Path, keys: dict[str, str]) -> None:

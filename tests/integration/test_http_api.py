@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -108,6 +109,123 @@ def test_an_idempotency_key_makes_a_repeat_harmless(http: httpx.Client, log: hea
     # Another topic is another request.
     second = log.create_topic(f"{topic}-b").name
     assert http.post(f"/v1/topics/{second}/events", json=body, headers=headers).json() != first
+
+
+def test_an_idempotency_key_is_for_one_request_to_the_letter(
+    http: httpx.Client, log: headwater.Headwater, topic: str
+) -> None:
+    headers = {"Idempotency-Key": "one"}
+    path = f"/v1/topics/{topic}/events"
+    one = {"data": 1, "type": "a", "key": "k"}
+    first = http.post(path, json={"events": [one]}, headers=headers)
+    for events in (
+        [one, one],
+        [{**one, "headers": {"h": 1}}],
+        [{**one, "routing_key": "x"}],
+        [{**one, "event_id": "x"}],
+        [{**one, "content_type": "text/json"}],
+        [{**one, "deliver_at": "2999-01-01T00:00:00Z"}],
+    ):
+        problem(http.post(path, json={"events": events}, headers=headers), 422, "KeyReused")
+    # Written otherwise, it says the same.
+    again = json.dumps({"events": [dict(reversed(one.items()))]}, indent=3)
+    repeat = http.post(path, content=again, headers={**headers, "content-type": "application/json"})
+    assert repeat.json() == first.json()
+    assert [event.data for event in log.read(topic)] == [1]
+    # An event for later has its key for itself, too.
+    later = {"data": 2, "deliver_at": "2999-01-01T00:00:00Z"}
+    for _ in range(2):
+        assert http.post(path, json=later, headers={"Idempotency-Key": "two"}).json() == {"positions": [None]}
+    assert len(log.scheduled(topic)) == 1
+    problem(http.post(path, json={"data": 2}, headers={"Idempotency-Key": "two"}), 422, "KeyReused")
+
+
+def test_what_was_refused_has_not_used_up_its_idempotency_key(
+    http: httpx.Client, log: headwater.Headwater, topic: str
+) -> None:
+    headers = {"Idempotency-Key": "late"}
+    log.alter_topic(topic, max_payload_bytes=100)
+    body = {"data": "x" * 200}
+    problem(http.post(f"/v1/topics/{topic}/events", json=body, headers=headers), 413, "EventTooLarge")
+    log.alter_topic(topic, max_payload_bytes=1000)
+    for _ in range(2):
+        assert http.post(f"/v1/topics/{topic}/events", json=body, headers=headers).status_code == 200
+    assert len(log.read(topic)) == 1
+
+
+def test_appending_and_scheduling_with_an_idempotency_key_are_done_once(
+    http: httpx.Client, log: headwater.Headwater, topic: str
+) -> None:
+    store = f"store-{topic}"
+    http.post("/v1/topics", json={"name": store, "event_store": True})
+    headers = {"Idempotency-Key": "one"}
+    query = {"items": [{"tags": ["a:1"]}]}
+    body = {"events": [{"type": "A", "tags": ["a:1"]}], "condition": {"query": query}}
+    first = http.post(f"/v1/stores/{store}/append", json=body, headers=headers)
+    assert first.status_code == 200, first.text
+    # Without the key its own event would speak against it.
+    assert http.post(f"/v1/stores/{store}/append", json=body, headers=headers).json() == first.json()
+    problem(http.post(f"/v1/stores/{store}/append", json=body), 409, "AppendConflict")
+    other = {"events": [{"type": "B"}]}
+    problem(http.post(f"/v1/stores/{store}/append", json=other, headers=headers), 422, "KeyReused")
+    problem(http.post(f"/v1/stores/{store}/append", json=body, headers={"Idempotency-Key": "2"}), 409, "AppendConflict")
+    assert http.post(f"/v1/stores/{store}/append", json=other, headers={"Idempotency-Key": "2"}).status_code == 200
+    assert len(log.read(store)) == 2
+    due = {"topic": topic, "data": 1, "deliver_at": "2999-01-01T00:00:00Z"}
+    made = [http.post("/v1/schedules", json=due, headers=headers) for _ in range(2)]
+    assert [one.status_code for one in made] == [201, 201]
+    assert made[0].json() == made[1].json()
+    assert len(log.scheduled(topic)) == 1
+    problem(http.post("/v1/schedules", json={**due, "topic": store}, headers=headers), 422, "KeyReused")
+
+
+def test_of_many_who_send_one_idempotency_key_at_once_one_is_served_and_all_hear_of_it(
+    address: str, log: headwater.Headwater, topic: str
+) -> None:
+    def send(_: int) -> Any:
+        headers = {"Idempotency-Key": "at once"}
+        return httpx.post(f"{address}/v1/topics/{topic}/events", json={"data": 1}, headers=headers, timeout=60).json()
+
+    with ThreadPoolExecutor(8) as threads:
+        told = list(threads.map(send, range(16)))
+    (event,) = log.read(topic)
+    assert told == [{"positions": [event.position]}] * 16
+
+
+def test_kept_answers_are_forgotten_after_a_day(
+    http: httpx.Client,
+    log: headwater.Headwater,
+    topic: str,
+    connection: psycopg.Connection,
+    until: Callable[[Callable[[], Any]], Any],
+) -> None:
+    headers = {"Idempotency-Key": "old"}
+    first = http.post(f"/v1/topics/{topic}/events", json={"data": 1}, headers=headers).json()
+    for age, same in (("23 hours", True), ("25 hours", False)):
+        connection.execute("update headwater.kept_answer set kept_at = clock_timestamp() - %s::interval", (age,))
+        until(lambda: not log.maintain().busy)
+        assert (http.post(f"/v1/topics/{topic}/events", json={"data": 1}, headers=headers).json() == first) is same
+
+
+def test_the_trace_of_a_request_goes_into_its_events(http: httpx.Client, log: headwater.Headwater, topic: str) -> None:
+    parent = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
+    headers = {"traceparent": parent, "tracestate": "a=1"}
+    own = {"data": 2, "headers": {"traceparent": "own", "x": 1}}
+    path = f"/v1/topics/{topic}/events"
+    assert http.post(path, json={"data": 1}, headers=headers).status_code == 200
+    assert http.post(path, json={"events": [own, {"data": 3, "headers": {"x": 1}}]}, headers=headers).status_code == 200
+    assert http.post(path, json={"data": 4}, headers={"traceparent": "not one"}).status_code == 200
+    assert [event.headers for event in log.read(topic)] == [headers, own["headers"], {"x": 1, **headers}, None]
+
+
+def test_what_is_published_over_http_is_counted(http: httpx.Client, topic: str) -> None:
+    path = f"/v1/topics/{topic}/events"
+    http.post(path, json={"data": 1})
+    http.post(path, json={"events": [{"data": 1}, {"data": 2}]}, headers={"Idempotency-Key": "a"})
+    http.post(path, json={"events": [{"data": 1}, {"data": 2}]}, headers={"Idempotency-Key": "a"})
+    http.post(path, json={"data": 1, "deliver_at": "2999-01-01T00:00:00Z"})
+    http.post(path, json={"data": 1, "partition": 1})
+    assert f'headwater_published_events_total{{topic="{topic}"}} 3' in http.get("/metrics").text
 
 
 def test_events_are_found_page_by_page_both_ways(http: httpx.Client, log: headwater.Headwater, topic: str) -> None:
@@ -271,6 +389,97 @@ def test_a_queue_is_worked_over_http(http: httpx.Client, log: headwater.Headwate
     assert http.delete(f"/v1/groups/{group}").json()["deleted"] is True
     problem(http.get(f"/v1/groups/{group}"), 404, "GroupNotFound")
     problem(http.post(f"/v1/groups/{group}/claim", json={"worker": "w"}), 404, "GroupNotFound")
+
+
+def test_a_dry_run_of_a_rewind_counts_what_comes_again_and_what_is_skipped(
+    http: httpx.Client, log: headwater.Headwater, topic: str
+) -> None:
+    group = f"r-{topic}"
+    http.post("/v1/groups", json={"name": group, "bindings": [{"topic": topic}]})
+    positions = log.publish_batch(topic, [headwater.NewEvent(n) for n in range(6)])
+    lease = http.post(f"/v1/groups/{group}/claim", json={"worker": "w", "batch_size": 3}).json()
+    http.post(f"/v1/groups/{group}/settle", json={"token": lease["token"], "done": "all"})
+    none = {"events": 0, "events_is_more": False, "first": None, "last": None}
+
+    def rewound(to: int | None, *, dry_run: bool = True) -> Any:
+        return http.post(f"/v1/groups/{group}/rewind", json={"to": to, "dry_run": dry_run}).json()
+
+    back = rewound(positions[0])
+    assert (back["events"], back["skipped"]) == (5, none)
+    assert back["again"] == {"events": 2, "events_is_more": False, "first": positions[1], "last": positions[2]}
+    forth = rewound(positions[4])
+    assert (forth["events"], forth["again"]) == (1, none)
+    assert forth["skipped"] == {"events": 2, "events_is_more": False, "first": positions[3], "last": positions[4]}
+    assert rewound(positions[4], dry_run=False) == {**forth, "dry_run": False}
+    lease = http.post(f"/v1/groups/{group}/claim", json={"worker": "w", "batch_size": 10}).json()
+    assert [event["position"] for event in lease["events"]] == [positions[5]]
+
+
+def test_a_dry_run_of_unbinding_counts_what_no_other_binding_selects(
+    http: httpx.Client, log: headwater.Headwater, topic: str
+) -> None:
+    group = f"u-{topic}"
+    http.post("/v1/groups", json={"name": group, "bindings": [{"topic": topic, "type": "a"}]})
+    whole = http.post(f"/v1/groups/{group}/bindings", json={"topic": topic}).json()["id"]
+    positions = log.publish_batch(topic, [headwater.NewEvent(n, type=kind) for n, kind in enumerate("bbabab")])
+    http.post(f"/v1/groups/{group}/claim", json={"worker": "w"})
+    path = f"/v1/groups/{group}/bindings/{whole}"
+    would = http.delete(f"{path}?dry_run=true").json()
+    assert would == {
+        "to_position": positions[0],
+        "events": 3,
+        "events_is_more": False,
+        "first": positions[1],
+        "last": positions[5],
+        "dry_run": True,
+    }
+    assert http.delete(path).json() == {**would, "dry_run": False}
+    rest = http.post(f"/v1/groups/{group}/claim", json={"worker": "w", "batch_size": 10}).json()["events"]
+    assert [event["position"] for event in rest] == [positions[2], positions[4]]
+    problem(http.delete(f"{path}?dry_run=true"), 404, "GroupNotFound")
+    # What was not done with goes with the group.
+    would = http.delete(f"/v1/groups/{group}?dry_run=true").json()
+    assert (would["events"], would["first"], would["last"]) == (3, positions[0], positions[4])
+
+
+def test_a_dry_run_of_a_shorter_retention_counts_what_it_takes(
+    http: httpx.Client, log: headwater.Headwater, topic: str, connection: psycopg.Connection
+) -> None:
+    positions = log.publish_batch(topic, [headwater.NewEvent(n) for n in range(4)])
+    connection.execute(
+        "update headwater.event set published_at = published_at - interval '1 hour' where position = any (%s)",
+        (positions[:3],),
+    )
+    body = {"retention_seconds": 1800.0}
+    would = http.patch(f"/v1/topics/{topic}", json={**body, "dry_run": True}).json()
+    assert (would["events"], would["events_is_more"]) == (3, False)
+    assert (would["first"], would["last"], would["dry_run"]) == (positions[0], positions[2], True)
+    assert would["retention_seconds"] is None
+    assert http.get(f"/v1/topics/{topic}").json()["retention_seconds"] is None
+    done = http.patch(f"/v1/topics/{topic}", json=body).json()
+    assert (done["events"], done["retention_seconds"], done["dry_run"]) == (3, 1800, False)
+    assert http.patch(f"/v1/topics/{topic}", json={"retention_seconds": 7200.0, "dry_run": True}).json()["events"] == 0
+    assert http.patch(f"/v1/topics/{topic}", json={"retention_seconds": None, "dry_run": True}).json()["events"] == 0
+
+
+def test_a_dry_run_of_deleting_a_subscription_counts_what_it_has_yet_to_get(
+    http: httpx.Client, log: headwater.Headwater, topic: str
+) -> None:
+    body = {"group": f"s-{topic}", "condition": "(e.data)::int > 1", "topics": [topic]}
+    made = http.post("/v1/subscriptions", json=body).json()["id"]
+    http.post("/v1/subscriptions", json={**body, "condition": "true"})
+    positions = log.publish_batch(topic, [headwater.NewEvent(n) for n in range(4)])
+    path = f"/v1/subscriptions/s-{topic}/{made}"
+    would = http.delete(f"{path}?dry_run=true").json()
+    assert would == {
+        "deleted": False,
+        "events": 2,
+        "events_is_more": False,
+        "first": positions[2],
+        "last": positions[3],
+    }
+    assert http.delete(path).json() == {**would, "deleted": True}
+    problem(http.delete(f"{path}?dry_run=true"), 404, "GroupNotFound")
 
 
 def test_a_claim_waits_for_something_to_do(http: httpx.Client, log: headwater.Headwater, topic: str) -> None:

@@ -58,11 +58,17 @@ def test_a_server_delivers_what_is_bound_signed_by_the_secret_that_it_told_once(
         )
         assert http.post(f"/v1/webhooks/{topic}/pause", json={"reason": "holiday"}).json()["state_reason"] == "holiday"
         assert http.post(f"/v1/webhooks/{topic}/resume").json()["state"] == "active"
-    assert http.delete(f"/v1/webhooks/{topic}").json() == {"deleted": True}
+        http.post(f"/v1/webhooks/{topic}/pause")
+    # What was not sent yet is told before it is too late.
+    until(lambda: http.delete(f"/v1/webhooks/{topic}?dry_run=true").json()["events"] == 0)
+    late = log.publish(topic, "late")
+    would = {"events": 1, "events_is_more": False, "first": late, "last": late}
+    assert http.delete(f"/v1/webhooks/{topic}?dry_run=true").json() == {**would, "deleted": False}
+    assert http.delete(f"/v1/webhooks/{topic}").json() == {**would, "deleted": True}
     assert http.get(f"/v1/webhooks/{topic}").status_code == 404
     noted = [event.data for event in log.read("headwater.audit") if event.data["subject"] == topic]
     assert [one["action"] for one in noted] == [
-        f"webhook.{action}" for action in ("create", "rotate_secret", "alter", "pause", "resume", "delete")
+        f"webhook.{action}" for action in ("create", "rotate_secret", "alter", "pause", "resume", "pause", "delete")
     ]
     raw = base64.b64decode(secret.removeprefix("whsec_"))
     assert not [one for one in noted if secret in str(one) or raw.hex() in str(one)]

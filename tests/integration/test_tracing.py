@@ -25,10 +25,13 @@ _exporter = InMemorySpanExporter()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def provider() -> None:
+def provider() -> Iterator[None]:
     made = TracerProvider()
     made.add_span_processor(SimpleSpanProcessor(_exporter))
-    trace.set_tracer_provider(made)
+    # Not for ever: a server that other tests run in this process would trace, too.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trace, "_TRACER_PROVIDER", made)
+        yield
 
 
 @pytest.fixture

@@ -96,6 +96,21 @@ def test_what_no_header_can_hold_is_escaped() -> None:
     assert all(value.isascii() and value.isprintable() for value in headers.values())
 
 
+def test_the_trace_of_an_event_is_sent_along_if_it_can_be_read() -> None:
+    parent = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
+
+    def sent(named: Any, **settings: Any) -> dict[str, str]:
+        about = event(b"1")._replace(headers=named)
+        headers = dict(request_for(webhook(**settings), about, "i", now=NOW).headers)
+        return {name: value for name, value in headers.items() if name.startswith("trace")}
+
+    assert sent({"traceparent": parent, "tracestate": "a=1"}) == {"traceparent": parent, "tracestate": "a=1"}
+    assert sent({"traceparent": parent, "tracestate": "a\r\nx: y"}) == {"traceparent": parent}
+    assert sent({"traceparent": parent}, headers={"traceparent": "own"}) == {"traceparent": "own"}
+    for unreadable in (None, {}, {"traceparent": 7}, {"traceparent": f"{parent}\r\nx: y"}, {"tracestate": "a=1"}):
+        assert sent(unreadable) == {}
+
+
 @pytest.mark.parametrize(
     ("status", "on_retry", "on_dead"),
     [

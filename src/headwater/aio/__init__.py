@@ -15,6 +15,14 @@ from headwater.aio.subscriptions import Subscriptions
 from headwater.aio.webhooks import Webhooks
 from headwater.errors import LogUnavailable
 
+# A pool waits between its tries to reach a lost Postgres, each time twice as long, and gives up after so many seconds.
+# It then begins anew: a Postgres that comes back after an hour is found as soon as one that comes back after seconds.
+RECONNECT_SECONDS = 3.0
+
+
+async def _begin_anew(pool: AsyncConnectionPool[PooledConnection]) -> None:
+    await pool.check()
+
 
 async def connect(
     dsn: str,
@@ -29,6 +37,8 @@ async def connect(
         min_size=1,
         max_size=pool_size,
         timeout=connect_timeout_seconds,
+        reconnect_timeout=RECONNECT_SECONDS,
+        reconnect_failed=_begin_anew,
         kwargs={"autocommit": True, "application_name": application_name},
         open=False,
         connection_class=PooledConnection,

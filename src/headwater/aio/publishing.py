@@ -64,7 +64,8 @@ class Publishing(Shell):
             deliver_at=_due(deliver_at, delay),
         )
         position = await self._run(call, connection)
-        COUNTERS.add(PUBLISHED, topic)
+        if position is not None:
+            COUNTERS.add(PUBLISHED, topic)
         return position
 
     async def publish_batch(

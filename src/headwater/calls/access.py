@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -112,6 +113,16 @@ def create_api_key(
         "select headwater.create_api_key(%s, %s, %s, %s, %s)",
         (hash, checked_text(account, "account name"), checked_text(label, "label"), expires_in, session),
         nothing,
+    )
+
+
+def living_keys(hashes: Sequence[bytes]) -> Call[frozenset[bytes]]:
+    """Which of these keys are still good."""
+    return Call(
+        "select k.hash from headwater.api_key k where k.hash = any (%s::bytea[]) "
+        "and (k.expires_at is null or k.expires_at > clock_timestamp())",
+        (list(hashes),),
+        lambda rows: frozenset(bytes(hashed) for (hashed,) in rows),
     )
 
 

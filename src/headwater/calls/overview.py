@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Final
 
 from headwater.calls.call import Call, Rows, only_value
 from headwater.calls.encoding import checked_text
 from headwater.calls.reading import EVENT_COLUMNS, decode_events, topic_names
 from headwater.model import Event, Scheduled, Subscription
+
+# Above every position that there can be.
+NO_POSITION: Final = 281_474_976_710_655
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,9 @@ class Contents:
     events_is_more: bool
     first_position: int | None = None
     last_position: int | None = None
+
+
+NOTHING: Final = Contents(0, False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,20 +142,41 @@ def leases(group: str) -> Call[list[LeaseOverview]]:
     )
 
 
-def topic_contents(topic: str) -> Call[Contents]:
-    """What a topic holds, counted up to a bound."""
+def topic_contents(topic: str, *, up_to: int = NO_POSITION) -> Call[Contents]:
+    """What a topic holds, or holds up to a position, counted up to a bound."""
     return Call(
-        "select events, events_is_more, first_position, last_position from headwater.topic_contents(%s)",
-        (checked_text(topic, "topic name"),),
+        "select events, events_is_more, first_position, last_position from headwater.topic_contents(%s, %s)",
+        (checked_text(topic, "topic name"), up_to),
         lambda rows: Contents(*rows[0]),
     )
 
 
-def bound_count(group: str, *, after: int) -> Call[Contents]:
-    """How many events a queue's bindings select after a position, counted up to a bound."""
+def frontier(group: str) -> Call[int]:
+    """The last position that a queue has claimed."""
     return Call(
-        "select events, events_is_more from headwater.bound_count(%s, %s)",
-        (checked_text(group, "group name"), after),
+        "select headwater.frontier(g) from headwater.find_queue(%s) as g",
+        (checked_text(group, "group name"),),
+        only_value,
+    )
+
+
+def bound_contents(
+    group: str, *, after: int, up_to: int = NO_POSITION, only_binding: int | None = None
+) -> Call[Contents]:
+    """What a queue's bindings select after a position, up to another, counted up to a bound; or only one of them."""
+    return Call(
+        "select events, events_is_more, first_position, last_position "
+        "from headwater.bound_contents(%s, %s, %s, %s::integer)",
+        (checked_text(group, "group name"), after, up_to, only_binding),
+        lambda rows: Contents(*rows[0]),
+    )
+
+
+def undone_contents(group: str) -> Call[Contents]:
+    """What a queue has yet to be done with, counted up to a bound."""
+    return Call(
+        "select events, events_is_more, first_position, last_position from headwater.undone_contents(%s)",
+        (checked_text(group, "group name"),),
         lambda rows: Contents(*rows[0]),
     )
 

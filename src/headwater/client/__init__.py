@@ -16,6 +16,14 @@ from headwater.client.subscriptions import Subscriptions
 from headwater.client.webhooks import Webhooks
 from headwater.errors import LogUnavailable
 
+# A pool waits between its tries to reach a lost Postgres, each time twice as long, and gives up after so many seconds.
+# It then begins anew: a Postgres that comes back after an hour is found as soon as one that comes back after seconds.
+RECONNECT_SECONDS = 3.0
+
+
+def _begin_anew(pool: ConnectionPool[PooledConnection]) -> None:
+    pool.check()
+
 
 def connect(
     dsn: str,
@@ -30,6 +38,8 @@ def connect(
         min_size=1,
         max_size=pool_size,
         timeout=connect_timeout_seconds,
+        reconnect_timeout=RECONNECT_SECONDS,
+        reconnect_failed=_begin_anew,
         kwargs={"autocommit": True, "application_name": application_name},
         open=False,
         connection_class=PooledConnection,

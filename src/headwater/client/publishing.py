@@ -65,7 +65,8 @@ class Publishing(Shell):
             deliver_at=_due(deliver_at, delay),
         )
         position = self._run(call, connection)
-        COUNTERS.add(PUBLISHED, topic)
+        if position is not None:
+            COUNTERS.add(PUBLISHED, topic)
         return position
 
     def publish_batch(

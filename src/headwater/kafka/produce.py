@@ -12,6 +12,7 @@ import psycopg
 
 from headwater.calls import kafka as calls
 from headwater.calls.kafka import AppendBatch, Appended, KafkaTopic, Lane
+from headwater.counters import COUNTERS
 from headwater.errors import EventTooLarge, HeadwaterError, InvalidRequest, LogUnavailable, TransactionAborted
 from headwater.kafka.broker import Broker
 from headwater.kafka.compression import codecs_for
@@ -28,7 +29,7 @@ from headwater.kafka.records import (
 )
 from headwater.kafka.validation import CHECKING, Unfitting, Validation
 from headwater.kafka.wire import ErrorCode, Request
-from headwater.telemetry import ERROR, logger
+from headwater.telemetry import ERROR, PUBLISHED, logger
 
 MAX_RECORDS: Final = 20_000
 MAX_BYTES: Final = 16 * 1024 * 1024
@@ -71,6 +72,7 @@ class Refused(Exception):
 class Arrived(NamedTuple):
     """A batch that is to be appended; as it came, if it may be kept like that for readers; by whose time it is."""
 
+    topic: str
     batch: AppendBatch
     as_it_came: memoryview | None
     codec: int
@@ -184,6 +186,7 @@ class Appender:
                 # Before those who wait are woken, so that they find it.
                 self._keep(one.arrived, answer.base_offset, answer)
                 self._broker.tails.advance(one.batch.lane, answer.base_offset + len(one.batch.payloads))
+                COUNTERS.add(PUBLISHED, one.arrived.topic, by=len(one.batch.payloads))
 
     def _keep(self, arrived: Arrived, first: int, answer: Appended) -> None:
         if arrived.as_it_came is None:
@@ -418,7 +421,7 @@ def _as_batch(topic: KafkaTopic, part: Any, header: BatchHeader, *, limit_bytes:
     # As the topic packs its records, and whole: compaction takes single ones.
     fits = header.codec in codecs_for(topic.compression_type, zstd=True) and not topic.compacted
     by_log_time = topic.timestamp_type == "LogAppendTime"
-    return Arrived(batch, part.records if fits else None, header.codec, by_log_time, size), columns
+    return Arrived(topic.name, batch, part.records if fits else None, header.codec, by_log_time, size), columns
 
 
 def _checked(topic: KafkaTopic, lane: Lane, header: BatchHeader, columns: Columns) -> AppendBatch:

@@ -53,6 +53,7 @@ FUNCTION_FILES = (
     "subscriber_name.sql",
     "access.sql",
     "api_key.sql",
+    "kept_answer.sql",
     "schema_registry.sql",
     "kafka_topic.sql",
     "kafka_produce.sql",

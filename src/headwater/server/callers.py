@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import secrets
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,18 +19,39 @@ from headwater import access
 from headwater.access import Access, Verifiers
 from headwater.aio import AsyncHeadwater
 from headwater.calls import access as calls
-from headwater.errors import HeadwaterError, InvalidRequest, NotAllowed
+from headwater.errors import HeadwaterError, InvalidRequest, LogUnavailable, NotAllowed
+from headwater.server.buckets import Buckets
 from headwater.telemetry import ERROR, logger
 
 SESSION: Final = timedelta(hours=24)
 # How long what was looked up holds. Whoever is shut out is shut out after as many seconds.
 TRUSTED_SECONDS: Final = 5.0
 MAX_REMEMBERED: Final = 10_000
+# Passwords are slow to check, on purpose: who sends wrong ones gets this many at once, and then one a second.
+WRONG_PASSWORDS: Final = 20
+# So many are checked at once, whoever sends them: the processors are for others, too.
+CHECKED_AT_ONCE: Final = 4
 PATIENCE_SECONDS: Final = 5.0
 
 
 class NotAuthenticated(HeadwaterError):
     """Nobody known calls: send the name and password of an account, or an API key."""
+
+
+class TooManyRequests(HeadwaterError):
+    """More than one caller may send: slow down, and try again."""
+
+
+class Credential:
+    """What somebody came with: a key, or a password as it is kept. `holds` until it is found to be taken back."""
+
+    __slots__ = ("__weakref__", "account", "holds", "key_hash", "verifiers")
+
+    def __init__(self, account: str, *, key_hash: bytes | None = None, verifiers: Verifiers | None = None) -> None:
+        self.account = account
+        self.key_hash = key_hash
+        self.verifiers = verifiers
+        self.holds = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +60,7 @@ class Caller:
 
     account: str | None
     _rights: Access | None
+    credential: Credential | None = None
 
     def may(self, action: str, kind: str, name: str) -> bool:
         if access.is_kept_from_all(action, kind, name):
@@ -66,8 +89,12 @@ class Callers:
         self._rights = Access((), ())
         # Makes what is remembered of a password useless elsewhere, and the challenge for a name that nobody has.
         self._secret = secrets.token_bytes(32)
-        # What was shown, hashed -> whose it is and until when that holds.
-        self._remembered: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
+        # What was shown, hashed -> what it is and until when that is trusted.
+        self._remembered: OrderedDict[bytes, tuple[Credential, float]] = OrderedDict()
+        self._wrong = Buckets(1.0, WRONG_PASSWORDS)
+        self._checking = asyncio.Semaphore(CHECKED_AT_ONCE)
+        # What those came with whose calls go on.
+        self._watched: weakref.WeakSet[Credential] = weakref.WeakSet()
 
     @asynccontextmanager
     async def kept_current(self) -> AsyncIterator[None]:
@@ -88,6 +115,17 @@ class Callers:
         accounts = await self._log.run(calls.accounts(), patience_seconds=PATIENCE_SECONDS)
         permissions = await self._log.run(calls.permissions(), patience_seconds=PATIENCE_SECONDS)
         self._rights = Access((name for name, administrator in accounts if administrator), permissions)
+        await self._look_at_watched()
+
+    async def _look_at_watched(self) -> None:
+        keys = {one.key_hash: one for one in self._watched if one.holds and one.key_hash is not None}
+        if keys:
+            living = await self._log.run(calls.living_keys(list(keys)), patience_seconds=PATIENCE_SECONDS)
+            for hashed, one in keys.items():
+                one.holds = hashed in living
+        for one in [one for one in self._watched if one.holds and one.key_hash is None]:
+            kept = await self._log.run(calls.find_account(one.account), patience_seconds=PATIENCE_SECONDS)
+            one.holds = kept == one.verifiers
 
     async def _refresh_for_ever(self) -> None:
         while True:
@@ -106,39 +144,72 @@ class Callers:
             )
         return Caller(None, None)
 
-    def named(self, account: str) -> Caller:
-        """Somebody who is known from before, as by a call that goes on."""
-        return Caller(account, self._rights if self._authenticate else None)
+    def watch(self, caller: Caller) -> None:
+        """The call of this one goes on: look again and again whether what it came with still holds."""
+        if caller.credential is not None:
+            self._watched.add(caller.credential)
 
-    async def by_password(self, name: str, password: str) -> Caller:
-        """Who comes with a name and a password."""
+    def still(self, caller: Caller) -> Caller:
+        """Somebody who is watched, with the rights of now; NotAuthenticated if what they came with was taken back."""
+        if not self._authenticate:
+            return caller
+        if caller.credential is None or not caller.credential.holds:
+            raise NotAuthenticated("the key or the password of this call holds no longer")
+        return self._holder(caller.credential)
+
+    def _holder(self, credential: Credential) -> Caller:
+        return Caller(credential.account, self._rights, credential)
+
+    async def by_password(self, name: str, password: str, *, address: str) -> Caller:
+        """Who comes with a name and a password, unless too many wrong ones came from that address."""
         if not self._authenticate:
             return Caller(name, None)
         shown = hmac.digest(self._secret, b"\0".join((name.encode(), password.encode())), "sha256")
-        if self._recall(shown) is None:
+        credential = self._recall(shown)
+        if credential is None:
+            async with self._checking:
+                # Others who sent the same may have waited in front.
+                credential = self._recall(shown) or await self._checked(name, password, address)
+                self._remember(shown, credential)
+        return self._holder(credential)
+
+    async def _checked(self, name: str, password: str, address: str) -> Credential:
+        # Taken before it is checked, which is what costs: many at once are no way around. Given back if it is right.
+        if not self._wrong.take(address, time.monotonic()):
+            raise TooManyRequests("too many wrong passwords from this address")
+        try:
+            kept = await self._verifiers(name)
             # Made slow on purpose, so not among what others wait for.
-            if not await asyncio.to_thread(access.password_fits, password, await self._verifiers(name)):
-                raise NotAuthenticated("the name or the password is wrong")
-            self._remember(shown, name)
-        return self.named(name)
+            fits = await asyncio.to_thread(access.password_fits, password, kept)
+        except LogUnavailable:
+            self._wrong.give_back(address, time.monotonic())
+            raise
+        if not fits:
+            raise NotAuthenticated("the name or the password is wrong")
+        self._wrong.give_back(address, time.monotonic())
+        return Credential(name, verifiers=kept)
 
     async def by_key(self, key: str) -> Caller:
         """Who comes with an API key, or with a session."""
         if not self._authenticate:
             return Caller(None, None)
         hashed = access.key_hash(key)
-        account = self._recall(hashed)
-        if account is None:
+        credential = self._recall(hashed)
+        if credential is None:
             account = await self._log.run(calls.account_of_key(hashed), patience_seconds=PATIENCE_SECONDS)
             if account is None:
                 raise NotAuthenticated("the key is not known, or has run out")
-            self._remember(hashed, account)
-        return self.named(account)
+            credential = Credential(account, key_hash=hashed)
+            self._remember(hashed, credential)
+        return self._holder(credential)
 
     def forget(self, hash_prefix: str) -> None:
         """A key was taken back here: no longer trust what was remembered of it. Its hash begins so, in hex."""
         for shown in [shown for shown in self._remembered if shown.hex().startswith(hash_prefix)]:
             del self._remembered[shown]
+        for one in self._watched:
+            if one.key_hash is not None and one.key_hash.hex().startswith(hash_prefix):
+                one.holds = False
 
     async def open_session(self, caller: Caller) -> str | None:
         """A key for a while, for who came with a password; None where nobody has to."""
@@ -156,12 +227,12 @@ class Callers:
             kept = None
         return kept if kept is not None else access.stranger(name, hashlib.sha256(self._secret).digest())
 
-    def _recall(self, shown: bytes) -> str | None:
-        account, until = self._remembered.get(shown, ("", 0.0))
-        return account if time.monotonic() < until else None
+    def _recall(self, shown: bytes) -> Credential | None:
+        credential, until = self._remembered.get(shown, (None, 0.0))
+        return credential if time.monotonic() < until else None
 
-    def _remember(self, shown: bytes, account: str) -> None:
-        self._remembered[shown] = (account, time.monotonic() + TRUSTED_SECONDS)
+    def _remember(self, shown: bytes, credential: Credential) -> None:
+        self._remembered[shown] = (credential, time.monotonic() + TRUSTED_SECONDS)
         self._remembered.move_to_end(shown)
         while len(self._remembered) > MAX_REMEMBERED:
             self._remembered.popitem(last=False)

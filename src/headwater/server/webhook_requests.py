@@ -15,6 +15,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any, Final, NamedTuple, NoReturn
 from urllib.parse import quote
 
+from headwater import tracing
 from headwater.calls import JSON_TYPE
 from headwater.model import Dead, Event, Outcome, Retry, Webhook
 
@@ -101,8 +102,11 @@ def request_for(webhook: Webhook, event: Event, message_id: str, *, now: datetim
         # What no header can hold is escaped as in a URL.
         *((name, quote(value, safe=_PLAIN)) for name, value in about if value is not None),
     ]
-    if not any(name.lower() == "user-agent" for name in webhook.headers):
+    own = {name.lower() for name in webhook.headers}
+    if "user-agent" not in own:
         headers.append(("user-agent", "headwater-webhooks"))
+    if tracing.PARENT not in own:
+        headers += tracing.named_by(event.headers).items()
     if webhook.gzip_above_bytes is not None and len(body) > webhook.gzip_above_bytes:
         headers.append(("content-encoding", "gzip"))
         # Without a time in it, so that each try sends the same bytes.

@@ -20,7 +20,7 @@ declare
         'position_before', 'open_cursor', 'advance_cursor', 'set_cursor', 'delete_cursor', 'release_due', 'maintain',
         'find_group', 'find_queue', 'lock_group', 'try_lock_group', 'frontier', 'create_group', 'alter_group', 'pause_group',
         'resume_group', 'delete_group', 'rewind_group', 'pattern_regex', 'bind', 'unbind', 'bound_topics',
-        'bound_events', 'as_multirange', 'next_token', 'key_order_hash', 'backoff', 'in_flight', 'with_try', 'open_claims',
+        'bound_events', 'bound_events_without', 'as_multirange', 'next_token', 'key_order_hash', 'backoff', 'in_flight', 'with_try', 'open_claims',
         'waiting_keys', 'is_next_of_key', 'free_next_of_keys', 'reap', 'pass_over', 'claim_suspect',
         'claim_due', 'claim_selected', 'claim', 'bury', 'settle', 'refuse_lost_lease', 'settle_and_claim', 'extend_lease', 'dead_letters',
         'redrive', 'discard', 'group_low_water', 'due_periodics', 'fire_periodic',
@@ -37,7 +37,7 @@ declare
         'forget_projections',
         'find_event_store', 'refuse_bad_query', 'fields_match', 'is_of_kind', 'value_compares', 'field_value', 'field_mark', 'item_matches', 'read_matching', 'read_at', 'count_matching',
         'latest_matching', 'event_store_head', 'load_snapshot', 'save_snapshot', 'forget_snapshots',
-        'events_at', 'read_bound', 'age_of_first', 'leases', 'topic_contents', 'bound_count', 'dead_letter_count',
+        'events_at', 'read_bound', 'age_of_first', 'leases', 'topic_contents', 'bound_contents', 'undone_contents', 'dead_letter_count',
         'metrics', 'log_health'
     ];
     missing text;
@@ -123,7 +123,7 @@ begin
         grant insert, update, delete on
             headwater.kafka_topic, headwater.kafka_lane, headwater.kafka_broker, headwater.kafka_producer_lane, headwater.kafka_group,
             headwater.kafka_offset, headwater.kafka_transaction, headwater.kafka_staged, headwater.kafka_staged_offset,
-            headwater.account, headwater.permission, headwater.api_key
+            headwater.account, headwater.permission, headwater.api_key, headwater.kept_answer
             to headwater_admin;
         -- What a webhook sends leaves the house, and its secrets are kept as they are: administrators only.
         grant insert, update, delete on headwater.webhook, headwater.webhook_pace to headwater_admin;

@@ -357,7 +357,10 @@ end;
 
 -- The events of some topics, from one position to another, that a group is bound to. The only place that says
 -- what a binding means.
-create or replace function headwater.bound_events(group_id integer, topic_ids integer[], low bigint, high bigint)
+-- `without`: as if one of its bindings were not there.
+create or replace function headwater.bound_events_without(
+    group_id integer, without integer, topic_ids integer[], low bigint, high bigint
+)
 returns setof headwater.event
 language sql
 stable
@@ -365,7 +368,7 @@ begin atomic
     select e.*
     from headwater.event e
     where
-        e.topic_id = any (bound_events.topic_ids)
+        e.topic_id = any (bound_events_without.topic_ids)
         and e.position >= low
         and e.position <= high
         -- What retention took may still wait to be cleared away.
@@ -376,7 +379,8 @@ begin atomic
             select
             from headwater.binding b
             where
-                b.group_id = bound_events.group_id
+                b.group_id = bound_events_without.group_id
+                and b.id is distinct from without
                 and e.position > b.from_position
                 and (b.to_position is null or e.position <= b.to_position)
                 and (b.topic_id is null or b.topic_id = e.topic_id)
@@ -384,4 +388,13 @@ begin atomic
                 and (b.pattern_regex is null or coalesce('.' || e.routing_key, '') ~ b.pattern_regex)
                 and (b.headers is null or e.headers @> b.headers)
         );
+end;
+
+create or replace function headwater.bound_events(group_id integer, topic_ids integer[], low bigint, high bigint)
+returns setof headwater.event
+language sql
+stable
+begin atomic
+    select e.*
+    from headwater.bound_events_without(bound_events.group_id, null, bound_events.topic_ids, low, high) as e;
 end;

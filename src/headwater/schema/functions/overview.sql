@@ -164,43 +164,114 @@ begin atomic
     where i.inhparent = 'headwater.event'::regclass;
 end;
 
--- What a topic holds, counted up to 10,000 events.
+-- What a topic holds, or holds up to a position, counted up to 10,000 events.
 create or replace function headwater.topic_contents(
-    topic text, out events bigint, out events_is_more boolean, out first_position bigint, out last_position bigint
+    topic text,
+    up_to bigint default 281474976710655,
+    out events bigint,
+    out events_is_more boolean,
+    out first_position bigint,
+    out last_position bigint
+)
+language sql
+stable
+begin atomic
+    select least(c.events, 10000), c.events > 10000, f.position, l.position
+    from headwater.find_topic(topic_contents.topic) as t
+    cross join lateral (
+        select count(*) as events
+        from (
+            select from headwater.event e
+            where e.topic_id = t.id and e.position > t.expired_to and e.position <= up_to
+            limit 10001
+        ) as counted
+    ) as c
+    left join lateral (
+        select e.position
+        from headwater.event e
+        where e.topic_id = t.id and e.position > t.expired_to and e.position <= up_to
+        order by e.position
+        limit 1
+    ) as f on true
+    left join lateral (
+        select e.position
+        from headwater.event e
+        where e.topic_id = t.id and e.position > t.expired_to and e.position <= up_to
+        order by e.position desc
+        limit 1
+    ) as l on true;
+end;
+
+-- How many events a queue's bindings select after a position, up to another, counted up to 10,000; with
+-- `only_binding`, those that this one of its bindings selects and no other. Between the first and the last position are all of them; where
+-- there are more than are counted, these are the bounds of what was asked for.
+create or replace function headwater.bound_contents(
+    group_name text,
+    after bigint,
+    up_to bigint default 281474976710655,
+    only_binding integer default null,
+    out events bigint,
+    out events_is_more boolean,
+    out first_position bigint,
+    out last_position bigint
 )
 language sql
 stable
 begin atomic
     select
-        least(c.events, 10000), c.events > 10000, o.first_position, o.last_position
-    from headwater.topic_overview o
+        least(c.events, 10000),
+        c.events > 10000,
+        case when c.events > 10000 then after + 1 else c.first_position end,
+        case when c.events > 10000 then least(up_to, headwater.head()) else c.last_position end
+    from headwater.find_queue(group_name) as g
+    cross join lateral (select headwater.bound_topics(g.id, after) as ids) as t
     cross join lateral (
-        select count(*) as events
+        select count(*) as events, min(counted.position) as first_position, max(counted.position) as last_position
         from (
-            select from headwater.event e
-            where e.topic_id = (headwater.find_topic(topic_contents.topic)).id
+            select e.position
+            from headwater.bound_events(g.id, t.ids, after + 1, up_to) as e
+            where
+                only_binding is null
+                or not exists (
+                    select
+                    from headwater.bound_events_without(
+                        g.id, only_binding, array[e.topic_id], e.position, e.position
+                    )
+                )
             limit 10001
         ) as counted
-    ) as c
-    where o.name = (headwater.find_topic(topic_contents.topic)).name;
+    ) as c;
 end;
 
--- How many events a queue's bindings select after a position, counted up to 10,000.
-create or replace function headwater.bound_count(
-    group_name text, after bigint, out events bigint, out events_is_more boolean
+-- What a queue has yet to be done with: events that were not claimed yet, those in work, and those that are to be tried
+-- again. Counted up to 10,000 of the first kind.
+create or replace function headwater.undone_contents(
+    group_name text,
+    out events bigint,
+    out events_is_more boolean,
+    out first_position bigint,
+    out last_position bigint
 )
 language sql
 stable
 begin atomic
-    select least(c.events, 10000), c.events > 10000
+    select sum(p.events)::bigint, bool_or(p.events_is_more), min(p.first_position), max(p.last_position)
     from headwater.find_queue(group_name) as g
     cross join lateral (
-        select count(*) as events
-        from (
-            select from headwater.bound_events(g.id, headwater.bound_topics(g.id, after), after + 1, 281474976710655)
-            limit 10001
-        ) as counted
-    ) as c;
+        select n.events, n.events_is_more, n.first_position, n.last_position
+        from headwater.bound_contents(group_name, headwater.frontier(g)) as n
+        union all
+        select count(*), false, min(e.position), max(e.position)
+        from headwater.open_claims(g) as l
+        cross join lateral headwater.bound_events(
+            g.id, headwater.bound_topics(g.id, l.lo - 1), l.lo, l.hi
+        ) as e
+        where l.acked is null or not e.position <@ l.acked
+        union all
+        select count(*), false, min(r.position), max(r.position)
+        from headwater.redelivery r
+        where r.group_id = g.id
+    ) as p;
 end;
 
 -- How many dead letters of a queue are meant, and which are the first and the last.

@@ -171,6 +171,7 @@ begin
     end;
     perform headwater.expire_subscriptions();
     perform headwater.clear_staged();
+    perform headwater.forget_answers();
     perform headwater.clear_marks();
     -- Last, since it keeps the groups from claiming until the end of the transaction.
     for group_name in select g.name from headwater.consumer_group g order by g.id loop

@@ -15,7 +15,7 @@ from headwater.calls import access as calls
 from headwater.errors import InvalidRequest
 from headwater.server.callers import SESSION, NotAuthenticated
 from headwater.server.http import answers
-from headwater.server.http.gate import SESSION_COOKIE, Gate, session_of
+from headwater.server.http.gate import SESSION_COOKIE, session_of
 from headwater.server.http.problems import NotThere
 from headwater.server.http.rights import caller_of, decides, needs
 from headwater.server.http.served import answer, problems, router, served
@@ -63,9 +63,8 @@ async def me(request: Request) -> Response:
 async def sign_in(request: Request, body: SignIn) -> Response:
     """Get a session for a browser, as a cookie."""
     here = served(request)
-    gate: Gate = request.app.state.gate
     address = request.client.host if request.client else "nobody"
-    caller = await gate.by_password(body.name, body.password, address)
+    caller = await here.callers.by_password(body.name, body.password, address=address)
     key = await here.callers.open_session(caller)
     response = answer(
         {"account": caller.account, "administrator": False, "authenticated": key is not None, "permissions": []},

@@ -67,14 +67,26 @@ class Topics(BaseModel):
     topics: list[Topic]
 
 
-class Deleted(BaseModel):
-    """What was deleted, or would be. Counted up to 10,000."""
+class Some(BaseModel):
+    """Some events: how many, counted up to 10,000, and between which positions."""
 
-    deleted: bool
     events: int
-    events_is_more: bool
+    events_is_more: bool = Field(description="there are more than were counted")
     first: int | None
     last: int | None
+
+
+class ChangedTopic(Topic, Some):
+    """A topic as it is now, and its events that are older than the retention asked for: those that go with it."""
+
+    dry_run: bool
+
+
+class Deleted(Some):
+    """What was deleted, or would be: the events of a topic; of a group or a webhook, those it has yet to be done with;
+    of a subscription, those it has yet to get, among the next 10,000 that its group reads."""
+
+    deleted: bool
 
 
 class Group(BaseModel):
@@ -111,8 +123,7 @@ class GroupDetail(Group):
     backoff_jitter: float
 
 
-class DeletedGroup(BaseModel):
-    deleted: bool
+class DeletedGroup(Deleted):
     ready: int
     ready_is_more: bool
     processing: int
@@ -134,10 +145,11 @@ class Bindings(BaseModel):
     bindings: list[Binding]
 
 
-class Unbound(BaseModel):
-    """The last position that the binding still takes."""
+class Unbound(Some):
+    """The last position that the binding still takes, and the events after it that no other binding selects."""
 
     to_position: int
+    dry_run: bool
 
 
 class ClaimedEvent(Event):
@@ -176,9 +188,13 @@ class Leases(BaseModel):
 
 
 class Rewound(BaseModel):
+    """Where a group begins anew, and how many events come after that."""
+
     to: int
     events: int
     events_is_more: bool
+    again: Some = Field(description="those that it had claimed, and gets once more")
+    skipped: Some = Field(description="those that it had not claimed, and never gets")
     dry_run: bool
 
 

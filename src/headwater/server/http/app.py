@@ -123,9 +123,7 @@ def application(served: Served) -> ASGIApp:
     app.add_route("/docs", docs, methods=["GET"])
     for path in console:
         app.add_route(path, page, methods=["GET"])
-    gate = Gate(app, served.callers, served.opening, OPEN_PATHS | console.keys())
-    app.state.gate = gate
-    return gate
+    return Gate(app, served.callers, served.opening, OPEN_PATHS | console.keys())
 
 
 def _tell_errors(app: FastAPI) -> None:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import datetime
 from typing import Annotated, Any, Final, Literal
 from urllib.parse import urlencode
 
-from fastapi import Header, Path, Query, Request
+from fastapi import Path, Query, Request
+from psycopg import AsyncConnection
 from starlette.responses import Response
 
-from headwater import calls
+from headwater import calls, tracing
+from headwater.aio import AsyncHeadwater
 from headwater.calls import overview
 from headwater.errors import InvalidRequest
 from headwater.model import Event, NewEvent
 from headwater.server.http import answers
-from headwater.server.http.problems import KeyReused, NotThere
+from headwater.server.http.problems import NotThere
 from headwater.server.http.rendering import event_json
+from headwater.server.http.repeats import IdempotencyKey, once
 from headwater.server.http.rights import caller_of, decides, needs
-from headwater.server.http.served import answer, listed, problems, raw_answer, router, served
+from headwater.server.http.served import listed, problems, raw_answer, router, served
 from headwater.server.http.shapes import (
     MAX_POSITION,
     AfterQuery,
@@ -49,45 +52,40 @@ KeyQuery = Annotated[str | None, Query(max_length=10_000, description="only even
     responses=problems(404, 413),
 )
 async def publish_events(
-    request: Request,
-    topic: TopicName,
-    body: Publish,
-    idempotency_key: Annotated[
-        str | None,
-        Header(min_length=1, max_length=200, description="a repeat with the same key answers the same, writes nothing"),
-    ] = None,
+    request: Request, topic: TopicName, body: Publish, idempotency_key: IdempotencyKey = None
 ) -> Response:
     """Publish one event, or several: all of them or none, in this order."""
     log = served(request).log
     given = [body] if isinstance(body, EventToPublish) else body.events
-    events = [
-        one.new_event(one.event_id or _event_id(caller_of(request).account, topic, idempotency_key, place))
-        for place, one in enumerate(given)
-    ]
-    if idempotency_key is None and len(given) == 1:
-        only, due = events[0], given[0].deliver_at
-        if only.partition is None:
-            return answer({"positions": [await log.run(_call(topic, only, due), patience_seconds=5)]})
-    async with log.transaction() as connection:
-        positions: list[int | None]
-        if any(one.deliver_at is not None for one in given):
-            if any(one.partition is not None for one in given):
-                raise InvalidRequest("an event for later cannot choose its partition")
-            positions = [
-                await log.run(_call(topic, event, one.deliver_at), connection=connection)
-                for event, one in zip(events, given, strict=True)
-            ]
+    trace = tracing.named_by(request.headers)
+    events = [one.new_event()._replace(headers=tracing.joined(one.headers or None, trace)) for one in given]
+    later = any(one.deliver_at is not None for one in given)
+    if later and any(one.partition is not None for one in given):
+        raise InvalidRequest("an event for later cannot choose its partition")
+
+    async def publish(connection: AsyncConnection[Any] | None) -> dict[str, Any]:
+        positions: list[int | None] = []
+        if later or (len(events) == 1 and events[0].partition is None):
+            # One by one, each at its time.
+            whole = log.transaction() if connection is None and len(events) > 1 else nullcontext(connection)
+            async with whole as used:
+                for event, one in zip(events, given, strict=True):
+                    positions.append(await _publish(log, topic, event, one.deliver_at, used))
         else:
-            positions = await log.run(calls.publish_batch(topic, events), connection=connection)
-        if idempotency_key is not None:
-            known = [position for position in positions if position is not None]
-            stored = await log.run(overview.events_at(known, topics=[topic]), connection=connection)
-            _refuse_other_events(events, positions, {event.position: event for event in stored})
-    return answer({"positions": positions})
+            positions = await log.publish_batch(topic, events, connection=connection)
+        return {"positions": positions}
+
+    return await once(request, idempotency_key, publish)
 
 
-def _call(topic: str, event: NewEvent, deliver_at: datetime | None) -> calls.Call[int | None]:
-    return calls.publish(
+async def _publish(
+    log: AsyncHeadwater,
+    topic: str,
+    event: NewEvent,
+    deliver_at: datetime | None,
+    connection: AsyncConnection[Any] | None,
+) -> int | None:
+    return await log.publish(
         topic,
         event.payload,
         key=event.key,
@@ -97,32 +95,8 @@ def _call(topic: str, event: NewEvent, deliver_at: datetime | None) -> calls.Cal
         event_id=event.event_id,
         content_type=event.content_type,
         deliver_at=deliver_at,
+        connection=connection,
     )
-
-
-def _event_id(account: str | None, topic: str, key: str | None, place: int) -> str | None:
-    if key is None:
-        return None
-    whole = "\0".join((account or "", topic, key)).encode(errors="surrogatepass")
-    return f"{hashlib.sha256(whole).hexdigest()[:40]}-{place}"
-
-
-def _refuse_other_events(
-    events: Sequence[NewEvent], positions: Sequence[int | None], stored: Mapping[int, Event]
-) -> None:
-    """What is there under an idempotency key must be what was sent now, or the answer would be a lie."""
-    for event, position in zip(events, positions, strict=True):
-        if position is None or position not in stored:
-            # Due later, or retention took it meanwhile.
-            continue
-        kept = stored[position]
-        body, _ = calls.encode_payload(event.payload, event.content_type)
-        if (kept.payload, kept.type, kept.key) != (body, event.type, calls.encode_key(event.key)):
-            raise KeyReused(
-                "the idempotency key was used for other events",
-                hint="Use a new key for each request, and the same one only to repeat it.",
-                detail={"position": position},
-            )
 
 
 @routes.get(

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from headwater import calls
 from headwater.calls import overview
 from headwater.errors import GroupNotFound, InvalidRequest
+from headwater.server.callers import NotAuthenticated
 from headwater.server.http.events import KeyQuery, TypeQuery, need_topics, selection_of
 from headwater.server.http.rights import caller_of, decides, needs
 from headwater.server.http.served import problems, router, served
@@ -190,11 +191,15 @@ def _always() -> bool:
 
 
 def _still_allowed(request: Request, right: tuple[str, str, list[str]]) -> Callable[[], bool]:
-    callers, account = served(request).callers, caller_of(request).account
+    callers, came = served(request).callers, caller_of(request)
     action, kind, names = right
+    callers.watch(came)
 
     def allowed() -> bool:
-        caller = callers.named(account or "")
+        try:
+            caller = callers.still(came)
+        except NotAuthenticated:
+            return False
         return all(caller.may(action, kind, name) for name in names)
 
     return allowed

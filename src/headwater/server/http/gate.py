@@ -7,7 +7,6 @@ import base64
 import binascii
 import ipaddress
 import time
-from collections import OrderedDict
 from functools import lru_cache
 from http.cookies import CookieError, SimpleCookie
 from typing import Final
@@ -17,7 +16,8 @@ import psycopg
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headwater.errors import HeadwaterError
-from headwater.server.callers import Caller, Callers, NotAuthenticated
+from headwater.server.buckets import Buckets
+from headwater.server.callers import Caller, Callers, NotAuthenticated, TooManyRequests
 from headwater.server.door import Limits, Opening
 from headwater.server.http.problems import (
     BodyTooLarge,
@@ -26,7 +26,6 @@ from headwater.server.http.problems import (
     NotJson,
     TookTooLong,
     TooManyConnections,
-    TooManyRequests,
     from_postgres,
     problem_response,
 )
@@ -39,41 +38,17 @@ OWN_HEADER: Final = b"x-headwater-console"
 SAFE: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 # Answered however many connections there are.
 PROBES: Final = frozenset({"/health", "/ready"})
-MAX_BUCKETS: Final = 10_000
 # However few a second: a page of the console alone asks for several things at once.
 SMALLEST_BURST: Final = 10
-# Passwords are slow to check, on purpose: who sends wrong ones gets this many at once, and then one a second.
-WRONG_PASSWORDS: Final = 20
+REPEAT_HINT: Final = (
+    "Look whether it took effect before you send it again. What takes an Idempotency-Key (publish, append, schedule) "
+    "and had one is just sent again."
+)
 _HEADERS: Final = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
     (b"cross-origin-resource-policy", b"same-origin"),
 )
-
-
-class Buckets:
-    """How many requests each caller may still send. Of this process; those not heard of for longest are forgotten."""
-
-    def __init__(self, per_second: float, burst: float) -> None:
-        self._per_second = per_second
-        self._burst = burst
-        # Whose -> how many are left, as of when.
-        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
-
-    def left(self, whose: str, now: float) -> float:
-        """How many a caller may send now."""
-        left, at = self._left.get(whose, (self._burst, now))
-        return min(self._burst, left + (now - at) * self._per_second)
-
-    def take(self, whose: str, now: float) -> bool:
-        """One request; False: it is one too many."""
-        left = self.left(whose, now)
-        taken = left >= 1
-        self._left[whose] = (left - 1 if taken else left, now)
-        self._left.move_to_end(whose)
-        if len(self._left) > MAX_BUCKETS:
-            self._left.popitem(last=False)
-        return taken
 
 
 class Gate:
@@ -87,7 +62,6 @@ class Gate:
         self._open_paths = open_paths
         rate = self._limits.requests_per_second
         self._requests = Buckets(rate, max(rate * 2, SMALLEST_BURST)) if rate > 0 else None
-        self._wrong = Buckets(1.0, WRONG_PASSWORDS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -114,16 +88,10 @@ class Gate:
         except psycopg.Error as error:
             refusal = from_postgres(error)
         except TimeoutError:
-            refusal = TookTooLong(
-                f"not done within {self._limits.request_seconds:g} s",
-                hint="Look whether it took effect before you send it again; with an Idempotency-Key just send it.",
-            )
+            refusal = TookTooLong(f"not done within {self._limits.request_seconds:g} s", hint=REPEAT_HINT)
         except asyncio.CancelledError:
             # Only a server that stops does that, when the grace is over: nothing is under way any more, and it is told.
-            refusal = TookTooLong(
-                "the server stops, and this was not done in time",
-                hint="Look whether it took effect before you send it again; with an Idempotency-Key just send it.",
-            )
+            refusal = TookTooLong("the server stops, and this was not done in time", hint=REPEAT_HINT)
         if not started:
             await problem_response(refusal)(scope, receive, send)
 
@@ -168,7 +136,7 @@ class Gate:
         scheme, _, secret = given.partition(" ")
         if scheme.lower() == "basic":
             name, password = _basic(secret)
-            return await self.by_password(name, password, address)
+            return await self._callers.by_password(name, password, address=address)
         if scheme.lower() == "bearer":
             return await self._callers.by_key(secret.strip())
         if given:
@@ -182,17 +150,6 @@ class Gate:
                 hint="Send the header X-Headwater-Console, or use an API key instead of the session.",
             )
         return await self._callers.by_key(key)
-
-    async def by_password(self, name: str, password: str, address: str) -> Caller:
-        """Who comes with a name and a password, unless too many wrong ones came from there."""
-        if self._wrong.left(address, time.monotonic()) < 1:
-            # Before it is checked: that is what costs.
-            raise TooManyRequests("too many wrong passwords from this address")
-        try:
-            return await self._callers.by_password(name, password)
-        except NotAuthenticated:
-            self._wrong.take(address, time.monotonic())
-            raise
 
     async def _bounded(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive) -> Receive:
         """The body, read whole: nothing is done with a part of a request."""

@@ -18,11 +18,12 @@ from headwater.model import Binding, Dead, Event, Group, GroupOverview, Lease, O
 from headwater.server.http import answers
 from headwater.server.http.rendering import event_json
 from headwater.server.http.rights import caller_of, decides, needs
-from headwater.server.http.served import answer, listed, problems, router, served
+from headwater.server.http.served import answer, listed, problems, router, served, some
 from headwater.server.http.shapes import (
     AfterQuery,
     BindingToMake,
     Claim,
+    DryRun,
     Extend,
     GroupChanges,
     GroupName,
@@ -36,7 +37,6 @@ routes = router("groups")
 
 LONGEST_WAIT_SECONDS: Final = 0.1
 REAP_SECONDS: Final = 1.0
-DryRun = Annotated[bool, Query(description="only say what would be deleted")]
 
 
 def _need_binding(request: Request, binding: BindingToMake) -> None:
@@ -180,7 +180,10 @@ async def change_group(request: Request, group: GroupName, body: GroupChanges) -
 async def delete_group(request: Request, group: GroupName, dry_run: DryRun = False) -> Response:
     """Forget a group with everything about it. The events stay in the log."""
     log = served(request).log
-    found, _ = await _overview(request, group)
+    found, kind = await _overview(request, group)
+    undone = overview.NOTHING
+    if kind == "queue":
+        undone = await log.run(overview.undone_contents(group), patience_seconds=5)
     if not dry_run:
         async with log.audited(
             caller_of(request).account, "group.delete", group, {"frontier": found.frontier}
@@ -190,6 +193,7 @@ async def delete_group(request: Request, group: GroupName, dry_run: DryRun = Fal
     return answer(
         {
             "deleted": not dry_run,
+            **some(undone),
             "ready": found.ready,
             "ready_is_more": found.ready_is_more,
             "processing": found.processing,
@@ -316,12 +320,23 @@ async def rewind(request: Request, group: GroupName, body: Rewind) -> Response:
     if body.since is not None:
         to = await log.run(calls.position_before(None, body.since), patience_seconds=5)
     assert to is not None
-    bound = await log.run(overview.bound_count(group, after=to), patience_seconds=5)
+    claimed = await log.run(overview.frontier(group), patience_seconds=5)
+    bound = await log.run(overview.bound_contents(group, after=to), patience_seconds=5)
+    between = overview.bound_contents(group, after=min(to, claimed), up_to=max(to, claimed))
+    passed = await log.run(between, patience_seconds=5)
     if not body.dry_run:
         async with log.audited(caller_of(request).account, "group.rewind", group, {"to": to}) as connection:
             await log.run(calls.rewind_group(group, to), connection=connection)
-    told = {"to": to, "events": bound.events, "events_is_more": bound.events_is_more, "dry_run": body.dry_run}
-    return answer(told)
+    return answer(
+        {
+            "to": to,
+            "events": bound.events,
+            "events_is_more": bound.events_is_more,
+            "again": some(passed if to < claimed else overview.NOTHING),
+            "skipped": some(passed if to > claimed else overview.NOTHING),
+            "dry_run": body.dry_run,
+        }
+    )
 
 
 @routes.get(
@@ -362,12 +377,22 @@ async def bind(request: Request, group: GroupName, body: BindingToMake) -> Respo
     response_model=answers.Unbound,
     responses=problems(404),
 )
-async def unbind(request: Request, group: GroupName, id: Annotated[int, Path(ge=1, le=2_147_483_647)]) -> Response:
-    """End a binding after what the group has claimed."""
+async def unbind(
+    request: Request, group: GroupName, id: Annotated[int, Path(ge=1, le=2_147_483_647)], dry_run: DryRun = False
+) -> Response:
+    """End a binding after what the group has claimed. What comes later, and no other binding selects, it never gets."""
     log = served(request).log
-    async with log.audited(caller_of(request).account, "group.unbind", group, {"id": id}) as connection:
-        to_position = await log.run(calls.unbind(group, id), connection=connection)
-    return answer({"to_position": to_position})
+    claimed = await log.run(overview.frontier(group), patience_seconds=5)
+    bindings = await log.run(calls.bindings(group), patience_seconds=5)
+    begins = next((one.from_position for one in bindings if one.id == id and one.to_position is None), None)
+    if begins is None:
+        raise GroupNotFound(f'group "{group}" has no binding {id}', hint="See GET /v1/groups/{group}/bindings.")
+    to_position = max(claimed, begins)
+    lost = await log.run(overview.bound_contents(group, after=to_position, only_binding=id), patience_seconds=5)
+    if not dry_run:
+        async with log.audited(caller_of(request).account, "group.unbind", group, {"id": id}) as connection:
+            to_position = await log.run(calls.unbind(group, id), connection=connection)
+    return answer({"to_position": to_position, **some(lost), "dry_run": dry_run})
 
 
 @routes.get(

@@ -21,8 +21,8 @@ from headwater.aio import AsyncHeadwater
 from headwater.calls import overview
 from headwater.errors import GroupNotFound, HeadwaterError, InvalidRequest, PositionExpired, TopicNotFound
 from headwater.model import Event
+from headwater.server.callers import TooManyRequests
 from headwater.server.door import Limits
-from headwater.server.http.problems import TooManyRequests
 from headwater.server.http.rendering import frame
 from headwater.server.http.stream import Selection, Stream
 from headwater.telemetry import ERROR, logger

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from headwater import errors
 from headwater.errors import HeadwaterError, InvalidRequest, LogUnavailable
-from headwater.server.callers import NotAuthenticated
+from headwater.server.callers import NotAuthenticated, TooManyRequests
 from headwater.telemetry import ERROR, logger
 
 PROBLEM: Final = "application/problem+json"
@@ -21,10 +21,6 @@ PROBLEM: Final = "application/problem+json"
 
 class NotThere(HeadwaterError):
     """What was named is not there."""
-
-
-class TooManyRequests(HeadwaterError):
-    """More requests than one caller may send: slow down, and try again."""
 
 
 class TooManyConnections(HeadwaterError):

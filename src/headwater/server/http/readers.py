@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from fastapi import Path, Query, Request
 from starlette.responses import Response
 
 from headwater import calls, model
+from headwater.aio import AsyncHeadwater
 from headwater.calls import overview
 from headwater.errors import GroupNotFound, InvalidRequest
 from headwater.server.http import answers
 from headwater.server.http.events import need_topics
 from headwater.server.http.problems import NotThere
 from headwater.server.http.rights import caller_of, decides, needs
-from headwater.server.http.served import answer, problems, router, served
-from headwater.server.http.shapes import MAX_POSITION, CursorToSet, GroupName, SubscriptionToMake, seconds
+from headwater.server.http.served import answer, problems, router, served, some
+from headwater.server.http.shapes import MAX_POSITION, CursorToSet, DryRun, GroupName, SubscriptionToMake, seconds
 
 routes = router("cursors and subscriptions")
+
+# How many events a dry run looks at in order to find those that a subscription has yet to get.
+MAX_LOOKED_AT: Final = 10_000
+BATCH_SIZE: Final = 1000
 
 CursorName = Annotated[str, Path(min_length=1, max_length=200, description="the cursor's name")]
 
@@ -142,15 +147,34 @@ async def subscribe(request: Request, body: SubscriptionToMake) -> Response:
 @routes.delete(
     "/v1/subscriptions/{group}/{id}",
     dependencies=[needs("alter", "group", "group")],
-    response_model=answers.Gone,
+    response_model=answers.Deleted,
     responses=problems(404),
 )
-async def unsubscribe(request: Request, group: GroupName, id: Annotated[int, Path(ge=1, le=MAX_POSITION)]) -> Response:
+async def unsubscribe(
+    request: Request, group: GroupName, id: Annotated[int, Path(ge=1, le=MAX_POSITION)], dry_run: DryRun = False
+) -> Response:
     """End a subscription."""
     log = served(request).log
     found = await log.run(overview.find_subscription(id), patience_seconds=5)
     if found is None or found.group != group:
         raise GroupNotFound(f'group "{group}" has no subscription {id}', hint="See GET /v1/subscriptions.")
-    async with log.audited(caller_of(request).account, "subscription.delete", group, {"id": id}) as connection:
-        await log.run(calls.unsubscribe(id), connection=connection)
-    return answer({"deleted": True})
+    unread = await _unread(log, group, id)
+    if not dry_run:
+        async with log.audited(caller_of(request).account, "subscription.delete", group, {"id": id}) as connection:
+            await log.run(calls.unsubscribe(id), connection=connection)
+    return answer({"deleted": not dry_run, **some(unread)})
+
+
+async def _unread(log: AsyncHeadwater, group: str, id: int) -> overview.Contents:
+    """What a subscription matches of the next events that its group reads."""
+    settled = (await log.run(calls.log_state(), patience_seconds=5)).settled
+    found: list[int] = []
+    after: int | None = None
+    for _ in range(MAX_LOOKED_AT // BATCH_SIZE):
+        reading = await log.read_next(group, reader="look", after=after, batch_size=BATCH_SIZE, peek=True)
+        found += [one.event.position for one in reading.events if id in one.subscription_ids]
+        after = reading.next_position
+        if after >= settled:
+            break
+    is_more = after is not None and after < settled
+    return overview.Contents(len(found), is_more, min(found, default=None), max(found, default=None))

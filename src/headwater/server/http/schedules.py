@@ -6,14 +6,16 @@ from datetime import UTC, datetime
 from typing import Annotated, Any
 
 from fastapi import Path, Query, Request
+from psycopg import AsyncConnection
 from starlette.responses import Response
 
-from headwater import calls, model
+from headwater import calls, model, tracing
 from headwater.calls import overview
 from headwater.cron import next_time
 from headwater.server.http import answers
 from headwater.server.http.problems import NotThere
 from headwater.server.http.rendering import key_of
+from headwater.server.http.repeats import IdempotencyKey, once
 from headwater.server.http.rights import caller_of, decides
 from headwater.server.http.served import answer, problems, router, served
 from headwater.server.http.shapes import (
@@ -65,22 +67,27 @@ async def list_schedules(
     response_model=answers.Made,
     responses=problems(404, 413),
 )
-async def schedule(request: Request, body: EventToSchedule) -> Response:
+async def schedule(request: Request, body: EventToSchedule, idempotency_key: IdempotencyKey = None) -> Response:
     """Schedule one event, however far ahead. With an `event_id` that is in the log, the id is null."""
     caller_of(request).need("write", "topic", body.topic)
     payload, content_type = body.payload()
-    call = calls.schedule(
-        body.topic,
-        payload,
-        body.deliver_at,
-        key=body.key_bytes(),
-        type=body.type,
-        routing_key=body.routing_key,
-        headers=body.headers or None,
-        event_id=body.event_id,
-        content_type=content_type,
-    )
-    return answer({"id": await served(request).log.run(call, patience_seconds=5)}, status=201)
+
+    async def act(connection: AsyncConnection[Any] | None) -> dict[str, Any]:
+        made = await served(request).log.schedule(
+            body.topic,
+            payload,
+            deliver_at=body.deliver_at,
+            key=body.key_bytes(),
+            type=body.type,
+            routing_key=body.routing_key,
+            headers=tracing.joined(body.headers or None, tracing.named_by(request.headers)),
+            event_id=body.event_id,
+            content_type=content_type,
+            connection=connection,
+        )
+        return {"id": made}
+
+    return await once(request, idempotency_key, act, status=201)
 
 
 async def _found(request: Request, id: int) -> model.Scheduled:

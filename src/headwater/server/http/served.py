@@ -13,6 +13,7 @@ from fastapi.routing import APIRoute
 from starlette.responses import Response
 
 from headwater.aio import AsyncHeadwater
+from headwater.calls.overview import Contents
 from headwater.server.callers import Callers
 from headwater.server.counts import Counts
 from headwater.server.door import Opening
@@ -110,8 +111,22 @@ def _plain(value: Any) -> Any:
 
 def answer(value: Any, *, status: int = 200) -> Response:
     """A value as JSON: times in UTC, time spans in seconds."""
-    body = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_plain)
-    return raw_answer(body, status=status)
+    return raw_answer(as_json(value), status=status)
+
+
+def as_json(value: Any) -> str:
+    """A value as answers write it."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_plain)
+
+
+def some(contents: Contents) -> dict[str, Any]:
+    """Some events, as answers tell of them."""
+    return {
+        "events": contents.events,
+        "events_is_more": contents.events_is_more,
+        "first": contents.first_position,
+        "last": contents.last_position,
+    }
 
 
 def raw_answer(body: str, *, status: int = 200) -> Response:
@@ -123,5 +138,5 @@ def raw_answer(body: str, *, status: int = 200) -> Response:
 
 def listed(name: str, rows: Iterable[str], **more: Any) -> Response:
     """A list of what is written already, with what is said beside it."""
-    rest = json.dumps(more, ensure_ascii=False, separators=(",", ":"), default=_plain)[1:]
+    rest = as_json(more)[1:]
     return raw_answer(f'{{"{name}":[{",".join(rows)}]{"," if more else ""}{rest}')

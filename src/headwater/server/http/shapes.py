@@ -79,6 +79,7 @@ Object = dict[str, Any]
 
 TopicName = Annotated[str, Path(min_length=1, max_length=249, description="the topic's name", examples=["orders"])]
 GroupName = Annotated[str, Path(min_length=1, max_length=200, description="the group's name", examples=["mailer"])]
+DryRun = Annotated[bool, Query(description="only say what would be deleted")]
 BeforeQuery = Annotated[int | None, Query(ge=0, le=MAX_POSITION, description="only events before this position")]
 AfterQuery = Annotated[int | None, Query(ge=0, le=MAX_POSITION, description="only events after this position")]
 
@@ -142,7 +143,7 @@ class EventToPublish(EventContent):
     partition: Annotated[int, Field(strict=True, ge=0, le=1023)] | None = None
     deliver_at: Time | None = Field(default=None, description="not before this time")
 
-    def new_event(self, event_id: str | None) -> NewEvent:
+    def new_event(self) -> NewEvent:
         payload, content_type = self.payload()
         return NewEvent(
             payload,
@@ -150,7 +151,7 @@ class EventToPublish(EventContent):
             self.type,
             self.routing_key,
             self.headers or None,
-            event_id,
+            self.event_id,
             content_type,
             self.partition,
         )
@@ -207,6 +208,7 @@ class TopicChanges(Shape):
     )
     max_payload_bytes: Number | None = None
     max_header_bytes: Number | None = None
+    dry_run: Flag = Field(default=False, description="change nothing, only say which events a new retention takes")
 
 
 # --- groups ---

@@ -6,6 +6,7 @@ import time
 from typing import Annotated, Any, Final
 
 from fastapi import Query, Request
+from psycopg import AsyncConnection
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.responses import Response
 
@@ -14,6 +15,7 @@ from headwater.query import NewStoreEvent, NoMatchAfter, StoreEvent
 from headwater.server.http import answers
 from headwater.server.http.problems import invalid
 from headwater.server.http.rendering import store_event_json
+from headwater.server.http.repeats import IdempotencyKey, once
 from headwater.server.http.rights import needs
 from headwater.server.http.served import answer, listed, problems, router, served
 from headwater.server.http.shapes import MAX_EVENTS, Position, Shape, TopicName, read_json
@@ -39,12 +41,17 @@ MAX_DCB_EVENTS: Final = 10_000
     response_model=answers.Appended,
     responses=problems(404, 409, 413),
 )
-async def append(request: Request, topic: TopicName, body: Append) -> Response:
+async def append(request: Request, topic: TopicName, body: Append, idempotency_key: IdempotencyKey = None) -> Response:
     """Append events, all of them or none, if the condition holds. A conflict is 409: read, decide, append again."""
     store = served(request).log.store(topic)
     condition = None if body.condition is None else body.condition.condition()
-    done = await store.append([one.new_event() for one in body.events], condition, patience_seconds=10)
-    return answer({"positions": done.positions, "repeated": done.repeated})
+    events = [one.new_event() for one in body.events]
+
+    async def act(connection: AsyncConnection[Any] | None) -> dict[str, Any]:
+        done = await store.append(events, condition, connection=connection, patience_seconds=10)
+        return {"positions": done.positions, "repeated": done.repeated}
+
+    return await once(request, idempotency_key, act)
 
 
 @routes.post(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any
 
-from fastapi import Query, Request
+from fastapi import Request
 from starlette.responses import Response
 
 from headwater import calls, model
@@ -12,8 +14,8 @@ from headwater.calls import overview
 from headwater.errors import InvalidRequest, TopicNotFound
 from headwater.server.http import answers
 from headwater.server.http.rights import caller_of, decides, needs
-from headwater.server.http.served import answer, problems, router, served
-from headwater.server.http.shapes import TopicChanges, TopicName, TopicToCreate, seconds
+from headwater.server.http.served import answer, problems, router, served, some
+from headwater.server.http.shapes import DryRun, TopicChanges, TopicName, TopicToCreate, seconds
 
 routes = router("topics")
 
@@ -95,12 +97,21 @@ async def show_topic(request: Request, topic: TopicName) -> Response:
 @routes.patch(
     "/v1/topics/{topic}",
     dependencies=[needs("alter", "topic", "topic")],
-    response_model=answers.Topic,
+    response_model=answers.ChangedTopic,
     responses=problems(404),
 )
 async def change_topic(request: Request, topic: TopicName, body: TopicChanges) -> Response:
-    """Change settings of a topic."""
+    """Change settings of a topic. Events that are older than a new retention go with the next upkeep, or when their
+    segment is closed."""
     log = served(request).log
+    older = overview.NOTHING
+    if body.retention_seconds is not None:
+        since = datetime.now(UTC) - timedelta(seconds=body.retention_seconds)
+        up_to = await log.run(calls.position_before([topic], since), patience_seconds=5)
+        older = await log.run(overview.topic_contents(topic, up_to=up_to), patience_seconds=5)
+    told = {**some(older), "dry_run": body.dry_run}
+    if body.dry_run:
+        return await _one(request, topic, told)
     call = calls.alter_topic(
         topic,
         partitions=body.partitions,
@@ -109,10 +120,10 @@ async def change_topic(request: Request, topic: TopicName, body: TopicChanges) -
         max_payload_bytes=body.max_payload_bytes,
         max_header_bytes=body.max_header_bytes,
     )
-    changes = body.model_dump(exclude_unset=True)
+    changes = body.model_dump(exclude_unset=True, exclude={"dry_run"})
     async with log.audited(caller_of(request).account, "topic.alter", topic, changes) as connection:
         await log.run(call, connection=connection)
-    return await _one(request, topic)
+    return await _one(request, topic, told)
 
 
 @routes.delete(
@@ -121,11 +132,7 @@ async def change_topic(request: Request, topic: TopicName, body: TopicChanges) -
     response_model=answers.Deleted,
     responses=problems(404),
 )
-async def delete_topic(
-    request: Request,
-    topic: TopicName,
-    dry_run: Annotated[bool, Query(description="only say what would be deleted")] = False,
-) -> Response:
+async def delete_topic(request: Request, topic: TopicName, dry_run: DryRun = False) -> Response:
     """Delete a topic with its events."""
     log = served(request).log
     held = await log.run(overview.topic_contents(topic))
@@ -133,21 +140,13 @@ async def delete_topic(
         detail = {"last_position": held.last_position}
         async with log.audited(caller_of(request).account, "topic.delete", topic, detail) as connection:
             await log.run(calls.delete_topic(topic), connection=connection)
-    return answer(
-        {
-            "deleted": not dry_run,
-            "events": held.events,
-            "events_is_more": held.events_is_more,
-            "first": held.first_position,
-            "last": held.last_position,
-        }
-    )
+    return answer({"deleted": not dry_run, **some(held)})
 
 
-async def _one(request: Request, name: str, *, status: int = 200) -> Response:
+async def _one(request: Request, name: str, beside: Mapping[str, Any] | None = None, *, status: int = 200) -> Response:
     log = served(request).log
     stores = await log.run(overview.event_stores())
     for topic in await log.topics():
         if topic.name == name:
-            return answer(_shown(topic, stores), status=status)
+            return answer({**_shown(topic, stores), **(beside or {})}, status=status)
     raise TopicNotFound(f'there is no topic "{name}"', hint="See GET /v1/topics.", detail={"topic": name})

@@ -80,7 +80,3 @@ class Tested(BaseModel):
     latency_ms: float
     response: str
     error: str | None
-
-
-class DeletedWebhook(BaseModel):
-    deleted: bool

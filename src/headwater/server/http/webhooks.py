@@ -9,14 +9,15 @@ from starlette.responses import Response
 
 from headwater import calls
 from headwater.aio.webhooks import new_secret
+from headwater.calls import overview
 from headwater.calls import webhooks as webhook_calls
 from headwater.errors import GroupNotFound
 from headwater.model import Webhook
+from headwater.server.http import answers
 from headwater.server.http.rights import caller_of, needs
-from headwater.server.http.served import answer, problems, router, served
-from headwater.server.http.shapes import BindingToMake
+from headwater.server.http.served import answer, problems, router, served, some
+from headwater.server.http.shapes import BindingToMake, DryRun
 from headwater.server.http.webhook_shapes import (
-    DeletedWebhook,
     Reason,
     Tested,
     WebhookAnswer,
@@ -98,16 +99,19 @@ async def change_webhook(request: Request, webhook: WebhookName, body: WebhookCh
 @routes.delete(
     "/v1/webhooks/{webhook}",
     dependencies=[needs("alter", "log")],
-    response_model=DeletedWebhook,
+    response_model=answers.Deleted,
     responses=problems(404),
 )
-async def delete_webhook(request: Request, webhook: WebhookName) -> Response:
-    """Forget a webhook. Its group stays, with its dead letters."""
+async def delete_webhook(request: Request, webhook: WebhookName, dry_run: DryRun = False) -> Response:
+    """Forget a webhook. Its group stays, with its dead letters and with what was not sent yet."""
     log = served(request).log
-    async with log.audited(caller_of(request).account, "webhook.delete", webhook, {}) as connection:
-        if not await log.run(webhook_calls.delete_webhook(webhook), connection=connection):
-            raise GroupNotFound(f'there is no webhook "{webhook}"', detail={"webhook": webhook})
-    return answer({"deleted": True})
+    group = (await log.webhook(webhook)).group
+    unsent = await log.run(overview.undone_contents(group), patience_seconds=5)
+    if not dry_run:
+        async with log.audited(caller_of(request).account, "webhook.delete", webhook, {}) as connection:
+            if not await log.run(webhook_calls.delete_webhook(webhook), connection=connection):
+                raise GroupNotFound(f'there is no webhook "{webhook}"', detail={"webhook": webhook})
+    return answer({"deleted": not dry_run, **some(unsent)})
 
 
 @routes.post(

@@ -53,8 +53,8 @@ class Call:
 
     def need_still(self, action: str, kind: str, name: str) -> None:
         """The same, as rights are by now: in a call that goes on."""
-        if self._callers is not None and self.caller.account is not None:
-            self.caller = self._callers.named(self.caller.account)
+        if self._callers is not None:
+            self.caller = self._callers.still(self.caller)
         self.caller.need(action, kind, name)
 
     def patience_seconds(self) -> float:
@@ -106,6 +106,8 @@ class Gate:
         """Around a stream, which ends when the server stops."""
         call._task = asyncio.current_task()
         self._streams.add(call)
+        if self._callers is not None:
+            self._callers.watch(call.caller)
         try:
             if self._stopping:
                 call.end(_stopping())
@@ -144,7 +146,9 @@ class Gate:
         if scheme.lower() != "basic":
             raise NotAuthenticated("authorization is Basic, with a name and a password, or Bearer, with an API key")
         name, password = _decoded(shown)
-        caller = await callers.by_password(name, password)
+        # Of "ipv4:127.0.0.1:1234" all but the port, which is another for each connection.
+        address = context.peer().rpartition(":")[0]
+        caller = await callers.by_password(name, password, address=address)
         # Whoever shows a token that does not hold needs another one.
         session = await self._session(callers, caller, f"{name}\0{password}", renew=token is not None)
         if session is not None:

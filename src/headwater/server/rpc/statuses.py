@@ -10,7 +10,7 @@ import grpc
 
 from headwater import errors
 from headwater.errors import HeadwaterError
-from headwater.server.callers import NotAuthenticated
+from headwater.server.callers import NotAuthenticated, TooManyRequests
 
 # Beside the status: the error as JSON in UTF-8, which any text fits into.
 DETAIL_KEY: Final = "headwater-error-bin"
@@ -48,6 +48,7 @@ BY_ERROR: Final[Mapping[type[HeadwaterError], grpc.StatusCode]] = {
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     errors.EventTooLarge: grpc.StatusCode.RESOURCE_EXHAUSTED,
     TooMuch: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    TooManyRequests: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.TopicNotFound: grpc.StatusCode.NOT_FOUND,
     errors.GroupNotFound: grpc.StatusCode.NOT_FOUND,
     NotThere: grpc.StatusCode.NOT_FOUND,

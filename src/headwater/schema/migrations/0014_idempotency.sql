@@ -1,0 +1,13 @@
+-- Answers to requests that came with a key, so that a repeat does nothing and is told the same.
+-- oldest program: 13
+
+create table headwater.kept_answer (
+    -- SHA-256 of who asked, for what, and the key.
+    key_hash     bytea       primary key check (octet_length(key_hash) = 32),
+    -- SHA-256 of what was asked: the same key with another request is refused.
+    request_hash bytea       not null check (octet_length(request_hash) = 32),
+    -- Null only within the transaction that does what was asked.
+    answer       text,
+    kept_at      timestamptz not null default clock_timestamp()
+);
+create index kept_answer_kept_at on headwater.kept_answer (kept_at);
