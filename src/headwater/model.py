@@ -477,6 +477,16 @@ class PipelineSnapshot(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class PipelineBatch:
+    """A batch of a pipeline as its runner told of it, or, with an error, a try that failed."""
+
+    ended_at: datetime
+    rows: int
+    details: Mapping[str, Any] | None
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class PipelineStatus:
     """A pipeline as it stands. `place` is a position of the log or an LSN, `behind` positions or bytes of WAL."""
 

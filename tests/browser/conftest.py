@@ -12,7 +12,7 @@ import pytest
 from serving import Serve, Serving, serving
 
 playwright = pytest.importorskip("playwright.sync_api")
-from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright  # noqa: E402
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright  # noqa: E402
 
 ARTEFACTS = Path(os.environ.get("HEADWATER_ARTEFACTS", Path(__file__).parents[2] / "artefacts")) / "browser"
 # What a browser does by itself over the network, it does not do in tests.
@@ -24,7 +24,8 @@ QUIET = (
     "--disable-component-update",
     "--disable-sync",
 )
-PATIENCE_MS = 15_000
+PATIENCE_MS = 30_000
+expect.set_options(timeout=PATIENCE_MS)
 
 
 @pytest.fixture(scope="module")

@@ -200,7 +200,8 @@ def test_a_group_is_paused_rewound_and_deleted(page: Page, server: Serving, log:
 def test_an_event_store_is_browsed_by_tag(page: Page, server: Serving, log: headwater.Headwater) -> None:
     store = log.create_store("ledger")
     for number in range(6):
-        store.append([headwater.NewStoreEvent("Paid", {"number": number}, tags=[f"account:{number % 2}", "all"])])
+        tags = [f"account:{number % 2}", "all"]
+        store.append([headwater.NewStoreEvent("Paid", {"number": number}, tags=tags, metadata={"by": "anna"})])
     page.goto(f"{server.url}/#/stores")
     page.get_by_role("link", name="ledger").click()
     rows = page.get_by_role("table", name="Events").locator("tbody tr")
@@ -209,6 +210,12 @@ def test_an_event_store_is_browsed_by_tag(page: Page, server: Serving, log: head
     page.get_by_role("button", name="Search").click()
     expect(rows).to_have_count(3)
     expect(page.get_by_text("3 events match")).to_be_visible()
+    expect(rows.first).to_contain_text("account:1, all")
+    rows.first.get_by_role("button").click()
+    dialog = page.get_by_role("dialog")
+    expect(dialog).to_contain_text("account:1, all")
+    expect(dialog).to_contain_text('"by": "anna"')
+    expect(dialog).not_to_contain_text("Key")
 
 
 def test_groups_of_kafka_clients_are_seen_with_their_lag(page: Page, server: Serving, log: headwater.Headwater) -> None:
@@ -237,7 +244,7 @@ def test_groups_of_kafka_clients_are_seen_with_their_lag(page: Page, server: Ser
     expect(row.get_by_role("cell")).to_contain_text(["from-kafka", "0", "4", "10", "6"])
 
 
-def test_a_pipeline_is_seen_with_its_last_batch_and_error(
+def test_a_pipeline_is_seen_with_its_last_batches_and_errors(
     page: Page, server: Serving, log: headwater.Headwater
 ) -> None:
     claimed = log.run(
@@ -251,13 +258,20 @@ def test_a_pipeline_is_seen_with_its_last_batch_and_error(
         )
     )
     assert claimed.token is not None
-    log.run(pipeline_runs.record_batch("totals", claimed.token, place=0, rows=7, details={"seconds": 1.5}))
+    for rows in (7, 8):
+        log.run(pipeline_runs.record_batch("totals", claimed.token, place=0, rows=rows, details={"seconds": 1.5}))
     log.run(pipeline_runs.record_failure("totals", claimed.token, "the table public.totals is gone"))
     page.goto(f"{server.url}/#/pipelines")
     page.get_by_role("link", name="totals").click()
     expect(page.get_by_text("failing")).to_be_visible()
     expect(page.get_by_text("runner-1")).to_be_visible()
-    expect(page.get_by_text("the table public.totals is gone")).to_be_visible()
+    expect(page.locator("pre").first).to_have_text("the table public.totals is gone")
+    expect(page.get_by_text("1 failure in a row")).to_be_visible()
+    rows = page.get_by_role("table", name="Last batches").locator("tbody tr")
+    expect(rows).to_have_count(3)
+    expect(rows.nth(0)).to_contain_text("the table public.totals is gone")
+    expect(rows.nth(1).get_by_role("cell")).to_contain_text(["ago", "8", "1.5 s"])
+    expect(rows.nth(2).get_by_role("cell")).to_contain_text(["ago", "7", "1.5 s"])
     expect(page.locator("pre").last).to_contain_text('"public.totals"')
 
 
@@ -297,6 +311,9 @@ def test_who_is_not_signed_in_sees_nothing(page: Page, serve: Serve, log: headwa
         page.get_by_label("Password").fill("right")
         page.get_by_role("button", name="Sign in").click()
         expect(page.get_by_role("link", name="closed-to-ben")).to_be_visible()
+        page.set_viewport_size({"width": 1280, "height": 800})
+        for way in page.get_by_role("navigation").get_by_role("link").all():
+            expect(way).to_be_in_viewport(ratio=1)
         page.get_by_role("button", name="Sign out").click()
         page.get_by_label("Account").fill("ben")
         page.get_by_label("Password").fill("right")
@@ -336,6 +353,13 @@ def test_every_page_fits_a_phone(phone: Page, server: Serving, name: str) -> Non
     expect(phone.get_by_role("heading", level=1)).to_be_visible()
     wide = phone.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
     assert wide <= 0
+    # The way to the page that is shown is in sight, too.
+    expect(phone.locator('nav [aria-current="page"]')).to_be_in_viewport(ratio=1)
+
+
+def test_the_description_of_the_api_fits_a_phone(phone: Page, server: Serving) -> None:
+    phone.goto(f"{server.url}/docs")
+    assert phone.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth") <= 0
 
 
 def test_the_console_can_be_used_with_the_keyboard_alone(page: Page, server: Serving) -> None:

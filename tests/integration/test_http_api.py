@@ -16,6 +16,7 @@ import psycopg
 import pytest
 
 import headwater
+from headwater import calls
 from headwater.server.door import Limits
 from http_server import http_door, http_process
 
@@ -727,6 +728,23 @@ def test_a_body_above_the_limit_is_refused_while_it_comes(address: str, http: ht
         for _ in range(MAX_BODY // len(part) + 2):
             connection.sendall(b"%x\r\n%s\r\n" % (len(part), part))
         assert connection.recv(65536).startswith(b"HTTP/1.1 413")
+
+
+def test_a_pipeline_is_told_of_with_its_last_batches(http: httpx.Client, log: headwater.Headwater, topic: str) -> None:
+    name = f"p-{topic}"
+    problem(http.get(f"/v1/pipelines/{name}/batches"), 404, "PipelineNotFound")
+    claim = calls.claim_pipeline(
+        name, "runner", lease=timedelta(seconds=60), source="log", definition={"to": {}}, start=True
+    )
+    token = log.run(claim).token
+    assert token is not None
+    assert http.get(f"/v1/pipelines/{name}/batches").json() == {"batches": []}
+    log.run(calls.record_batch(name, token, place=3, rows=7, details={"seconds": 1.5, "place": 3}))
+    log.run(calls.record_failure(name, token, "no luck"))
+    failed, done = http.get(f"/v1/pipelines/{name}/batches").json()["batches"]
+    assert (failed["rows"], failed["seconds"], failed["details"], failed["error"]) == (0, None, None, "no luck")
+    assert (done["rows"], done["seconds"], done["details"]["place"], done["error"]) == (7, 1.5, 3, None)
+    assert http.get(f"/v1/pipelines/{name}").json()["state"] == "failing"
 
 
 def test_another_site_cannot_use_the_server_through_a_browser(http: httpx.Client, topic: str) -> None:

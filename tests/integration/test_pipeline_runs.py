@@ -108,6 +108,27 @@ def test_failures_are_counted_until_a_batch_succeeds(log: headwater.Headwater, n
     assert (status(log, name).state, status(log, name).failures) == ("running", 0)
 
 
+def test_the_last_twenty_batches_are_kept_with_the_tries_that_failed(log: headwater.Headwater, name: str) -> None:
+    token, other = claim(log, name).token, claim(log, f"{name}-beside").token
+    assert token is not None
+    assert other is not None
+    log.run(calls.record_batch(f"{name}-beside", other, place=1, rows=1, details={"batch": 1}))
+    for number in range(25):
+        log.run(calls.record_batch(name, token, place=number, rows=number, details={"batch": number}))
+    log.run(calls.record_failure(name, token, "no luck"))
+    # Who lost the pipeline has nothing to tell of it.
+    log.run(calls.record_failure(name, token - 1, "too late"))
+    found = log.run(calls.pipeline_batches(name))
+    assert [(one.rows, one.details, one.error) for one in found] == [
+        (0, None, "no luck"),
+        *((number, {"batch": number}, None) for number in range(24, 5, -1)),
+    ]
+    assert len(log.run(calls.pipeline_batches(f"{name}-beside"))) == 1
+    log.run(calls.release_pipeline(name, token))
+    log.run(calls.reset_pipeline(name))
+    assert log.run(calls.pipeline_batches(name)) == []
+
+
 def test_who_is_told_to_stop_stops_and_nobody_takes_over(log: headwater.Headwater, name: str) -> None:
     token = claim(log, name).token
     assert token is not None
@@ -226,6 +247,10 @@ def test_a_pipeline_is_shown_stopped_reset_and_forgotten(
     assert "1,234" in run("status").stdout
     (shown,) = json.loads(run("status", name, "--json").stdout)
     assert (shown["state"], shown["place"], shown["runner"]) == ("running", 1234, "a")
+    log.run(calls.record_failure(name, token, "no luck\nat all"))
+    failed, done = json.loads(run("status", name, "--batches", "--json").stdout)
+    assert (failed["pipeline"], failed["error"], done["rows"]) == (name, "no luck\nat all", 2)
+    assert "no luck" in run("status", name, "--batches").stdout
     busy = run("reset", name, "--yes")
     assert busy.exit_code == CONFLICT
     assert "still running" in run("stop", name, "--wait", "0").stdout

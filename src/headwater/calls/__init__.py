@@ -84,6 +84,7 @@ from headwater.calls.metrics import log_health, metrics
 from headwater.calls.pipeline_runs import (
     claim_pipeline,
     delete_pipeline,
+    pipeline_batches,
     pipeline_snapshots,
     pipeline_statuses,
     pipeline_writer,
@@ -292,6 +293,7 @@ __all__ = [
     "pause_group",
     "pause_periodic",
     "periodics",
+    "pipeline_batches",
     "pipeline_snapshots",
     "pipeline_statuses",
     "pipeline_writer",

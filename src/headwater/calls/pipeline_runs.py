@@ -9,7 +9,7 @@ from typing import Any
 
 from headwater.calls.call import Call, Rows, nothing, only_value
 from headwater.calls.encoding import checked_text
-from headwater.model import PipelineClaim, PipelineSnapshot, PipelineStatus
+from headwater.model import PipelineBatch, PipelineClaim, PipelineSnapshot, PipelineStatus
 
 _STATUS = (
     "name, source, state, runner, leased_until, started_at, place, behind, batches, rows, last_batch, last_batch_at, "
@@ -105,6 +105,15 @@ def pipeline_writer(name: str, sink_number: int) -> Call[str]:
 def pipeline_statuses() -> Call[list[PipelineStatus]]:
     """Every pipeline that was ever run on this database."""
     return Call(f"select {_STATUS} from headwater.pipeline_status order by name", (), _decode_statuses)
+
+
+def pipeline_batches(name: str) -> Call[list[PipelineBatch]]:
+    """The last batches of a pipeline and the tries that failed, the newest first."""
+    return Call(
+        "select ended_at, rows, details, error from headwater.pipeline_batch where pipeline = %s order by number desc",
+        (checked_text(name, "pipeline name"),),
+        lambda rows: [PipelineBatch(*row) for row in rows],
+    )
 
 
 def _decode_statuses(rows: Rows) -> list[PipelineStatus]:

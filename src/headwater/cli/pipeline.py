@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,7 +25,7 @@ from headwater.errors import InvalidRequest, PipelineNotFound
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from headwater.model import PipelineStatus
+    from headwater.model import PipelineBatch, PipelineStatus
     from headwater.spark.pipeline_file import PipelineFile
     from headwater.spark.runner import Report
 
@@ -182,16 +184,32 @@ def validate(
         output.say(f"{file} is good: {', '.join(spec.name for spec in declared.pipelines)}")
 
 
-@app.command(epilog=examples("headwater pipeline status", "headwater pipeline status totals --json"))
-def status(context: typer.Context, names: Names = None, dsn: Dsn = None, as_json: Json = False) -> None:
+@app.command(
+    epilog=examples(
+        "headwater pipeline status", "headwater pipeline status totals --json", "headwater pipeline status --batches"
+    )
+)
+def status(
+    context: typer.Context,
+    names: Names = None,
+    batches: Annotated[
+        bool, typer.Option("--batches", help="The last 20 batches of each, and the tries that failed.")
+    ] = False,
+    dsn: Dsn = None,
+    as_json: Json = False,
+) -> None:
     """How the pipelines of a database are doing: who runs them, how far they are, what went wrong."""
     with session(context).log(dsn) as log:
         found = log.run(calls.pipeline_statuses())
-    if names:
-        missing = set(names) - {one.name for one in found}
-        if missing:
-            raise PipelineNotFound(f"{', '.join(sorted(missing))} was never run on this database")
-        found = [one for one in found if one.name in names]
+        if names:
+            missing = set(names) - {one.name for one in found}
+            if missing:
+                raise PipelineNotFound(f"{', '.join(sorted(missing))} was never run on this database")
+            found = [one for one in found if one.name in names]
+        if batches:
+            told = [(one.name, batch) for one in found for batch in log.run(calls.pipeline_batches(one.name))]
+            _tell_batches(told, as_json=as_json)
+            return
     if as_json:
         output.emit(found)
         return
@@ -200,6 +218,30 @@ def status(context: typer.Context, names: Names = None, dsn: Dsn = None, as_json
         (_row(one) for one in found),
         empty="no pipeline was ever run on this database: headwater pipeline run",
     )
+
+
+def _tell_batches(told: Sequence[tuple[str, PipelineBatch]], *, as_json: bool) -> None:
+    if as_json:
+        output.emit([{"pipeline": name} | asdict(one) for name, one in told])
+        return
+    output.table(
+        ("name", "ended", "rows", "seconds", "error"),
+        (
+            (
+                name,
+                one.ended_at,
+                f"{one.rows:,}",
+                (one.details or {}).get("seconds", "-"),
+                "-" if one.error is None else _first_line(one.error),
+            )
+            for name, one in told
+        ),
+        empty="no batch yet",
+    )
+
+
+def _first_line(error: str) -> str:
+    return (error.splitlines() or [""])[0][:80]
 
 
 def _row(one: PipelineStatus) -> tuple[Any, ...]:
@@ -212,7 +254,7 @@ def _row(one: PipelineStatus) -> tuple[Any, ...]:
         one.batches,
         one.last_batch_at,
         one.runner or "-",
-        (one.last_error or "-").splitlines()[0][:80] if one.failures or one.state == "lost" else "-",
+        _first_line(one.last_error or "-") if one.failures or one.state == "lost" else "-",
     )
 
 

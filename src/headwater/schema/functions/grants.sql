@@ -28,7 +28,7 @@ declare
         'set_reading', 'retry_later', 'finish_retry', 'install',
         'drawn_ranges', 'batch_end', 'average_bytes', 'scan_topic', 'scan', 'kept_topics', 'register_archive', 'note_archived',
         'forget_archive', 'start_replay', 'advance_replay', 'forget_replay',
-        'claim_pipeline', 'take_pipeline', 'refuse_lost_pipeline', 'renew_pipeline', 'renew_generation', 'record_batch', 'record_failure',
+        'claim_pipeline', 'take_pipeline', 'refuse_lost_pipeline', 'renew_pipeline', 'renew_generation', 'note_batch', 'record_batch', 'record_failure',
         'release_pipeline', 'find_pipeline', 'stop_pipeline', 'reset_pipeline', 'delete_pipeline',
         'pipeline_writer', 'record_snapshot',
         'beside', 'table_named', 'refuse_rebuilt', 'create_projection_table', 'write_projection_rows',
@@ -94,7 +94,7 @@ begin
             headwater.cursor, headwater.consumer_group, headwater.binding, headwater.ledger, headwater.group_progress,
             headwater.redelivery, headwater.dead_letter,
             headwater.condition, headwater.subscription, headwater.reading, headwater.subscription_retry,
-            headwater.projection, headwater.pipeline, headwater.pipeline_snapshot, headwater.archive, headwater.archive_start, headwater.replay,
+            headwater.projection, headwater.pipeline, headwater.pipeline_snapshot, headwater.pipeline_batch, headwater.archive, headwater.archive_start, headwater.replay,
             headwater.store_snapshot
             to headwater_consumer;
         grant select on sequence headwater.position, headwater.settled_register to headwater_consumer;

@@ -106,6 +106,26 @@ begin
 end;
 $$;
 
+-- Keep what is told of a batch, or of a try that failed, and the last 20 of the pipeline.
+create or replace function headwater.note_batch(name text, row_count bigint, details jsonb, error text)
+returns void
+language sql
+begin atomic
+    insert into headwater.pipeline_batch (pipeline, rows, details, error)
+    values (note_batch.name, row_count, note_batch.details, note_batch.error);
+    delete from headwater.pipeline_batch b
+    where
+        b.pipeline = note_batch.name
+        and b.number <= (
+            select o.number
+            from headwater.pipeline_batch o
+            where o.pipeline = note_batch.name
+            order by o.number desc
+            offset 20
+            limit 1
+        );
+end;
+
 -- A batch is durable in all sinks. The place never goes back.
 create or replace function headwater.record_batch(name text, token bigint, place bigint, row_count bigint, details jsonb)
 returns void
@@ -123,6 +143,7 @@ begin
     if not found then
         perform headwater.refuse_lost_pipeline(name);
     end if;
+    perform headwater.note_batch(name, row_count, details, null);
 end;
 $$;
 
@@ -157,6 +178,9 @@ begin
     set failures = p.failures + 1, last_error = left(error, 4000), last_error_at = clock_timestamp()
     where p.name = record_failure.name and p.token = record_failure.token
     returning p.failures into in_a_row;
+    if found then
+        perform headwater.note_batch(name, 0, null, left(error, 4000));
+    end if;
     return in_a_row;
 end;
 $$;
@@ -229,6 +253,7 @@ begin
         failures = 0, last_error = null, last_error_at = null
     where p.name = reset_pipeline.name;
     delete from headwater.pipeline_snapshot s where s.pipeline = reset_pipeline.name;
+    delete from headwater.pipeline_batch b where b.pipeline = reset_pipeline.name;
     if forget_written then
         delete from headwater.writer_epoch w where starts_with(w.writer, 'pipeline-' || reset_pipeline.name || '/');
     end if;

@@ -1,5 +1,7 @@
 // How the console asks the server: JSON over HTTP, problems as errors, live events as a stream.
 
+import { read } from "./json.js";
+
 export class Problem extends Error {
   constructor(status, body) {
     super(body.detail || body.title || `the server answered ${status}`);
@@ -18,6 +20,7 @@ export function listen({ shutOut, reachable }) {
   whenReachable = reachable;
 }
 
+/** A body that is a text is JSON already, and sent as it is. */
 async function ask(method, path, body, { quiet = false } = {}) {
   let answer;
   try {
@@ -25,7 +28,7 @@ async function ask(method, path, body, { quiet = false } = {}) {
       method,
       // Shows the server that it is this page that asks, and no other site with our cookie.
       headers: { "x-headwater-console": "1", accept: "application/json", ...(body === undefined ? {} : { "content-type": "application/json" }) },
-      body: body === undefined ? undefined : JSON.stringify(body),
+      body: body === undefined || typeof body === "string" ? body : JSON.stringify(body),
       signal: AbortSignal.timeout(30_000),
     });
   } catch (error) {
@@ -36,7 +39,7 @@ async function ask(method, path, body, { quiet = false } = {}) {
   const text = await answer.text();
   let found = {};
   try {
-    found = text ? JSON.parse(text) : {};
+    found = text ? read(text) : {};
   } catch {
     found = { detail: text.slice(0, 300) };
   }
@@ -50,6 +53,11 @@ export const post = (path, body = {}, options) => ask("POST", path, body, option
 export const patch = (path, body) => ask("PATCH", path, body);
 export const put = (path, body) => ask("PUT", path, body);
 export const remove = (path) => ask("DELETE", path);
+
+/** Whether somebody may do this. The server decides; this keeps what it would refuse from being offered. */
+export const may = (me, action, kind, name) =>
+  me.administrator || me.permissions.some((given) =>
+    given.kind === kind && [action, "all"].includes(given.action) && (given.prefix ? name.startsWith(given.name) : [name, "*"].includes(given.name)));
 
 /** A path with each part encoded: path`/v1/topics/${name}`. */
 export const path = (texts, ...values) =>
@@ -68,7 +76,7 @@ export function query(values) {
 /** Live events of an address, until the answer is called. The browser resumes by itself where it was. */
 export function follow(address, onEvent, onState) {
   const source = new EventSource(address);
-  source.onmessage = (message) => onEvent(JSON.parse(message.data));
+  source.onmessage = (message) => onEvent(read(message.data));
   source.onopen = () => onState("live");
   source.onerror = () => onState(source.readyState === EventSource.CLOSED ? "ended" : "connecting");
   return () => source.close();

@@ -1,7 +1,7 @@
 // The console's frame: which page is shown, who is signed in, light or dark.
 
-import { get, listen, post, remove } from "./api.js";
-import { complain, h, note, show } from "./ui.js";
+import { get, listen, post, Problem, remove } from "./api.js";
+import { complain, h, note, said, show } from "./ui.js";
 import { overview } from "./pages/overview.js";
 import { topic, topics } from "./pages/topics.js";
 import { events } from "./pages/events.js";
@@ -56,6 +56,9 @@ async function route() {
     const here = own === "/" ? place === "/" : place === own || place.startsWith(`${own}/`);
     if (here) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
+    // On a small screen the others stand beside it, out of sight.
+    const nav = link.parentElement;
+    if (here) nav.scrollLeft = link.offsetLeft - nav.offsetLeft - (nav.clientWidth - link.offsetWidth) / 2;
   }
   leave?.();
   leave = null;
@@ -71,12 +74,13 @@ async function route() {
     if (turn === shown) leave = left ?? null;
     else left?.();
   } catch (error) {
-    complain(error);
-    if (turn === shown && error.status !== 401) {
-      show(h("div.card", h("p.bad", { role: "alert" }, error.message), error.hint ? h("p", error.hint) : null,
-        h("button.second", { type: "button", onclick: route }, "Try again")));
-    }
+    if (turn === shown && error.status !== 401) wrong(error, route);
   }
+}
+
+function wrong(error, again) {
+  if (!(error instanceof Problem)) console.error(error);
+  show(h("div.card.stack", said(error), h("button.second", { type: "button", onclick: again }, "Try again")));
 }
 
 function login() {
@@ -150,8 +154,5 @@ addEventListener("hashchange", () => {
   scrollTo(0, 0);
 });
 start().catch((error) => {
-  if (error.status !== 401) {
-    complain(error);
-    show(h("div.card", h("p.bad", { role: "alert" }, error.message), h("button", { type: "button", onclick: () => location.reload() }, "Try again")));
-  }
+  if (error.status !== 401) wrong(error, () => location.reload());
 });

@@ -2,7 +2,7 @@
 
 import { Problem } from "./api.js";
 
-/** An element: h("td.number", { title: "…" }, "text", node, …). */
+/** An element: h("td.number", { title: "…" }, "text", node, …). By its `key` it is known among others: see `update`. */
 export function h(what, ...rest) {
   const [tag, ...classes] = what.split(".");
   const node = document.createElement(tag || "div");
@@ -10,7 +10,7 @@ export function h(what, ...rest) {
   const given = rest[0] && typeof rest[0] === "object" && !(rest[0] instanceof Node) && !Array.isArray(rest[0]) ? rest.shift() : {};
   for (const [name, value] of Object.entries(given)) {
     if (value === undefined || value === null || value === false) continue;
-    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    if (name === "key" || name.startsWith("on")) node[name] = value;
     else if (name in node && name !== "list" && name !== "form") node[name] = value;
     else node.setAttribute(name, value === true ? "" : value);
   }
@@ -18,7 +18,53 @@ export function h(what, ...rest) {
   return node;
 }
 
-export const show = (...nodes) => document.querySelector("#main").replaceChildren(...nodes);
+const main = () => document.querySelector("#main");
+
+export const show = (...nodes) => main().replaceChildren(...nodes);
+
+/** The same page again, as it is now. */
+export const redraw = (...nodes) => update(main(), ...nodes);
+
+const HANDLERS = ["onclick", "onchange", "oninput", "onsubmit"];
+
+/**
+ * Puts children into a node, of those that are there the same ones: focus, selection and scrolling stay as they are.
+ * A child with a key becomes the one with that key, another the next of its kind.
+ */
+export function update(node, ...children) {
+  const focused = document.activeElement;
+  fill(node, h("div", children));
+  // What is moved loses it.
+  if (focused !== document.activeElement && node.contains(focused)) focused.focus({ preventScroll: true });
+}
+
+function fill(node, made) {
+  const name = (child) => `${child.nodeName} ${child.key ?? ""}`;
+  const waiting = Map.groupBy([...node.childNodes], name);
+  const pairs = [...made.childNodes].map((child) => [waiting.get(name(child))?.shift(), child]);
+  for (const child of [...waiting.values()].flat()) child.remove();
+  let place = node.firstChild;
+  for (const [known, child] of pairs) {
+    if (known === place && place) place = place.nextSibling;
+    else node.insertBefore(known ?? child, place);
+    if (known) become(known, child);
+  }
+}
+
+function become(known, made) {
+  if (known.nodeType === Node.TEXT_NODE) {
+    if (known.data !== made.data) known.data = made.data;
+    return;
+  }
+  for (const { name } of [...known.attributes]) {
+    // A button that somebody has pressed, and that is not done yet, says so until it is.
+    const busy = known.ariaBusy && ["disabled", "aria-busy"].includes(name);
+    if (!made.hasAttribute(name) && !busy) known.removeAttribute(name);
+  }
+  for (const { name, value } of made.attributes) if (known.getAttribute(name) !== value) known.setAttribute(name, value);
+  for (const name of HANDLERS) known[name] = made[name];
+  fill(known, made);
+}
 
 export function head(title, ...actions) {
   document.title = `${title} · Headwater`;
@@ -30,8 +76,14 @@ export function head(title, ...actions) {
 const numbers = new Intl.NumberFormat("en");
 export const number = (value) => (value === null || value === undefined ? "–" : numbers.format(Math.round(value * 10) / 10));
 
-/** "1 event", "2 events". */
-export const count = (value, word) => `${number(value)} ${word}${value === 1 ? "" : "s"}`;
+/** "1 event", "2 events", "10,000 events or more". */
+export const count = (value, word, more = false) => `${number(value)} ${word}${value === 1 ? "" : "s"}${more ? " or more" : ""}`;
+
+/** " (positions 3 to 9)", or nothing where there are none. */
+export const range = (first, last) => (first ? ` (${first === last ? `position ${number(first)}` : `positions ${number(first)} to ${number(last)}`})` : "");
+
+/** What a dry run says of events: how many, and which. */
+export const events = (seen) => count(seen.events, "event", seen.events_is_more) + range(seen.first, seen.last);
 
 export function bytes(value) {
   if (value === null || value === undefined) return "–";
@@ -80,47 +132,63 @@ export function spark(values, name) {
 }
 
 // Tables. A column: { name, of: row => node or text, kind: "number" | "tight" | "wide" … as classes }
+// By its key a row is known when the table is updated.
 
-export function table(columns, rows, { empty = "Nothing here yet.", label } = {}) {
+export function table(columns, rows, { empty = "Nothing here yet.", label, key = () => undefined } = {}) {
   if (!rows.length) return h("p.empty", empty);
   const cell = (tag, column, content) => h([tag, ...(column.kind ? column.kind.split(" ") : [])].join("."), tag === "th" ? { scope: "col" } : {}, content);
   return h("div.scroll",
     h("table", { "aria-label": label },
       h("thead", h("tr", columns.map((column) => cell("th", column, column.name)))),
-      h("tbody", rows.map((row) => h("tr", columns.map((column) => cell("td", column, column.of(row) ?? "–")))))));
+      h("tbody", rows.map((row) => h("tr", { key: key(row) }, columns.map((column) => cell("td", column, column.of(row) ?? "–")))))));
 }
 
 export const facts = (pairs) => h("dl", pairs.filter(Boolean).map(([name, value]) => [h("dt", name), h("dd", value ?? "–")]));
 
-export const card = (title, ...content) => h("section.card", title ? h("h2", title) : null, ...content);
+export const card = (title, ...content) => h("section.card", { key: title }, title ? h("h2", title) : null, ...content);
 
 // Notes and dialogs
 
 export function note(text, { wrong = false } = {}) {
+  const notes = document.querySelector("#notes");
+  // What is still to be read is not said twice.
+  [...notes.children].find((other) => other.textContent === text)?.remove();
   const node = h(wrong ? "div.wrong" : "div", text);
-  document.querySelector("#notes").append(node);
+  notes.append(node);
   setTimeout(() => node.remove(), wrong ? 10_000 : 4_000);
 }
 
+const words = ({ message, hint }) => (hint ? `${message}${/[.!?]$/.test(message) ? "" : "."} ${hint}` : message);
+
+/** A problem, where its cause is. */
+export const said = (error) => h("p.bad", { role: "alert" }, words(error));
+
 export function complain(error) {
   if (!(error instanceof Problem)) console.error(error);
-  if (error.status !== 401) note(error.hint ? `${error.message} ${error.hint}` : error.message, { wrong: true });
+  if (error.status !== 401) note(words(error), { wrong: true });
 }
 
 /** A button that does something slow once at a time, and says what went wrong. */
 export function action(text, act, { style = "second", ...given } = {}) {
-  const button = h(["button", ...style.split(" ")].join("."), { type: "button", ...given }, text);
-  button.addEventListener("click", async () => {
-    button.disabled = true;
-    try {
-      await act();
-    } catch (error) {
-      complain(error);
-    } finally {
-      button.disabled = false;
-    }
-  });
-  return button;
+  return h(["button", ...style.split(" ")].join("."), {
+    type: "button",
+    key: text,
+    ...given,
+    onclick: async ({ currentTarget: button }) => {
+      const focused = document.activeElement === button;
+      button.disabled = true;
+      button.ariaBusy = "true";
+      try {
+        await act();
+      } catch (error) {
+        complain(error);
+      } finally {
+        button.disabled = false;
+        button.ariaBusy = null;
+        if (focused && document.activeElement === document.body) button.focus();
+      }
+    },
+  }, text);
 }
 
 /** Shows a dialog; the answer is what `close` was called with, or undefined. */
@@ -141,8 +209,6 @@ export function dialog(make) {
     node.showModal();
   });
 }
-
-const said = (error) => h("p.bad", { role: "alert" }, error.hint ? `${error.message} ${error.hint}` : error.message);
 
 /** A dialog with a form. Fields: { name, label, type, value, required, options, help, rows }. `send` may refuse by throwing. */
 export function form(title, fields, send, { button = "Save" } = {}) {
@@ -222,7 +288,7 @@ export function confirm(title, { look, tell, act, button, name }) {
     Promise.resolve(look ? look() : {}).then(
       (found) => {
         looked = true;
-        told.replaceChildren(...[tell(found)].flat());
+        update(told, tell(found));
         allow();
       },
       (error) => told.replaceChildren(said(error)),
@@ -231,23 +297,36 @@ export function confirm(title, { look, tell, act, button, name }) {
   });
 }
 
-/** Runs `act` now and every few seconds while the page is seen, until the answer is called. */
-export function every(seconds, act) {
+// Asking again does not help. (408 and 429: later it may.)
+const isRefusal = ({ status }) => status >= 400 && status < 500 && status !== 408 && status !== 429;
+
+/**
+ * Runs `act` now and every few seconds while the page is seen, until `stop`; `now` does not wait. What is refused is
+ * said in `place`, and not asked for again.
+ */
+export function every(seconds, act, place) {
   let stopped = false;
   let timer;
-  const round = async () => {
+  const now = async () => {
     if (!document.hidden) {
       try {
         await act();
       } catch (error) {
-        if (error.status !== 0) complain(error);
+        if (stopped) return;
+        stopped = isRefusal(error);
+        if (stopped) update(place, said(error));
+        else if (error.status !== 0) complain(error);
       }
     }
-    if (!stopped) timer = setTimeout(round, seconds * 1000);
-  };
-  round();
-  return () => {
-    stopped = true;
     clearTimeout(timer);
+    if (!stopped) timer = setTimeout(now, seconds * 1000);
+  };
+  now();
+  return {
+    now,
+    stop: () => {
+      stopped = true;
+      clearTimeout(timer);
+    },
   };
 }

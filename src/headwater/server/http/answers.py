@@ -388,6 +388,20 @@ class Pipelines(BaseModel):
     pipelines: list[Pipeline]
 
 
+class PipelineBatch(BaseModel):
+    """A batch as its runner told of it; with an error, a try that failed."""
+
+    ended_at: Time
+    rows: int
+    seconds: float | None
+    details: dict[str, Any] | None
+    error: str | None
+
+
+class PipelineBatches(BaseModel):
+    batches: list[PipelineBatch]
+
+
 class KafkaGroup(BaseModel):
     name: str
     active: bool

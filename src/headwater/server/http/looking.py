@@ -13,6 +13,7 @@ from headwater import calls
 from headwater.calls import overview
 from headwater.calls.overview import KafkaGroupOverview
 from headwater.errors import PipelineNotFound
+from headwater.model import PipelineStatus
 from headwater.server.http import answers
 from headwater.server.http.problems import NotThere
 from headwater.server.http.readers import shown_cursor
@@ -20,6 +21,8 @@ from headwater.server.http.rights import caller_of, decides, needs
 from headwater.server.http.served import answer, problems, router, served
 
 routes = router("overview")
+
+PipelineName = Annotated[str, Path(min_length=1, max_length=200, description="the pipeline's name")]
 
 
 class Pace:
@@ -99,11 +102,28 @@ async def list_pipelines(request: Request) -> Response:
     response_model=answers.Pipeline,
     responses=problems(404),
 )
-async def show_pipeline(request: Request, name: Annotated[str, Path(min_length=1, max_length=200)]) -> Response:
+async def show_pipeline(request: Request, name: PipelineName) -> Response:
     """One pipeline as it stands."""
+    return answer(asdict(await _pipeline(request, name)))
+
+
+@routes.get(
+    "/v1/pipelines/{name}/batches",
+    dependencies=[needs("describe", "log")],
+    response_model=answers.PipelineBatches,
+    responses=problems(404),
+)
+async def list_batches(request: Request, name: PipelineName) -> Response:
+    """The last 20 batches of a pipeline and tries that failed, the newest first."""
+    await _pipeline(request, name)
+    found = await served(request).log.run(calls.pipeline_batches(name), patience_seconds=5)
+    return answer({"batches": [{**asdict(one), "seconds": (one.details or {}).get("seconds")} for one in found]})
+
+
+async def _pipeline(request: Request, name: str) -> PipelineStatus:
     for one in await served(request).log.run(calls.pipeline_statuses(), patience_seconds=5):
         if one.name == name:
-            return answer(asdict(one))
+            return one
     raise PipelineNotFound(f'no pipeline "{name}" ever ran here', hint="See GET /v1/pipelines.")
 
 

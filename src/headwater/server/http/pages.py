@@ -121,8 +121,8 @@ def description_page(document: dict[str, Any]) -> Page:
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8>",
         "<meta name=viewport content='width=device-width, initial-scale=1'>",
-        "<meta name=color-scheme content='light dark'>",
-        f"<title>{html.escape(document['info']['title'])}</title><h1>{html.escape(document['info']['title'])}</h1>",
+        "<meta name=color-scheme content='light dark'><link rel=stylesheet href=style.css>",
+        f"<title>{html.escape(document['info']['title'])}</title><main><h1>{html.escape(document['info']['title'])}</h1>",
         f"<p>{html.escape(document['info'].get('description', ''))} As JSON: <a href=openapi.json>openapi.json</a>.",
     ]
     for path, methods in document["paths"].items():

@@ -1,16 +1,16 @@
 // Accounts of the doors that listen: what they may do, and their keys.
 
 import { get, patch, path, post, remove } from "../api.js";
-import { action, badge, card, confirm, dialog, exact, form, h, head, note, show, table } from "../ui.js";
+import { action, badge, card, confirm, dialog, exact, form, h, head, note, redraw, show, table } from "../ui.js";
 
 const ACTIONS = ["read", "write", "create", "delete", "alter", "describe", "all"];
 const KINDS = ["topic", "group", "transaction", "log"];
 
-export async function accounts() {
+export async function accounts(search, put = show) {
   const found = await get("/v1/accounts");
-  const again = () => accounts();
+  const again = () => accounts(search, redraw);
   const of = (p) => p.name + (p.prefix ? "*" : "");
-  show(
+  put(
     head("Accounts", action("New account", async () => {
       const done = await form("New account", [
         { name: "name", label: "Name", required: true, autocomplete: "off" },
@@ -49,7 +49,7 @@ export async function accounts() {
           });
           if (done) await again();
         }, { style: "second small" })) },
-    ], found.accounts, { label: "Accounts", empty: "No account yet. Without accounts, only this machine may be served." })),
+    ], found.accounts, { label: "Accounts", key: (a) => a.name, empty: "No account yet. Without accounts, only this machine may be served." })),
     everybody(found.permissions.filter((p) => p.account === "*"), again),
   );
 }

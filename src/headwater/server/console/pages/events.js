@@ -1,25 +1,42 @@
 // Events: searched by key, type, header and time, looked into, followed live.
 
-import { follow, get, path, query } from "../api.js";
-import { badge, card, complain, dialog, exact, facts, h, head, input, number, show } from "../ui.js";
+import { follow, get, may, path, query } from "../api.js";
+import { isEmpty, pretty } from "../json.js";
+import { badge, card, complain, dialog, exact, facts, h, head, input, number, said, show } from "../ui.js";
 
 const PAGE = 50;
 // A page that is left open for days must not grow for days.
 const MOST_ROWS = 500;
+const SHORT = 140;
 
 export const keyOf = (event) => event.key ?? (event.key_base64 ? `base64:${event.key_base64}` : "–");
 
-export function bodyOf(event) {
-  if (event.data !== undefined) return JSON.stringify(event.data, null, 2);
-  if (event.text !== undefined) return event.text;
-  if (event.base64 !== undefined) return event.base64;
-  return "";
+/** The payload to the letter: JSON as it is stored, or text, or base64; null: there is none. */
+const payloadOf = (event) => event.data ?? event.text ?? event.base64 ?? null;
+
+/** The payload for people. */
+const bodyOf = (event) => (event.data ? pretty(event.data) : payloadOf(event) ?? "");
+
+function shortBody(event) {
+  // Of a megabyte a line is shown, and only that much is made ready.
+  const text = (event.data ? pretty(event.data.slice(0, 4 * SHORT)) : (payloadOf(event) ?? "").slice(0, 4 * SHORT)).replace(/\s+/g, " ");
+  return text.length > SHORT ? `${text.slice(0, SHORT)}…` : text;
 }
 
-const short = (text) => (text.length > 140 ? `${text.slice(0, 140)}…` : text);
-
-export function look(event) {
+/** Headers and payload of an event. */
+export function contentOf(event) {
   const body = bodyOf(event);
+  return [
+    isEmpty(event.headers) ? null : [h("h2", "Headers"), h("pre", { tabIndex: 0 }, pretty(event.headers))],
+    isEmpty(event.metadata) ? null : [h("h2", "Metadata"), h("pre", { tabIndex: 0 }, pretty(event.metadata))],
+    h("h2", event.base64 !== undefined ? "Payload, in base64" : "Payload"),
+    body ? h("pre", { tabIndex: 0 }, body) : h("p.empty", "This event has no payload."),
+  ];
+}
+
+const tagsOf = (event) => (event.tags.length ? event.tags.join(", ") : "–");
+
+function look(event) {
   return dialog((close) => h("div",
     h("h2", `Event ${number(event.position)}`),
     facts([
@@ -27,33 +44,31 @@ export function look(event) {
       ["Position", String(event.position)],
       event.offset !== null && event.offset !== undefined ? ["Partition and offset", `${event.partition} · ${number(event.offset)}`] : null,
       ["Type", event.type ?? "–"],
-      ["Key", h("span.code", keyOf(event))],
+      event.tags ? ["Tags", h("span.code", tagsOf(event))] : ["Key", h("span.code", keyOf(event))],
       event.routing_key ? ["Routing key", h("span.code", event.routing_key)] : null,
       event.event_id ? ["Event id", h("span.code", event.event_id)] : null,
       ["Content type", event.content_type ?? "–"],
       ["Published", exact(event.published_at)],
     ]),
-    event.headers && Object.keys(event.headers).length ? [h("h2", "Headers"), h("pre", { tabIndex: 0 }, JSON.stringify(event.headers, null, 2))] : null,
-    h("h2", event.base64 !== undefined ? "Payload, in base64" : "Payload"),
-    body ? h("pre", { tabIndex: 0 }, body) : h("p.empty", "This event has no payload."),
+    contentOf(event),
     h("div.buttons",
-      h("button.second", { type: "button", onclick: () => navigator.clipboard?.writeText(body) }, "Copy payload"),
+      h("button.second", { type: "button", onclick: () => navigator.clipboard?.writeText(payloadOf(event) ?? "") }, "Copy payload"),
       h("button", { type: "button", onclick: () => close() }, "Close"))));
 }
 
+const POSITION = { name: "Position", kind: "number tight", of: (event) => h("button.quiet.small", { type: "button", onclick: () => look(event), "aria-label": `Look at event ${event.position}` }, number(event.position)) };
+const TYPE = { name: "Type", of: (event) => event.type ?? "–" };
+const PAYLOAD = { name: "Payload", kind: "code", of: shortBody };
+const PUBLISHED = { name: "Published", kind: "tight wide", of: (event) => exact(event.published_at) };
+const OF_TOPICS = [POSITION, { name: "Topic", kind: "wide", of: (event) => event.topic }, TYPE, { name: "Key", kind: "code wide", of: keyOf }, PAYLOAD, PUBLISHED];
+export const OF_STORE = [POSITION, TYPE, { name: "Tags", kind: "code", of: tagsOf }, PAYLOAD, PUBLISHED];
+
 /** Rows of events; `add` puts one on top. */
-export function eventTable(label) {
+export function eventTable(label, columns = OF_TOPICS) {
   const body = h("tbody");
-  const row = (event) => h("tr",
-    h("td.number.tight", h("button.quiet.small", { type: "button", onclick: () => look(event), "aria-label": `Look at event ${event.position}` }, number(event.position))),
-    h("td.wide", event.topic),
-    h("td", event.type ?? "–"),
-    h("td.code.wide", keyOf(event)),
-    h("td.code", short(bodyOf(event).replace(/\s+/g, " "))),
-    h("td.tight.wide", exact(event.published_at)));
-  const node = h("div.scroll", h("table", { "aria-label": label },
-    h("thead", h("tr", h("th.number", { scope: "col" }, "Position"), h("th.wide", { scope: "col" }, "Topic"), h("th", { scope: "col" }, "Type"), h("th.wide", { scope: "col" }, "Key"), h("th", { scope: "col" }, "Payload"), h("th.wide", { scope: "col" }, "Published"))),
-    body));
+  const cell = (tag, { kind }, given, content) => h([tag, ...(kind ?? "").split(" ").filter(Boolean)].join("."), given, content);
+  const row = (event) => h("tr", columns.map((column) => cell("td", column, {}, column.of(event))));
+  const node = h("div.scroll", h("table", { "aria-label": label }, h("thead", h("tr", columns.map((column) => cell("th", column, { scope: "col" }, column.name)))), body));
   return {
     node,
     fill: (events) => body.replaceChildren(...events.map(row)),
@@ -70,6 +85,12 @@ export function eventTable(label) {
   };
 }
 
+/** Lets the address say what a form asks for, so that it can be kept and gone back to. */
+export function keepInAddress(place, values) {
+  const address = `#${place}${query(values)}`;
+  if (location.hash !== address) history.pushState(null, "", address);
+}
+
 /** The search for what a form says, as the API wants it. */
 function wanted(given) {
   const header = given.header.includes("=") ? { [`header.${given.header.split("=")[0].trim()}`]: given.header.slice(given.header.indexOf("=") + 1).trim() } : {};
@@ -78,11 +99,15 @@ function wanted(given) {
 }
 
 export async function events(search) {
-  const topics = (await get("/v1/topics")).topics.map((topic) => topic.name);
+  const [me, found] = await Promise.all([get("/v1/me"), get("/v1/topics")]);
+  const all = may(me, "read", "topic", "*");
+  const names = new Set(found.topics.map((topic) => topic.name).filter((name) => may(me, "read", "topic", name)));
+  if (search.get("topic")) names.add(search.get("topic"));
+  const topics = [...(all ? [["", "all topics"]] : []), ...names];
   const field = (name, label, more = {}) => h("label", label, input({ name, value: search.get(name) ?? "", ...more }));
-  const live = h("input", { type: "checkbox", name: "live" });
+  const live = h("input", { type: "checkbox" });
   const form = h("form.row", { "aria-label": "Search" },
-    field("topic", "Topic", { options: [["", "all topics"], ...topics] }),
+    field("topic", "Topic", { options: topics }),
     field("type", "Type"),
     field("key", "Key"),
     field("header", "Header", { placeholder: "name=value" }),
@@ -92,9 +117,13 @@ export async function events(search) {
     h("label.check", live, "Follow live"));
   const state = h("span", { role: "status" });
   const list = eventTable("Events");
-  const nothing = h("p.empty");
-  const more = h("button.second", { type: "button", hidden: true }, "Older events");
-  show(head("Events", state), card(null, form), card(null, list.node, nothing, more));
+  const told = h("div", { "aria-live": "polite" });
+  const more = h("button.second", { type: "button", hidden: true });
+  if (!topics.length) {
+    show(head("Events"), card(null, h("p.empty", `${me.account} may not read any topic.`)));
+    return undefined;
+  }
+  show(head("Events", state), card(null, form), card(null, list.node, told, more));
 
   let stop = null;
   let next = null;
@@ -104,13 +133,16 @@ export async function events(search) {
     put(page.events);
     next = page.next;
     more.hidden = !next;
-    nothing.textContent = list.size ? "" : "No event fits.";
+    more.textContent = page.events.length ? "Older events" : "Look further back";
+    const back = next && new URLSearchParams(next).get("before");
+    const sofar = back ? `Looked back to position ${number(Number(back))}` : "";
+    const shown = list.size ? (page.events.length < PAGE && back ? `${sofar}.` : "") : back ? `${sofar}: no event fits so far.` : "No event fits.";
+    told.replaceChildren(shown ? h("p.empty", shown) : "");
   };
-  const load = async () => {
-    const given = values();
-    const address = base(given) + "events";
-    take(await get(address + query({ ...wanted(given), order: "desc", limit: PAGE })), list.fill);
-    return address;
+  const wrong = (error) => {
+    list.fill([]);
+    more.hidden = true;
+    told.replaceChildren(said(error));
   };
   const halt = () => {
     stop?.();
@@ -119,37 +151,42 @@ export async function events(search) {
   };
   const run = async () => {
     halt();
+    const given = values();
+    const asked = wanted(given);
     try {
-      await load();
+      const page = await get(base(given) + "events" + query({ ...asked, order: "desc", limit: PAGE }));
+      take(page, list.fill);
       if (!live.checked) return;
-      const given = values();
-      const { type, key, ...rest } = wanted(given);
-      delete rest.since;
-      delete rest.until;
-      stop = follow(base(given) + "follow" + query({ type, key, ...rest, named: false }), (event) => {
-        nothing.textContent = "";
+      // From where the page ends: what is published meanwhile is not missed.
+      const { since, until, ...selected } = asked;
+      stop = follow(base(given) + "follow" + query({ ...selected, named: false, after: page.settled }), (event) => {
+        told.replaceChildren();
         list.add(event);
       }, (how) => state.replaceChildren(how === "live" ? badge("live", "good") : badge(how, "warn")));
     } catch (error) {
-      complain(error);
+      wrong(error);
     }
   };
-  form.addEventListener("submit", (event) => {
+  const ask = () => {
+    keepInAddress("/events", values());
+    return run();
+  };
+  form.onsubmit = (event) => {
     event.preventDefault();
-    run();
-  });
-  form.elements.topic.addEventListener("change", run);
-  live.addEventListener("change", run);
-  more.addEventListener("click", async () => {
+    ask();
+  };
+  form.elements.topic.onchange = ask;
+  live.onchange = run;
+  more.onclick = async () => {
     more.disabled = true;
     try {
-      take(await get(base(values()) + "events" + (next.startsWith("?") ? next : `?${next}`)), list.append);
+      take(await get(base(values()) + "events" + next), list.append);
     } catch (error) {
       complain(error);
     } finally {
       more.disabled = false;
     }
-  });
-  await load();
+  };
+  await run();
   return halt;
 }

@@ -1,20 +1,20 @@
 // Consumer groups of Kafka clients, and where they are in each partition.
 
 import { get, path } from "../api.js";
-import { card, every, h, head, number, show, table, when } from "../ui.js";
+import { card, every, h, head, number, show, table, update, when } from "../ui.js";
 
 export async function kafkaGroups() {
   const list = h("div");
   show(head("Kafka groups"), card(null, list));
   return every(3, async () => {
     const found = (await get("/v1/kafka/groups")).groups;
-    list.replaceChildren(table([
+    update(list, table([
       { name: "Group", of: (g) => h("a", { href: `#/kafka/${encodeURIComponent(g.name)}` }, g.name) },
       { name: "Partitions", kind: "number", of: (g) => number(g.partitions) },
       { name: "Behind", kind: "number", of: (g) => number(g.lag) },
       { name: "Committed", kind: "tight wide", of: (g) => when(g.committed_at) },
-    ], found, { label: "Kafka groups", empty: "No Kafka client has committed an offset here." }));
-  });
+    ], found, { label: "Kafka groups", key: (g) => g.name, empty: "No Kafka client has committed an offset here." }));
+  }, list).stop;
 }
 
 export async function kafkaGroup(name) {
@@ -22,13 +22,13 @@ export async function kafkaGroup(name) {
   show(head(name), card("Offsets", list));
   return every(3, async () => {
     const found = await get(path`/v1/kafka/groups/${name}`);
-    list.replaceChildren(table([
+    update(list, table([
       { name: "Topic", of: (o) => h("a", { href: `#/topics/${encodeURIComponent(o.topic)}` }, o.topic) },
       { name: "Partition", kind: "number", of: (o) => number(o.partition) },
       { name: "Committed", kind: "number", of: (o) => number(o.committed_offset) },
       { name: "End", kind: "number wide", of: (o) => number(o.end_offset) },
       { name: "Behind", kind: "number", of: (o) => number(o.lag) },
       { name: "When", kind: "tight wide", of: (o) => when(o.committed_at) },
-    ], found.offsets, { label: "Offsets" }));
-  });
+    ], found.offsets, { label: "Offsets", key: (o) => `${o.topic} ${o.partition}` }));
+  }, list).stop;
 }

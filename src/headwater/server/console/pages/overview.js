@@ -1,13 +1,37 @@
 // The log at a glance: how much comes in, how far everybody has come.
 
 import { get } from "../api.js";
-import { badge, bytes, card, count, duration, every, h, head, number, show, spark, table, when } from "../ui.js";
+import { badge, bytes, card, count, duration, every, h, head, number, said, show, spark, table, update, when } from "../ui.js";
+import { groupTable, link } from "./groups.js";
 import { tone } from "./pipelines.js";
+import { topicTable } from "./topics.js";
 
 const KEPT = 90;
 const seconds = 2;
 
 export async function overview() {
+  try {
+    await get("/v1/overview");
+  } catch (error) {
+    if (error.status === 403) return part(error);
+    throw error;
+  }
+  return whole();
+}
+
+/** For who may not look at the log as a whole: what they may see of it. */
+function part(refusal) {
+  const topics = h("div");
+  const groups = h("div");
+  show(head("Overview"), card(null, said(refusal)), card("Topics", topics), card("Queue groups", groups));
+  const parts = [
+    every(seconds, async () => update(topics, topicTable((await get("/v1/topics")).topics)), topics),
+    every(seconds, async () => update(groups, groupTable((await get("/v1/groups")).groups)), groups),
+  ];
+  return () => parts.forEach((one) => one.stop());
+}
+
+function whole() {
   const history = new Map();
   const remember = (name, value) => {
     const values = history.get(name) ?? [];
@@ -16,13 +40,11 @@ export async function overview() {
     history.set(name, values);
     return values;
   };
-  const tiles = h("div.tiles");
-  const groups = h("div");
-  const cursors = h("div");
-  const pipelines = h("div");
-  show(head("Overview"), tiles, card("Queue groups", groups), card("Cursors", cursors), card("Pipelines", pipelines));
+  const body = h("div.stack");
+  show(head("Overview"), body);
 
   const tile = (name, value, more, line) => h("div.tile", h("div.name", name), h("div.value", value), line ? spark(line, name) : null, h("div.more", more ?? ""));
+  const key = (row) => row.name;
   let last = null;
   return every(seconds, async () => {
     const now = await get("/v1/overview");
@@ -30,35 +52,45 @@ export async function overview() {
     const rate = now.rates?.published_per_s ?? (last ? ((now.head - last.head) / (at - last.at)) * 1000 : 0);
     last = { head: now.head, at };
     const oldest = now.oldest_publisher;
-    tiles.replaceChildren(
-      tile("Events per second", number(rate), "positions drawn", remember("rate", rate)),
-      tile("Head of the log", number(now.head), now.settled === now.head ? "all settled" : `settled to ${number(now.settled)}`),
-      tile("Topics", number(now.topics), `about ${count(now.events_estimate, "event")}`),
-      tile("On disk", bytes(now.bytes), count(now.segments, "segment")),
-      tile("Open publisher", oldest ? h(`span.${oldest.age_seconds > 10 ? "bad" : "good"}`, duration(oldest.age_seconds)) : "none", oldest ? `pid ${oldest.pid ?? "prepared"}; readers wait for it` : "nobody is waited for"));
-    groups.replaceChildren(table([
-      { name: "Group", of: (g) => h("a", { href: `#/groups/${encodeURIComponent(g.name)}` }, g.name) },
-      { name: "Ready", kind: "number", of: (g) => number(g.lag_events) },
-      { name: "", kind: "wide", of: (g) => spark(remember(`group ${g.name}`, g.lag_events), `lag of ${g.name}`) },
-      { name: "Oldest", kind: "number wide", of: (g) => duration(g.lag_seconds) },
-      { name: "In work", kind: "number", of: (g) => number(g.leased) },
-      { name: "Again", kind: "number wide", of: (g) => number(g.redeliveries) },
-      { name: "Dead", kind: "number", of: (g) => (g.dead ? h("strong.bad", number(g.dead)) : "0") },
-      { name: "", of: (g) => (g.paused ? badge("paused", "warn") : "") },
-    ], now.groups ?? [], { label: "Queue groups", empty: "No queue group yet: headwater group create." }));
-    cursors.replaceChildren(table([
-      { name: "Cursor", of: (c) => c.name },
-      { name: "Position", kind: "number", of: (c) => number(c.position) },
-      { name: "Behind", kind: "number", of: (c) => number(c.lag_events) },
-      { name: "", kind: "wide", of: (c) => spark(remember(`cursor ${c.name}`, c.lag_events), `lag of ${c.name}`) },
-      { name: "Oldest", kind: "number wide", of: (c) => duration(c.lag_seconds) },
-      { name: "Moved", kind: "tight wide", of: (c) => when(c.updated_at) },
-    ], now.cursors ?? [], { label: "Cursors", empty: "Nobody keeps a cursor." }));
-    pipelines.replaceChildren(table([
-      { name: "Pipeline", of: (p) => h("a", { href: `#/pipelines/${encodeURIComponent(p.name)}` }, p.name) },
-      { name: "State", of: (p) => badge(p.state, tone(p.state)) },
-      { name: "Rows", kind: "number", of: (p) => number(p.rows) },
-      { name: "Last batch", kind: "tight wide", of: (p) => when(p.last_batch_at) },
-    ], now.pipelines ?? [], { label: "Pipelines", empty: "No pipeline has run here." }));
-  });
+    const queues = now.groups.filter((group) => group.kind === "queue");
+    const readers = now.groups.filter((group) => group.kind !== "queue");
+    update(body,
+      h("div.tiles",
+        tile("Events per second", number(rate), "positions drawn", remember("rate", rate)),
+        tile("Head of the log", number(now.head), now.settled === now.head ? "all settled" : `settled to ${number(now.settled)}`),
+        tile("Topics", number(now.topics), `about ${count(now.events_estimate, "event")}`),
+        tile("On disk", bytes(now.bytes), count(now.segments, "segment")),
+        tile("Open publisher", oldest ? h(`span.${oldest.age_seconds > 10 ? "bad" : "good"}`, duration(oldest.age_seconds)) : "none", oldest ? `pid ${oldest.pid ?? "prepared"}; readers wait for it` : "nobody is waited for")),
+      card("Queue groups", table([
+        { name: "Group", of: (g) => link(g.name) },
+        { name: "Ready", kind: "number", of: (g) => number(g.lag_events) },
+        { name: "", kind: "wide", of: (g) => spark(remember(`group ${g.name}`, g.lag_events), `lag of ${g.name}`) },
+        { name: "Oldest", kind: "number wide", of: (g) => duration(g.lag_seconds) },
+        { name: "In work", kind: "number", of: (g) => number(g.leased) },
+        { name: "Again", kind: "number wide", of: (g) => number(g.redeliveries) },
+        { name: "Dead", kind: "number", of: (g) => (g.dead ? h("strong.bad", number(g.dead)) : "0") },
+        { name: "", of: (g) => (g.paused ? badge("paused", "warn") : "") },
+      ], queues, { label: "Queue groups", key, empty: "No queue group yet: headwater group create." })),
+      readers.length ? card("SQL subscriptions", table([
+        { name: "Group", of: (g) => h("a", { href: `#/subscriptions?group=${encodeURIComponent(g.name)}` }, g.name) },
+        { name: "Position", kind: "number", of: (g) => number(g.position) },
+        { name: "Behind", kind: "number", of: (g) => number(g.lag_events) },
+        { name: "", kind: "wide", of: (g) => spark(remember(`group ${g.name}`, g.lag_events), `lag of ${g.name}`) },
+        { name: "Oldest", kind: "number wide", of: (g) => duration(g.lag_seconds) },
+      ], readers, { label: "SQL subscriptions", key })) : null,
+      card("Cursors", table([
+        { name: "Cursor", of: (c) => c.name },
+        { name: "Position", kind: "number", of: (c) => number(c.position) },
+        { name: "Behind", kind: "number", of: (c) => number(c.lag_events) },
+        { name: "", kind: "wide", of: (c) => spark(remember(`cursor ${c.name}`, c.lag_events), `lag of ${c.name}`) },
+        { name: "Oldest", kind: "number wide", of: (c) => duration(c.lag_seconds) },
+        { name: "Moved", kind: "tight wide", of: (c) => when(c.updated_at) },
+      ], now.cursors, { label: "Cursors", key, empty: "Nobody keeps a cursor." })),
+      card("Pipelines", table([
+        { name: "Pipeline", of: (p) => h("a", { href: `#/pipelines/${encodeURIComponent(p.name)}` }, p.name) },
+        { name: "State", of: (p) => badge(p.state, tone(p.state)) },
+        { name: "Rows", kind: "number", of: (p) => number(p.rows) },
+        { name: "Last batch", kind: "tight wide", of: (p) => when(p.last_batch_at) },
+      ], now.pipelines, { label: "Pipelines", key, empty: "No pipeline has run here." })));
+  }, body).stop;
 }

@@ -1,7 +1,8 @@
 // Pipelines: who runs them, how far they are, their last batches and errors.
 
 import { get, path } from "../api.js";
-import { badge, card, duration, every, exact, facts, h, head, number, show, spark, table, when } from "../ui.js";
+import { pretty } from "../json.js";
+import { badge, card, count, duration, every, exact, facts, h, head, number, show, spark, table, update, when } from "../ui.js";
 
 export const tone = (state) => ({ running: "good", idle: "dim", stopped: "dim", stopping: "warn" })[state] ?? "bad";
 
@@ -10,7 +11,7 @@ export async function pipelines() {
   show(head("Pipelines"), card(null, list));
   return every(3, async () => {
     const found = (await get("/v1/pipelines")).pipelines;
-    list.replaceChildren(table([
+    update(list, table([
       { name: "Pipeline", of: (p) => h("a", { href: `#/pipelines/${encodeURIComponent(p.name)}` }, p.name) },
       { name: "State", of: (p) => badge(p.state, tone(p.state)) },
       { name: "Source", kind: "wide", of: (p) => p.source },
@@ -18,19 +19,19 @@ export async function pipelines() {
       { name: "Rows", kind: "number", of: (p) => number(p.rows) },
       { name: "Behind", kind: "number", of: (p) => number(p.behind) },
       { name: "Last batch", kind: "tight wide", of: (p) => when(p.last_batch_at) },
-    ], found, { label: "Pipelines", empty: "No pipeline has run on this database." }));
-  });
+    ], found, { label: "Pipelines", key: (p) => p.name, empty: "No pipeline has run on this database." }));
+  }, list).stop;
 }
 
 export async function pipeline(name) {
   const behind = [];
-  const body = h("div");
+  const body = h("div.stack");
   show(head(name), body);
   return every(2, async () => {
-    const p = await get(path`/v1/pipelines/${name}`);
+    const [p, last] = await Promise.all([get(path`/v1/pipelines/${name}`), get(path`/v1/pipelines/${name}/batches`)]);
     behind.push(p.behind ?? 0);
     if (behind.length > 90) behind.shift();
-    body.replaceChildren(
+    update(body,
       card("Now", facts([
         ["State", badge(p.state, tone(p.state))],
         ["Runner", p.runner ?? "nobody"],
@@ -39,8 +40,14 @@ export async function pipeline(name) {
         ["Behind", h("span", number(p.behind), p.source === "log" ? " positions" : " bytes of WAL", spark(behind, "behind"))],
         ["Batches and rows", `${number(p.batches)} · ${number(p.rows)}`],
       ])),
-      card("Last batch", p.last_batch ? facts(Object.entries(p.last_batch).map(([key, value]) => [key.replaceAll("_", " "), typeof value === "number" && key.endsWith("seconds") ? duration(value) : typeof value === "object" ? JSON.stringify(value) : String(value)])) : h("p.empty", "No batch yet.")),
-      p.last_error ? card("Last error", h("p", when(p.last_error_at), ` · ${number(p.failures)} failures in a row`), h("pre", { tabIndex: 0 }, p.last_error)) : "",
-      card("Definition", h("pre", { tabIndex: 0 }, typeof p.definition === "string" ? p.definition : JSON.stringify(p.definition, null, 2))));
-  });
+      p.last_error ? card("Last error", h("p", when(p.last_error_at), p.failures ? ` · ${count(p.failures, "failure")} in a row` : " · it has gone on since"), h("pre", { tabIndex: 0 }, p.last_error)) : null,
+      card("Last batches", table([
+        { name: "Ended", kind: "tight", of: (b) => when(b.ended_at) },
+        { name: "Rows", kind: "number", of: (b) => (b.error === null ? number(b.rows) : "–") },
+        { name: "Took", kind: "number tight", of: (b) => duration(b.seconds) },
+        { name: "Place", kind: "number wide", of: (b) => number(b.details?.place) },
+        { name: "Error", of: (b) => (b.error === null ? "" : h("span.code.bad", b.error.split("\n")[0])) },
+      ], last.batches, { label: "Last batches", key: (b) => b.ended_at, empty: "No batch yet." })),
+      card("Definition", h("pre", { tabIndex: 0 }, pretty(p.definition))));
+  }, body).stop;
 }

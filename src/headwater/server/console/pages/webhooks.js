@@ -1,13 +1,13 @@
 // Webhooks: where events go by HTTP, whether it works, and a button to try.
 
 import { get, patch, path, post, remove } from "../api.js";
-import { action, badge, card, confirm, dialog, duration, exact, facts, form, h, head, note, number, show, table } from "../ui.js";
+import { action, badge, card, confirm, dialog, duration, events, exact, facts, form, h, head, note, number, redraw, show, table } from "../ui.js";
 
 const state = (w) => badge(w.state, { active: "good", paused: "warn" }[w.state] ?? "bad");
 
-export async function webhooks() {
+export async function webhooks(search, put = show) {
   const found = (await get("/v1/webhooks")).webhooks;
-  show(
+  put(
     head("Webhooks", action("New webhook", async () => {
       const made = await form("New webhook", [
         { name: "name", label: "Name", required: true },
@@ -16,21 +16,21 @@ export async function webhooks() {
       ], (given) => post("/v1/webhooks", { name: given.name, url: given.url, bindings: [given.topic ? { topic: given.topic } : {}] }), { button: "Create" });
       if (!made) return;
       if (made.secret) await dialog((close) => h("div", h("h2", "The secret of this webhook"), h("p", "Receivers check signatures with it. It is shown only now."), h("pre", made.secret), h("div.buttons", h("button", { type: "button", onclick: () => close() }, "I have kept it"))));
-      await webhooks();
+      await webhooks(search, redraw);
     }, { style: "primary" })),
     card(null, table([
       { name: "Webhook", of: (w) => h("a", { href: `#/webhooks/${encodeURIComponent(w.name)}` }, w.name) },
       { name: "URL", of: (w) => h("span.code", w.url) },
       { name: "Group", kind: "wide", of: (w) => h("a", { href: `#/groups/${encodeURIComponent(w.group)}` }, w.group) },
       { name: "State", of: state },
-    ], found, { label: "Webhooks", empty: "No webhook yet." })),
+    ], found, { label: "Webhooks", key: (w) => w.name, empty: "No webhook yet." })),
   );
 }
 
-export async function webhook(name) {
+export async function webhook(name, search, put = show) {
   const w = await get(path`/v1/webhooks/${name}`);
-  const again = () => webhook(name);
-  show(
+  const again = () => webhook(name, search, redraw);
+  put(
     head(name, state(w),
       action("Send a test", async () => {
         const seen = await post(path`/v1/webhooks/${name}/test`);
@@ -40,7 +40,9 @@ export async function webhook(name) {
           seen.response ? h("pre", { tabIndex: 0 }, seen.response) : null,
           h("div.buttons", h("button", { type: "button", onclick: () => close() }, "Close"))));
       }, { style: "primary" }),
-      w.state !== "active" ? action("Resume", () => post(path`/v1/webhooks/${name}/resume`).then(again)) : action("Pause", () => post(path`/v1/webhooks/${name}/pause`).then(again)),
+      w.state !== "active"
+        ? action("Resume", () => post(path`/v1/webhooks/${name}/resume`).then(again), { key: "pause" })
+        : action("Pause", () => post(path`/v1/webhooks/${name}/pause`).then(again), { key: "pause" }),
       action("Change", async () => {
         const done = await form(`Change ${name}`, [
           { name: "url", label: "URL", type: "url", value: w.url, required: true },
@@ -53,7 +55,8 @@ export async function webhook(name) {
         const done = await confirm(`Delete webhook ${name}?`, {
           name,
           button: "Delete webhook",
-          tell: () => h("p", `Nothing more is sent to ${w.url}. The group ${w.group} stays, with its dead letters.`),
+          look: () => remove(path`/v1/webhooks/${name}` + "?dry_run=true"),
+          tell: (seen) => h("p", `Nothing more is sent to ${w.url}. `, h("strong", events(seen)), ` not sent yet stay in the group ${w.group}, with its dead letters.`),
           act: () => remove(path`/v1/webhooks/${name}`),
         });
         if (done) {
