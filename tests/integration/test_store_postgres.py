@@ -260,6 +260,9 @@ def test_the_plain_form_appends_and_reads_json(store: EventStore, connection: ps
         {"query": [], "after": 1, "latest": 1},
         [],
         {"query": [1]},
+        {"query": [], "after": -1},
+        {"query": [], "after": 1.5},
+        {"query": [], "latest": 1e30},
     ):
         with pytest.raises(psycopg.Error) as refused:
             append([{"type": "C"}], bad)
@@ -271,6 +274,67 @@ def test_the_plain_form_appends_and_reads_json(store: EventStore, connection: ps
     with pytest.raises(psycopg.Error, match="up to 100 tags"):
         append([{"type": "C", "tags": [None]}])
     assert store.count() == 2
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"tags": ["x"], "types": []},
+        {"tags": ["x"], "types": [], "fields": {}},
+        {"tags": ["x"], "types": ["A"], "fields": {}},
+        {"tags": [], "types": ["A"], "fields": {}},
+        {"tags": [], "types": [], "fields": {"k": 1}},
+        {"tags": ["x"], "types": [], "fields": {"k": "1"}},
+        {"tags": [], "types": [], "fields": {}},
+        {},
+    ],
+)
+def test_what_an_item_names_empty_it_does_not_ask_for(
+    store: EventStore, connection: psycopg.Connection[Any], item: Any
+) -> None:
+    appended = store.append([NewStoreEvent("A", {"k": 1}, ["x"])])
+    with pytest.raises(psycopg.Error) as refused:
+        connection.execute(
+            "select headwater.append(%s, %s, %s)",
+            (store.topic, '[{"type": "B"}]', json.dumps({"query": [item], "after": 0})),
+        )
+    assert refused.value.sqlstate == "HW001"
+    found = connection.execute(
+        "select position from headwater.read_matching(%s, %s)", (store.topic, json.dumps([item]))
+    ).fetchall()
+    assert found == [appended.positions]
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"tags": [None]},
+        {"tags": [1]},
+        {"tags": [["x"]]},
+        {"tags": [""]},
+        {"tags": ["x" * 256]},
+        {"types": [None]},
+        {"types": [{}]},
+        {"types": ["x" * 201]},
+        {"fields": {"k": None}},
+        {"fields": {"k": {"a": 1}}},
+        {"fields": {"k": [1]}},
+        {"tags": "x"},
+        {"tag": ["x"]},
+    ],
+)
+def test_what_no_event_can_have_is_no_query(store: EventStore, connection: psycopg.Connection[Any], item: Any) -> None:
+    query = json.dumps([item])
+    for statement, parameters in (
+        ("select headwater.append(%s, %s, %s)", ('[{"type": "B"}]', f'{{"query": {query}, "after": 0}}')),
+        ("select headwater.read_matching(%s, %s)", (query,)),
+        ("select headwater.count_matching(%s, %s)", (query,)),
+        ("select headwater.latest_matching(%s, %s)", (query,)),
+    ):
+        with pytest.raises(psycopg.Error) as refused:
+            connection.execute(statement, (store.topic, *parameters))
+        assert refused.value.sqlstate == "HW002", statement
+    assert store.count() == 0
 
 
 def test_what_is_published_to_a_store_is_found_like_the_rest(log: headwater.Headwater, store: EventStore) -> None:

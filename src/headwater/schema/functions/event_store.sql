@@ -432,6 +432,7 @@ begin
         or exists (select from jsonb_object_keys(condition) as k where k not in ('query', 'after', 'latest'))
         or condition ?& array['after', 'latest']
         or jsonb_typeof(coalesce(condition -> 'after', condition -> 'latest')) not in ('number', 'null')
+        or coalesce(condition ->> 'after', condition ->> 'latest') !~ '^[0-9]{1,18}$'
     ) then
         raise exception 'a condition is a JSON object with a query and a position'
             using errcode = 'HW002',
