@@ -200,6 +200,19 @@ def test_an_index_that_is_dropped_leaves_nothing_and_its_name_is_free(store: Sto
     assert store.count(Query.of(fields={"l": 2})) == store.count(Query.of(fields={"k": 1})) == 1
 
 
+@pytest.mark.parametrize("beside", ["a:b", "a:", "a;", "a", "1", "A"])
+def test_an_index_that_is_dropped_takes_nothing_of_another_with_it(store: Store, beside: str) -> None:
+    fill(store, {"k": 1, "l": 2})
+    store.create_index("a" if beside != "a" else "a:b", ["l"])
+    store.create_index(beside, ["k"])
+    fill(store, {"k": 1, "l": 2})
+    assert store.drop_index("a" if beside != "a" else "a:b")
+    if not isinstance(store, SqliteEventStore):
+        store._log._run(headwater.calls.maintain())
+    assert store.count(Query.of(fields={"k": 1})) == 2
+    assert store.count(Query.of(fields={"l": 2})) == 2
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

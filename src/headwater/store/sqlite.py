@@ -149,17 +149,17 @@ class SqliteEventStore(Subscribing):
     def drop_index(self, name: str) -> bool:
         """Do without an index from now on, and give its room back. False if there was none."""
         with self._transaction() as connection:
-            dropped = rows.drop_field_index(connection, name)
-        left = dropped
-        while left:
+            number = rows.drop_field_index(connection, name)
+        left = number is not None
+        while number is not None and left:
             with self._transaction() as connection:
-                left = rows.clear_marks(connection, name, CLEAR_MARKS)
-        return dropped
+                left = rows.clear_marks(connection, number, CLEAR_MARKS)
+        return number is not None
 
     def indexes(self) -> list[FieldIndex]:
         """The indexes on fields."""
         with self._reading() as connection:
-            return rows.field_indexes(connection)
+            return [index for _, index in rows.field_indexes(connection)]
 
     def index(self, name: str) -> FieldIndex | None:
         """The index of a name; None: there is none."""

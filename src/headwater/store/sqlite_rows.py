@@ -17,12 +17,15 @@ from headwater.errors import CursorMoved, SchemaMismatch
 from headwater.field_index import FieldIndex, conditions_as_json, conditions_from_json, refuse_other
 from headwater.query import Condition, Item, LatestMatchIs, Query, StoreEvent, Verdict, json_of
 
+# An index with the number that its marks have.
+Numbered = tuple[int, FieldIndex]
+
 LAST_POSITION = (1 << 63) - 1
 BUSY_SECONDS = 10.0
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 # What says that a file is one of ours ("HWES"), and in which form.
 APPLICATION_ID = 0x48574553
-FORM = 1
+FORM = 2
 
 # Positions count from 1 without a gap: there is one writer, and what is rolled back leaves none.
 TABLES = """
@@ -42,17 +45,19 @@ create table mark (
     position integer not null,
     primary key (mark, position)
 ) strict, without rowid;
--- Fields of the data by which events are found as well: those in the index have a mark, '=', its name and a hash.
--- Events after `fill_to` have it from the start; of the earlier ones, those up to `filled_to`.
+-- Fields of the data by which events are found as well: those in the index have a mark, '=', its id and a hash.
+-- Events after `fill_to` have it from the start; of the earlier ones, those up to `filled_to`. An id never means another:
+-- marks are cleared away after their index is gone.
 create table field_index (
-    name       text    primary key,
+    id         integer primary key autoincrement,
+    name       text    not null unique,
     fields     text    not null,
     kinds      text    not null,
     conditions text    not null,
     combine    text    not null,
     fill_to    integer not null,
     filled_to  integer not null
-) strict, without rowid;
+) strict;
 create table snapshot (
     name       text    not null,
     query_hash text    not null,
@@ -115,7 +120,7 @@ def connected(path: Path, *, create: bool) -> sqlite3.Connection:
     return connection
 
 
-def append(connection: sqlite3.Connection, append: EncodedAppend, indexes: Sequence[FieldIndex]) -> Verdict:
+def append(connection: sqlite3.Connection, append: EncodedAppend, indexes: Sequence[Numbered]) -> Verdict:
     """One append of a group, in the transaction of the group. Its events get the marks of these indexes, too."""
     ids = [event.event_id for event in append.events]
     found = dict(
@@ -160,23 +165,23 @@ def append(connection: sqlite3.Connection, append: EncodedAppend, indexes: Seque
 
 def mark_fields(
     connection: sqlite3.Connection,
-    indexes: Sequence[FieldIndex],
+    indexes: Sequence[Numbered],
     position: int,
     payload: bytes | None,
     content_type: str | None,
 ) -> None:
-    """Give an event the marks of indexes. Those that an index of the same name left behind are as good."""
+    """Give an event the marks of indexes."""
     data = json_of(payload, content_type)
-    marks = [(index.mark(data), position) for index in indexes]
-    connection.executemany("insert or ignore into mark values (?, ?)", [mark for mark in marks if mark[0] is not None])
+    marks = [(index.mark(number, data), position) for number, index in indexes]
+    connection.executemany("insert into mark values (?, ?)", [mark for mark in marks if mark[0] is not None])
 
 
-def field_indexes(connection: sqlite3.Connection) -> list[FieldIndex]:
+def field_indexes(connection: sqlite3.Connection) -> list[Numbered]:
     """The indexes on fields, in the order of their names."""
     found = connection.execute(
-        "select name, fields, filled_to >= fill_to, kinds, conditions, combine from field_index order by name"
+        "select id, name, fields, filled_to >= fill_to, kinds, conditions, combine from field_index order by name"
     )
-    return [_field_index(*row) for row in found]
+    return [(number, _field_index(*row)) for number, *row in found]
 
 
 @lru_cache(maxsize=256)
@@ -187,12 +192,13 @@ def _field_index(name: str, fields: str, ready: int, kinds: str, conditions: str
 
 def create_field_index(connection: sqlite3.Connection, index: FieldIndex) -> None:
     """Declare an index; one of that name that means the same is left as it is."""
-    for known in field_indexes(connection):
+    for _, known in field_indexes(connection):
         if known.name == index.name:
             refuse_other(known, index)
             return
     connection.execute(
-        "insert into field_index values (?, ?, ?, ?, ?, ?, 0)",
+        "insert into field_index (name, fields, kinds, conditions, combine, fill_to, filled_to) "
+        "values (?, ?, ?, ?, ?, ?, 0)",
         (
             index.name,
             json.dumps(index.fields),
@@ -209,7 +215,7 @@ def fill_field_index(connection: sqlite3.Connection, name: str, batch_size: int)
     found = connection.execute("select fill_to, filled_to from field_index where name = ?", (name,)).fetchone()
     if found is None or found[1] >= found[0]:
         return False
-    (index,) = (index for index in field_indexes(connection) if index.name == name)
+    (index,) = (numbered for numbered in field_indexes(connection) if numbered[1].name == name)
     fill_to, filled_to = found
     to = min(filled_to + batch_size, fill_to)
     for position, payload, content_type in connection.execute(
@@ -220,19 +226,18 @@ def fill_field_index(connection: sqlite3.Connection, name: str, batch_size: int)
     return bool(to < fill_to)
 
 
-def drop_field_index(connection: sqlite3.Connection, name: str) -> bool:
-    """Do without an index; whether there was one. Its marks are left behind for `clear_marks`."""
-    return connection.execute("delete from field_index where name = ?", (name,)).rowcount > 0
+def drop_field_index(connection: sqlite3.Connection, name: str) -> int | None:
+    """Do without an index; its number, None if there was none. Its marks are left behind for `clear_marks`."""
+    number: int | None = value(connection, "delete from field_index where name = ? returning id", name)
+    return number
 
 
-def clear_marks(connection: sqlite3.Connection, name: str, batch_size: int) -> bool:
+def clear_marks(connection: sqlite3.Connection, number: int, batch_size: int) -> bool:
     """Clear away some marks of an index that is gone; whether any are left."""
-    if value(connection, "select 1 from field_index where name = ?", name):
-        return False
     cleared = connection.execute(
         "delete from mark where (mark, position) in ("
         "select mark, position from mark where mark >= ? and mark < ? limit ?)",
-        (f"={name}:", f"={name};", batch_size),
+        (f"={number}:", f"={number};", batch_size),
     ).rowcount
     return cleared == batch_size
 
@@ -270,8 +275,8 @@ def _of_item(connection: sqlite3.Connection, item: Item, between: dict[str, int]
     tags = [f"#{tag}" for tag in item.tags]
     if item.fields:
         # An index leads to events as a tag does.
-        ready = (index for index in field_indexes(connection) if index.ready)
-        tags += [mark for index in ready if (mark := index.mark_of_item(item)) is not None]
+        ready = (numbered for numbered in field_indexes(connection) if numbered[1].ready)
+        tags += [mark for number, index in ready if (mark := index.mark_of_item(number, item)) is not None]
     types = [f":{type_}" for type_ in item.types]
     types_are_rarer = False
     if len(tags) + min(len(types), 1) > 1:
