@@ -14,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater import calls, turns
-from headwater.client import appending
+from headwater.client import appending, subscribing
 from headwater.client.appending import Lane, new_event_ids
+from headwater.client.subscribing import Subscribing
 from headwater.client.tailing import Feed
 from headwater.errors import InvalidEvent, InvalidRequest, LogUnavailable, OrderBroken
-from headwater.query import Item, LatestMatchIs, NewStoreEvent, NoMatchAfter, Query, StoreEvent, Verdict
+from headwater.query import EVERYTHING, Item, LatestMatchIs, NewStoreEvent, NoMatchAfter, Query, StoreEvent, Verdict
 from headwater.store import open as open_stores
 from headwater.tail import Tail
 from headwater.turns import AsyncTurn, Pace, Turn
@@ -364,3 +365,79 @@ def test_a_reader_that_fails_leaves_its_turn_to_the_next() -> None:
         feed.after(0, limit=10, seconds=1)
     feed._read_after = log.read_after
     assert feed.after(0, limit=10, seconds=1) == [event(1)]
+
+
+def test_a_reader_that_finds_a_gap_keeps_nothing_of_before() -> None:
+    log = Log(1, 2)
+    feed = Feed(log.read_after)
+    assert feed.after(0, limit=10, seconds=1) == [event(1), event(2)]
+    # Of a store of the same name that was made anew.
+    log.events = [event(0, position=90)]
+    with pytest.raises(OrderBroken):
+        feed.after(20, limit=10, seconds=1)
+    assert feed.after(20, limit=10, seconds=1) == [event(0, position=90)]
+
+
+class Following(Subscribing):
+    """An event store in memory, of which only following works, and that notes how."""
+
+    def __init__(self, *offsets: int) -> None:
+        super().__init__("store")
+        self.log = Log(*offsets)
+        self.looks = 0
+        self.answers: list[Sequence[StoreEvent] | None] = []
+
+    def _read_after(self, position: int, batch_size: int) -> list[StoreEvent]:
+        return self.log.read_after(position, batch_size)
+
+    def _read_batch(self, query: Query, after: int, *_: Any) -> list[StoreEvent]:
+        return [event for event in self.log.events if event.position > after]
+
+    def _last_position(self) -> int:
+        self.looks += 1
+        return self.log.events[-1].position if self.log.events else 0
+
+    def _live(self, *place: Any) -> Sequence[StoreEvent] | None:
+        self.answers.append(super()._live(*place))
+        return self.answers[-1]
+
+    def _patiently(self, act: Any, patience_seconds: float | None) -> Any:
+        return act()
+
+    def next(self, place: int) -> tuple[int, list[StoreEvent]]:
+        to, events = self._next(EVERYTHING, place, 10, False, None)
+        return to, list(events)
+
+    def _unused(self, *_: Any) -> Any:
+        raise AssertionError("following asks for no more")
+
+    _send = _open_cursor = _find_cursor = _move_cursor = _apply = _do_upkeep = _unused
+
+
+def test_one_who_is_ahead_of_the_log_keeps_nobody_else_from_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subscribing, "LIVE_SECONDS", 0.01)
+    store = Following(1, 2)
+    for _ in range(3):
+        assert store.next(1000) == (1000, [])
+        assert store.next(20) == (20, [])
+    # Each of them waited: none was sent back to the log at once.
+    assert store.answers == [()] * 6
+    assert max(store.log.reads) == 20
+    store.log.events.append(event(3))
+    assert store.next(20) == (30, [event(3)])
+    assert store.next(1000) == (1000, [])
+    store.log.events.append(event(4, position=1001))
+    assert store.next(1000) == (1001, [event(4, position=1001)])
+
+
+def test_who_follows_a_store_that_was_made_anew_waits_and_gets_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subscribing, "LIVE_SECONDS", 0.01)
+    store = Following(1, 2)
+    assert store.next(20) == (20, [])
+    store.log.events = []
+    assert store.next(0) == (0, [])
+    assert store.next(20) == (20, [])
+    assert store.answers == [()] * 3
+    store.log.events.append(event(0, position=30))
+    assert store.next(0) == (30, [event(0, position=30)])
+    assert store.next(20) == (30, [event(0, position=30)])

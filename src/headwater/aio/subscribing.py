@@ -209,6 +209,7 @@ class Subscribing(ABC):
         self, query: Query, place: int, batch_size: int, only_caught_up: bool, patience_seconds: float | None
     ) -> tuple[int, Sequence[StoreEvent]]:
         """How far it is read now, and what matched on the way. None: none came in time, or the end is reached."""
+        end = place
         if only_caught_up or not self._feed.holds(place):
             # Not at hand: look in the log, and wait only at its end.
             head = await self._patiently(self._last_position, patience_seconds)
@@ -218,10 +219,14 @@ class Subscribing(ABC):
                 return (events[-1].position if events else head), events
             if only_caught_up:
                 return place, ()
-        live = await self._patiently(partial(self._live, place, batch_size), patience_seconds)
+            # Whoever is ahead of the log waits at its end with the others, and passes over what comes up to its place.
+            end = head
+            self._feed.forget_above(head)
+        live = await self._patiently(partial(self._live, end, batch_size), patience_seconds)
         if not live:
             return place, ()
-        return live[-1].position, [event for event in live if query.matches(event)]
+        events = [event for event in live if event.position > place and query.matches(event)]
+        return max(place, live[-1].position), events
 
     async def _live(self, place: int, batch_size: int) -> Sequence[StoreEvent] | None:
         return await self._feed.after(place, limit=batch_size, seconds=LIVE_SECONDS)

@@ -13,6 +13,7 @@ from collections.abc import (
     Sequence,
 )
 
+from headwater.errors import OrderBroken
 from headwater.query import StoreEvent
 from headwater.tail import Tail
 from headwater.turns import Turn
@@ -38,8 +39,19 @@ class Feed:
         tail = self._tail
         return tail is not None and tail.floor <= position <= tail.ceiling
 
+    def forget_above(self, head: int) -> None:
+        """Let go of what is kept if all of it is above the end of the log, as somebody just found it.
+
+        It is of another store, which had this name before; or the log has grown since, and who needs it reads it.
+        """
+        if self._tail is not None and self._tail.floor > head:
+            self._tail = None
+
     def after(self, position: int, *, limit: int, seconds: float) -> Sequence[StoreEvent] | None:
-        """The next events after a position; none: none came in time. None: they are no longer kept here."""
+        """The next events after a position; none: none came in time. None: they are no longer kept here.
+
+        The position is not above the end of the log: nobody else could follow from there.
+        """
         deadline = time.monotonic() + seconds
         while True:
             tail = self._tail
@@ -70,7 +82,12 @@ class Feed:
         while True:
             events = self._read_after(tail.ceiling, BATCH_SIZE)
             if events:
-                self._tail = tail.extended(events)
+                try:
+                    self._tail = tail.extended(events)
+                except OrderBroken:
+                    # The next reader starts from the log, and not from what does not belong to it.
+                    self._tail = None
+                    raise
                 return
             remaining = deadline - time.monotonic()
             if remaining <= 0:
