@@ -24,6 +24,8 @@ MAX_ITEMS = 100
 MAX_INTEGER_DIGITS = 131_072
 MAX_FRACTION_DIGITS = 16_383
 
+_encode = json.JSONEncoder(ensure_ascii=False).encode
+
 FieldValue = str | int | float | bool | Decimal
 """What a field may be compared with. The comparison is of text: `5` and `"5"` are equal, `1` and `1.0` are not."""
 
@@ -56,6 +58,18 @@ class StoreEvent(NamedTuple):
     def data(self) -> Any:
         """The payload read as JSON, each time anew."""
         return None if self.payload is None else json.loads(self.payload)
+
+
+def size_of(event: StoreEvent) -> int:
+    """How many bytes an event has, in all of its parts. (The same in `headwater.read_matching`.)"""
+    return (
+        len(event.payload or b"")
+        + (0 if event.metadata is None else len(_encode(event.metadata).encode()))
+        + sum(len(tag.encode()) for tag in event.tags)
+        + len((event.type or "").encode())
+        + len((event.event_id or "").encode())
+        + len((event.content_type or "").encode())
+    )
 
 
 class Appended(NamedTuple):

@@ -18,6 +18,7 @@ from psycopg import conninfo
 
 import headwater
 from headwater.errors import AppendConflict, EventTooLarge, InvalidRequest, TopicExists, TopicNotFound
+from headwater.query import size_of
 from headwater.store import (
     EVERYTHING,
     Item,
@@ -344,8 +345,36 @@ def test_pages_follow_one_another_in_both_directions(store: Store) -> None:
     assert store.read(query, after=middle, before=everything[20].position, batch_size=3) == everything[11:14]
     assert store.count(query, after=middle) == 14
     assert store.count(query, before=middle) == 10
-    assert len(store.read(query, max_bytes=36)) == 3
+    sizes = [size_of(event) for event in everything]
+    assert len(store.read(query, max_bytes=sum(sizes[:3]))) == 3
+    assert len(store.read(query, max_bytes=sum(sizes[:3]) + 1)) == 4
     assert len(store.read(query, max_bytes=1)) == 1
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"data": "x" * 1000},
+        {"metadata": {"m": "ü" * 500}},
+        {"tags": ["t" * 250 + str(n) for n in range(4)]},
+        {"type": "A" * 200},
+        {"content_type": "c" * 200, "data": b""},
+    ],
+)
+def test_every_part_of_an_event_counts_when_a_batch_is_bounded(store: Store, parts: dict[str, Any]) -> None:
+    store.append([NewStoreEvent(**{"type": "A", **parts}) for _ in range(5)])
+    everything = store.read()
+    size = size_of(everything[0])
+    assert size > 200
+    assert store.read(max_bytes=2 * size) == everything[:2]
+    assert store.read(max_bytes=2 * size, backwards=True) == everything[:2:-1]
+
+
+def test_what_has_more_metadata_than_data_comes_to_every_subscriber(store: Store) -> None:
+    for _ in range(6):
+        store.append([NewStoreEvent("A", metadata={"m": "x" * 60_000}) for _ in range(15)])
+    # More than a client of gRPC takes in one message, if nobody says otherwise.
+    assert len(list(store.subscribe(stop_when_caught_up=True))) == 90
 
 
 def test_the_latest_of_each_item_is_found(store: Store) -> None:

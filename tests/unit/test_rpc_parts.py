@@ -15,10 +15,17 @@ from hypothesis import strategies as st
 pytest.importorskip("grpc")
 
 from headwater.model import Event
+from headwater.query import Query, StoreEvent
+from headwater.server.callers import Caller
 from headwater.server.rpc import messages, orisun_messages
+from headwater.server.rpc.calling import Call
 from headwater.server.rpc.generated import eventstore_pb2 as orisun
 from headwater.server.rpc.generated import headwater_pb2 as pb
-from headwater.server.rpc.store_service import WINDOW_APPENDS, WINDOW_BYTES, Window
+from headwater.server.rpc.names import Names
+from headwater.server.rpc.orisun_store import OrisunEventStore
+from headwater.server.rpc.store_service import WINDOW_APPENDS, WINDOW_BYTES, EventStoreService, Window
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 def in_loop(test: Coroutine[Any, Any, None]) -> None:
@@ -103,17 +110,61 @@ def test_nothing_is_under_way_once_a_window_is_given_up() -> None:
     in_loop(test())
 
 
-@given(st.lists(st.integers(0, 700_000), min_size=1, max_size=30))
-def test_parcels_hold_all_events_in_order_and_fit_into_messages(sizes: list[int]) -> None:
-    now = datetime(2026, 1, 1, tzinfo=UTC)
+parts = st.tuples(st.integers(0, 700_000), st.integers(0, 60_000), st.integers(0, 100))
+
+
+@given(st.lists(parts, min_size=1, max_size=30), st.integers(1, 20))
+def test_parcels_hold_all_events_in_order_and_fit_into_messages(sizes: list[tuple[int, int, int]], times: int) -> None:
     events = [
-        Event(n, "t", 0, None, None, None, None, None, None, b"x" * size, None, now) for n, size in enumerate(sizes)
+        messages.event_message(
+            Event(n, "t", 0, None, None, None, None, {"m": "x" * metadata}, None, b"x" * payload, None, NOW)
+        )
+        for n, (payload, metadata, _) in enumerate(sizes * times)
     ]
     parcels = list(messages.parcels(events))
     assert [event for parcel in parcels for event in parcel] == events
     for parcel in parcels:
-        size = sum(len(event.payload or b"") for event in parcel)
-        assert len(parcel) == 1 or size <= messages.PARCEL_BYTES
+        assert len(parcel) == 1 or pb.FollowResponse(events=parcel).ByteSize() <= messages.PARCEL_BYTES
+    stored = [
+        messages.store_event_message(
+            StoreEvent(n, n, "id", "A", ("t" * 250,) * tags, {"m": "x" * metadata}, None, b"x" * payload, NOW)
+        )
+        for n, (payload, metadata, tags) in enumerate(sizes)
+    ]
+    for parcel in messages.parcels(stored):
+        assert len(parcel) == 1 or pb.SubscribeResponse(events=parcel).ByteSize() <= messages.PARCEL_BYTES
+
+
+class Noting:
+    """An event store that notes what a subscriber asks for, and has nothing."""
+
+    def __init__(self) -> None:
+        self.names = Names()
+        self.asked: dict[str, Any] = {}
+
+    async def store(self, name: str) -> Any:
+        return self
+
+    async def subscribe_batches(self, query: Query, **options: Any) -> Any:
+        self.asked = options
+        for _ in ():
+            yield
+
+
+def test_what_is_in_hand_for_a_subscriber_is_about_a_message() -> None:
+    async def test() -> None:
+        backend: Any = Noting()
+        call = Call(Caller(None, None), None, None)
+        async for _ in EventStoreService(backend).subscribe(pb.SubscribeRequest(store="s"), call):
+            pass
+        assert backend.asked.pop("max_bytes") == messages.PARCEL_BYTES
+        async for _ in OrisunEventStore(backend).catch_up_subscribe_to_events(
+            orisun.CatchUpSubscribeToEventStoreRequest(boundary="s"), call
+        ):
+            pass
+        assert backend.asked.pop("max_bytes") == messages.PARCEL_BYTES
+
+    in_loop(test())
 
 
 @given(st.integers(1, 50), st.integers(-2, 52), st.integers(-2, 52))

@@ -19,7 +19,17 @@ from headwater.client.appending import Lane, new_event_ids
 from headwater.client.subscribing import Subscribing
 from headwater.client.tailing import Feed
 from headwater.errors import InvalidEvent, InvalidRequest, LogUnavailable, OrderBroken
-from headwater.query import EVERYTHING, Item, LatestMatchIs, NewStoreEvent, NoMatchAfter, Query, StoreEvent, Verdict
+from headwater.query import (
+    EVERYTHING,
+    Item,
+    LatestMatchIs,
+    NewStoreEvent,
+    NoMatchAfter,
+    Query,
+    StoreEvent,
+    Verdict,
+    size_of,
+)
 from headwater.store import open as open_stores
 from headwater.tail import Tail
 from headwater.turns import AsyncTurn, Pace, Turn
@@ -91,7 +101,7 @@ def test_whoever_is_within_the_tail_gets_every_event_once(sizes: list[int], limi
         assert tail.ceiling == everything[-1].position
         assert [e for e in everything if e.position > tail.floor] == list(tail.events)
     place, got = tail.floor, []
-    while batch := tail.after(place, data.draw(st.integers(1, 3))):
+    while batch := tail.after(place, data.draw(st.integers(1, 3)), data.draw(st.integers(0, 100))):
         got += batch
         place = batch[-1].position
     assert got == list(tail.events)
@@ -103,6 +113,20 @@ def test_the_tail_is_bounded_in_bytes_and_keeps_at_least_the_last() -> None:
     assert tail.floor == 20
     tail = tail.extended([event(6, payload=b"x" * 100)], max_bytes=25)
     assert [e.topic_offset for e in tail.events] == [6]
+
+
+def test_every_part_of_an_event_counts_in_the_tail_and_in_what_is_taken_from_it() -> None:
+    large = event(1)._replace(metadata={"m": "x" * 10})
+    assert size_of(large) == len('A{"m": "xxxxxxxxxx"}')
+    events = [large._replace(position=n, topic_offset=n) for n in range(1, 8)]
+    tail = Tail(0, 0).extended(events, max_bytes=61)
+    assert [e.topic_offset for e in tail.events] == [4, 5, 6, 7]
+    for max_bytes, taken in ((0, 1), (20, 1), (21, 2), (60, 3), (1000, 4)):
+        assert list(tail.after(3, 10, max_bytes)) == events[3 : 3 + taken]
+    assert list(tail.after(5, 10, 20)) == [events[5]]
+    # What is counted goes on from tail to tail.
+    more = [large._replace(position=n, topic_offset=n) for n in (8, 9)]
+    assert list(tail.extended(more).after(6, 10, 40)) == [events[6], more[0]]
 
 
 @pytest.mark.parametrize("offsets", [[2, 4], [2, 2], [3], [1]])
@@ -334,7 +358,7 @@ class Log:
 
 def test_who_is_below_what_is_kept_is_told_so_and_never_gets_a_gap() -> None:
     feed = Feed(Log().read_after)
-    feed._tail = Tail(50, 70, [event(6), event(7)])
+    feed._tail = Tail(50, 50).extended([event(6), event(7)])
     assert feed.after(49, limit=10, seconds=1) is None
     assert feed.after(50, limit=10, seconds=1) == [event(6), event(7)]
     assert feed.after(60, limit=10, seconds=1) == [event(7)]

@@ -39,6 +39,7 @@ from headwater.query import (
     Verdict,
     outcome,
 )
+from headwater.tail import MAX_BYTES
 from headwater.telemetry import APPENDS
 from headwater.window import Noted, Question, Window
 
@@ -268,9 +269,11 @@ class EventStore(Subscribing):
         return events
 
     async def _read_batch(
-        self, query: Query, after: int, before: int | None, backwards: bool, batch_size: int
+        self, query: Query, after: int, before: int | None, backwards: bool, batch_size: int, max_bytes: int = MAX_BYTES
     ) -> StoreEvents:
-        return await self.read(query, after=after, before=before, backwards=backwards, batch_size=batch_size)
+        return await self.read(
+            query, after=after, before=before, backwards=backwards, batch_size=batch_size, max_bytes=max_bytes
+        )
 
     async def _last_position(self) -> int:
         return await self.head()

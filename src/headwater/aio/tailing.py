@@ -16,7 +16,7 @@ from collections.abc import (
 
 from headwater.errors import OrderBroken
 from headwater.query import StoreEvent
-from headwater.tail import Tail
+from headwater.tail import MAX_BYTES, Tail
 from headwater.turns import AsyncTurn
 
 BATCH_SIZE = 1000
@@ -48,7 +48,9 @@ class Feed:
         if self._tail is not None and self._tail.floor > head:
             self._tail = None
 
-    async def after(self, position: int, *, limit: int, seconds: float) -> Sequence[StoreEvent] | None:
+    async def after(
+        self, position: int, *, limit: int, seconds: float, max_bytes: int = MAX_BYTES
+    ) -> Sequence[StoreEvent] | None:
         """The next events after a position; none: none came in time. None: they are no longer kept here.
 
         The position is not above the end of the log: nobody else could follow from there.
@@ -59,7 +61,7 @@ class Feed:
             if tail is not None and position < tail.floor:
                 return None
             if tail is not None and position < tail.ceiling:
-                return tail.after(position, limit)
+                return tail.after(position, limit, max_bytes)
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 return ()

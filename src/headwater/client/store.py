@@ -38,6 +38,7 @@ from headwater.query import (
     Verdict,
     outcome,
 )
+from headwater.tail import MAX_BYTES
 from headwater.telemetry import APPENDS
 from headwater.window import Noted, Question, Window
 
@@ -267,9 +268,11 @@ class EventStore(Subscribing):
         return events
 
     def _read_batch(
-        self, query: Query, after: int, before: int | None, backwards: bool, batch_size: int
+        self, query: Query, after: int, before: int | None, backwards: bool, batch_size: int, max_bytes: int = MAX_BYTES
     ) -> StoreEvents:
-        return self.read(query, after=after, before=before, backwards=backwards, batch_size=batch_size)
+        return self.read(
+            query, after=after, before=before, backwards=backwards, batch_size=batch_size, max_bytes=max_bytes
+        )
 
     def _last_position(self) -> int:
         return self.head()

@@ -37,9 +37,11 @@ from headwater.query import (
     Query,
     StoreEvent,
     outcome,
+    size_of,
 )
 from headwater.store import sqlite_rows as rows
 from headwater.store.sqlite_rows import BUSY_SECONDS
+from headwater.tail import MAX_BYTES
 
 T = TypeVar("T")
 
@@ -104,7 +106,7 @@ class SqliteEventStore(Subscribing):
         with self._reading() as connection:
             for event in islice(rows.matching(connection, query, after, before, backwards), batch_size):
                 found.append(event)
-                size += len(event.payload or b"")
+                size += size_of(event)
                 if size >= max_bytes:
                     break
         return found
@@ -206,9 +208,11 @@ class SqliteEventStore(Subscribing):
         return self.read(after=position, batch_size=batch_size)
 
     def _read_batch(
-        self, query: Query, after: int, before: int | None, backwards: bool, batch_size: int
+        self, query: Query, after: int, before: int | None, backwards: bool, batch_size: int, max_bytes: int = MAX_BYTES
     ) -> StoreEvents:
-        return self.read(query, after=after, before=before, backwards=backwards, batch_size=batch_size)
+        return self.read(
+            query, after=after, before=before, backwards=backwards, batch_size=batch_size, max_bytes=max_bytes
+        )
 
     def _last_position(self) -> int:
         return self.head()

@@ -17,6 +17,7 @@ from headwater.deciding import SavedState, SnapshotKey
 from headwater.field_index import Combine, FieldIndex, IndexCondition, Kind
 from headwater.query import EVERYTHING, Appended, Condition, Latest, NewStoreEvent, Query, StoreEvent, outcome
 from headwater.store.sqlite import SqliteEventStore, SqliteStores
+from headwater.tail import MAX_BYTES
 
 T = TypeVar("T")
 
@@ -117,9 +118,9 @@ class AsyncSqliteEventStore(Subscribing):
         return await asyncio.to_thread(self._store._read_after, position, batch_size)
 
     async def _read_batch(
-        self, query: Query, after: int, before: int | None, backwards: bool, batch_size: int
+        self, query: Query, after: int, before: int | None, backwards: bool, batch_size: int, max_bytes: int = MAX_BYTES
     ) -> StoreEvents:
-        return await asyncio.to_thread(self._store._read_batch, query, after, before, backwards, batch_size)
+        return await asyncio.to_thread(self._store._read_batch, query, after, before, backwards, batch_size, max_bytes)
 
     async def _last_position(self) -> int:
         return await self.head()

@@ -293,7 +293,7 @@ end;
 $$;
 
 -- Events of an event store that a query matches, between two positions, both excluded: the first `batch_size`, or with
--- `backwards` the last, newest first; fewer if they come to `max_bytes` of payload, but one whatever its size.
+-- `backwards` the last, newest first; fewer if they come to `max_bytes`, but one whatever its size.
 create or replace function headwater.read_matching(
     topic text,
     query jsonb default '[]',
@@ -333,12 +333,18 @@ begin
         select
             f.*,
             p.place,
-            sum(coalesce(octet_length(f.payload), 0)) over (order by p.place rows unbounded preceding)
-                - coalesce(octet_length(f.payload), 0) as bytes_before
+            sum(s.bytes) over (order by p.place rows unbounded preceding) - s.bytes as bytes_before
         from unnest(found_positions) with ordinality as p (turned, place)
         join headwater.event f on f.topic_id = store.id and f.position = turn * p.turned
+        cross join lateral (
+            -- All of its parts. (The same in `headwater/query.py`.)
+            select
+                coalesce(octet_length(f.payload), 0) + coalesce(octet_length(f.headers::jsonb::text), 0)
+                + coalesce(octet_length(array_to_string(f.tags, '')), 0) + coalesce(octet_length(f.type), 0)
+                + coalesce(octet_length(f.event_id), 0) + coalesce(octet_length(f.content_type), 0) as bytes
+        ) as s
     ) as e
-    where e.bytes_before < max_bytes
+    where e.bytes_before < max_bytes or e.place = 1
     order by e.place;
 end;
 $$;
