@@ -589,6 +589,63 @@ def test_those_who_compete_share_the_events_and_a_dead_one_leaves_its_batch_to_o
     assert {event.position for event in lost} < {event.position for event in got}
 
 
+@pytest.mark.parametrize("bound", ["elsewhere", "to more", "in part", "to nothing", "to all"])
+def test_who_competes_in_a_group_that_is_bound_otherwise_is_refused(
+    log: headwater.Headwater, store: EventStore, topic: str, bound: str
+) -> None:
+    group = f"group-{next(_numbers)}"
+    log.create_group(group, {"elsewhere": [topic], "to more": [store.topic, topic]}.get(bound))
+    if bound == "in part":
+        log.bind(group, topic=store.topic, type="A")
+    elif bound == "to all":
+        log.bind(group)
+    log.publish(topic, {"n": 1})
+    store.append(happened())
+    with pytest.raises(InvalidRequest, match="is not bound to all of"):
+        list(store.compete(group, worker="w", stop_when_caught_up=True))
+    # Nothing was taken.
+    claimed = log.claim(group, worker="other", batch_size=1000)
+    mine = (topic, store.topic)
+    got = [] if claimed is None else [event.topic for event in claimed.events if event.topic in mine]
+    expected = {"elsewhere": [topic], "to more": [topic, store.topic], "to all": [topic, store.topic]}
+    assert got == expected.get(bound, [])
+
+
+def test_who_competes_takes_nothing_of_what_the_group_is_bound_to_later(
+    log: headwater.Headwater, store: EventStore, topic: str, until: Until
+) -> None:
+    group = f"group-{next(_numbers)}"
+    competing = store.compete(group, worker="w", lease_seconds=0.2, stop_when_caught_up=True)
+    store.append(happened("A"))
+    assert [event.type for event in next(competing)] == ["A"]
+    log.bind(group, topic=topic)
+    log.publish(topic, {"n": 1})
+    with pytest.raises(InvalidRequest, match="is not bound to all of"):
+        until(lambda: list(competing))
+
+    def given_to_another() -> Any:
+        log._run(calls.reap(group))
+        return log.claim(group, worker="other")
+
+    assert [event.topic for event in until(given_to_another).events] == [topic]
+
+
+@pytest.mark.parametrize("topics", [["elsewhere"], ["elsewhere", "store"], None])
+def test_a_cursor_of_other_topics_is_refused(
+    log: headwater.Headwater, store: EventStore, topic: str, topics: list[str] | None
+) -> None:
+    cursor = f"cursor-{next(_numbers)}"
+    names = {"elsewhere": topic, "store": store.topic}
+    store.append(happened())
+    log.set_cursor(cursor, position=store.head(), topics=None if topics is None else [names[name] for name in topics])
+    for using in (
+        lambda: list(store.subscribe(cursor=cursor, stop_when_caught_up=True)),
+        lambda: store.process(Query(), lambda connection, events: None, cursor=cursor, stop_when_caught_up=True),
+    ):
+        with pytest.raises(InvalidRequest, match=f'not of "{store.topic}"'):
+            using()
+
+
 def test_a_live_subscriber_gets_what_commits_long_after_it_was_drawn(
     log: headwater.Headwater, store: EventStore, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
