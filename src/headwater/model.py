@@ -103,7 +103,7 @@ class Cursor:
 
 
 class OpenedCursor(NamedTuple):
-    """Where a cursor stands, up to where events were gone already when it was set, and of which topics; None: of all."""
+    """Where a cursor stands, up to where events were gone already when it was set, and its topics; None: all."""
 
     position: int
     gone_to: int

@@ -185,7 +185,7 @@ class EventStore(Subscribing):
         """Batches of events that match, each given to one of all who compete in the group, which is made if missing.
 
         A batch is done when the next one is asked for. Whoever dies or takes too long loses its batch to another;
-        what is no match is done at once. A group that is bound to anything else is refused, or that would be done unseen.
+        what is no match is done at once. A group that is bound to anything else, too, is refused.
         """
         await self._log._run(calls.create_group(group, topics=[self.topic], start_position=None, if_missing=True))
         bindings: list[Binding] = await self._log._run(calls.bindings(group))

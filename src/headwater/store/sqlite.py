@@ -140,22 +140,15 @@ class SqliteEventStore(Subscribing):
 
         Returns when it is filled. If that is interrupted, call it again: it goes on where it was.
         """
-        index = defined(name, fields, conditions, combine)
-        with self._transaction() as connection:
-            rows.create_field_index(connection, index)
-        while True:
-            with self._transaction() as connection:
-                if not rows.fill_field_index(connection, name, batch_size):
-                    return
+        self._declare_index(defined(name, fields, conditions, combine))
+        while self._fill_index(name, batch_size):
+            pass
 
     def drop_index(self, name: str) -> bool:
         """Do without an index from now on, and give its room back. False if there was none."""
-        with self._transaction() as connection:
-            number = rows.drop_field_index(connection, name)
-        left = number is not None
-        while number is not None and left:
-            with self._transaction() as connection:
-                left = rows.clear_marks(connection, number, CLEAR_MARKS)
+        number = self._forget_index(name)
+        while number is not None and self._clear_marks(number):
+            pass
         return number is not None
 
     def indexes(self) -> list[FieldIndex]:
@@ -204,6 +197,22 @@ class SqliteEventStore(Subscribing):
             indexes = rows.field_indexes(connection)
             return [rows.append(connection, append, indexes) for append in appends]
 
+    def _declare_index(self, index: FieldIndex) -> None:
+        with self._transaction() as connection:
+            rows.create_field_index(connection, index)
+
+    def _fill_index(self, name: str, batch_size: int) -> bool:
+        with self._transaction() as connection:
+            return rows.fill_field_index(connection, name, batch_size)
+
+    def _forget_index(self, name: str) -> int | None:
+        with self._transaction() as connection:
+            return rows.drop_field_index(connection, name)
+
+    def _clear_marks(self, number: int) -> bool:
+        with self._transaction() as connection:
+            return rows.clear_marks(connection, number, CLEAR_MARKS)
+
     def _read_after(self, position: int, batch_size: int) -> StoreEvents:
         return self.read(after=position, batch_size=batch_size)
 
@@ -249,10 +258,7 @@ class SqliteEventStore(Subscribing):
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         """The one writer, in a transaction that commits at the end."""
         if not self._writing.acquire(timeout=BUSY_SECONDS):
-            raise LogUnavailable(
-                f"somebody has written to the event store for {BUSY_SECONDS:g} s",
-                hint="Does a handler of `process` append to the store whose transaction it is in? Do that after it.",
-            )
+            raise busy()
         try:
             with _translated():
                 self._refuse_closed()
@@ -383,6 +389,14 @@ class SqliteStores:
         if name not in self._stores:
             self._stores[name] = SqliteEventStore(path, name, create=False)
         return self._stores[name]
+
+
+def busy() -> LogUnavailable:
+    """What is told to whoever has waited for the one writer."""
+    return LogUnavailable(
+        f"somebody has written to the event store for {BUSY_SECONDS:g} s",
+        hint="Does a handler of `process` append to the store whose transaction it is in? Do that after it.",
+    )
 
 
 @contextmanager

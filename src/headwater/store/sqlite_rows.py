@@ -46,8 +46,8 @@ create table mark (
     primary key (mark, position)
 ) strict, without rowid;
 -- Fields of the data by which events are found as well: those in the index have a mark, '=', its id and a hash.
--- Events after `fill_to` have it from the start; of the earlier ones, those up to `filled_to`. An id never means another:
--- marks are cleared away after their index is gone.
+-- Events after `fill_to` have it from the start; of the earlier ones, those up to `filled_to`. An id never means
+-- another: marks are cleared away after their index is gone.
 create table field_index (
     id         integer primary key autoincrement,
     name       text    not null unique,
