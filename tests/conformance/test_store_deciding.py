@@ -254,13 +254,14 @@ def test_projections_that_wait_for_the_writer_leave_threads_to_read_with(tmp_pat
 
             for store in opened:
                 await store.append([NewStoreEvent("A") for _ in range(3)])
-            await asyncio.gather(
-                *(
-                    store.process(Query(), partial(handle, store), cursor=f"p{n}", stop_when_caught_up=True)
-                    for n in range(4)
-                    for store in opened
+            async with asyncio.timeout(60):
+                await asyncio.gather(
+                    *(
+                        store.process(Query(), partial(handle, store), cursor=f"p{n}", stop_when_caught_up=True)
+                        for n in range(4)
+                        for store in opened
+                    )
                 )
-            )
             assert counted == [3] * 8
 
     asyncio.run(run())

@@ -7,6 +7,7 @@ import itertools
 import threading
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from headwater.query import (
     Verdict,
     size_of,
 )
+from headwater.store import SqliteStores
 from headwater.store import open as open_stores
 from headwater.tail import Tail
 from headwater.turns import AsyncTurn, Pace, Turn
@@ -64,6 +66,17 @@ def event(offset: int, *, position: int | None = None, payload: bytes = b"") -> 
 def test_what_is_no_query_is_refused_with_what_to_write_instead(make: Any, says: str) -> None:
     with pytest.raises(InvalidRequest, match=says):
         make()
+
+
+@pytest.mark.parametrize("folder", ["a#b", "a?mode=memory", "100%", "%41", "ä ö", "a&b;c"])
+def test_a_directory_of_any_name_holds_its_files_and_nothing_is_elsewhere(folder: str, tmp_path: Path) -> None:
+    with SqliteStores(tmp_path / folder) as stores:
+        stores.create_store("s").append(NewStoreEvent("A"))
+        assert stores.store("s").count() == 1
+    assert [path.name for path in tmp_path.iterdir()] == [folder]
+    assert (tmp_path / folder / "s.sqlite").stat().st_size > 0
+    with SqliteStores(tmp_path / folder) as stores:
+        assert stores.store("s").count() == 1
 
 
 def test_queries_are_joined_and_everything_stays_everything() -> None:

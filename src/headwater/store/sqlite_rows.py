@@ -11,6 +11,7 @@ from heapq import merge
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from headwater.calls import EncodedAppend
 from headwater.errors import CursorMoved, SchemaMismatch
@@ -94,7 +95,7 @@ FEW = (
 def connected(path: Path, *, create: bool) -> sqlite3.Connection:
     """A connection to a file of ours. FULL: a commit that was answered survives the loss of power."""
     connection = sqlite3.connect(
-        f"file:{path}?mode={'rwc' if create else 'rw'}",
+        f"file://{quote(bytes(path.absolute()))}?mode={'rwc' if create else 'rw'}",
         uri=True,
         timeout=BUSY_SECONDS,
         isolation_level=None,
