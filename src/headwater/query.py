@@ -6,6 +6,7 @@ No I/O here. A query means the same in Postgres (`schema/functions/event_store.s
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -23,6 +24,9 @@ MAX_ITEMS = 100
 # What Postgres can hold of a number, in digits before and behind its point.
 MAX_INTEGER_DIGITS = 131_072
 MAX_FRACTION_DIGITS = 16_383
+MAX_EXPONENT = (1 << 30) - 1
+# How deep JSON may be that is appended: Postgres reads some thousand levels, Python's own reader not even a thousand.
+MAX_JSON_DEPTH = 200
 
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
@@ -291,10 +295,13 @@ class _NotStorable(ValueError):
 
 
 def _number(text: str) -> Decimal:
+    if abs(int(text.lower().partition("e")[2] or 0)) > MAX_EXPONENT:
+        raise _NotStorable(text)
     number = Decimal(text)
     exponent = number.as_tuple().exponent
     assert isinstance(exponent, int)
-    if number.adjusted() >= MAX_INTEGER_DIGITS or -exponent > MAX_FRACTION_DIGITS:
+    # Nothing, however often, has no digits before the point.
+    if (number and number.adjusted() >= MAX_INTEGER_DIGITS) or -exponent > MAX_FRACTION_DIGITS:
         raise _NotStorable(text)
     return number
 
@@ -303,7 +310,34 @@ def _refuse_constant(text: str) -> Any:
     raise _NotStorable(text)
 
 
+_TEXT = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_BRACKET = re.compile(rb"[\[\]{}]")
 _decode = json.JSONDecoder(parse_float=_number, parse_int=_number, parse_constant=_refuse_constant).decode
+
+
+def refuse_too_deep(payload: bytes, content_type: str | None) -> None:
+    """Refuse JSON that not everybody could read, or one matcher would find what another does not."""
+    if content_type not in (None, JSON_TYPE) or payload.count(b"[") + payload.count(b"{") <= MAX_JSON_DEPTH:
+        return
+    depth = deepest = 0
+    for bracket in _BRACKET.findall(_TEXT.sub(b"", payload)):
+        depth += 1 if bracket in b"[{" else -1
+        deepest = max(deepest, depth)
+    if deepest > MAX_JSON_DEPTH and (content_type is not None or _may_be_json(payload)):
+        raise InvalidEvent(
+            f"JSON is up to {MAX_JSON_DEPTH} levels deep, this is {deepest}",
+            hint="Send bytes with a content type of their own.",
+        )
+
+
+def _may_be_json(payload: bytes) -> bool:
+    try:
+        json.loads(payload)
+    except RecursionError:
+        return True
+    except ValueError:
+        return False
+    return True
 
 
 def json_of(payload: bytes | None, content_type: str | None) -> Any:

@@ -17,7 +17,7 @@ from blocking import Blocking, Loop
 from psycopg import conninfo
 
 import headwater
-from headwater.errors import AppendConflict, EventTooLarge, InvalidRequest, TopicExists, TopicNotFound
+from headwater.errors import AppendConflict, EventTooLarge, InvalidEvent, InvalidRequest, TopicExists, TopicNotFound
 from headwater.query import size_of
 from headwater.store import (
     EVERYTHING,
@@ -398,6 +398,25 @@ def test_a_store_is_made_once_and_found_by_its_name(stores: Stores) -> None:
         stores.store("no-such-store").count()
     with pytest.raises(InvalidRequest):
         stores.create_store("a/b")
+
+
+@pytest.mark.parametrize("content_type", [None, "application/json"])
+def test_json_is_as_deep_as_all_can_read_and_found_by_all(store: Store, content_type: str | None) -> None:
+    def nested(levels: int) -> NewStoreEvent:
+        inner = b"[" * (levels - 1) + b"]" * (levels - 1)
+        return NewStoreEvent("A", b'{"k": 1, "n": ' + inner + b"}", content_type=content_type)
+
+    store.append(nested(200))
+    query = Query.of(fields={"k": 1})
+    (found,) = store.read(query)
+    assert query.matches(found)
+    for levels in (201, 950, 5000):
+        with pytest.raises(InvalidEvent, match="up to 200 levels|recursion"):
+            store.append(nested(levels))
+    # What is no JSON is not looked at.
+    store.append(NewStoreEvent("A", b"[" * 500))
+    store.append(NewStoreEvent("A", b"[" * 5000, content_type="text/plain"))
+    assert store.count() == 3
 
 
 # --- subscribe ---------------------------------------------------------------------------------------------------

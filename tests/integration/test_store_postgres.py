@@ -274,6 +274,15 @@ def test_the_plain_form_appends_and_reads_json(store: EventStore, connection: ps
     with pytest.raises(psycopg.Error, match="up to 100 tags"):
         append([{"type": "C", "tags": [None]}])
     assert store.count() == 2
+    for levels, error in ((199, None), (200, "HW002"), (2000, "HW002")):
+        deep = '[{"type": "A"}, {"type": "A", "data": {"n": ' + "[" * levels + "]" * levels + "}}]"
+        if error is None:
+            connection.execute("select headwater.append(%s, %s)", (store.topic, deep))
+            continue
+        with pytest.raises(psycopg.Error, match="up to 200 levels") as refused:
+            connection.execute("select headwater.append(%s, %s)", (store.topic, deep))
+        assert refused.value.sqlstate == error
+    assert store.count() == 4
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from headwater.query import (
     StoreEvent,
     Verdict,
     distinct,
+    refuse_too_deep,
 )
 from headwater.window import Known, Question, marks_of, question_of
 
@@ -88,6 +89,8 @@ def _encode_event(event: NewStoreEvent, new_id: str) -> EncodedEvent:
     if len(tags) > MAX_TAGS:
         raise InvalidEvent(f"an event has up to {MAX_TAGS} tags, this one has {len(tags)}")
     payload, content_type = encode_payload(event.data, event.content_type)
+    if payload is not None:
+        refuse_too_deep(payload, content_type)
     event_id = new_id if event.event_id is None else checked_text(event.event_id, "event id")
     if not 1 <= len(event_id) <= 255:
         raise InvalidEvent("an event id is 1 to 255 characters")

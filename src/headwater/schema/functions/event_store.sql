@@ -426,6 +426,16 @@ begin
     if exists (select from jsonb_array_elements(events) as e where e ->> 'type' is null) then
         raise exception 'every event of an event store has a type' using errcode = 'HW002';
     end if;
+    -- (The same in `headwater/query.py`.)
+    if exists (
+        select
+        from jsonb_array_elements(events) as e
+        where jsonb_path_exists(
+            e -> 'data', 'strict $.**{200 to last} ? (@.type() == "array" || @.type() == "object")', silent => true
+        )
+    ) then
+        raise exception 'JSON is up to 200 levels deep' using errcode = 'HW002';
+    end if;
     if condition is not null and (
         jsonb_typeof(condition) <> 'object'
         or not condition ? 'query'
