@@ -25,6 +25,8 @@ MAX_ITEMS = 100
 MAX_INTEGER_DIGITS = 131_072
 MAX_FRACTION_DIGITS = 16_383
 MAX_EXPONENT = (1 << 30) - 1
+MAX_PLAIN_INTEGER = 10**100
+LAST_POSITION = (1 << 63) - 1
 # How deep JSON may be that is appended: Postgres reads some thousand levels, Python's own reader not even a thousand.
 MAX_JSON_DEPTH = 200
 
@@ -254,8 +256,19 @@ def _refuse_strange_text(value: str, what: str) -> None:
 
 
 def _refuse_negative(position: int) -> None:
-    if not isinstance(position, int) or not 0 <= position < 1 << 62:
+    if not isinstance(position, int) or isinstance(position, bool) or not 0 <= position < 1 << 62:
         raise InvalidRequest(f"a position is not negative, this one is {position!r}")
+
+
+def refuse_beyond(*positions: int | None) -> None:
+    """Refuse what no place of a log can be. None is not said."""
+    for position in positions:
+        if position is not None and (
+            not isinstance(position, int)
+            or isinstance(position, bool)
+            or not -LAST_POSITION <= position <= LAST_POSITION
+        ):
+            raise InvalidRequest(f"a position is a whole number of 64 bits, not {position!r}")
 
 
 def checked_field_name(name: str) -> str:
@@ -283,7 +296,8 @@ def scalar_text(value: Any) -> str | None:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int):
-        return str(value)
+        # Python makes no text of more than some thousand digits, unless it comes from a Decimal.
+        return str(value) if -MAX_PLAIN_INTEGER < value < MAX_PLAIN_INTEGER else f"{Decimal(value):f}"
     if isinstance(value, Decimal):
         # Postgres knows no negative zero.
         return f"{abs(value) if value.is_zero() else value:f}"

@@ -17,7 +17,15 @@ from blocking import Blocking, Loop
 from psycopg import conninfo
 
 import headwater
-from headwater.errors import AppendConflict, EventTooLarge, InvalidEvent, InvalidRequest, TopicExists, TopicNotFound
+from headwater.errors import (
+    AppendConflict,
+    CursorMoved,
+    EventTooLarge,
+    InvalidEvent,
+    InvalidRequest,
+    TopicExists,
+    TopicNotFound,
+)
 from headwater.query import size_of
 from headwater.store import (
     EVERYTHING,
@@ -411,12 +419,78 @@ def test_json_is_as_deep_as_all_can_read_and_found_by_all(store: Store, content_
     (found,) = store.read(query)
     assert query.matches(found)
     for levels in (201, 950, 5000):
-        with pytest.raises(InvalidEvent, match="up to 200 levels|recursion"):
+        with pytest.raises(InvalidEvent, match=r"up to 200 levels|recursion"):
             store.append(nested(levels))
     # What is no JSON is not looked at.
     store.append(NewStoreEvent("A", b"[" * 500))
     store.append(NewStoreEvent("A", b"[" * 5000, content_type="text/plain"))
     assert store.count() == 3
+
+
+@pytest.mark.parametrize(
+    ("event", "says"),
+    [
+        ({"content_type": "", "data": b"x"}, "content type"),
+        ({"content_type": "x" * 201, "data": b"x"}, "content type"),
+        ({"content_type": "a\0b", "data": b"x"}, "content type"),
+        ({"metadata": [1]}, "JSON object"),
+        ({"metadata": {"m": "a\0b"}}, "NUL"),
+    ],
+)
+def test_what_is_no_event_is_refused_wherever_it_goes(store: Store, event: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says):
+        store.append(NewStoreEvent("A", **event))
+    assert store.count() == 0
+
+
+def test_a_backslash_is_no_nul(store: Store) -> None:
+    store.append(NewStoreEvent("A", {"d": "\\u0000"}, metadata={"m": "\\u0000"}))
+    (event,) = store.read()
+    assert (event.data, event.metadata) == ({"d": "\\u0000"}, {"m": "\\u0000"})
+
+
+@pytest.mark.parametrize("place", [1 << 63, -(1 << 64)])
+def test_a_position_that_cannot_be_is_refused(store: Store, place: int) -> None:
+    if isinstance(store, RpcStore):
+        pytest.skip("a message cannot hold it")
+    for ask in (
+        lambda: store.read(after=place),
+        lambda: store.read(before=place),
+        lambda: store.count(after=place),
+        lambda: list(store.subscribe(after=place, stop_when_caught_up=True)),
+        lambda: list(store.subscribe(after=place, cursor="c", stop_when_caught_up=True)),
+    ):
+        with pytest.raises(InvalidRequest, match="64 bits"):
+            ask()
+
+
+def test_a_number_of_any_length_is_asked_for(store: Store) -> None:
+    store.append([NewStoreEvent("A", b'{"k": 1' + b"0" * 5000 + b"}"), NewStoreEvent("A", {"k": 10**100})])
+    assert store.count(Query.of(fields={"k": 10**5000})) == 1
+    assert store.count(Query.of(fields={"k": 10**100})) == 1
+
+
+def test_a_batch_has_one_event_however_few_bytes_are_asked_for(store: Store) -> None:
+    if isinstance(store, RpcStore):
+        pytest.skip("nothing is not said there")
+    store.append([happened("A"), happened("B")])
+    assert [event.type for event in store.read(max_bytes=0)] == ["A"]
+
+
+@pytest.mark.parametrize("name", ["", "x" * 201, "a\0b"])
+def test_what_is_no_name_of_a_cursor_is_refused(store: Store, name: str) -> None:
+    with pytest.raises(InvalidRequest, match="cursor name"):
+        list(store.subscribe(cursor=name, stop_when_caught_up=True))
+
+
+def test_a_cursor_never_moves_back(store: Store) -> None:
+    if isinstance(store, RpcStore):
+        pytest.skip("it moves by the same function")
+    cursor = f"cursor-{next(_numbers)}"
+    store._open_cursor(cursor, 5)
+    with pytest.raises(CursorMoved):
+        store._move_cursor(cursor, 5, 4)
+    assert store._find_cursor(cursor) == 5
 
 
 # --- subscribe ---------------------------------------------------------------------------------------------------

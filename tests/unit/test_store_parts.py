@@ -61,6 +61,7 @@ def event(offset: int, *, position: int | None = None, payload: bytes = b"") -> 
         (lambda: Query([Item()] * 101), "up to 100 items"),
         (lambda: NoMatchAfter(Query(), -1), "not negative"),
         (lambda: LatestMatchIs(Query(), -1), "not negative"),
+        (lambda: NoMatchAfter(Query(), True), "not negative"),
     ],
 )
 def test_what_is_no_query_is_refused_with_what_to_write_instead(make: Any, says: str) -> None:

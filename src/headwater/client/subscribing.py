@@ -17,7 +17,7 @@ from headwater.calls import EncodedAppend
 from headwater.client.appending import Lane, Verdicts
 from headwater.client.tailing import Feed, StoreEvents
 from headwater.errors import CursorMoved, InvalidRequest
-from headwater.query import EVERYTHING, Query, StoreEvent
+from headwater.query import EVERYTHING, Query, StoreEvent, refuse_beyond
 from headwater.tail import MAX_BYTES
 
 T = TypeVar("T")
@@ -204,6 +204,7 @@ class Subscribing(ABC):
     def _begin(self, after: int | None, from_end: bool, cursor: str | None) -> int:
         if after is not None and from_end:
             raise InvalidRequest("say where to start once: after or from_end")
+        refuse_beyond(after)
         start = self._last_position() if from_end else after or 0
         return start if cursor is None else self._open_cursor(cursor, start)
 

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from headwater.calls import EncodedAppend, encode_append
+from headwater.calls.encoding import checked_text
 from headwater.client.appending import Verdicts, new_event_ids
 from headwater.client.subscribing import StoreHandler, Subscribing
 from headwater.client.tailing import StoreEvents
@@ -46,6 +47,7 @@ from headwater.tail import MAX_BYTES
 T = TypeVar("T")
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,248}")
+MAX_CURSOR_NAME = 200
 MAX_PAYLOAD_BYTES = 1_048_576
 MAX_METADATA_BYTES = 65_536
 MAX_SNAPSHOT_BYTES = 16_777_216
@@ -227,6 +229,10 @@ class SqliteEventStore(Subscribing):
         return self.head()
 
     def _open_cursor(self, name: str, start_after: int) -> int:
+        if not 1 <= len(checked_text(name, "cursor name")) <= MAX_CURSOR_NAME:
+            raise InvalidRequest(f"a cursor name is 1 to {MAX_CURSOR_NAME} characters")
+        if start_after < 0:
+            raise InvalidRequest("a position is not negative")
         with self._transaction() as connection:
             connection.execute("insert into cursor values (?, ?) on conflict do nothing", (name, start_after))
             return int(rows.value(connection, "select position from cursor where name = ?", name))

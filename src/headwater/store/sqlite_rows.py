@@ -16,12 +16,21 @@ from urllib.parse import quote
 from headwater.calls import EncodedAppend
 from headwater.errors import CursorMoved, SchemaMismatch
 from headwater.field_index import FieldIndex, conditions_as_json, conditions_from_json, refuse_other
-from headwater.query import Condition, Item, LatestMatchIs, Query, StoreEvent, Verdict, json_of
+from headwater.query import (
+    LAST_POSITION,
+    Condition,
+    Item,
+    LatestMatchIs,
+    Query,
+    StoreEvent,
+    Verdict,
+    json_of,
+    refuse_beyond,
+)
 
 # An index with the number that its marks have.
 Numbered = tuple[int, FieldIndex]
 
-LAST_POSITION = (1 << 63) - 1
 BUSY_SECONDS = 10.0
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 # What says that a file is one of ours ("HWES"), and in which form.
@@ -267,6 +276,7 @@ def positions(
     connection: sqlite3.Connection, query: Query, above: int, before: int | None, backwards: bool
 ) -> Iterator[int]:
     """The positions that match, in order, each once, found as they are asked for."""
+    refuse_beyond(above, before)
     between = {"above": above, "below": LAST_POSITION if before is None else before}
     of_items = [_of_item(connection, item, between, backwards) for item in query.items or (Item(),)]
     return (position for position, _ in groupby(merge(*of_items, reverse=backwards)))
@@ -326,9 +336,10 @@ def _event(connection: sqlite3.Connection, position: int) -> StoreEvent:
 
 
 def move_cursor(connection: sqlite3.Connection, name: str, from_position: int, to_position: int) -> None:
-    """Move a cursor on; CursorMoved if it is elsewhere."""
+    """Move a cursor on, never back; CursorMoved if it is elsewhere."""
     moved = connection.execute(
-        "update cursor set position = ? where name = ? and position = ?", (to_position, name, from_position)
+        "update cursor set position = :to where name = :name and position = :from and :to >= :from",
+        {"name": name, "from": from_position, "to": to_position},
     ).rowcount
     if not moved:
         actual = value(connection, "select position from cursor where name = ?", name)
