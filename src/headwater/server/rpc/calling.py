@@ -11,11 +11,11 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
+from functools import partial
 from typing import Any, Final
 
 import grpc
-import psycopg
 from google.protobuf.descriptor import FileDescriptor, MethodDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
@@ -37,12 +37,12 @@ _CAPITAL: Final = re.compile(r"(?<!^)(?=[A-Z])")
 class Call:
     """One call that is under way."""
 
-    __slots__ = ("_callers", "_context", "_task", "_writing", "caller", "ended_by")
+    __slots__ = ("_again", "_context", "_task", "_writing", "caller", "ended_by")
 
-    def __init__(self, caller: Caller, context: Any, callers: Callers | None) -> None:
+    def __init__(self, caller: Caller, context: Any, again: Callable[[], Awaitable[Caller]] | None = None) -> None:
         self.caller = caller
         self._context = context
-        self._callers = callers
+        self._again = again
         self._task: asyncio.Task[Any] | None = None
         self._writing = False
         self.ended_by: HeadwaterError | None = None
@@ -51,16 +51,18 @@ class Call:
         """Raise NotAllowed, unless the caller may do this."""
         self.caller.need(action, kind, name)
 
-    def need_still(self, action: str, kind: str, name: str) -> None:
-        """The same, as rights are by now: in a call that goes on."""
-        if self._callers is not None and self.caller.account is not None:
-            self.caller = self._callers.named(self.caller.account)
+    async def need_still(self, action: str, kind: str, name: str) -> None:
+        """The same in a call that goes on: what was shown must still hold, and rights are as they are by now."""
+        if self._again is not None:
+            # While the database is lost, what was known stays in force.
+            with suppress(LogUnavailable):
+                self.caller = await self._again()
         self.caller.need(action, kind, name)
 
     def patience_seconds(self) -> float:
-        """How long it is worth to wait for a lost database."""
+        """How long it is worth to wait for a lost database. Where the call has a deadline, that comes first, always."""
         left = self._context.time_remaining()
-        return PATIENCE_SECONDS if left is None else min(PATIENCE_SECONDS, left)
+        return PATIENCE_SECONDS if left is None or left > PATIENCE_SECONDS else left + 1.0
 
     def end(self, error: HeadwaterError) -> None:
         """End a stream from our side, after the message that is on its way: no status can be told beside it."""
@@ -98,8 +100,9 @@ class Gate:
     async def call(self, context: Any) -> Call:
         """A call of somebody who may come in."""
         if self._callers is None:
-            return Call(_EVERYBODY, context, None)
-        return Call(await self._caller(self._callers, context), context, self._callers)
+            return Call(_EVERYBODY, context)
+        caller, again = await self._caller(self._callers, context)
+        return Call(caller, context, again)
 
     @contextmanager
     def streaming(self, call: Call) -> Iterator[None]:
@@ -123,7 +126,8 @@ class Gate:
         if tasks:
             await asyncio.wait(tasks, timeout=seconds)
 
-    async def _caller(self, callers: Callers, context: Any) -> Caller:
+    async def _caller(self, callers: Callers, context: Any) -> tuple[Caller, Callable[[], Awaitable[Caller]] | None]:
+        """Who calls, and how to find out again."""
         token = authorization = None
         for key, value in context.invocation_metadata():
             if key == TOKEN_KEY:
@@ -132,15 +136,15 @@ class Gate:
                 authorization = value
         if token is not None:
             try:
-                return await callers.by_key(token)
+                return await callers.by_key(token), partial(callers.by_key, token)
             except NotAuthenticated:
                 if authorization is None:
                     raise
         if authorization is None:
-            return callers.everybody()
+            return callers.everybody(), None
         scheme, _, shown = authorization.partition(" ")
         if scheme.lower() == "bearer":
-            return await callers.by_key(shown.strip())
+            return await callers.by_key(shown.strip()), partial(callers.by_key, shown.strip())
         if scheme.lower() != "basic":
             raise NotAuthenticated("authorization is Basic, with a name and a password, or Bearer, with an API key")
         name, password = _decoded(shown)
@@ -149,7 +153,7 @@ class Gate:
         session = await self._session(callers, caller, f"{name}\0{password}", renew=token is not None)
         if session is not None:
             await context.send_initial_metadata(((TOKEN_KEY, session),))
-        return caller
+        return caller, partial(callers.by_password, name, password)
 
     async def _session(self, callers: Callers, caller: Caller, shown: str, *, renew: bool) -> str | None:
         hashed = hmac.digest(self._secret, shown.encode(), "sha256")
@@ -212,8 +216,9 @@ def _unary(gate: Gate, function: Unary) -> Callable[[Any, Any], Awaitable[Any]]:
             return await function(request, await gate.call(context))
         except HeadwaterError as error:
             await refuse(context, error)
-        except psycopg.Error as error:
+        except BaseException as error:
             await _refuse_unknown(context, error)
+            raise
 
     return handle
 
@@ -225,8 +230,9 @@ def _streaming(gate: Gate, function: Streaming) -> Callable[[Any, Any], Awaitabl
             await _stream(gate, function, request, call)
         except HeadwaterError as error:
             await refuse(context, error)
-        except psycopg.Error as error:
+        except BaseException as error:
             await _refuse_unknown(context, error)
+            raise
 
     return handle
 
@@ -246,6 +252,9 @@ async def _stream(gate: Gate, function: Streaming, request: Any, call: Call) -> 
         raise call.ended_by from None
 
 
-async def _refuse_unknown(context: Any, error: psycopg.Error) -> None:
+async def _refuse_unknown(context: Any, error: BaseException) -> None:
+    """Tell of a bug of ours that it is one. What only ends the task is none."""
+    if not isinstance(error, Exception) or isinstance(error, grpc.aio.AbortError):
+        return
     logger.error("a call failed", extra={ERROR: str(error)}, exc_info=error)
     await context.abort(grpc.StatusCode.INTERNAL, "something unexpected; it is in the server's log")

@@ -70,7 +70,7 @@ class LogService:
         async with aclosing(batches):  # type: ignore[type-var]
             async for events in batches:
                 for topic in topics:
-                    call.need_still("read", "topic", topic)
+                    await call.need_still("read", "topic", topic)
                 for parcel in messages.parcels(map(messages.event_message, events)):
                     yield pb.FollowResponse(events=parcel)
 

@@ -48,6 +48,7 @@ class OrisunEventStore:
         store = await self._boundary(request.boundary, "read", call)
         if not 1 <= request.count <= MAX_COUNT:
             raise InvalidRequest(f"a count is 1 to {MAX_COUNT}, not {request.count}")
+        messages.known_number(pb.Direction, request.direction, "direction")
         asked = messages.query(request.query)
         if asked is None:
             return pb.GetEventsResponse()
@@ -100,7 +101,7 @@ class OrisunEventStore:
             )
             async with aclosing(batches):  # type: ignore[type-var]
                 async for events in batches:
-                    call.need_still("read", "topic", request.boundary)
+                    await call.need_still("read", "topic", request.boundary)
                     if asked is None:
                         continue
                     for event in events:

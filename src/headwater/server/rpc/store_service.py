@@ -69,7 +69,7 @@ class EventStoreService:
                 if request.store and name and request.store != name:
                     raise InvalidRequest("a stream appends to one event store", hint="Open another stream for another.")
                 name = name or request.store
-                call.need_still("write", "topic", name)
+                await call.need_still("write", "topic", name)
                 store = store or await self._backend.store(name)
                 share = request.ByteSize() // max(len(request.appends), 1)
                 for append in request.appends:
@@ -129,7 +129,7 @@ class EventStoreService:
             )
             async with aclosing(batches):  # type: ignore[type-var]
                 async for events in batches:
-                    call.need_still("read", "topic", request.store)
+                    await call.need_still("read", "topic", request.store)
                     for parcel in messages.parcels(map(messages.store_event_message, events)):
                         yield pb.SubscribeResponse(events=parcel)
 
