@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 pytest.importorskip("grpc")
 
 import grpc
+from grpc_health.v1 import health_pb2
 
 from headwater.access import Access
 from headwater.errors import HeadwaterError, LogUnavailable
 from headwater.model import Event
 from headwater.query import Query, StoreEvent
+from headwater.server import rpc
 from headwater.server.callers import Caller, NotAuthenticated
 from headwater.server.rpc import messages, orisun_messages
 from headwater.server.rpc.calling import Call, Gate, _streaming, _unary
@@ -269,5 +271,32 @@ def test_a_call_that_goes_on_needs_what_was_shown_to_hold(shown: tuple[str, str]
         known.error = NotAuthenticated("no longer")
         with pytest.raises(NotAuthenticated):
             await call.need_still("read", "topic", "t")
+
+    in_loop(test())
+
+
+def test_health_follows_the_database(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc, "HEALTH_SECONDS", 0.01)
+    told: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
+
+    class Database:
+        error: HeadwaterError | None = None
+
+        async def ping(self) -> None:
+            if self.error is not None:
+                raise self.error
+
+    class Healthy:
+        async def set(self, name: str, status: Any) -> None:
+            told.put_nowait((name, status))
+
+    async def test() -> None:
+        database: Any = Database()
+        watch = asyncio.create_task(rpc._keep_health(database, Healthy(), ["a.Service"]))
+        states = health_pb2.HealthCheckResponse
+        for error, status in ((LogUnavailable("gone"), states.NOT_SERVING), (None, states.SERVING)):
+            database.error = error
+            assert [await told.get(), await told.get()] == [("", status), ("a.Service", status)]
+        watch.cancel()
 
     in_loop(test())

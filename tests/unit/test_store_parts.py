@@ -479,3 +479,14 @@ def test_who_follows_a_store_that_was_made_anew_waits_and_gets_its_events(monkey
     store.log.events.append(event(0, position=30))
     assert store.next(0) == (30, [event(0, position=30)])
     assert store.next(20) == (30, [event(0, position=30)])
+
+
+def test_nobody_gets_past_an_event_that_their_reader_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subscribing, "LIVE_SECONDS", 0.01)
+    store = Following(1, 2)
+    assert store.next(20) == (20, [])
+    store.log.events.append(event(3))
+    assert store.next(20) == (30, [event(3)])
+    store.log.events.append(event(5))
+    with pytest.raises(OrderBroken, match="no gaps"):
+        store.next(30)
