@@ -89,8 +89,11 @@ class FieldIndex:
     def state(self) -> State:
         return "READY" if self.ready else "BUILDING"
 
-    def mark(self, data: Any) -> str | None:
-        """What an event with this data, or an item that asks for it, is found by; None: it is not in the index."""
+    def mark(self, number: int, data: Any) -> str | None:
+        """What an event with this data, or an item that asks for it, is found by; None: it is not in the index.
+
+        By the number of the index, not by its name: names can begin alike.
+        """
         if not isinstance(data, Mapping):
             return None
         values = []
@@ -104,11 +107,11 @@ class FieldIndex:
             if not (all(held) if self.combine == "and" else any(held)):
                 return None
         joined = json.dumps(values, ensure_ascii=False)
-        return f"={self.name}:{hashlib.md5(joined.encode(), usedforsecurity=False).hexdigest()}"
+        return f"={number}:{hashlib.md5(joined.encode(), usedforsecurity=False).hexdigest()}"
 
-    def mark_of_item(self, item: Item) -> str | None:
+    def mark_of_item(self, number: int, item: Item) -> str | None:
         """What the events that an item matches are found by; None: the index does not have all of them."""
-        return self.mark(item.fields) if item.fields else None
+        return self.mark(number, item.fields) if item.fields else None
 
 
 def defined(

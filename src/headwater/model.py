@@ -103,10 +103,11 @@ class Cursor:
 
 
 class OpenedCursor(NamedTuple):
-    """Where a cursor stands, and up to where events were gone already when it was set."""
+    """Where a cursor stands, up to where events were gone already when it was set, and its topics; None: all."""
 
     position: int
     gone_to: int
+    topics: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

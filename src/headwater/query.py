@@ -6,6 +6,7 @@ No I/O here. A query means the same in Postgres (`schema/functions/event_store.s
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -23,6 +24,13 @@ MAX_ITEMS = 100
 # What Postgres can hold of a number, in digits before and behind its point.
 MAX_INTEGER_DIGITS = 131_072
 MAX_FRACTION_DIGITS = 16_383
+MAX_EXPONENT = (1 << 30) - 1
+MAX_PLAIN_INTEGER = 10**100
+LAST_POSITION = (1 << 63) - 1
+# How deep JSON may be that is appended: Postgres reads some thousand levels, Python's own reader not even a thousand.
+MAX_JSON_DEPTH = 200
+
+_encode = json.JSONEncoder(ensure_ascii=False).encode
 
 FieldValue = str | int | float | bool | Decimal
 """What a field may be compared with. The comparison is of text: `5` and `"5"` are equal, `1` and `1.0` are not."""
@@ -56,6 +64,18 @@ class StoreEvent(NamedTuple):
     def data(self) -> Any:
         """The payload read as JSON, each time anew."""
         return None if self.payload is None else json.loads(self.payload)
+
+
+def size_of(event: StoreEvent) -> int:
+    """How many bytes an event has, in all of its parts. (The same in `headwater.read_matching`.)"""
+    return (
+        len(event.payload or b"")
+        + (0 if event.metadata is None else len(_encode(event.metadata).encode()))
+        + sum(len(tag.encode()) for tag in event.tags)
+        + len((event.type or "").encode())
+        + len((event.event_id or "").encode())
+        + len((event.content_type or "").encode())
+    )
 
 
 class Appended(NamedTuple):
@@ -239,8 +259,19 @@ def _refuse_strange_text(value: str, what: str) -> None:
 
 
 def _refuse_negative(position: int) -> None:
-    if not isinstance(position, int) or not 0 <= position < 1 << 62:
+    if not isinstance(position, int) or isinstance(position, bool) or not 0 <= position < 1 << 62:
         raise InvalidRequest(f"a position is not negative, this one is {position!r}")
+
+
+def refuse_beyond(*positions: int | None) -> None:
+    """Refuse what no place of a log can be. None is not said."""
+    for position in positions:
+        if position is not None and (
+            not isinstance(position, int)
+            or isinstance(position, bool)
+            or not -LAST_POSITION <= position <= LAST_POSITION
+        ):
+            raise InvalidRequest(f"a position is a whole number of 64 bits, not {position!r}")
 
 
 def checked_field_name(name: str) -> str:
@@ -268,7 +299,8 @@ def scalar_text(value: Any) -> str | None:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int):
-        return str(value)
+        # Python makes no text of more than some thousand digits, unless it comes from a Decimal.
+        return str(value) if -MAX_PLAIN_INTEGER < value < MAX_PLAIN_INTEGER else f"{Decimal(value):f}"
     if isinstance(value, Decimal):
         # Postgres knows no negative zero.
         return f"{abs(value) if value.is_zero() else value:f}"
@@ -280,10 +312,13 @@ class _NotStorable(ValueError):
 
 
 def _number(text: str) -> Decimal:
+    if abs(int(text.lower().partition("e")[2] or 0)) > MAX_EXPONENT:
+        raise _NotStorable(text)
     number = Decimal(text)
     exponent = number.as_tuple().exponent
     assert isinstance(exponent, int)
-    if number.adjusted() >= MAX_INTEGER_DIGITS or -exponent > MAX_FRACTION_DIGITS:
+    # Nothing, however often, has no digits before the point.
+    if (number and number.adjusted() >= MAX_INTEGER_DIGITS) or -exponent > MAX_FRACTION_DIGITS:
         raise _NotStorable(text)
     return number
 
@@ -292,7 +327,34 @@ def _refuse_constant(text: str) -> Any:
     raise _NotStorable(text)
 
 
+_TEXT = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_BRACKET = re.compile(rb"[\[\]{}]")
 _decode = json.JSONDecoder(parse_float=_number, parse_int=_number, parse_constant=_refuse_constant).decode
+
+
+def refuse_too_deep(payload: bytes, content_type: str | None) -> None:
+    """Refuse JSON that not everybody could read, or one matcher would find what another does not."""
+    if content_type not in (None, JSON_TYPE) or payload.count(b"[") + payload.count(b"{") <= MAX_JSON_DEPTH:
+        return
+    depth = deepest = 0
+    for bracket in _BRACKET.findall(_TEXT.sub(b"", payload)):
+        depth += 1 if bracket in b"[{" else -1
+        deepest = max(deepest, depth)
+    if deepest > MAX_JSON_DEPTH and (content_type is not None or _may_be_json(payload)):
+        raise InvalidEvent(
+            f"JSON is up to {MAX_JSON_DEPTH} levels deep, this is {deepest}",
+            hint="Send bytes with a content type of their own.",
+        )
+
+
+def _may_be_json(payload: bytes) -> bool:
+    try:
+        json.loads(payload)
+    except RecursionError:
+        return True
+    except ValueError:
+        return False
+    return True
 
 
 def json_of(payload: bytes | None, content_type: str | None) -> Any:

@@ -46,8 +46,8 @@ def translated() -> Iterator[None]:
 class RpcStores:
     """The event stores of one server."""
 
-    def __init__(self, address: str) -> None:
-        self.channel = grpc.insecure_channel(address)
+    def __init__(self, address: str, *options: tuple[str, int]) -> None:
+        self.channel = grpc.insecure_channel(address, options)
         self.methods = service(self.channel, "headwater.v1.EventStore")
 
     def create_store(self, name: str, *, if_missing: bool = False) -> RpcStore:

@@ -404,6 +404,26 @@ def test_a_boundary_that_is_not_there_is_not_found(store: Any, admin: Any) -> No
         get(store, "")
 
 
+def test_a_number_that_the_protocol_does_not_know_is_an_invalid_argument(store: Any, boundary: str) -> None:
+    field = pb.IndexField(json_key="k")
+    strange: Any = 9
+    for call, request in (
+        (store.GetEvents, pb.GetEventsRequest(boundary=boundary, count=1, direction=strange)),
+        (
+            store.CreateIndex,
+            pb.CreateIndexRequest(
+                boundary=boundary, name="i", fields=[pb.IndexField(json_key="k", value_type=strange)]
+            ),
+        ),
+        (
+            store.CreateIndex,
+            pb.CreateIndexRequest(boundary=boundary, name="i", fields=[field], condition_combinator=strange),
+        ),
+    ):
+        with refused(grpc.StatusCode.INVALID_ARGUMENT):
+            call(request, timeout=SECONDS)
+
+
 def test_a_boundary_is_made_once_and_can_be_adopted(channel: Any, admin: Any, boundary: str) -> None:
     placement = pb.BoundaryPlacementInput(backend=channel.backend, namespace="public")
     again = pb.CreateBoundaryRequest(name=boundary, placement=placement)

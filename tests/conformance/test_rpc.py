@@ -271,6 +271,27 @@ def test_a_deadline_ends_a_call_that_waits(queue: Any, topic: str) -> None:
         queue.Claim(pb.ClaimRequest(group=group, worker="w", wait_seconds=50), timeout=0.2)
 
 
+def test_an_append_that_waits_ends_at_its_deadline_and_says_so(
+    stores: Any, store: str, connection: psycopg.Connection[Any]
+) -> None:
+    append = pb.AppendRequest(store=store, events=[pb.NewStoreEvent(type="A")])
+    stores.Append(append, timeout=SECONDS)
+    with connection.transaction():
+        # Whoever has appended and has not ended holds all others up.
+        connection.execute("""select headwater.append(%s, '[{"type": "A"}]')""", (store,))
+        waiting = [stores.Append.future(append, timeout=0.3) for _ in range(30)]
+        assert {one.code() for one in waiting} == {grpc.StatusCode.DEADLINE_EXCEEDED}
+
+
+def test_a_topic_that_is_no_event_store_is_not_found_as_one(stores: Any, channel: Any, topic: str) -> None:
+    with refused(grpc.StatusCode.NOT_FOUND):
+        stores.Append(pb.AppendRequest(store=topic, events=[pb.NewStoreEvent(type="A")]), timeout=SECONDS)
+    with refused(grpc.StatusCode.NOT_FOUND):
+        service(channel, "orisun.EventStore").GetEvents(
+            eventstore_pb2.GetEventsRequest(boundary=topic, count=1), timeout=SECONDS
+        )
+
+
 # --- the stream of appends ---------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,16 @@ from blocking import Blocking, Loop
 from psycopg import conninfo
 
 import headwater
-from headwater.errors import AppendConflict, EventTooLarge, InvalidRequest, TopicExists, TopicNotFound
+from headwater.errors import (
+    AppendConflict,
+    CursorMoved,
+    EventTooLarge,
+    InvalidEvent,
+    InvalidRequest,
+    TopicExists,
+    TopicNotFound,
+)
+from headwater.query import size_of
 from headwater.store import (
     EVERYTHING,
     Item,
@@ -344,8 +353,36 @@ def test_pages_follow_one_another_in_both_directions(store: Store) -> None:
     assert store.read(query, after=middle, before=everything[20].position, batch_size=3) == everything[11:14]
     assert store.count(query, after=middle) == 14
     assert store.count(query, before=middle) == 10
-    assert len(store.read(query, max_bytes=36)) == 3
+    sizes = [size_of(event) for event in everything]
+    assert len(store.read(query, max_bytes=sum(sizes[:3]))) == 3
+    assert len(store.read(query, max_bytes=sum(sizes[:3]) + 1)) == 4
     assert len(store.read(query, max_bytes=1)) == 1
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"data": "x" * 1000},
+        {"metadata": {"m": "ü" * 500}},
+        {"tags": ["t" * 250 + str(n) for n in range(4)]},
+        {"type": "A" * 200},
+        {"content_type": "c" * 200, "data": b""},
+    ],
+)
+def test_every_part_of_an_event_counts_when_a_batch_is_bounded(store: Store, parts: dict[str, Any]) -> None:
+    store.append([NewStoreEvent(**{"type": "A", **parts}) for _ in range(5)])
+    everything = store.read()
+    size = size_of(everything[0])
+    assert size > 200
+    assert store.read(max_bytes=2 * size) == everything[:2]
+    assert store.read(max_bytes=2 * size, backwards=True) == everything[:2:-1]
+
+
+def test_what_has_more_metadata_than_data_comes_to_every_subscriber(store: Store) -> None:
+    for _ in range(6):
+        store.append([NewStoreEvent("A", metadata={"m": "x" * 60_000}) for _ in range(15)])
+    # More than a client of gRPC takes in one message, if nobody says otherwise.
+    assert len(list(store.subscribe(stop_when_caught_up=True))) == 90
 
 
 def test_the_latest_of_each_item_is_found(store: Store) -> None:
@@ -369,6 +406,91 @@ def test_a_store_is_made_once_and_found_by_its_name(stores: Stores) -> None:
         stores.store("no-such-store").count()
     with pytest.raises(InvalidRequest):
         stores.create_store("a/b")
+
+
+@pytest.mark.parametrize("content_type", [None, "application/json"])
+def test_json_is_as_deep_as_all_can_read_and_found_by_all(store: Store, content_type: str | None) -> None:
+    def nested(levels: int) -> NewStoreEvent:
+        inner = b"[" * (levels - 1) + b"]" * (levels - 1)
+        return NewStoreEvent("A", b'{"k": 1, "n": ' + inner + b"}", content_type=content_type)
+
+    store.append(nested(200))
+    query = Query.of(fields={"k": 1})
+    (found,) = store.read(query)
+    assert query.matches(found)
+    for levels in (201, 950, 5000):
+        with pytest.raises(InvalidEvent, match=r"up to 200 levels|recursion"):
+            store.append(nested(levels))
+    # What is no JSON is not looked at.
+    store.append(NewStoreEvent("A", b"[" * 500))
+    store.append(NewStoreEvent("A", b"[" * 5000, content_type="text/plain"))
+    assert store.count() == 3
+
+
+@pytest.mark.parametrize(
+    ("event", "says"),
+    [
+        ({"content_type": "", "data": b"x"}, "content type"),
+        ({"content_type": "x" * 201, "data": b"x"}, "content type"),
+        ({"content_type": "a\0b", "data": b"x"}, "content type"),
+        ({"metadata": [1]}, "JSON object"),
+        ({"metadata": {"m": "a\0b"}}, "NUL"),
+    ],
+)
+def test_what_is_no_event_is_refused_wherever_it_goes(store: Store, event: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says):
+        store.append(NewStoreEvent("A", **event))
+    assert store.count() == 0
+
+
+def test_a_backslash_is_no_nul(store: Store) -> None:
+    store.append(NewStoreEvent("A", {"d": "\\u0000"}, metadata={"m": "\\u0000"}))
+    (event,) = store.read()
+    assert (event.data, event.metadata) == ({"d": "\\u0000"}, {"m": "\\u0000"})
+
+
+@pytest.mark.parametrize("place", [1 << 63, -(1 << 64)])
+def test_a_position_that_cannot_be_is_refused(store: Store, place: int) -> None:
+    if isinstance(store, RpcStore):
+        pytest.skip("a message cannot hold it")
+    for ask in (
+        lambda: store.read(after=place),
+        lambda: store.read(before=place),
+        lambda: store.count(after=place),
+        lambda: list(store.subscribe(after=place, stop_when_caught_up=True)),
+        lambda: list(store.subscribe(after=place, cursor="c", stop_when_caught_up=True)),
+    ):
+        with pytest.raises(InvalidRequest, match="64 bits"):
+            ask()
+
+
+def test_a_number_of_any_length_is_asked_for(store: Store) -> None:
+    store.append([NewStoreEvent("A", b'{"k": 1' + b"0" * 5000 + b"}"), NewStoreEvent("A", {"k": 10**100})])
+    assert store.count(Query.of(fields={"k": 10**5000})) == 1
+    assert store.count(Query.of(fields={"k": 10**100})) == 1
+
+
+def test_a_batch_has_one_event_however_few_bytes_are_asked_for(store: Store) -> None:
+    if isinstance(store, RpcStore):
+        pytest.skip("nothing is not said there")
+    store.append([happened("A"), happened("B")])
+    assert [event.type for event in store.read(max_bytes=0)] == ["A"]
+
+
+@pytest.mark.parametrize("name", ["", "x" * 201, "a\0b"])
+def test_what_is_no_name_of_a_cursor_is_refused(store: Store, name: str) -> None:
+    with pytest.raises(InvalidRequest, match="cursor name"):
+        list(store.subscribe(cursor=name, stop_when_caught_up=True))
+
+
+def test_a_cursor_never_moves_back(store: Store) -> None:
+    if isinstance(store, RpcStore):
+        pytest.skip("it moves by the same function")
+    cursor = f"cursor-{next(_numbers)}"
+    store._open_cursor(cursor, 5)
+    with pytest.raises(CursorMoved):
+        store._move_cursor(cursor, 5, 4)
+    assert store._find_cursor(cursor) == 5
 
 
 # --- subscribe ---------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from headwater import aio
 from headwater.deciding import SavedState
-from headwater.errors import AppendConflict, InvalidRequest
+from headwater.errors import AppendConflict, InvalidRequest, LogUnavailable
 from headwater.store import (
     AsyncSqliteStores,
     Decider,
@@ -232,5 +233,53 @@ def test_tasks_decide_as_threads_do(backend: str, dsn: str, tmp_path: Path) -> N
 
             await store.process(Query(), handle, cursor=f"all-{next(_numbers)}", stop_when_caught_up=True)
             assert seen == await store.read()
+
+    asyncio.run(run())
+
+
+def test_projections_that_wait_for_the_writer_leave_threads_to_read_with(tmp_path: Path) -> None:
+    """Of a program with few threads: more projections than that, of two files, whose handlers read."""
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+        async with AsyncSqliteStores(tmp_path) as stores:
+            opened = [await stores.create_store(name) for name in ("a", "b")]
+            counted: list[int] = []
+            both_write = asyncio.Barrier(2)
+
+            async def handle(store: Any, connection: Any, events: Sequence[StoreEvent]) -> None:
+                # In each file one has the writer, and the others wait for it.
+                await both_write.wait()
+                counted.append(await store.count())
+
+            for store in opened:
+                await store.append([NewStoreEvent("A") for _ in range(3)])
+            async with asyncio.timeout(60):
+                await asyncio.gather(
+                    *(
+                        store.process(Query(), partial(handle, store), cursor=f"p{n}", stop_when_caught_up=True)
+                        for n in range(4)
+                        for store in opened
+                    )
+                )
+            assert counted == [3] * 8
+
+    asyncio.run(run())
+
+
+def test_a_handler_that_appends_to_its_own_file_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headwater.store.sqlite_async.BUSY_SECONDS", 0.1)
+
+    async def run() -> None:
+        async with AsyncSqliteStores(tmp_path) as stores:
+            store = await stores.create_store("a")
+            await store.append(NewStoreEvent("A"))
+
+            async def handle(connection: Any, events: Sequence[StoreEvent]) -> None:
+                with pytest.raises(LogUnavailable, match="somebody has written"):
+                    await store.append(NewStoreEvent("B"))
+
+            await store.process(Query(), handle, cursor="p", stop_when_caught_up=True)
+            assert await store.count() == 1
 
     asyncio.run(run())

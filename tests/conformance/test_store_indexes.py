@@ -200,6 +200,19 @@ def test_an_index_that_is_dropped_leaves_nothing_and_its_name_is_free(store: Sto
     assert store.count(Query.of(fields={"l": 2})) == store.count(Query.of(fields={"k": 1})) == 1
 
 
+@pytest.mark.parametrize("beside", ["a:b", "a:", "a;", "a", "1", "A"])
+def test_an_index_that_is_dropped_takes_nothing_of_another_with_it(store: Store, beside: str) -> None:
+    fill(store, {"k": 1, "l": 2})
+    store.create_index("a" if beside != "a" else "a:b", ["l"])
+    store.create_index(beside, ["k"])
+    fill(store, {"k": 1, "l": 2})
+    assert store.drop_index("a" if beside != "a" else "a:b")
+    if not isinstance(store, SqliteEventStore):
+        store._log._run(headwater.calls.maintain())
+    assert store.count(Query.of(fields={"k": 1})) == 2
+    assert store.count(Query.of(fields={"l": 2})) == 2
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -237,3 +250,29 @@ def test_an_index_is_declared_from_sql(log: headwater.Headwater, connection: psy
     for wrong in ('{"a": 1}', '[{"field": "k"}]', '[{"field": "k", "operator": "like", "value": "x"}]'):
         with pytest.raises(psycopg.Error, match="conditions of an index are a JSON array"):
             connection.execute(call, (store.topic, wrong))
+
+
+def test_the_data_of_an_event_is_read_once_however_many_indexes_there_are(
+    log: headwater.Headwater, connection: psycopg.Connection[Any]
+) -> None:
+    store = log.create_store(f"store-{next(_numbers)}")
+    for number in range(3):
+        store.create_index(f"i{number}", ["k"])
+    connection.execute("set track_functions = 'all'")
+    for function in ("as_json", "field_mark"):
+        connection.execute(
+            "select pg_stat_reset_single_function_counters(p.oid) from pg_proc p "
+            "where p.pronamespace = 'headwater'::regnamespace and p.proname = %s",
+            (function,),
+        )
+    connection.execute(
+        "select headwater.append(%s, %s)",
+        (store.topic, json.dumps([{"type": "A", "data": {"k": n}} for n in range(4)])),
+    )
+    connection.execute("select pg_stat_force_next_flush()")
+    calls = dict(
+        connection.execute(
+            "select funcname, calls from pg_stat_user_functions where funcname in ('as_json', 'field_mark')"
+        ).fetchall()
+    )
+    assert calls == {"as_json": 4, "field_mark": 12}

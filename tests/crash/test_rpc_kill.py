@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -9,7 +10,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +24,15 @@ from headwater.store import NewStoreEvent
 
 grpc = pytest.importorskip("grpc")
 sys.path.append(str(Path(__file__).parents[1] / "conformance"))
+from rpc_client import RpcStores  # noqa: E402
 from rpc_servers import rpc_server  # noqa: E402
+from store_history import Asked, check  # noqa: E402
+from test_store_history import NO_ANSWER, random_appends  # noqa: E402
 
 from headwater.server.rpc.client import service  # noqa: E402
 from headwater.server.rpc.generated import headwater_pb2 as pb  # noqa: E402
 
+Until = Callable[[Callable[[], Any]], Any]
 WRITERS = 4
 APPENDS = int(os.environ.get("HEADWATER_RPC_APPENDS", "30"))
 KILLS = int(os.environ.get("HEADWATER_RPC_KILLS", "3"))
@@ -123,3 +131,45 @@ def test_what_was_confirmed_is_there_once_and_every_subscriber_saw_it_once_in_or
     assert {event.event_id: event.position for event in kept} == confirmed
     assert len(kept) == len(confirmed)
     assert [event.position for event in received[:-1]] == [event.position for event in kept]
+
+
+def test_every_verdict_is_right_while_servers_are_killed(dsn: str, log: headwater.Headwater, until: Until) -> None:
+    store = log.create_store("judged")
+    over = threading.Event()
+
+    def append(address: str, seed: int) -> list[Asked]:
+        history: list[Asked] = []
+        for number in itertools.count():
+            # Each time anew: a channel that has lost its server takes its time to try again.
+            with closing(RpcStores(address, ("grpc.use_local_subchannel_pool", 1))) as stores:
+                grpc.channel_ready_future(stores.channel).result(PATIENCE_SECONDS)
+                history += random_appends(
+                    stores.store("judged"), 5, seed * 1000 + number, lost=(*NO_ANSWER, grpc.RpcError)
+                )
+            if over.is_set() and len(history) >= 20:
+                return history
+        raise AssertionError("counting has no end")
+
+    def moved_on(start: int) -> bool:
+        for task in tasks:
+            # One that has failed says more than that nothing comes.
+            assert not task.done(), task.result()
+        return store.head() > start
+
+    with rpc_server("--processes", "2", dsn=dsn) as server, ThreadPoolExecutor(WRITERS) as pool:
+        tasks = [pool.submit(append, server.address, seed) for seed in range(WRITERS)]
+        try:
+            victims: set[int] = set()
+            for _ in range(2):
+                # Not before something was appended since the last one.
+                until(partial(moved_on, store.head()))
+                victim = until(lambda: sorted(set(serving_children(server.process)) - victims))[0]
+                victims.add(victim)
+                os.kill(victim, signal.SIGKILL)
+            until(partial(moved_on, store.head()))
+        finally:
+            over.set()
+        history = [asked for task in tasks for asked in task.result(PATIENCE_SECONDS)]
+    check(history, list(store.read_all()))
+    assert sum(asked.positions is not None for asked in history) > 10
+    assert sum(asked.moved_to is not None for asked in history) > 3

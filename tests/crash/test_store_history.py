@@ -36,7 +36,6 @@ from headwater.store import (
     NewStoreEvent,
     NoMatchAfter,
     Query,
-    SqliteEventStore,
     SqliteStores,
     StoreEvent,
 )
@@ -51,30 +50,41 @@ Until = Callable[[Callable[[], Any]], Any]
 ROUNDS = int(os.environ.get("CRASH_ROUNDS", "3"))
 TAGS = ("a", "b", "c", "d")
 TYPES = ("A", "B")
+KEYS = (1, 2, "three")
+# What says that an append has no answer, by whatever way it was sent.
+NO_ANSWER: tuple[type[Exception], ...] = (LogUnavailable, TransactionAborted, psycopg.Error)
 
 
 def random_query(chance: random.Random) -> Query:
-    return Query(
-        [
-            Item(chance.sample(TYPES, chance.choice((0, 0, 1))), chance.sample(TAGS, chance.choice((1, 1, 2))))
-            for _ in range(chance.choice((1, 1, 2)))
-        ]
+    """Of every shape: by tags, by types, by fields, by some of them or by nothing at all; one item, two, or none."""
+    return Query([random_item(chance) for _ in range(chance.choice((0, 1, 1, 1, 1, 1, 1, 2, 2)))])
+
+
+def random_item(chance: random.Random) -> Item:
+    shape = chance.choice(("tags", "tags", "tags", "typed", "types", "fields", "tagged fields"))
+    return Item(
+        chance.sample(TYPES, 1) if shape in ("typed", "types") else (),
+        chance.sample(TAGS, chance.choice((1, 1, 2))) if shape in ("tags", "typed", "tagged fields") else (),
+        {"k": chance.choice(KEYS)} if "fields" in shape else {},
     )
 
 
 def random_events(chance: random.Random) -> list[NewStoreEvent]:
     return [
         NewStoreEvent(
-            chance.choice(TYPES), tags=chance.sample(TAGS, chance.choice((0, 1, 2))), event_id=f"{chance.random()}"
+            chance.choice(TYPES),
+            chance.choice((None, {"k": chance.choice(KEYS)})),
+            chance.sample(TAGS, chance.choice((0, 1, 2))),
+            event_id=f"{chance.random()}",
         )
         for _ in range(chance.choice((1, 1, 1, 3)))
     ]
 
 
-def random_appends(store: EventStore | SqliteEventStore, count: int, seed: int) -> list[Asked]:
+def random_appends(store: Any, count: int, seed: int, *, lost: tuple[type[Exception], ...] = NO_ANSWER) -> list[Asked]:
     """Read a context, decide, append: as users do, and as fast as they can."""
     chance = random.Random(seed)
-    history = []
+    history: list[Asked] = []
     for _ in range(count):
         events, condition = random_events(chance), None
         try:
@@ -83,7 +93,7 @@ def random_appends(store: EventStore | SqliteEventStore, count: int, seed: int) 
                 seen = store.latest(query).position
                 condition = chance.choice((NoMatchAfter, LatestMatchIs))(query, seen)
             history.append(ask(store, events, condition))
-        except (LogUnavailable, TransactionAborted, psycopg.Error):
+        except lost:
             history.append(Asked(tuple(event.event_id or "" for event in events), condition))
     return history
 
@@ -122,6 +132,45 @@ def test_every_verdict_is_right_while_backends_are_killed(dsn: str, log: headwat
         runs = [
             pool.submit(random_appends, (one, two)[n % 2].store(store.topic), 10 * ROUNDS, seed=n) for n in range(8)
         ]
+        history = [asked for run in runs for asked in run.result(120)]
+    check(history, list(store.read_all()))
+    assert sum(asked.positions is not None for asked in history) > 20
+    assert sum(asked.moved_to is not None for asked in history) > 5
+
+
+@contextmanager
+def slow_commits(connection: psycopg.Connection[Any]) -> Iterator[None]:
+    """Meanwhile, whoever appends takes some milliseconds to commit, now more and now less."""
+    connection.execute(
+        """
+        create function public.slow_commit() returns trigger language plpgsql as $$
+        begin
+            perform pg_sleep(random() * 0.01);
+            return null;
+        end;
+        $$;
+        create constraint trigger slow_commit after insert on headwater.event_identity
+        deferrable initially deferred for each row execute function public.slow_commit();
+        """
+    )
+    try:
+        yield
+    finally:
+        connection.execute("drop function public.slow_commit cascade")
+
+
+def test_every_verdict_is_right_while_commits_are_slow(
+    dsn: str, log: headwater.Headwater, connection: psycopg.Connection[Any]
+) -> None:
+    store = log.create_store(f"store-{next(_numbers)}")
+    # What is appended is drawn and asked about long before others can see it.
+    with (
+        slow_commits(connection),
+        headwater.connect(dsn) as one,
+        headwater.connect(dsn) as two,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        runs = [pool.submit(random_appends, (one, two)[n % 2].store(store.topic), 5 * ROUNDS, seed=n) for n in range(8)]
         history = [asked for run in runs for asked in run.result(120)]
     check(history, list(store.read_all()))
     assert sum(asked.positions is not None for asked in history) > 20

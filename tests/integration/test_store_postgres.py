@@ -260,6 +260,9 @@ def test_the_plain_form_appends_and_reads_json(store: EventStore, connection: ps
         {"query": [], "after": 1, "latest": 1},
         [],
         {"query": [1]},
+        {"query": [], "after": -1},
+        {"query": [], "after": 1.5},
+        {"query": [], "latest": 1e30},
     ):
         with pytest.raises(psycopg.Error) as refused:
             append([{"type": "C"}], bad)
@@ -271,6 +274,76 @@ def test_the_plain_form_appends_and_reads_json(store: EventStore, connection: ps
     with pytest.raises(psycopg.Error, match="up to 100 tags"):
         append([{"type": "C", "tags": [None]}])
     assert store.count() == 2
+    for levels, error in ((199, None), (200, "HW002"), (2000, "HW002")):
+        deep = '[{"type": "A"}, {"type": "A", "data": {"n": ' + "[" * levels + "]" * levels + "}}]"
+        if error is None:
+            connection.execute("select headwater.append(%s, %s)", (store.topic, deep))
+            continue
+        with pytest.raises(psycopg.Error, match="up to 200 levels") as refused:
+            connection.execute("select headwater.append(%s, %s)", (store.topic, deep))
+        assert refused.value.sqlstate == error
+    assert store.count() == 4
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"tags": ["x"], "types": []},
+        {"tags": ["x"], "types": [], "fields": {}},
+        {"tags": ["x"], "types": ["A"], "fields": {}},
+        {"tags": [], "types": ["A"], "fields": {}},
+        {"tags": [], "types": [], "fields": {"k": 1}},
+        {"tags": ["x"], "types": [], "fields": {"k": "1"}},
+        {"tags": [], "types": [], "fields": {}},
+        {},
+    ],
+)
+def test_what_an_item_names_empty_it_does_not_ask_for(
+    store: EventStore, connection: psycopg.Connection[Any], item: Any
+) -> None:
+    appended = store.append([NewStoreEvent("A", {"k": 1}, ["x"])])
+    with pytest.raises(psycopg.Error) as refused:
+        connection.execute(
+            "select headwater.append(%s, %s, %s)",
+            (store.topic, '[{"type": "B"}]', json.dumps({"query": [item], "after": 0})),
+        )
+    assert refused.value.sqlstate == "HW001"
+    found = connection.execute(
+        "select position from headwater.read_matching(%s, %s)", (store.topic, json.dumps([item]))
+    ).fetchall()
+    assert found == [appended.positions]
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"tags": [None]},
+        {"tags": [1]},
+        {"tags": [["x"]]},
+        {"tags": [""]},
+        {"tags": ["x" * 256]},
+        {"types": [None]},
+        {"types": [{}]},
+        {"types": ["x" * 201]},
+        {"fields": {"k": None}},
+        {"fields": {"k": {"a": 1}}},
+        {"fields": {"k": [1]}},
+        {"tags": "x"},
+        {"tag": ["x"]},
+    ],
+)
+def test_what_no_event_can_have_is_no_query(store: EventStore, connection: psycopg.Connection[Any], item: Any) -> None:
+    query = json.dumps([item])
+    for statement, parameters in (
+        ("select headwater.append(%s, %s, %s)", ('[{"type": "B"}]', f'{{"query": {query}, "after": 0}}')),
+        ("select headwater.read_matching(%s, %s)", (query,)),
+        ("select headwater.count_matching(%s, %s)", (query,)),
+        ("select headwater.latest_matching(%s, %s)", (query,)),
+    ):
+        with pytest.raises(psycopg.Error) as refused:
+            connection.execute(statement, (store.topic, *parameters))
+        assert refused.value.sqlstate == "HW002", statement
+    assert store.count() == 0
 
 
 def test_what_is_published_to_a_store_is_found_like_the_rest(log: headwater.Headwater, store: EventStore) -> None:
@@ -523,6 +596,63 @@ def test_those_who_compete_share_the_events_and_a_dead_one_leaves_its_batch_to_o
                 got.extend(events)
     assert sorted(event.position for event in got) == [event.position for event in store.read(tagged("x"))]
     assert {event.position for event in lost} < {event.position for event in got}
+
+
+@pytest.mark.parametrize("bound", ["elsewhere", "to more", "in part", "to nothing", "to all"])
+def test_who_competes_in_a_group_that_is_bound_otherwise_is_refused(
+    log: headwater.Headwater, store: EventStore, topic: str, bound: str
+) -> None:
+    group = f"group-{next(_numbers)}"
+    log.create_group(group, {"elsewhere": [topic], "to more": [store.topic, topic]}.get(bound))
+    if bound == "in part":
+        log.bind(group, topic=store.topic, type="A")
+    elif bound == "to all":
+        log.bind(group)
+    log.publish(topic, {"n": 1})
+    store.append(happened())
+    with pytest.raises(InvalidRequest, match="is not bound to all of"):
+        list(store.compete(group, worker="w", stop_when_caught_up=True))
+    # Nothing was taken.
+    claimed = log.claim(group, worker="other", batch_size=1000)
+    mine = (topic, store.topic)
+    got = [] if claimed is None else [event.topic for event in claimed.events if event.topic in mine]
+    expected = {"elsewhere": [topic], "to more": [topic, store.topic], "to all": [topic, store.topic]}
+    assert got == expected.get(bound, [])
+
+
+def test_who_competes_takes_nothing_of_what_the_group_is_bound_to_later(
+    log: headwater.Headwater, store: EventStore, topic: str, until: Until
+) -> None:
+    group = f"group-{next(_numbers)}"
+    competing = store.compete(group, worker="w", lease_seconds=0.2, stop_when_caught_up=True)
+    store.append(happened("A"))
+    assert [event.type for event in next(competing)] == ["A"]
+    log.bind(group, topic=topic)
+    log.publish(topic, {"n": 1})
+    with pytest.raises(InvalidRequest, match="is not bound to all of"):
+        until(lambda: list(competing))
+
+    def given_to_another() -> Any:
+        log._run(calls.reap(group))
+        return log.claim(group, worker="other")
+
+    assert [event.topic for event in until(given_to_another).events] == [topic]
+
+
+@pytest.mark.parametrize("topics", [["elsewhere"], ["elsewhere", "store"], None])
+def test_a_cursor_of_other_topics_is_refused(
+    log: headwater.Headwater, store: EventStore, topic: str, topics: list[str] | None
+) -> None:
+    cursor = f"cursor-{next(_numbers)}"
+    names = {"elsewhere": topic, "store": store.topic}
+    store.append(happened())
+    log.set_cursor(cursor, position=store.head(), topics=None if topics is None else [names[name] for name in topics])
+    for using in (
+        lambda: list(store.subscribe(cursor=cursor, stop_when_caught_up=True)),
+        lambda: store.process(Query(), lambda connection, events: None, cursor=cursor, stop_when_caught_up=True),
+    ):
+        with pytest.raises(InvalidRequest, match=f'not of "{store.topic}"'):
+            using()
 
 
 def test_a_live_subscriber_gets_what_commits_long_after_it_was_drawn(

@@ -14,11 +14,24 @@ from hypothesis import strategies as st
 
 pytest.importorskip("grpc")
 
+import grpc
+from grpc_health.v1 import health_pb2
+
+from headwater.access import Access
+from headwater.errors import HeadwaterError, LogUnavailable
 from headwater.model import Event
+from headwater.query import Query, StoreEvent
+from headwater.server import rpc
+from headwater.server.callers import Caller, NotAuthenticated
 from headwater.server.rpc import messages, orisun_messages
+from headwater.server.rpc.calling import Call, Gate, _streaming, _unary
 from headwater.server.rpc.generated import eventstore_pb2 as orisun
 from headwater.server.rpc.generated import headwater_pb2 as pb
-from headwater.server.rpc.store_service import WINDOW_APPENDS, WINDOW_BYTES, Window
+from headwater.server.rpc.names import Names
+from headwater.server.rpc.orisun_store import OrisunEventStore
+from headwater.server.rpc.store_service import WINDOW_APPENDS, WINDOW_BYTES, EventStoreService, Window
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 def in_loop(test: Coroutine[Any, Any, None]) -> None:
@@ -103,17 +116,61 @@ def test_nothing_is_under_way_once_a_window_is_given_up() -> None:
     in_loop(test())
 
 
-@given(st.lists(st.integers(0, 700_000), min_size=1, max_size=30))
-def test_parcels_hold_all_events_in_order_and_fit_into_messages(sizes: list[int]) -> None:
-    now = datetime(2026, 1, 1, tzinfo=UTC)
+parts = st.tuples(st.integers(0, 700_000), st.integers(0, 60_000), st.integers(0, 100))
+
+
+@given(st.lists(parts, min_size=1, max_size=30), st.integers(1, 20))
+def test_parcels_hold_all_events_in_order_and_fit_into_messages(sizes: list[tuple[int, int, int]], times: int) -> None:
     events = [
-        Event(n, "t", 0, None, None, None, None, None, None, b"x" * size, None, now) for n, size in enumerate(sizes)
+        messages.event_message(
+            Event(n, "t", 0, None, None, None, None, {"m": "x" * metadata}, None, b"x" * payload, None, NOW)
+        )
+        for n, (payload, metadata, _) in enumerate(sizes * times)
     ]
     parcels = list(messages.parcels(events))
     assert [event for parcel in parcels for event in parcel] == events
     for parcel in parcels:
-        size = sum(len(event.payload or b"") for event in parcel)
-        assert len(parcel) == 1 or size <= messages.PARCEL_BYTES
+        assert len(parcel) == 1 or pb.FollowResponse(events=parcel).ByteSize() <= messages.PARCEL_BYTES
+    stored = [
+        messages.store_event_message(
+            StoreEvent(n, n, "id", "A", ("t" * 250,) * tags, {"m": "x" * metadata}, None, b"x" * payload, NOW)
+        )
+        for n, (payload, metadata, tags) in enumerate(sizes)
+    ]
+    for parcel in messages.parcels(stored):
+        assert len(parcel) == 1 or pb.SubscribeResponse(events=parcel).ByteSize() <= messages.PARCEL_BYTES
+
+
+class Noting:
+    """An event store that notes what a subscriber asks for, and has nothing."""
+
+    def __init__(self) -> None:
+        self.names = Names()
+        self.asked: dict[str, Any] = {}
+
+    async def store(self, name: str) -> Any:
+        return self
+
+    async def subscribe_batches(self, query: Query, **options: Any) -> Any:
+        self.asked = options
+        for _ in ():
+            yield
+
+
+def test_what_is_in_hand_for_a_subscriber_is_about_a_message() -> None:
+    async def test() -> None:
+        backend: Any = Noting()
+        call = Call(Caller(None, None), None)
+        async for _ in EventStoreService(backend).subscribe(pb.SubscribeRequest(store="s"), call):
+            pass
+        assert backend.asked.pop("max_bytes") == messages.PARCEL_BYTES
+        async for _ in OrisunEventStore(backend).catch_up_subscribe_to_events(
+            orisun.CatchUpSubscribeToEventStoreRequest(boundary="s"), call
+        ):
+            pass
+        assert backend.asked.pop("max_bytes") == messages.PARCEL_BYTES
+
+    in_loop(test())
 
 
 @given(st.integers(1, 50), st.integers(-2, 52), st.integers(-2, 52))
@@ -137,3 +194,109 @@ def test_a_member_is_cut_out_of_any_object(whole: dict[str, Any], indent: int | 
     cut = orisun_messages.without_member(json.dumps(whole, indent=indent), "eventType")
     whole.pop("eventType", None)
     assert json.loads(cut) == whole
+
+
+class Context:
+    """A call of gRPC, of which is noted how it ended."""
+
+    def __init__(self, *shown: tuple[str, str]) -> None:
+        self.shown = shown
+        self.ended: tuple[Any, str] | None = None
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return self.shown
+
+    async def send_initial_metadata(self, metadata: Any) -> None:
+        pass
+
+    async def write(self, message: Any) -> None:
+        pass
+
+    async def abort(self, code: Any, details: str, trailing_metadata: Any = ()) -> None:
+        self.ended = (code, details)
+        raise grpc.aio.AbortError
+
+
+@pytest.mark.parametrize("error", [KeyError(9), RuntimeError("secret"), ZeroDivisionError()])
+@pytest.mark.parametrize("around", [_unary, _streaming])
+def test_what_nobody_foresaw_is_a_bug_of_ours_and_told_as_one(around: Any, error: Exception) -> None:
+    async def answer(request: Any, call: Call) -> Any:
+        raise error
+
+    async def answers(request: Any, call: Call) -> Any:
+        yield 1
+        raise error
+
+    async def test() -> None:
+        context = Context()
+        with pytest.raises(grpc.aio.AbortError):
+            await around(Gate(None), answer if around is _unary else answers)(None, context)
+        assert context.ended == (grpc.StatusCode.INTERNAL, "something unexpected; it is in the server's log")
+
+    in_loop(test())
+
+
+class Known:
+    """Accounts of whom one can come in until it cannot."""
+
+    def __init__(self) -> None:
+        self.error: HeadwaterError | None = None
+
+    async def by_key(self, key: str) -> Caller:
+        assert key == "the-key"
+        if self.error is not None:
+            raise self.error
+        return Caller("me", Access(("me",), ()))
+
+    async def by_password(self, name: str, password: str) -> Caller:
+        assert (name, password) == ("me", "secret")
+        return await self.by_key("the-key")
+
+    async def open_session(self, caller: Caller) -> str:
+        return "another"
+
+
+@pytest.mark.parametrize(
+    "shown", [("x-auth-token", "the-key"), ("authorization", "Bearer the-key"), ("authorization", "Basic bWU6c2VjcmV0")]
+)
+def test_a_call_that_goes_on_needs_what_was_shown_to_hold(shown: tuple[str, str]) -> None:
+    async def test() -> None:
+        known: Any = Known()
+        call = await Gate(known).call(Context(shown))
+        await call.need_still("read", "topic", "t")
+        # A database that is lost for a moment ends nothing.
+        known.error = LogUnavailable("gone")
+        await call.need_still("read", "topic", "t")
+        # Another password, and with it the end of every session; or a key that was taken back.
+        known.error = NotAuthenticated("no longer")
+        with pytest.raises(NotAuthenticated):
+            await call.need_still("read", "topic", "t")
+
+    in_loop(test())
+
+
+def test_health_follows_the_database(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc, "HEALTH_SECONDS", 0.01)
+    told: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
+
+    class Database:
+        error: HeadwaterError | None = None
+
+        async def ping(self) -> None:
+            if self.error is not None:
+                raise self.error
+
+    class Healthy:
+        async def set(self, name: str, status: Any) -> None:
+            told.put_nowait((name, status))
+
+    async def test() -> None:
+        database: Any = Database()
+        watch = asyncio.create_task(rpc._keep_health(database, Healthy(), ["a.Service"]))
+        states = health_pb2.HealthCheckResponse
+        for error, status in ((LogUnavailable("gone"), states.NOT_SERVING), (None, states.SERVING)):
+            database.error = error
+            assert [await told.get(), await told.get()] == [("", status), ("a.Service", status)]
+        watch.cancel()
+
+    in_loop(test())

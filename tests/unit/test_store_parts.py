@@ -7,6 +7,7 @@ import itertools
 import threading
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +15,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater import calls, turns
-from headwater.client import appending
+from headwater.client import appending, subscribing
 from headwater.client.appending import Lane, new_event_ids
+from headwater.client.subscribing import Subscribing
 from headwater.client.tailing import Feed
 from headwater.errors import InvalidEvent, InvalidRequest, LogUnavailable, OrderBroken
-from headwater.query import Item, LatestMatchIs, NewStoreEvent, NoMatchAfter, Query, StoreEvent, Verdict
+from headwater.query import (
+    EVERYTHING,
+    Item,
+    LatestMatchIs,
+    NewStoreEvent,
+    NoMatchAfter,
+    Query,
+    StoreEvent,
+    Verdict,
+    size_of,
+)
+from headwater.store import SqliteStores
 from headwater.store import open as open_stores
 from headwater.tail import Tail
 from headwater.turns import AsyncTurn, Pace, Turn
@@ -48,11 +61,23 @@ def event(offset: int, *, position: int | None = None, payload: bytes = b"") -> 
         (lambda: Query([Item()] * 101), "up to 100 items"),
         (lambda: NoMatchAfter(Query(), -1), "not negative"),
         (lambda: LatestMatchIs(Query(), -1), "not negative"),
+        (lambda: NoMatchAfter(Query(), True), "not negative"),
     ],
 )
 def test_what_is_no_query_is_refused_with_what_to_write_instead(make: Any, says: str) -> None:
     with pytest.raises(InvalidRequest, match=says):
         make()
+
+
+@pytest.mark.parametrize("folder", ["a#b", "a?mode=memory", "100%", "%41", "ä ö", "a&b;c"])
+def test_a_directory_of_any_name_holds_its_files_and_nothing_is_elsewhere(folder: str, tmp_path: Path) -> None:
+    with SqliteStores(tmp_path / folder) as stores:
+        stores.create_store("s").append(NewStoreEvent("A"))
+        assert stores.store("s").count() == 1
+    assert [path.name for path in tmp_path.iterdir()] == [folder]
+    assert (tmp_path / folder / "s.sqlite").stat().st_size > 0
+    with SqliteStores(tmp_path / folder) as stores:
+        assert stores.store("s").count() == 1
 
 
 def test_queries_are_joined_and_everything_stays_everything() -> None:
@@ -90,7 +115,7 @@ def test_whoever_is_within_the_tail_gets_every_event_once(sizes: list[int], limi
         assert tail.ceiling == everything[-1].position
         assert [e for e in everything if e.position > tail.floor] == list(tail.events)
     place, got = tail.floor, []
-    while batch := tail.after(place, data.draw(st.integers(1, 3))):
+    while batch := tail.after(place, data.draw(st.integers(1, 3)), data.draw(st.integers(0, 100))):
         got += batch
         place = batch[-1].position
     assert got == list(tail.events)
@@ -102,6 +127,20 @@ def test_the_tail_is_bounded_in_bytes_and_keeps_at_least_the_last() -> None:
     assert tail.floor == 20
     tail = tail.extended([event(6, payload=b"x" * 100)], max_bytes=25)
     assert [e.topic_offset for e in tail.events] == [6]
+
+
+def test_every_part_of_an_event_counts_in_the_tail_and_in_what_is_taken_from_it() -> None:
+    large = event(1)._replace(metadata={"m": "x" * 10})
+    assert size_of(large) == len('A{"m": "xxxxxxxxxx"}')
+    events = [large._replace(position=n, topic_offset=n) for n in range(1, 8)]
+    tail = Tail(0, 0).extended(events, max_bytes=61)
+    assert [e.topic_offset for e in tail.events] == [4, 5, 6, 7]
+    for max_bytes, taken in ((0, 1), (20, 1), (21, 2), (60, 3), (1000, 4)):
+        assert list(tail.after(3, 10, max_bytes)) == events[3 : 3 + taken]
+    assert list(tail.after(5, 10, 20)) == [events[5]]
+    # What is counted goes on from tail to tail.
+    more = [large._replace(position=n, topic_offset=n) for n in (8, 9)]
+    assert list(tail.extended(more).after(6, 10, 40)) == [events[6], more[0]]
 
 
 @pytest.mark.parametrize("offsets", [[2, 4], [2, 2], [3], [1]])
@@ -333,7 +372,7 @@ class Log:
 
 def test_who_is_below_what_is_kept_is_told_so_and_never_gets_a_gap() -> None:
     feed = Feed(Log().read_after)
-    feed._tail = Tail(50, 70, [event(6), event(7)])
+    feed._tail = Tail(50, 50).extended([event(6), event(7)])
     assert feed.after(49, limit=10, seconds=1) is None
     assert feed.after(50, limit=10, seconds=1) == [event(6), event(7)]
     assert feed.after(60, limit=10, seconds=1) == [event(7)]
@@ -364,3 +403,90 @@ def test_a_reader_that_fails_leaves_its_turn_to_the_next() -> None:
         feed.after(0, limit=10, seconds=1)
     feed._read_after = log.read_after
     assert feed.after(0, limit=10, seconds=1) == [event(1)]
+
+
+def test_a_reader_that_finds_a_gap_keeps_nothing_of_before() -> None:
+    log = Log(1, 2)
+    feed = Feed(log.read_after)
+    assert feed.after(0, limit=10, seconds=1) == [event(1), event(2)]
+    # Of a store of the same name that was made anew.
+    log.events = [event(0, position=90)]
+    with pytest.raises(OrderBroken):
+        feed.after(20, limit=10, seconds=1)
+    assert feed.after(20, limit=10, seconds=1) == [event(0, position=90)]
+
+
+class Following(Subscribing):
+    """An event store in memory, of which only following works, and that notes how."""
+
+    def __init__(self, *offsets: int) -> None:
+        super().__init__("store")
+        self.log = Log(*offsets)
+        self.looks = 0
+        self.answers: list[Sequence[StoreEvent] | None] = []
+
+    def _read_after(self, position: int, batch_size: int) -> list[StoreEvent]:
+        return self.log.read_after(position, batch_size)
+
+    def _read_batch(self, query: Query, after: int, *_: Any) -> list[StoreEvent]:
+        return [event for event in self.log.events if event.position > after]
+
+    def _last_position(self) -> int:
+        self.looks += 1
+        return self.log.events[-1].position if self.log.events else 0
+
+    def _live(self, *place: Any) -> Sequence[StoreEvent] | None:
+        self.answers.append(super()._live(*place))
+        return self.answers[-1]
+
+    def _patiently(self, act: Any, patience_seconds: float | None) -> Any:
+        return act()
+
+    def next(self, place: int) -> tuple[int, list[StoreEvent]]:
+        to, events = self._next(EVERYTHING, place, 10, False, None)
+        return to, list(events)
+
+    def _unused(self, *_: Any) -> Any:
+        raise AssertionError("following asks for no more")
+
+    _send = _open_cursor = _find_cursor = _move_cursor = _apply = _do_upkeep = _unused
+
+
+def test_one_who_is_ahead_of_the_log_keeps_nobody_else_from_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subscribing, "LIVE_SECONDS", 0.01)
+    store = Following(1, 2)
+    for _ in range(3):
+        assert store.next(1000) == (1000, [])
+        assert store.next(20) == (20, [])
+    # Each of them waited: none was sent back to the log at once.
+    assert store.answers == [()] * 6
+    assert max(store.log.reads) == 20
+    store.log.events.append(event(3))
+    assert store.next(20) == (30, [event(3)])
+    assert store.next(1000) == (1000, [])
+    store.log.events.append(event(4, position=1001))
+    assert store.next(1000) == (1001, [event(4, position=1001)])
+
+
+def test_who_follows_a_store_that_was_made_anew_waits_and_gets_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subscribing, "LIVE_SECONDS", 0.01)
+    store = Following(1, 2)
+    assert store.next(20) == (20, [])
+    store.log.events = []
+    assert store.next(0) == (0, [])
+    assert store.next(20) == (20, [])
+    assert store.answers == [()] * 3
+    store.log.events.append(event(0, position=30))
+    assert store.next(0) == (30, [event(0, position=30)])
+    assert store.next(20) == (30, [event(0, position=30)])
+
+
+def test_nobody_gets_past_an_event_that_their_reader_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subscribing, "LIVE_SECONDS", 0.01)
+    store = Following(1, 2)
+    assert store.next(20) == (20, [])
+    store.log.events.append(event(3))
+    assert store.next(20) == (30, [event(3)])
+    store.log.events.append(event(5))
+    with pytest.raises(OrderBroken, match="no gaps"):
+        store.next(30)

@@ -25,9 +25,9 @@ from headwater.aio.subscribing import StoreHandler, Subscribing
 from headwater.aio.tailing import StoreEvents
 from headwater.counters import COUNTERS
 from headwater.deciding import SavedState, SnapshotKey
-from headwater.errors import LeaseLost
+from headwater.errors import InvalidRequest, LeaseLost
 from headwater.field_index import Combine, FieldIndex, IndexCondition, Kind, defined
-from headwater.model import Lease
+from headwater.model import Binding, Lease
 from headwater.query import (
     EVERYTHING,
     Appended,
@@ -39,6 +39,7 @@ from headwater.query import (
     Verdict,
     outcome,
 )
+from headwater.tail import MAX_BYTES
 from headwater.telemetry import APPENDS
 from headwater.window import Noted, Question, Window
 
@@ -184,9 +185,14 @@ class EventStore(Subscribing):
         """Batches of events that match, each given to one of all who compete in the group, which is made if missing.
 
         A batch is done when the next one is asked for. Whoever dies or takes too long loses its batch to another;
-        what is no match is done at once.
+        what is no match is done at once. A group that is bound to anything else, too, is refused.
         """
         await self._log._run(calls.create_group(group, topics=[self.topic], start_position=None, if_missing=True))
+        bindings: list[Binding] = await self._log._run(calls.bindings(group))
+        bound = [binding for binding in bindings if binding.to_position is None]
+        whole = [b for b in bound if (b.type, b.pattern, b.headers) == (None, None, None)]
+        if not whole or any(binding.topic != self.topic for binding in bound):
+            raise self._bound_elsewhere(group)
         wait = SHORTEST_WAIT_SECONDS
         reap_at = time.monotonic()
         while True:
@@ -204,6 +210,9 @@ class EventStore(Subscribing):
                 wait = min(wait * 2, poll_seconds)
                 continue
             wait = SHORTEST_WAIT_SECONDS
+            if any(event.topic != self.topic for event in lease.events):
+                # Bound to more since then. The lease runs out, and who the events are for can have them.
+                raise self._bound_elsewhere(group)
             found = await self._log.run(calls.read_at(self.topic, [event.position for event in lease.events]))
             events = [event for event in found if query.matches(event)]
             if events:
@@ -213,6 +222,13 @@ class EventStore(Subscribing):
             except LeaseLost:
                 # Too late: the events are another's now.
                 continue
+
+    def _bound_elsewhere(self, group: str) -> InvalidRequest:
+        return InvalidRequest(
+            f'group "{group}" is not bound to all of "{self.topic}" and to nothing else',
+            hint="Compete in a group of another name, which is made then, or change its bindings.",
+            detail={"group": group, "topic": self.topic},
+        )
 
     async def _send(self, appends: Sequence[calls.EncodedAppend]) -> Verdicts:
         """Those against which nothing can speak go first and together; those in doubt are checked in full, in order."""
@@ -268,16 +284,25 @@ class EventStore(Subscribing):
         return events
 
     async def _read_batch(
-        self, query: Query, after: int, before: int | None, backwards: bool, batch_size: int
+        self, query: Query, after: int, before: int | None, backwards: bool, batch_size: int, max_bytes: int = MAX_BYTES
     ) -> StoreEvents:
-        return await self.read(query, after=after, before=before, backwards=backwards, batch_size=batch_size)
+        return await self.read(
+            query, after=after, before=before, backwards=backwards, batch_size=batch_size, max_bytes=max_bytes
+        )
 
     async def _last_position(self) -> int:
         return await self.head()
 
     async def _open_cursor(self, name: str, start_after: int) -> int:
         call = calls.open_cursor(name, topics=[self.topic], start_after=start_after)
-        return (await self._log._run(call)).position
+        opened = await self._log._run(call)
+        if opened.topics != (self.topic,):
+            raise InvalidRequest(
+                f'cursor "{name}" is of {", ".join(opened.topics or ("all topics",))}, not of "{self.topic}"',
+                hint="Choose another name: its place says nothing of what was read here.",
+                detail={"cursor": name, "topic": self.topic},
+            )
+        return opened.position
 
     async def _find_cursor(self, name: str) -> int | None:
         found = await self._log._run(calls.find_cursor(name))

@@ -72,7 +72,7 @@ def encode_headers(headers: Mapping[str, Any] | None) -> str | None:
         encoded = _encode_json(headers)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidEvent(f"the headers cannot be written as JSON: {error}") from None
-    if "\\u0000" in encoded:
+    if "\\u0000" in encoded and _ESCAPED_NUL.search(encoded.encode(errors="replace")):
         raise InvalidEvent("headers cannot hold the character NUL")
     return checked_text(encoded, "header")
 

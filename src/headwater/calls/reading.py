@@ -106,18 +106,22 @@ def open_cursor(
 ) -> Call[OpenedCursor]:
     """A cursor; made at `start_after` if there is none."""
     return Call(
-        "select position, gone_to from headwater.open_cursor(%s, %s::text[], %s, %s)",
+        "select position, gone_to, topics from headwater.open_cursor(%s, %s::text[], %s, %s)",
         (checked_text(name, "cursor name"), topic_names(topics), start_after, must_not_lose),
-        lambda rows: OpenedCursor(*rows[0]),
+        lambda rows: _opened_cursor(*rows[0]),
     )
+
+
+def _opened_cursor(position: int, gone_to: int, topics: Sequence[str] | None) -> OpenedCursor:
+    return OpenedCursor(position, gone_to, None if topics is None else tuple(topics))
 
 
 def find_cursor(name: str) -> Call[OpenedCursor | None]:
     """Where a cursor stands now; None if there is none."""
     return Call(
-        "select position, gone_to from headwater.cursor where name = %s",
+        "select position, gone_to, topics from headwater.cursor where name = %s",
         (checked_text(name, "cursor name"),),
-        lambda rows: OpenedCursor(*rows[0]) if rows else None,
+        lambda rows: _opened_cursor(*rows[0]) if rows else None,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from headwater.calls.call import Call, Rows, nothing, only_value
@@ -22,6 +22,7 @@ from headwater.errors import InvalidEvent, InvalidRequest
 from headwater.field_index import FieldIndex, conditions_as_json, conditions_from_json
 from headwater.query import (
     EVERYTHING,
+    LAST_POSITION,
     MAX_TAGS,
     Condition,
     Latest,
@@ -31,12 +32,14 @@ from headwater.query import (
     StoreEvent,
     Verdict,
     distinct,
+    refuse_beyond,
+    refuse_too_deep,
 )
 from headwater.window import Known, Question, marks_of, question_of
 
+MAX_CONTENT_TYPE = 200
 MAX_EVENTS = 1000
 """How many events one append may have."""
-LAST_POSITION = (1 << 63) - 1
 
 
 class EncodedEvent(NamedTuple):
@@ -93,9 +96,15 @@ def _encode_event(event: NewStoreEvent, new_id: str) -> EncodedEvent:
     if len(tags) > MAX_TAGS:
         raise InvalidEvent(f"an event has up to {MAX_TAGS} tags, this one has {len(tags)}")
     payload, content_type = encode_payload(event.data, event.content_type)
+    if payload is not None:
+        refuse_too_deep(payload, content_type)
     event_id = new_id if event.event_id is None else checked_text(event.event_id, "event id")
     if not 1 <= len(event_id) <= 255:
         raise InvalidEvent("an event id is 1 to 255 characters")
+    if event.metadata is not None and not isinstance(event.metadata, Mapping):
+        raise InvalidEvent(f"metadata are a JSON object, not {event.metadata!r:.40}")
+    if content_type is not None and not 1 <= len(checked_text(content_type, "content type")) <= MAX_CONTENT_TYPE:
+        raise InvalidEvent(f"a content type is 1 to {MAX_CONTENT_TYPE} characters")
     metadata = None if event.metadata is None else encode_headers(event.metadata)
     return EncodedEvent(event_id, type_, tags, payload, content_type, metadata, marks_of(type_, tags))
 
@@ -249,6 +258,7 @@ def read_matching(
     backwards: bool = False,
 ) -> Call[list[StoreEvent]]:
     """Events that the query matches, between two positions, both excluded."""
+    refuse_beyond(after, before)
     return Call(
         f"select {_STORE_EVENT} from headwater.read_matching(%s, %s::jsonb, %s, %s, %s, %s, %s)",
         (
@@ -274,6 +284,7 @@ def read_at(topic: str, positions: Sequence[int]) -> Call[list[StoreEvent]]:
 
 
 def count_matching(topic: str, query: Query = EVERYTHING, *, after: int = 0, before: int | None = None) -> Call[int]:
+    refuse_beyond(after, before)
     return Call(
         "select headwater.count_matching(%s, %s::jsonb, %s, %s)",
         (checked_text(topic, "topic name"), query.as_json(), after, LAST_POSITION if before is None else before),

@@ -17,7 +17,8 @@ from headwater.calls import EncodedAppend
 from headwater.client.appending import Lane, Verdicts
 from headwater.client.tailing import Feed, StoreEvents
 from headwater.errors import CursorMoved, InvalidRequest
-from headwater.query import EVERYTHING, Query, StoreEvent
+from headwater.query import EVERYTHING, Query, StoreEvent, refuse_beyond
+from headwater.tail import MAX_BYTES
 
 T = TypeVar("T")
 # A connection of the kind that the store has, in a transaction, and the events.
@@ -46,9 +47,9 @@ class Subscribing(ABC):
 
     @abstractmethod
     def _read_batch(
-        self, query: Query, after: int, before: int | None, backwards: bool, batch_size: int
+        self, query: Query, after: int, before: int | None, backwards: bool, batch_size: int, max_bytes: int = MAX_BYTES
     ) -> StoreEvents:
-        """Events that match, between two positions."""
+        """Events that match, between two positions; one of them whatever its size."""
 
     @abstractmethod
     def _last_position(self) -> int:
@@ -135,6 +136,7 @@ class Subscribing(ABC):
         from_end: bool = False,
         cursor: str | None = None,
         batch_size: int = 1000,
+        max_bytes: int = MAX_BYTES,
         stop_when_caught_up: bool = False,
         patience_seconds: float | None = 60.0,
     ) -> Iterator[Sequence[StoreEvent]]:
@@ -147,7 +149,7 @@ class Subscribing(ABC):
         place = saved = self._begin(after, from_end, cursor)
         save_at = time.monotonic() + IDLE_SAVE_SECONDS
         while True:
-            place, events = self._next(query, place, batch_size, stop_when_caught_up, patience_seconds)
+            place, events = self._next(query, place, batch_size, stop_when_caught_up, patience_seconds, max_bytes)
             if events:
                 yield events
             if cursor is not None:
@@ -202,29 +204,41 @@ class Subscribing(ABC):
     def _begin(self, after: int | None, from_end: bool, cursor: str | None) -> int:
         if after is not None and from_end:
             raise InvalidRequest("say where to start once: after or from_end")
+        refuse_beyond(after)
         start = self._last_position() if from_end else after or 0
         return start if cursor is None else self._open_cursor(cursor, start)
 
     def _next(
-        self, query: Query, place: int, batch_size: int, only_caught_up: bool, patience_seconds: float | None
+        self,
+        query: Query,
+        place: int,
+        batch_size: int,
+        only_caught_up: bool,
+        patience_seconds: float | None,
+        max_bytes: int = MAX_BYTES,
     ) -> tuple[int, Sequence[StoreEvent]]:
         """How far it is read now, and what matched on the way. None: none came in time, or the end is reached."""
+        end = place
         if only_caught_up or not self._feed.holds(place):
             # Not at hand: look in the log, and wait only at its end.
             head = self._patiently(self._last_position, patience_seconds)
             if head > place:
-                read = partial(self._read_batch, query, place, head + 1, False, batch_size)
+                read = partial(self._read_batch, query, place, head + 1, False, batch_size, max_bytes)
                 events = self._patiently(read, patience_seconds)
                 return (events[-1].position if events else head), events
             if only_caught_up:
                 return place, ()
-        live = self._patiently(partial(self._live, place, batch_size), patience_seconds)
+            # Whoever is ahead of the log waits at its end with the others, and passes over what comes up to its place.
+            end = head
+            self._feed.forget_above(head)
+        live = self._patiently(partial(self._live, end, batch_size, max_bytes), patience_seconds)
         if not live:
             return place, ()
-        return live[-1].position, [event for event in live if query.matches(event)]
+        events = [event for event in live if event.position > place and query.matches(event)]
+        return max(place, live[-1].position), events
 
-    def _live(self, place: int, batch_size: int) -> Sequence[StoreEvent] | None:
-        return self._feed.after(place, limit=batch_size, seconds=LIVE_SECONDS)
+    def _live(self, place: int, batch_size: int, max_bytes: int) -> Sequence[StoreEvent] | None:
+        return self._feed.after(place, limit=batch_size, seconds=LIVE_SECONDS, max_bytes=max_bytes)
 
     def _look_at(self, cursor: str, patience_seconds: float | None) -> int:
         """Where the cursor stands. One that was deleted ends its subscriber, which must not make it anew."""

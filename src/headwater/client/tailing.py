@@ -13,8 +13,9 @@ from collections.abc import (
     Sequence,
 )
 
+from headwater.errors import OrderBroken
 from headwater.query import StoreEvent
-from headwater.tail import Tail
+from headwater.tail import MAX_BYTES, Tail
 from headwater.turns import Turn
 
 BATCH_SIZE = 1000
@@ -38,15 +39,28 @@ class Feed:
         tail = self._tail
         return tail is not None and tail.floor <= position <= tail.ceiling
 
-    def after(self, position: int, *, limit: int, seconds: float) -> Sequence[StoreEvent] | None:
-        """The next events after a position; none: none came in time. None: they are no longer kept here."""
+    def forget_above(self, head: int) -> None:
+        """Let go of what is kept if all of it is above the end of the log, as somebody just found it.
+
+        It is of another store, which had this name before; or the log has grown since, and who needs it reads it.
+        """
+        if self._tail is not None and self._tail.floor > head:
+            self._tail = None
+
+    def after(
+        self, position: int, *, limit: int, seconds: float, max_bytes: int = MAX_BYTES
+    ) -> Sequence[StoreEvent] | None:
+        """The next events after a position; none: none came in time. None: they are no longer kept here.
+
+        The position is not above the end of the log: nobody else could follow from there.
+        """
         deadline = time.monotonic() + seconds
         while True:
             tail = self._tail
             if tail is not None and position < tail.floor:
                 return None
             if tail is not None and position < tail.ceiling:
-                return tail.after(position, limit)
+                return tail.after(position, limit, max_bytes)
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 return ()
@@ -70,7 +84,12 @@ class Feed:
         while True:
             events = self._read_after(tail.ceiling, BATCH_SIZE)
             if events:
-                self._tail = tail.extended(events)
+                try:
+                    self._tail = tail.extended(events)
+                except OrderBroken:
+                    # The next reader starts from the log, and not from what does not belong to it.
+                    self._tail = None
+                    raise
                 return
             remaining = deadline - time.monotonic()
             if remaining <= 0:

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from headwater.calls import EncodedAppend, encode_append
+from headwater.calls.encoding import checked_text
 from headwater.client.appending import Verdicts, new_event_ids
 from headwater.client.subscribing import StoreHandler, Subscribing
 from headwater.client.tailing import StoreEvents
@@ -37,13 +38,16 @@ from headwater.query import (
     Query,
     StoreEvent,
     outcome,
+    size_of,
 )
 from headwater.store import sqlite_rows as rows
 from headwater.store.sqlite_rows import BUSY_SECONDS
+from headwater.tail import MAX_BYTES
 
 T = TypeVar("T")
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,248}")
+MAX_CURSOR_NAME = 200
 MAX_PAYLOAD_BYTES = 1_048_576
 MAX_METADATA_BYTES = 65_536
 MAX_SNAPSHOT_BYTES = 16_777_216
@@ -104,7 +108,7 @@ class SqliteEventStore(Subscribing):
         with self._reading() as connection:
             for event in islice(rows.matching(connection, query, after, before, backwards), batch_size):
                 found.append(event)
-                size += len(event.payload or b"")
+                size += size_of(event)
                 if size >= max_bytes:
                     break
         return found
@@ -138,28 +142,21 @@ class SqliteEventStore(Subscribing):
 
         Returns when it is filled. If that is interrupted, call it again: it goes on where it was.
         """
-        index = defined(name, fields, conditions, combine)
-        with self._transaction() as connection:
-            rows.create_field_index(connection, index)
-        while True:
-            with self._transaction() as connection:
-                if not rows.fill_field_index(connection, name, batch_size):
-                    return
+        self._declare_index(defined(name, fields, conditions, combine))
+        while self._fill_index(name, batch_size):
+            pass
 
     def drop_index(self, name: str) -> bool:
         """Do without an index from now on, and give its room back. False if there was none."""
-        with self._transaction() as connection:
-            dropped = rows.drop_field_index(connection, name)
-        left = dropped
-        while left:
-            with self._transaction() as connection:
-                left = rows.clear_marks(connection, name, CLEAR_MARKS)
-        return dropped
+        number = self._forget_index(name)
+        while number is not None and self._clear_marks(number):
+            pass
+        return number is not None
 
     def indexes(self) -> list[FieldIndex]:
         """The indexes on fields."""
         with self._reading() as connection:
-            return rows.field_indexes(connection)
+            return [index for _, index in rows.field_indexes(connection)]
 
     def index(self, name: str) -> FieldIndex | None:
         """The index of a name; None: there is none."""
@@ -202,18 +199,40 @@ class SqliteEventStore(Subscribing):
             indexes = rows.field_indexes(connection)
             return [rows.append(connection, append, indexes) for append in appends]
 
+    def _declare_index(self, index: FieldIndex) -> None:
+        with self._transaction() as connection:
+            rows.create_field_index(connection, index)
+
+    def _fill_index(self, name: str, batch_size: int) -> bool:
+        with self._transaction() as connection:
+            return rows.fill_field_index(connection, name, batch_size)
+
+    def _forget_index(self, name: str) -> int | None:
+        with self._transaction() as connection:
+            return rows.drop_field_index(connection, name)
+
+    def _clear_marks(self, number: int) -> bool:
+        with self._transaction() as connection:
+            return rows.clear_marks(connection, number, CLEAR_MARKS)
+
     def _read_after(self, position: int, batch_size: int) -> StoreEvents:
         return self.read(after=position, batch_size=batch_size)
 
     def _read_batch(
-        self, query: Query, after: int, before: int | None, backwards: bool, batch_size: int
+        self, query: Query, after: int, before: int | None, backwards: bool, batch_size: int, max_bytes: int = MAX_BYTES
     ) -> StoreEvents:
-        return self.read(query, after=after, before=before, backwards=backwards, batch_size=batch_size)
+        return self.read(
+            query, after=after, before=before, backwards=backwards, batch_size=batch_size, max_bytes=max_bytes
+        )
 
     def _last_position(self) -> int:
         return self.head()
 
     def _open_cursor(self, name: str, start_after: int) -> int:
+        if not 1 <= len(checked_text(name, "cursor name")) <= MAX_CURSOR_NAME:
+            raise InvalidRequest(f"a cursor name is 1 to {MAX_CURSOR_NAME} characters")
+        if start_after < 0:
+            raise InvalidRequest("a position is not negative")
         with self._transaction() as connection:
             connection.execute("insert into cursor values (?, ?) on conflict do nothing", (name, start_after))
             return int(rows.value(connection, "select position from cursor where name = ?", name))
@@ -245,10 +264,7 @@ class SqliteEventStore(Subscribing):
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         """The one writer, in a transaction that commits at the end."""
         if not self._writing.acquire(timeout=BUSY_SECONDS):
-            raise LogUnavailable(
-                f"somebody has written to the event store for {BUSY_SECONDS:g} s",
-                hint="Does a handler of `process` append to the store whose transaction it is in? Do that after it.",
-            )
+            raise busy()
         try:
             with _translated():
                 self._refuse_closed()
@@ -379,6 +395,14 @@ class SqliteStores:
         if name not in self._stores:
             self._stores[name] = SqliteEventStore(path, name, create=False)
         return self._stores[name]
+
+
+def busy() -> LogUnavailable:
+    """What is told to whoever has waited for the one writer."""
+    return LogUnavailable(
+        f"somebody has written to the event store for {BUSY_SECONDS:g} s",
+        hint="Does a handler of `process` append to the store whose transaction it is in? Do that after it.",
+    )
 
 
 @contextmanager

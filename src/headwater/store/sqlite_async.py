@@ -1,24 +1,65 @@
-"""Event stores on SQLite for programs with an event loop: the same stores, asked in threads, one group at a time."""
+"""Event stores on SQLite for programs with an event loop: the same stores, asked in threads, one group at a time.
+
+Whoever writes waits for its turn in the event loop, and then uses a thread that only writers of this store have. So
+however many wait, there are threads to read with: the handler of a projection, which the others wait for, may need one.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import sqlite3
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from headwater.aio.appending import Verdicts
 from headwater.aio.subscribing import StoreHandler, Subscribing
 from headwater.aio.tailing import StoreEvents
 from headwater.calls import EncodedAppend
 from headwater.deciding import SavedState, SnapshotKey
-from headwater.field_index import Combine, FieldIndex, IndexCondition, Kind
+from headwater.field_index import Combine, FieldIndex, IndexCondition, Kind, defined
 from headwater.query import EVERYTHING, Appended, Condition, Latest, NewStoreEvent, Query, StoreEvent, outcome
-from headwater.store.sqlite import SqliteEventStore, SqliteStores
+from headwater.store.sqlite import SqliteEventStore, SqliteStores, busy
+from headwater.store.sqlite_rows import BUSY_SECONDS
+from headwater.tail import MAX_BYTES
 
 T = TypeVar("T")
+
+
+class Writer:
+    """The one writer of a store: a turn, and a thread."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._turns = 0
+        self._thread = ThreadPoolExecutor(1, "headwater-store")
+
+    async def run(self, act: Callable[..., T], *arguments: Any) -> T:
+        """Do it when it is its turn. LogUnavailable: one has had the turn for too long."""
+        await self._take()
+        try:
+            bound = partial(copy_context().run, act, *arguments)
+            return await asyncio.get_running_loop().run_in_executor(self._thread, bound)
+        finally:
+            self._turn.release()
+
+    async def _take(self) -> None:
+        while True:
+            # To wait for long is no harm while the turn goes round.
+            turns = self._turns
+            try:
+                async with asyncio.timeout(BUSY_SECONDS):
+                    await self._turn.acquire()
+            except TimeoutError:
+                if self._turns == turns:
+                    raise busy() from None
+            else:
+                self._turns += 1
+                return
 
 
 class AsyncSqliteEventStore(Subscribing):
@@ -27,6 +68,7 @@ class AsyncSqliteEventStore(Subscribing):
     def __init__(self, store: SqliteEventStore) -> None:
         super().__init__(store.topic)
         self._store = store
+        self._writer = Writer()
 
     async def append(
         self,
@@ -82,13 +124,16 @@ class AsyncSqliteEventStore(Subscribing):
         batch_size: int = 1000,
     ) -> None:
         """Let queries on all of these fields find their events as by a tag. Appends go on meanwhile."""
-        await asyncio.to_thread(
-            self._store.create_index, name, fields, conditions=conditions, combine=combine, batch_size=batch_size
-        )
+        await self._writer.run(self._store._declare_index, defined(name, fields, conditions, combine))
+        while await self._writer.run(self._store._fill_index, name, batch_size):
+            pass
 
     async def drop_index(self, name: str) -> bool:
         """Do without an index from now on, and give its room back. False if there was none."""
-        return await asyncio.to_thread(self._store.drop_index, name)
+        number = await self._writer.run(self._store._forget_index, name)
+        while number is not None and await self._writer.run(self._store._clear_marks, number):
+            pass
+        return number is not None
 
     async def indexes(self) -> list[FieldIndex]:
         """The indexes on fields."""
@@ -104,34 +149,34 @@ class AsyncSqliteEventStore(Subscribing):
 
     async def save_snapshot(self, key: SnapshotKey, saved: SavedState) -> None:
         """Keep a state for the next decision, unless a later one is kept."""
-        await asyncio.to_thread(self._store.save_snapshot, key, saved)
+        await self._writer.run(self._store.save_snapshot, key, saved)
 
     async def forget_snapshots(self, name: str) -> int:
         """Forget all states of a name, and say how many there were."""
-        return await asyncio.to_thread(self._store.forget_snapshots, name)
+        return await self._writer.run(self._store.forget_snapshots, name)
 
     async def _send(self, appends: Sequence[EncodedAppend]) -> Verdicts:
-        return await asyncio.to_thread(self._store._send, appends)
+        return await self._writer.run(self._store._send, appends)
 
     async def _read_after(self, position: int, batch_size: int) -> StoreEvents:
         return await asyncio.to_thread(self._store._read_after, position, batch_size)
 
     async def _read_batch(
-        self, query: Query, after: int, before: int | None, backwards: bool, batch_size: int
+        self, query: Query, after: int, before: int | None, backwards: bool, batch_size: int, max_bytes: int = MAX_BYTES
     ) -> StoreEvents:
-        return await asyncio.to_thread(self._store._read_batch, query, after, before, backwards, batch_size)
+        return await asyncio.to_thread(self._store._read_batch, query, after, before, backwards, batch_size, max_bytes)
 
     async def _last_position(self) -> int:
         return await self.head()
 
     async def _open_cursor(self, name: str, start_after: int) -> int:
-        return await asyncio.to_thread(self._store._open_cursor, name, start_after)
+        return await self._writer.run(self._store._open_cursor, name, start_after)
 
     async def _find_cursor(self, name: str) -> int | None:
         return await asyncio.to_thread(self._store._find_cursor, name)
 
     async def _move_cursor(self, name: str, from_position: int, to_position: int) -> None:
-        await asyncio.to_thread(self._store._move_cursor, name, from_position, to_position)
+        await self._writer.run(self._store._move_cursor, name, from_position, to_position)
 
     async def _apply(
         self, handler: StoreHandler, events: Sequence[StoreEvent], cursor: str, from_position: int, to_position: int
@@ -142,7 +187,7 @@ class AsyncSqliteEventStore(Subscribing):
             # The transaction is of the thread; the handler runs in the event loop, which is not blocked meanwhile.
             asyncio.run_coroutine_threadsafe(_awaited(handler(connection, handed)), loop).result()
 
-        await asyncio.to_thread(self._store._apply, handle, events, cursor, from_position, to_position)
+        await self._writer.run(self._store._apply, handle, events, cursor, from_position, to_position)
 
     async def _do_upkeep(self) -> None:
         """A file needs none."""
@@ -171,7 +216,9 @@ class AsyncSqliteStores:
     def store(self, name: str) -> AsyncSqliteEventStore:
         """An event store that exists."""
         found = self._blocking.store(name)
-        return self._stores.setdefault(name, AsyncSqliteEventStore(found))
+        if name not in self._stores:
+            self._stores[name] = AsyncSqliteEventStore(found)
+        return self._stores[name]
 
     def stores(self) -> list[str]:
         """The names of the event stores."""

@@ -11,18 +11,31 @@ from heapq import merge
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from headwater.calls import EncodedAppend
 from headwater.errors import CursorMoved, SchemaMismatch
 from headwater.field_index import FieldIndex, conditions_as_json, conditions_from_json, refuse_other
-from headwater.query import Condition, Item, LatestMatchIs, Query, StoreEvent, Verdict, json_of
+from headwater.query import (
+    LAST_POSITION,
+    Condition,
+    Item,
+    LatestMatchIs,
+    Query,
+    StoreEvent,
+    Verdict,
+    json_of,
+    refuse_beyond,
+)
 
-LAST_POSITION = (1 << 63) - 1
+# An index with the number that its marks have.
+Numbered = tuple[int, FieldIndex]
+
 BUSY_SECONDS = 10.0
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 # What says that a file is one of ours ("HWES"), and in which form.
 APPLICATION_ID = 0x48574553
-FORM = 1
+FORM = 2
 
 # Positions count from 1 without a gap: there is one writer, and what is rolled back leaves none.
 TABLES = """
@@ -42,17 +55,19 @@ create table mark (
     position integer not null,
     primary key (mark, position)
 ) strict, without rowid;
--- Fields of the data by which events are found as well: those in the index have a mark, '=', its name and a hash.
--- Events after `fill_to` have it from the start; of the earlier ones, those up to `filled_to`.
+-- Fields of the data by which events are found as well: those in the index have a mark, '=', its id and a hash.
+-- Events after `fill_to` have it from the start; of the earlier ones, those up to `filled_to`. An id never means
+-- another: marks are cleared away after their index is gone.
 create table field_index (
-    name       text    primary key,
+    id         integer primary key autoincrement,
+    name       text    not null unique,
     fields     text    not null,
     kinds      text    not null,
     conditions text    not null,
     combine    text    not null,
     fill_to    integer not null,
     filled_to  integer not null
-) strict, without rowid;
+) strict;
 create table snapshot (
     name       text    not null,
     query_hash text    not null,
@@ -89,7 +104,7 @@ FEW = (
 def connected(path: Path, *, create: bool) -> sqlite3.Connection:
     """A connection to a file of ours. FULL: a commit that was answered survives the loss of power."""
     connection = sqlite3.connect(
-        f"file:{path}?mode={'rwc' if create else 'rw'}",
+        f"file://{quote(bytes(path.absolute()))}?mode={'rwc' if create else 'rw'}",
         uri=True,
         timeout=BUSY_SECONDS,
         isolation_level=None,
@@ -115,7 +130,7 @@ def connected(path: Path, *, create: bool) -> sqlite3.Connection:
     return connection
 
 
-def append(connection: sqlite3.Connection, append: EncodedAppend, indexes: Sequence[FieldIndex]) -> Verdict:
+def append(connection: sqlite3.Connection, append: EncodedAppend, indexes: Sequence[Numbered]) -> Verdict:
     """One append of a group, in the transaction of the group. Its events get the marks of these indexes, too."""
     ids = [event.event_id for event in append.events]
     found = dict(
@@ -160,23 +175,23 @@ def append(connection: sqlite3.Connection, append: EncodedAppend, indexes: Seque
 
 def mark_fields(
     connection: sqlite3.Connection,
-    indexes: Sequence[FieldIndex],
+    indexes: Sequence[Numbered],
     position: int,
     payload: bytes | None,
     content_type: str | None,
 ) -> None:
-    """Give an event the marks of indexes. Those that an index of the same name left behind are as good."""
+    """Give an event the marks of indexes."""
     data = json_of(payload, content_type)
-    marks = [(index.mark(data), position) for index in indexes]
-    connection.executemany("insert or ignore into mark values (?, ?)", [mark for mark in marks if mark[0] is not None])
+    marks = [(index.mark(number, data), position) for number, index in indexes]
+    connection.executemany("insert into mark values (?, ?)", [mark for mark in marks if mark[0] is not None])
 
 
-def field_indexes(connection: sqlite3.Connection) -> list[FieldIndex]:
+def field_indexes(connection: sqlite3.Connection) -> list[Numbered]:
     """The indexes on fields, in the order of their names."""
     found = connection.execute(
-        "select name, fields, filled_to >= fill_to, kinds, conditions, combine from field_index order by name"
+        "select id, name, fields, filled_to >= fill_to, kinds, conditions, combine from field_index order by name"
     )
-    return [_field_index(*row) for row in found]
+    return [(number, _field_index(*row)) for number, *row in found]
 
 
 @lru_cache(maxsize=256)
@@ -187,12 +202,13 @@ def _field_index(name: str, fields: str, ready: int, kinds: str, conditions: str
 
 def create_field_index(connection: sqlite3.Connection, index: FieldIndex) -> None:
     """Declare an index; one of that name that means the same is left as it is."""
-    for known in field_indexes(connection):
+    for _, known in field_indexes(connection):
         if known.name == index.name:
             refuse_other(known, index)
             return
     connection.execute(
-        "insert into field_index values (?, ?, ?, ?, ?, ?, 0)",
+        "insert into field_index (name, fields, kinds, conditions, combine, fill_to, filled_to) "
+        "values (?, ?, ?, ?, ?, ?, 0)",
         (
             index.name,
             json.dumps(index.fields),
@@ -209,7 +225,7 @@ def fill_field_index(connection: sqlite3.Connection, name: str, batch_size: int)
     found = connection.execute("select fill_to, filled_to from field_index where name = ?", (name,)).fetchone()
     if found is None or found[1] >= found[0]:
         return False
-    (index,) = (index for index in field_indexes(connection) if index.name == name)
+    (index,) = (numbered for numbered in field_indexes(connection) if numbered[1].name == name)
     fill_to, filled_to = found
     to = min(filled_to + batch_size, fill_to)
     for position, payload, content_type in connection.execute(
@@ -220,19 +236,18 @@ def fill_field_index(connection: sqlite3.Connection, name: str, batch_size: int)
     return bool(to < fill_to)
 
 
-def drop_field_index(connection: sqlite3.Connection, name: str) -> bool:
-    """Do without an index; whether there was one. Its marks are left behind for `clear_marks`."""
-    return connection.execute("delete from field_index where name = ?", (name,)).rowcount > 0
+def drop_field_index(connection: sqlite3.Connection, name: str) -> int | None:
+    """Do without an index; its number, None if there was none. Its marks are left behind for `clear_marks`."""
+    number: int | None = value(connection, "delete from field_index where name = ? returning id", name)
+    return number
 
 
-def clear_marks(connection: sqlite3.Connection, name: str, batch_size: int) -> bool:
+def clear_marks(connection: sqlite3.Connection, number: int, batch_size: int) -> bool:
     """Clear away some marks of an index that is gone; whether any are left."""
-    if value(connection, "select 1 from field_index where name = ?", name):
-        return False
     cleared = connection.execute(
         "delete from mark where (mark, position) in ("
         "select mark, position from mark where mark >= ? and mark < ? limit ?)",
-        (f"={name}:", f"={name};", batch_size),
+        (f"={number}:", f"={number};", batch_size),
     ).rowcount
     return cleared == batch_size
 
@@ -261,6 +276,7 @@ def positions(
     connection: sqlite3.Connection, query: Query, above: int, before: int | None, backwards: bool
 ) -> Iterator[int]:
     """The positions that match, in order, each once, found as they are asked for."""
+    refuse_beyond(above, before)
     between = {"above": above, "below": LAST_POSITION if before is None else before}
     of_items = [_of_item(connection, item, between, backwards) for item in query.items or (Item(),)]
     return (position for position, _ in groupby(merge(*of_items, reverse=backwards)))
@@ -270,8 +286,8 @@ def _of_item(connection: sqlite3.Connection, item: Item, between: dict[str, int]
     tags = [f"#{tag}" for tag in item.tags]
     if item.fields:
         # An index leads to events as a tag does.
-        ready = (index for index in field_indexes(connection) if index.ready)
-        tags += [mark for index in ready if (mark := index.mark_of_item(item)) is not None]
+        ready = (numbered for numbered in field_indexes(connection) if numbered[1].ready)
+        tags += [mark for number, index in ready if (mark := index.mark_of_item(number, item)) is not None]
     types = [f":{type_}" for type_ in item.types]
     types_are_rarer = False
     if len(tags) + min(len(types), 1) > 1:
@@ -320,9 +336,10 @@ def _event(connection: sqlite3.Connection, position: int) -> StoreEvent:
 
 
 def move_cursor(connection: sqlite3.Connection, name: str, from_position: int, to_position: int) -> None:
-    """Move a cursor on; CursorMoved if it is elsewhere."""
+    """Move a cursor on, never back; CursorMoved if it is elsewhere."""
     moved = connection.execute(
-        "update cursor set position = ? where name = ? and position = ?", (to_position, name, from_position)
+        "update cursor set position = :to where name = :name and position = :from and :to >= :from",
+        {"name": name, "from": from_position, "to": to_position},
     ).rowcount
     if not moved:
         actual = value(connection, "select position from cursor where name = ?", name)

@@ -426,12 +426,23 @@ begin
     if exists (select from jsonb_array_elements(events) as e where e ->> 'type' is null) then
         raise exception 'every event of an event store has a type' using errcode = 'HW002';
     end if;
+    -- (The same in `headwater/query.py`.)
+    if exists (
+        select
+        from jsonb_array_elements(events) as e
+        where jsonb_path_exists(
+            e -> 'data', 'strict $.**{200 to last} ? (@.type() == "array" || @.type() == "object")', silent => true
+        )
+    ) then
+        raise exception 'JSON is up to 200 levels deep' using errcode = 'HW002';
+    end if;
     if condition is not null and (
         jsonb_typeof(condition) <> 'object'
         or not condition ? 'query'
         or exists (select from jsonb_object_keys(condition) as k where k not in ('query', 'after', 'latest'))
         or condition ?& array['after', 'latest']
         or jsonb_typeof(coalesce(condition -> 'after', condition -> 'latest')) not in ('number', 'null')
+        or coalesce(condition ->> 'after', condition ->> 'latest') !~ '^[0-9]{1,18}$'
     ) then
         raise exception 'a condition is a JSON object with a query and a position'
             using errcode = 'HW002',

@@ -58,51 +58,62 @@ create or replace function headwater.field_mark(
     data jsonb
 )
 returns text
-language sql
+language plpgsql
 immutable
-begin atomic
-    select
-        case when count(v.value) filter (where headwater.is_of_kind(v.value, f.kind)) = cardinality(fields) and (
-            conditions = '[]'
-            or (
-                select case when combine = 'or' then bool_or(h.held) else bool_and(h.held) end
-                from jsonb_array_elements(conditions) as c
-                cross join lateral (
-                    select coalesce(
-                        headwater.value_compares(
-                            headwater.field_value(data, c ->> 'field'), c ->> 'operator', c ->> 'value'
-                        ),
-                        false
-                    ) as held
-                ) as h
-            )
-        ) then
-            '=' || index_id || ':' || md5(string_agg(length(v.value) || ':' || v.value, ',' order by f.place))
-        end
-    from unnest(fields, kinds) with ordinality as f (name, kind, place)
-    cross join lateral (select headwater.field_value(data, f.name) as value) as v;
+as $$
+declare
+    value text;
+    joined text;
+begin
+    for i in 1 .. cardinality(fields) loop
+        value := headwater.field_value(data, fields[i]);
+        if value is null or (kinds[i] <> 'text' and not headwater.is_of_kind(value, kinds[i])) then
+            return null;
+        end if;
+        joined := concat_ws(',', joined, length(value) || ':' || value);
+    end loop;
+    if conditions <> '[]' and not coalesce((
+        select case when combine = 'or' then bool_or(h.held) else bool_and(h.held) end
+        from jsonb_array_elements(conditions) as c
+        cross join lateral (
+            select coalesce(
+                headwater.value_compares(headwater.field_value(data, c ->> 'field'), c ->> 'operator', c ->> 'value'),
+                false
+            ) as held
+        ) as h
+    ), false) then
+        return null;
+    end if;
+    return '=' || index_id || ':' || md5(joined);
 end;
+$$;
 
 -- Give events of a store the marks of its indexes. Runs as its owner: whoever publishes may not read what others did.
 create or replace function headwater.mark_fields(topic_id integer, positions bigint[])
 returns void
-language sql
+language plpgsql
 security definer
 set search_path = pg_catalog, pg_temp
-begin atomic
+as $$
+begin
+    -- Each payload is read once, however many indexes there are.
+    with d as materialized (
+        select e.topic_id, e.position, headwater.as_json(e.payload, e.content_type) as data
+        from headwater.event e
+        where e.topic_id = mark_fields.topic_id and e.position = any (positions)
+    )
     insert into headwater.event_mark (topic_id, mark, position)
-    select e.topic_id, m.mark, e.position
-    from headwater.event e
-    join headwater.field_index x on x.topic_id = e.topic_id and not x.dropped
+    select d.topic_id, m.mark, d.position
+    from d
+    join headwater.field_index x on x.topic_id = d.topic_id and not x.dropped
     cross join lateral (
-        select
-            headwater.field_mark(
-                x.id, x.fields, x.kinds, x.conditions, x.combine, headwater.as_json(e.payload, e.content_type)
-            ) as mark
+        select headwater.field_mark(x.id, x.fields, x.kinds, x.conditions, x.combine, d.data) as mark
+        offset 0
     ) as m
-    where e.topic_id = mark_fields.topic_id and e.position = any (positions) and m.mark is not null
+    where m.mark is not null
     on conflict do nothing;
 end;
+$$;
 
 -- Declare an index. From now on appends write its marks; `fill_field_index` writes those of the events before. One of
 -- that name with the same fields is left as it is, with others it is HW002.
@@ -165,6 +176,10 @@ create or replace function headwater.fill_field_index(topic text, name text, bat
 returns boolean
 language plpgsql
 volatile
+-- As the functions that append: a plan for these very positions is made anew for every batch, and looks at more.
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
 as $$
 declare
     store constant headwater.topic := headwater.find_event_store(topic);

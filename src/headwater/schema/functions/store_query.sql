@@ -195,12 +195,15 @@ declare
     item jsonb;
     found_position bigint;
     latest bigint;
+    typed boolean;
     searched boolean;
 begin
     for i in 0 .. greatest(jsonb_array_length(query) - 1, 0) loop
         item := coalesce(query -> i, '{}');
+        -- An empty list asks for as little as none.
+        typed := coalesce(jsonb_array_length(item -> 'types'), 0) > 0;
         searched := false;
-        if jsonb_array_length(item -> 'tags') = 1 and not item ? 'fields' then
+        if jsonb_array_length(item -> 'tags') = 1 and coalesce(item -> 'fields', '{}') = '{}' then
             -- Nearly every condition is of this shape, and few events have the tag. Where many have it and none of the
             -- last has a type, the types may be the better way.
             select m.position into found_position
@@ -215,7 +218,7 @@ begin
                 limit 64
             ) as m
             where
-                not item ? 'types' or exists (
+                not typed or exists (
                     select
                     from jsonb_array_elements_text(item -> 'types') as t (type)
                     join headwater.event_mark n
@@ -223,7 +226,7 @@ begin
                 )
             order by m.position desc
             limit 1;
-            searched := found_position is not null or not item ? 'types' or not exists (
+            searched := found_position is not null or not typed or not exists (
                 select
                 from headwater.event_mark n
                 where
@@ -264,16 +267,33 @@ begin
             or jsonb_typeof(item -> 'types') <> 'array'
             or jsonb_typeof(item -> 'tags') <> 'array'
             or jsonb_typeof(item -> 'fields') <> 'object'
+            -- What no event can have would make a condition true for ever. (The limits of `headwater/query.py`.)
+            or jsonb_path_exists(
+                item,
+                'strict $.types[*] ? (@.type() != "string" || !(@ like_regex "^.{1,200}$" flag "s"))',
+                silent => true
+            )
+            or jsonb_path_exists(
+                item,
+                'strict $.tags[*] ? (@.type() != "string" || !(@ like_regex "^.{1,255}$" flag "s"))',
+                silent => true
+            )
+            or jsonb_path_exists(
+                item,
+                'strict $.fields.* ? (@.type() == "null" || @.type() == "array" || @.type() == "object")',
+                silent => true
+            )
     ) then
         raise exception 'a query is a JSON array of items'
             using errcode = 'HW002',
-                  hint = 'An item is {"types": [...], "tags": [...], "fields": {...}}, each of them optional.';
+                  hint = 'An item is {"types": [...], "tags": [...], "fields": {...}}, each of them optional: '
+                      'types and tags are texts, fields are texts, numbers or booleans.';
     end if;
 end;
 $$;
 
 -- Events of an event store that a query matches, between two positions, both excluded: the first `batch_size`, or with
--- `backwards` the last, newest first; fewer if they come to `max_bytes` of payload, but one whatever its size.
+-- `backwards` the last, newest first; fewer if they come to `max_bytes`, but one whatever its size.
 create or replace function headwater.read_matching(
     topic text,
     query jsonb default '[]',
@@ -313,12 +333,18 @@ begin
         select
             f.*,
             p.place,
-            sum(coalesce(octet_length(f.payload), 0)) over (order by p.place rows unbounded preceding)
-                - coalesce(octet_length(f.payload), 0) as bytes_before
+            sum(s.bytes) over (order by p.place rows unbounded preceding) - s.bytes as bytes_before
         from unnest(found_positions) with ordinality as p (turned, place)
         join headwater.event f on f.topic_id = store.id and f.position = turn * p.turned
+        cross join lateral (
+            -- All of its parts. (The same in `headwater/query.py`.)
+            select
+                coalesce(octet_length(f.payload), 0) + coalesce(octet_length(f.headers::jsonb::text), 0)
+                + coalesce(octet_length(array_to_string(f.tags, '')), 0) + coalesce(octet_length(f.type), 0)
+                + coalesce(octet_length(f.event_id), 0) + coalesce(octet_length(f.content_type), 0) as bytes
+        ) as s
     ) as e
-    where e.bytes_before < max_bytes
+    where e.bytes_before < max_bytes or e.place = 1
     order by e.place;
 end;
 $$;

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from headwater import calls
 from headwater.aio import AsyncHeadwater
 from headwater.aio.store import EventStore
+from headwater.errors import TopicNotFound
 from headwater.server.rpc.names import Names, SharedNames
 from headwater.store import AsyncSqliteEventStore, AsyncSqliteStores
 
@@ -53,7 +54,10 @@ class PostgresBackend(Backend):
     async def store(self, name: str) -> EventStore:
         if name not in self._known:
             # Only what exists is kept in memory, whatever callers may name.
-            await self.log._run(calls.event_store_head(name))
+            if name not in await self.stores():
+                raise TopicNotFound(
+                    f'there is no event store "{name}"', hint="Create it: CreateStore.", detail={"topic": name}
+                )
             self._known.add(name)
         return self.log.store(name)
 

@@ -15,7 +15,6 @@ from contextlib import aclosing, contextmanager
 from typing import Any, Final
 
 import grpc
-import psycopg
 from google.protobuf.descriptor import FileDescriptor, MethodDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
@@ -58,9 +57,9 @@ class Call:
         self.caller.need(action, kind, name)
 
     def patience_seconds(self) -> float:
-        """How long it is worth to wait for a lost database."""
+        """How long it is worth to wait for a lost database. Where the call has a deadline, that comes first, always."""
         left = self._context.time_remaining()
-        return PATIENCE_SECONDS if left is None else min(PATIENCE_SECONDS, left)
+        return PATIENCE_SECONDS if left is None or left > PATIENCE_SECONDS else left + 1.0
 
     def end(self, error: HeadwaterError) -> None:
         """End a stream from our side, after the message that is on its way: no status can be told beside it."""
@@ -216,8 +215,9 @@ def _unary(gate: Gate, function: Unary) -> Callable[[Any, Any], Awaitable[Any]]:
             return await function(request, await gate.call(context))
         except HeadwaterError as error:
             await refuse(context, error)
-        except psycopg.Error as error:
+        except BaseException as error:
             await _refuse_unknown(context, error)
+            raise
 
     return handle
 
@@ -229,8 +229,9 @@ def _streaming(gate: Gate, function: Streaming) -> Callable[[Any, Any], Awaitabl
             await _stream(gate, function, request, call)
         except HeadwaterError as error:
             await refuse(context, error)
-        except psycopg.Error as error:
+        except BaseException as error:
             await _refuse_unknown(context, error)
+            raise
 
     return handle
 
@@ -250,6 +251,9 @@ async def _stream(gate: Gate, function: Streaming, request: Any, call: Call) -> 
         raise call.ended_by from None
 
 
-async def _refuse_unknown(context: Any, error: psycopg.Error) -> None:
+async def _refuse_unknown(context: Any, error: BaseException) -> None:
+    """Tell of a bug of ours that it is one. What only ends the task is none."""
+    if not isinstance(error, Exception) or isinstance(error, grpc.aio.AbortError):
+        return
     logger.error("a call failed", extra={ERROR: str(error)}, exc_info=error)
     await context.abort(grpc.StatusCode.INTERNAL, "something unexpected; it is in the server's log")

@@ -71,8 +71,8 @@ class LogService:
             async for events in batches:
                 for topic in topics:
                     call.need_still("read", "topic", topic)
-                for parcel in messages.parcels(events):
-                    yield pb.FollowResponse(events=map(messages.event_message, parcel))
+                for parcel in messages.parcels(map(messages.event_message, events)):
+                    yield pb.FollowResponse(events=parcel)
 
     async def open_cursor(self, request: pb.OpenCursorRequest, call: Call) -> pb.OpenCursorResponse:
         call.need("read", "group", request.cursor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, TypeVar
 
@@ -24,14 +24,15 @@ from headwater.query import (
 from headwater.server.rpc.generated import headwater_pb2 as pb
 from headwater.server.rpc.statuses import code_for
 
-E = TypeVar("E", Event, StoreEvent)
+M = TypeVar("M", pb.Event, pb.StoreEvent)
 
 MAX_READ: Final = 10_000
 MAX_STREAMED: Final = 1000
 MAX_READ_BYTES: Final = 16_777_216
 # As much of the log is in hand for a follower, who may be slow to take it.
 FOLLOWED_BYTES: Final = 4_194_304
-# A message of a stream is as large as this, or has one event.
+# A message of a stream is as large as this, or has one event. So much is in hand for each subscriber of an event store:
+# there are many, and what one does not take comes from the log again.
 PARCEL_BYTES: Final = 1_048_576
 EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -188,16 +189,19 @@ def refusal(error: HeadwaterError) -> pb.Refusal:
     )
 
 
-def parcels(events: Sequence[E]) -> Iterator[Sequence[E]]:
-    """Events in parcels that fit into a message."""
-    start = size = 0
-    for place, event in enumerate(events):
-        own = len(event.payload or b"") + 100
-        if size + own > PARCEL_BYTES and place > start:
-            yield events[start:place]
-            start, size = place, 0
+def parcels(events: Iterable[M]) -> Iterator[list[M]]:
+    """Events that are messages already, in parcels that fit into a message."""
+    parcel: list[M] = []
+    size = 0
+    for event in events:
+        # Of a message within a message, its tag and its length come beside it.
+        own = event.ByteSize() + 6
+        if parcel and size + own > PARCEL_BYTES:
+            yield parcel
+            parcel, size = [], 0
+        parcel.append(event)
         size += own
-    yield events[start:]
+    yield parcel
 
 
 def _text(value: Mapping[str, Any] | None) -> str | None:

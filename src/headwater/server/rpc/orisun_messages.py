@@ -221,8 +221,17 @@ def _past_space(text: str, at: int) -> int:
     return at
 
 
+def known_number(kind: Any, number: int, what: str) -> None:
+    """Refuse a number that the protocol does not know: who sends it means something that is not done here."""
+    if number not in kind.values():
+        raise InvalidRequest(f"{what} is one of {', '.join(kind.keys())}, not {number}")
+
+
 def index(request: pb.CreateIndexRequest) -> FieldIndex:
     """An index as it is kept. Events are always found by their type, so that is left out: the index has more events."""
+    for value_type in (field.value_type for field in request.fields):
+        known_number(pb.ValueType, value_type, "value_type")
+    known_number(pb.ConditionCombinator, request.condition_combinator, "condition_combinator")
     fields = {field.json_key: KINDS[field.value_type] for field in request.fields}
     conditions = [one for one in request.conditions if one.key != TYPE_KEY]
     either = request.condition_combinator == pb.OR

@@ -10,11 +10,12 @@ from importlib.metadata import version
 from typing import Final
 
 from headwater.errors import AppendConflict, InvalidRequest
-from headwater.query import EVERYTHING
+from headwater.query import EVERYTHING, size_of
 from headwater.server.rpc import orisun_messages as messages
 from headwater.server.rpc.backends import Backend, Store
 from headwater.server.rpc.calling import Call
 from headwater.server.rpc.generated import eventstore_pb2 as pb
+from headwater.server.rpc.messages import PARCEL_BYTES
 from headwater.server.rpc.statuses import NotThere, TooMuch
 
 MAX_COUNT: Final = 10_000
@@ -47,6 +48,7 @@ class OrisunEventStore:
         store = await self._boundary(request.boundary, "read", call)
         if not 1 <= request.count <= MAX_COUNT:
             raise InvalidRequest(f"a count is 1 to {MAX_COUNT}, not {request.count}")
+        messages.known_number(pb.Direction, request.direction, "direction")
         asked = messages.query(request.query)
         if asked is None:
             return pb.GetEventsResponse()
@@ -65,12 +67,16 @@ class OrisunEventStore:
             batch_size=request.count,
             max_bytes=MAX_PAGE_BYTES,
         )
-        if len(events) < request.count and sum(len(event.payload or b"") for event in events) >= MAX_PAGE_BYTES:
+        page = pb.GetEventsResponse(events=map(messages.event, events))
+        # What is no JSON grows by a third on its way.
+        if (len(events) < request.count and sum(map(size_of, events)) >= MAX_PAGE_BYTES) or (
+            len(events) > 1 and page.ByteSize() > MAX_PAGE_BYTES
+        ):
             raise TooMuch(
                 f"{request.count} events are more than fit into a message",
                 hint=f"Ask for {max(len(events) // 2, 1)} at once.",
             )
-        return pb.GetEventsResponse(events=map(messages.event, events))
+        return page
 
     async def get_latest_by_criteria(
         self, request: pb.GetLatestByCriteriaRequest, call: Call
@@ -91,6 +97,7 @@ class OrisunEventStore:
                 after=None if from_end else messages.first_after(request.after_position),
                 from_end=from_end,
                 batch_size=STREAMED,
+                max_bytes=PARCEL_BYTES,
             )
             async with aclosing(batches):  # type: ignore[type-var]
                 async for events in batches:

@@ -124,13 +124,14 @@ class EventStoreService:
                 after=request.after if request.HasField("after") else None,
                 from_end=request.from_end,
                 batch_size=messages.within(request.batch_size, messages.MAX_STREAMED, messages.MAX_STREAMED, "a batch"),
+                max_bytes=messages.PARCEL_BYTES,
                 stop_when_caught_up=request.stop_when_caught_up,
             )
             async with aclosing(batches):  # type: ignore[type-var]
                 async for events in batches:
                     call.need_still("read", "topic", request.store)
-                    for parcel in messages.parcels(events):
-                        yield pb.SubscribeResponse(events=map(messages.store_event_message, parcel))
+                    for parcel in messages.parcels(map(messages.store_event_message, events)):
+                        yield pb.SubscribeResponse(events=parcel)
 
     async def open_store_cursor(self, request: pb.OpenStoreCursorRequest, call: Call) -> pb.OpenCursorResponse:
         call.need("read", "group", request.cursor)
