@@ -23,7 +23,7 @@ from headwater.kafka.wire import ErrorCode, Request
 TOPIC = KafkaTopic(
     1, "t", "sequenced", writable=True, partitions=1, retention=None, max_payload_bytes=10_000_000,
     max_header_bytes=10_000, timestamp_type="CreateTime", compression_type="producer", compacted=False,
-    tombstones_kept=timedelta(days=1), retention_bytes=None, schemas=None,
+    tombstones_kept=timedelta(days=1), retention_bytes=None, schemas=None, deletes=True, settings={},
 )  # fmt: skip
 
 

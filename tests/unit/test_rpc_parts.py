@@ -14,17 +14,15 @@ from hypothesis import strategies as st
 
 pytest.importorskip("grpc")
 
-import grpc
 from grpc_health.v1 import health_pb2
 
-from headwater.access import Access
 from headwater.errors import HeadwaterError, LogUnavailable
 from headwater.model import Event
 from headwater.query import Query, StoreEvent
 from headwater.server import rpc
-from headwater.server.callers import Caller, NotAuthenticated
+from headwater.server.callers import Caller
 from headwater.server.rpc import messages, orisun_messages
-from headwater.server.rpc.calling import Call, Gate, _streaming, _unary
+from headwater.server.rpc.calling import Call
 from headwater.server.rpc.generated import eventstore_pb2 as orisun
 from headwater.server.rpc.generated import headwater_pb2 as pb
 from headwater.server.rpc.names import Names
@@ -160,7 +158,7 @@ class Noting:
 def test_what_is_in_hand_for_a_subscriber_is_about_a_message() -> None:
     async def test() -> None:
         backend: Any = Noting()
-        call = Call(Caller(None, None), None)
+        call = Call(Caller(None, None), None, None)
         async for _ in EventStoreService(backend).subscribe(pb.SubscribeRequest(store="s"), call):
             pass
         assert backend.asked.pop("max_bytes") == messages.PARCEL_BYTES
@@ -194,85 +192,6 @@ def test_a_member_is_cut_out_of_any_object(whole: dict[str, Any], indent: int | 
     cut = orisun_messages.without_member(json.dumps(whole, indent=indent), "eventType")
     whole.pop("eventType", None)
     assert json.loads(cut) == whole
-
-
-class Context:
-    """A call of gRPC, of which is noted how it ended."""
-
-    def __init__(self, *shown: tuple[str, str]) -> None:
-        self.shown = shown
-        self.ended: tuple[Any, str] | None = None
-
-    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
-        return self.shown
-
-    async def send_initial_metadata(self, metadata: Any) -> None:
-        pass
-
-    async def write(self, message: Any) -> None:
-        pass
-
-    async def abort(self, code: Any, details: str, trailing_metadata: Any = ()) -> None:
-        self.ended = (code, details)
-        raise grpc.aio.AbortError
-
-
-@pytest.mark.parametrize("error", [KeyError(9), RuntimeError("secret"), ZeroDivisionError()])
-@pytest.mark.parametrize("around", [_unary, _streaming])
-def test_what_nobody_foresaw_is_a_bug_of_ours_and_told_as_one(around: Any, error: Exception) -> None:
-    async def answer(request: Any, call: Call) -> Any:
-        raise error
-
-    async def answers(request: Any, call: Call) -> Any:
-        yield 1
-        raise error
-
-    async def test() -> None:
-        context = Context()
-        with pytest.raises(grpc.aio.AbortError):
-            await around(Gate(None), answer if around is _unary else answers)(None, context)
-        assert context.ended == (grpc.StatusCode.INTERNAL, "something unexpected; it is in the server's log")
-
-    in_loop(test())
-
-
-class Known:
-    """Accounts of whom one can come in until it cannot."""
-
-    def __init__(self) -> None:
-        self.error: HeadwaterError | None = None
-
-    async def by_key(self, key: str) -> Caller:
-        assert key == "the-key"
-        if self.error is not None:
-            raise self.error
-        return Caller("me", Access(("me",), ()))
-
-    async def by_password(self, name: str, password: str) -> Caller:
-        assert (name, password) == ("me", "secret")
-        return await self.by_key("the-key")
-
-    async def open_session(self, caller: Caller) -> str:
-        return "another"
-
-
-@pytest.mark.parametrize(
-    "shown", [("x-auth-token", "the-key"), ("authorization", "Bearer the-key"), ("authorization", "Basic bWU6c2VjcmV0")]
-)
-def test_a_call_that_goes_on_needs_what_was_shown_to_hold(shown: tuple[str, str]) -> None:
-    async def test() -> None:
-        known: Any = Known()
-        call = await Gate(known).call(Context(shown))
-        await call.need_still("read", "topic", "t")
-        # A database that is lost for a moment ends nothing.
-        known.error = LogUnavailable("gone")
-        await call.need_still("read", "topic", "t")
-        # Another password, and with it the end of every session; or a key that was taken back.
-        known.error = NotAuthenticated("no longer")
-        with pytest.raises(NotAuthenticated):
-            await call.need_still("read", "topic", "t")
-
-    in_loop(test())
 
 
 def test_health_follows_the_database(monkeypatch: pytest.MonkeyPatch) -> None:
