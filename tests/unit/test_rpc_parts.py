@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("grpc")
 
+import grpc
 from grpc_health.v1 import health_pb2
 
 from headwater.errors import HeadwaterError, LogUnavailable
@@ -22,7 +23,7 @@ from headwater.query import Query, StoreEvent
 from headwater.server import rpc
 from headwater.server.callers import Caller
 from headwater.server.rpc import messages, orisun_messages
-from headwater.server.rpc.calling import Call
+from headwater.server.rpc.calling import Call, Gate, _streaming, _unary
 from headwater.server.rpc.generated import eventstore_pb2 as orisun
 from headwater.server.rpc.generated import headwater_pb2 as pb
 from headwater.server.rpc.names import Names
@@ -192,6 +193,46 @@ def test_a_member_is_cut_out_of_any_object(whole: dict[str, Any], indent: int | 
     cut = orisun_messages.without_member(json.dumps(whole, indent=indent), "eventType")
     whole.pop("eventType", None)
     assert json.loads(cut) == whole
+
+
+class Context:
+    """A call of gRPC, of which is noted how it ended."""
+
+    def __init__(self, *shown: tuple[str, str]) -> None:
+        self.shown = shown
+        self.ended: tuple[Any, str] | None = None
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return self.shown
+
+    async def send_initial_metadata(self, metadata: Any) -> None:
+        pass
+
+    async def write(self, message: Any) -> None:
+        pass
+
+    async def abort(self, code: Any, details: str, trailing_metadata: Any = ()) -> None:
+        self.ended = (code, details)
+        raise grpc.aio.AbortError
+
+
+@pytest.mark.parametrize("error", [KeyError(9), RuntimeError("secret"), ZeroDivisionError()])
+@pytest.mark.parametrize("around", [_unary, _streaming])
+def test_what_nobody_foresaw_is_a_bug_of_ours_and_told_as_one(around: Any, error: Exception) -> None:
+    async def answer(request: Any, call: Call) -> Any:
+        raise error
+
+    async def answers(request: Any, call: Call) -> Any:
+        yield 1
+        raise error
+
+    async def test() -> None:
+        context = Context()
+        with pytest.raises(grpc.aio.AbortError):
+            await around(Gate(None), answer if around is _unary else answers)(None, context)
+        assert context.ended == (grpc.StatusCode.INTERNAL, "something unexpected; it is in the server's log")
+
+    in_loop(test())
 
 
 def test_health_follows_the_database(monkeypatch: pytest.MonkeyPatch) -> None:
