@@ -122,7 +122,6 @@ export async function group(name) {
       { name: "Worker", of: (l) => l.worker },
       { name: "Events", kind: "number", of: (l) => number(l.events) },
       { name: "Positions", kind: "wide", of: (l) => `${number(l.first_position)} to ${number(l.last_position)}` },
-      { name: "Claimed", kind: "tight wide", of: (l) => when(l.claimed_at) },
       { name: "Ends", kind: "tight", of: (l) => when(l.expires_at) },
     ], held.leases, { label: "Leases", empty: "Nobody works for this group now." }));
     dead.replaceChildren(
