@@ -130,6 +130,13 @@ def test_an_sql_file_says_in_its_first_line_what_it_is_for(path: Path) -> None:
     assert re.match(r"-- [A-Z].+", path.read_text().splitlines()[0])
 
 
+def test_no_name_of_a_constraint_is_cut() -> None:
+    """Postgres keeps 63 bytes of a name, and these are sentences that people read."""
+    names = [name for path in sql_files() for name in re.findall(r'constraint "([^"]+)"', path.read_text())]
+    assert names
+    assert [name for name in names if len(name.encode()) > 63] == []
+
+
 def test_no_file_is_a_drawer_for_everything() -> None:
     named = [*python_files("src", "tests", "tools"), *sql_files()]
     assert [shown(path) for path in named if NO_NAMES & {path.stem, *path.relative_to(ROOT).parts}] == []

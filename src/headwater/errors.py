@@ -104,7 +104,7 @@ class ProjectionRebuilt(HeadwaterError):
 
 
 class NotAllowed(HeadwaterError):
-    """The database role lacks the right: grant it headwater_publisher, headwater_consumer or headwater_admin."""
+    """Whoever asks lacks the right: an account by a door, or a database role, which is granted one of ours."""
 
 
 class WrongTransaction(HeadwaterError):

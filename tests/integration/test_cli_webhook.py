@@ -90,7 +90,7 @@ def test_a_webhook_without_its_group_leaves_it_and_says_so(run: Any, log: headwa
 
 def test_what_is_wrong_is_said_with_its_code(run: Any, topic: str) -> None:
     refused = run("create", topic, "file:///etc/passwd", "--topic", topic)
-    assert (refused.exit_code, refused.stderr.startswith("error: a url is http")) == (3, True)
+    assert (refused.exit_code, refused.stderr.startswith("error: a url is http(s)://, a host without")) == (3, True)
     assert run("create", topic, "https://a.example/", "--topic", f"no-{topic}").exit_code == 4
     assert run("update", topic, "--url", "https://a.example/").exit_code == 4
     assert run("update", topic, "--header", "a=b", "--no-headers").exit_code == 2

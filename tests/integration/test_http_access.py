@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -202,13 +203,43 @@ def test_an_account_does_what_it_may_and_no_more(
     assert {(p["action"], p["name"]) for p in mine["permissions"]} >= {("read", "mailer"), ("create", "w")}
 
 
+def test_who_may_see_few_schedules_sees_them_though_others_have_many(
+    as_: Callable[[str | None], httpx.Client], log: headwater.Headwater
+) -> None:
+    due = datetime(2999, 1, 1, tzinfo=UTC)
+    for _ in range(3):
+        log.schedule("secrets", "hush", deliver_at=due)
+    log.schedule("orders", "mine", deliver_at=due + timedelta(days=1))
+    shown = as_("shop").get("/v1/schedules?limit=2").json()["schedules"]
+    assert [one["topic"] for one in shown] == ["orders"]
+    assert as_("shop").get("/v1/schedules?topic=secrets").json()["schedules"] == []
+    assert len(as_("root").get("/v1/schedules?limit=3").json()["schedules"]) == 3
+
+
+def test_of_two_who_make_the_same_account_the_second_is_refused(
+    as_: Callable[[str | None], httpx.Client], address: str
+) -> None:
+    root = as_("root")
+
+    def make(password: str) -> int:
+        return root.post("/v1/accounts", json={"name": "twin", "password": password}).status_code
+
+    passwords = [f"password {n}" for n in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        codes = list(threads.map(make, passwords))
+    assert sorted(codes) == [201, 409, 409, 409]
+    # The password is that of who was told that it was made.
+    with httpx.Client(base_url=address, auth=("twin", passwords[codes.index(201)])) as twin:
+        assert twin.get("/v1/me").json()["account"] == "twin"
+
+
 def test_accounts_and_keys_are_kept_by_administrators_and_nothing_secret_is_told(
     as_: Callable[[str | None], httpx.Client], address: str, log: headwater.Headwater
 ) -> None:
     root = as_("root")
     before = log.state().drawn
     assert root.post("/v1/accounts", json={"name": "new", "password": PASSWORD}).status_code == 201
-    assert root.post("/v1/accounts", json={"name": "new", "password": "other"}).status_code == 400
+    assert root.post("/v1/accounts", json={"name": "new", "password": "other"}).status_code == 409
     assert root.post("/v1/accounts", json={"name": "*", "password": "x"}).status_code == 400
     given = {"action": "write", "kind": "topic", "name": "orders"}
     assert root.post("/v1/accounts/new/permissions", json=given).status_code == 201
@@ -268,7 +299,11 @@ def test_a_session_is_for_the_console_and_for_no_other_site(
         cookie = signed_in.headers["set-cookie"]
         assert "HttpOnly" in cookie
         assert "SameSite=strict" in cookie
-        assert browser.get("/v1/me").json()["account"] == "shop"
+        mine = browser.get("/v1/me")
+        assert mine.json()["account"] == "shop"
+        # It lasts from its last use: so does the cookie.
+        assert mine.headers["set-cookie"] == cookie
+        assert "Max-Age=86400" in cookie
         body = {"data": 1}
         path = "/v1/topics/orders/events"
         # Neither a form of another site nor a program with the cookie alone.

@@ -17,7 +17,9 @@ import pytest
 
 import headwater
 from headwater import calls
+from headwater.errors import LogUnavailable
 from headwater.server.door import Limits
+from headwater.server.http.registry import _refused as refused_by_registry
 from http_server import http_door, http_process
 
 MAX_BODY = 1024 * 1024
@@ -481,6 +483,25 @@ def test_a_dry_run_of_deleting_a_subscription_counts_what_it_has_yet_to_get(
     }
     assert http.delete(path).json() == {**would, "deleted": True}
     problem(http.delete(f"{path}?dry_run=true"), 404, "GroupNotFound")
+
+
+def test_numbers_of_thousands_of_digits_are_refused_by_the_registry(http: httpx.Client) -> None:
+    for digits in ("00000000001" + "0" * 5000, "9" * 5000, "1" * 21):
+        assert http.get(f"/registry/schemas/ids/{digits}").status_code == 404
+        assert http.get(f"/registry/subjects/x/versions/{digits}").status_code == 422
+
+
+def test_without_a_database_the_registry_says_so() -> None:
+    for error in (LogUnavailable("gone"), psycopg.OperationalError("gone")):
+        assert refused_by_registry(error).status_code == 503
+
+
+def test_every_route_with_a_body_is_described_with_what_its_body_may_be_refused_for(http: httpx.Client) -> None:
+    described = http.get("/openapi.json").json()["paths"]
+    with_body = [route for methods in described.values() for route in methods.values() if "requestBody" in route]
+    assert len(with_body) > 25
+    for route in with_body:
+        assert {"413", "415", "504"} <= route["responses"].keys(), route["operationId"]
 
 
 def test_a_claim_waits_for_something_to_do(http: httpx.Client, log: headwater.Headwater, topic: str) -> None:

@@ -74,6 +74,18 @@ def test_a_server_delivers_what_is_bound_signed_by_the_secret_that_it_told_once(
     assert not [one for one in noted if secret in str(one) or raw.hex() in str(one)]
 
 
+def test_a_token_in_a_url_is_not_written_down(http: httpx.Client, log: headwater.Headwater, topic: str) -> None:
+    url = "https://a.example/hooks?token=hush#hush"
+    assert (
+        http.post("/v1/webhooks", json={"name": topic, "url": url, "bindings": [{"topic": topic}]}).status_code == 201
+    )
+    assert http.patch(f"/v1/webhooks/{topic}", json={"url": f"{url}-2"}).json()["url"] == f"{url}-2"
+    http.delete(f"/v1/webhooks/{topic}")
+    told = [event.data["detail"] for event in log.read("headwater.audit") if event.data["subject"] == topic]
+    assert [one.get("url") for one in told] == ["https://a.example/hooks", "https://a.example/hooks", None]
+    assert "hush" not in str(told)
+
+
 def test_what_cannot_be_a_webhook_leaves_no_group_behind(http: httpx.Client, log: headwater.Headwater) -> None:
     for url in ("ftp://a.example/", "https://user:secret@a.example/", "not a url"):
         refused = http.post("/v1/webhooks", json={"name": "refused", "url": url})

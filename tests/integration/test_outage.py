@@ -9,7 +9,30 @@ import pytest
 from psycopg import conninfo
 
 from headwater import aio, calls
+from headwater.server import metrics
 from http_server import free_port
+
+
+async def lose(log: aio.AsyncHeadwater, monkeypatch: pytest.MonkeyPatch, dsn: str) -> None:
+    """From now on nobody is where Postgres was."""
+    monkeypatch.setattr(log._pool, "conninfo", conninfo.make_conninfo(dsn, host="127.0.0.1", port=free_port()))
+    async with log.connection() as connection:
+        await connection.close()
+
+
+def test_a_server_that_is_not_there_is_told_from_one_that_does_not_answer(
+    dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def look() -> list[metrics.Check]:
+        async with await aio.connect(dsn, pool_size=1) as log:
+            await lose(log, monkeypatch, dsn)
+            return await metrics.readiness(log)
+
+    # Whatever else is slow here, it is not waited for.
+    monkeypatch.setattr(metrics, "ASK_SECONDS", 60)
+    (check,) = asyncio.run(asyncio.wait_for(look(), 120))
+    assert not check.ok
+    assert "refused" in check.message
 
 
 def test_after_a_long_outage_postgres_is_found_as_soon_as_after_a_short_one(
@@ -34,9 +57,7 @@ def test_after_a_long_outage_postgres_is_found_as_soon_as_after_a_short_one(
 
             monkeypatch.setattr(psycopg_pool.pool_async, "monotonic", lambda: now)
             monkeypatch.setattr(pool, "schedule_task", at_once)
-            monkeypatch.setattr(pool, "conninfo", conninfo.make_conninfo(dsn, host="127.0.0.1", port=free_port()))
-            async with log.connection() as connection:
-                await connection.close()
+            await lose(log, monkeypatch, dsn)
             # Ten minutes by the pool's clock.
             await passed.wait()
             monkeypatch.setattr(pool, "conninfo", dsn)

@@ -171,7 +171,7 @@ class Publishing(Shell):
 
     async def scheduled(self, topic: str | None = None, *, batch_size: int = 100) -> list[Scheduled]:
         """The events that wait for their time, the next one first."""
-        return await self._run(calls.scheduled(topic=topic, batch_size=batch_size))
+        return await self._run(calls.scheduled(topics=None if topic is None else [topic], batch_size=batch_size))
 
     async def cancel_scheduled(self, schedule_id: int, *, connection: AsyncConnection[Any] | None = None) -> bool:
         """Take back a scheduled event; False if it is in the log already."""

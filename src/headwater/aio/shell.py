@@ -99,6 +99,14 @@ class Shell:
                 raise
             raise ours from error
 
+    async def knock(self) -> None:
+        """Raise LogUnavailable, with the reason, if Postgres takes no new connection."""
+        try:
+            async with await AsyncConnection.connect(str(self._pool.conninfo), application_name="headwater"):
+                pass
+        except psycopg.OperationalError as error:
+            raise LogUnavailable(f"no connection to Postgres: {error}".strip()) from error
+
     async def _run(
         self, call: Call[T], connection: AsyncConnection[Any] | None = None, *, tries: int = DEADLOCKED_TRIES
     ) -> T:

@@ -111,12 +111,14 @@ def schedule(
     )
 
 
-def scheduled(*, topic: str | None = None, batch_size: int = 100) -> Call[list[Scheduled]]:
+def scheduled(*, topics: Sequence[str] | None = None, batch_size: int = 100) -> Call[list[Scheduled]]:
+    """The events of these topics, or of all, that wait for their time."""
+    names = None if topics is None else list(topics)
     return Call(
         "select s.id, s.due_at, t.name, s.key, s.type, s.event_id "
         "from headwater.scheduled s join headwater.topic t on t.id = s.topic_id "
-        "where %s::text is null or t.name = %s order by s.due_at, s.id limit %s",
-        (topic, topic, batch_size),
+        "where %s::text[] is null or t.name = any (%s::text[]) order by s.due_at, s.id limit %s",
+        (names, names, batch_size),
         lambda rows: [Scheduled(*row) for row in rows],
     )
 

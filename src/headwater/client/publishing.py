@@ -172,7 +172,7 @@ class Publishing(Shell):
 
     def scheduled(self, topic: str | None = None, *, batch_size: int = 100) -> list[Scheduled]:
         """The events that wait for their time, the next one first."""
-        return self._run(calls.scheduled(topic=topic, batch_size=batch_size))
+        return self._run(calls.scheduled(topics=None if topic is None else [topic], batch_size=batch_size))
 
     def cancel_scheduled(self, schedule_id: int, *, connection: Connection[Any] | None = None) -> bool:
         """Take back a scheduled event; False if it is in the log already."""

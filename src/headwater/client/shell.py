@@ -98,6 +98,14 @@ class Shell:
                 raise
             raise ours from error
 
+    def knock(self) -> None:
+        """Raise LogUnavailable, with the reason, if Postgres takes no new connection."""
+        try:
+            with Connection.connect(str(self._pool.conninfo), application_name="headwater"):
+                pass
+        except psycopg.OperationalError as error:
+            raise LogUnavailable(f"no connection to Postgres: {error}".strip()) from error
+
     def _run(self, call: Call[T], connection: Connection[Any] | None = None, *, tries: int = DEADLOCKED_TRIES) -> T:
         if time.monotonic() > self._look_at:
             self._refuse_newer(connection)

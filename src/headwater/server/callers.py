@@ -38,6 +38,10 @@ class NotAuthenticated(HeadwaterError):
     """Nobody known calls: send the name and password of an account, or an API key."""
 
 
+class AccountExists(HeadwaterError):
+    """An account has that name already."""
+
+
 class TooManyRequests(HeadwaterError):
     """More than one caller may send: slow down, and try again."""
 

@@ -27,6 +27,7 @@ from headwater.telemetry import ERROR, METRICS, SCRAPES_FAILED, logger
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 CACHE_SECONDS: Final = 1.0
 ASK_SECONDS: Final = 5.0
+SOON_SECONDS: Final = 0.5
 # Upkeep runs once a minute wherever anything consumes.
 MAINTENANCE_SECONDS: Final = 600.0
 OLD_PUBLISHER_SECONDS: Final = 300.0
@@ -123,8 +124,7 @@ async def readiness(log: AsyncHeadwater) -> list[Check]:
     answers = Check("database", True, "the database answers")
     try:
         async with asyncio.timeout(ASK_SECONDS):
-            schema.refuse_misfit(await log.run(calls.installed(), patience_seconds=0))
-            health = await log.health()
+            health = await _health(log)
     except SchemaMismatch as error:
         return [answers, Check("schema", False, error.message, error.hint)]
     except (HeadwaterError, psycopg.Error, TimeoutError) as error:
@@ -137,6 +137,23 @@ async def readiness(log: AsyncHeadwater) -> list[Check]:
         Check("schema", True, f"the schema fits Headwater {schema.VERSION}"),
         *_judged(health),
     ]
+
+
+async def _health(log: AsyncHeadwater) -> LogHealth:
+    async def ask() -> LogHealth:
+        schema.refuse_misfit(await log.run(calls.installed(), patience_seconds=0))
+        return await log.health()
+
+    asking = asyncio.create_task(ask())
+    try:
+        await asyncio.wait([asking], timeout=SOON_SECONDS)
+        if not asking.done():
+            # A pool waits for a server that is not there as for one that is slow. Whoever knocks is told at once.
+            await log.knock()
+        return await asking
+    finally:
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
 
 
 def _judged(health: LogHealth) -> list[Check]:

@@ -29,7 +29,7 @@ create table headwater.kafka_topic (
         check (timestamp_type in ('CreateTime', 'LogAppendTime')),
     -- With what fetched records are packed; stored they are one by one. `producer` is as good as none here.
     compression_type text    not null default 'producer'
-        constraint "compression.type is producer, uncompressed, gzip, snappy, lz4 or zstd"
+        constraint "compression: producer, uncompressed, gzip, snappy, lz4 or zstd"
         check (compression_type in ('producer', 'uncompressed', 'gzip', 'snappy', 'lz4', 'zstd')),
     -- Of events with one key in one lane only the newest is kept.
     compacted        boolean not null default false,
@@ -184,7 +184,7 @@ create table headwater.permission (
     account  text    not null
         constraint "an account name is 1 to 200 characters" check (length(account) between 1 and 200),
     action   text    not null
-        constraint "an action is read, write, create, delete, alter, describe or all"
+        constraint "actions are read, write, create, delete, alter, describe, all"
         check (action in ('read', 'write', 'create', 'delete', 'alter', 'describe', 'all')),
     kind     text    not null
         constraint "a permission is for a topic, a group, a transaction or the log"

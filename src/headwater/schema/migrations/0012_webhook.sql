@@ -9,7 +9,7 @@ create table headwater.webhook (
     -- Begins the id of everything that is sent, so that ids of two logs never meet at one receiver.
     uid              uuid        not null default gen_random_uuid(),
     url              text        not null
-        constraint "a url is http:// or https://, a host without a user, and up to 2000 characters of plain ASCII" check (
+        constraint "a url is http(s)://, a host without a user, up to 2000 of ASCII" check (
             length(url) <= 2000
             and url ~ '^https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~%-]+)(:[0-9]{1,5})?([/?#][!-~]*)?$'
             and coalesce(substring(url from '^https?://[^/?#]*:([0-9]{1,5})(?:[/?#]|$)')::integer, 1) between 1 and 65535

@@ -13,9 +13,9 @@ from headwater import access
 from headwater.access import Permission
 from headwater.calls import access as calls
 from headwater.errors import InvalidRequest
-from headwater.server.callers import SESSION, NotAuthenticated
+from headwater.server.callers import AccountExists, NotAuthenticated
 from headwater.server.http import answers
-from headwater.server.http.gate import SESSION_COOKIE, session_of
+from headwater.server.http.gate import SESSION_COOKIE, session_cookie, session_of
 from headwater.server.http.problems import NotThere
 from headwater.server.http.rights import caller_of, decides, needs
 from headwater.server.http.served import answer, problems, router, served
@@ -71,15 +71,7 @@ async def sign_in(request: Request, body: SignIn) -> Response:
         status=201,
     )
     if key is not None:
-        response.set_cookie(
-            SESSION_COOKIE,
-            key,
-            max_age=int(SESSION.total_seconds()),
-            httponly=True,
-            samesite="strict",
-            secure=request.url.scheme == "https",
-            path="/",
-        )
+        response.headers["set-cookie"] = session_cookie(key, secure=request.url.scheme == "https")
     return response
 
 
@@ -132,11 +124,11 @@ async def create_account(request: Request, body: AccountToCreate) -> Response:
     """Make an account. One that is there is left as it is."""
     log = served(request).log
     _refuse_everybody(body.name)
-    if body.name in await _accounts(request):
-        raise InvalidRequest(f"there is an account {body.name} already", hint="PATCH changes its password.")
     kept = await asyncio.to_thread(access.verifiers, body.password, os.urandom(16))
     detail = {"administrator": body.administrator}
     async with log.audited(caller_of(request).account, "account.create", body.name, detail) as connection:
+        if not await log.run(calls.account_is_free(body.name), connection=connection):
+            raise AccountExists(f"there is an account {body.name} already", hint="PATCH changes its password.")
         call = calls.set_account(body.name, kept, administrator=body.administrator)
         await log.run(call, connection=connection)
     await _refreshed(request)

@@ -179,7 +179,6 @@ class HeldLease(BaseModel):
     first_position: int
     last_position: int
     events: int
-    claimed_at: Time | None
     expires_at: Time
 
 

@@ -39,7 +39,7 @@ from headwater.server.http.problems import (
     unexpected,
 )
 from headwater.server.http.rights import right_of
-from headwater.server.http.served import Served
+from headwater.server.http.served import MEANS, Served
 
 # A router of another module is one line here. Its routes state their rights as all others do.
 ROUTERS: Final[tuple[APIRouter, ...]] = (
@@ -85,6 +85,12 @@ def document(app: FastAPI) -> dict[str, Any]:
             for method in route.methods or ():
                 described_route = found["paths"][route.path][method.lower()]
                 described_route["x-headwater-right"] = right
+                if "requestBody" in described_route:
+                    # The gate reads every body, and bounds it.
+                    described_route["responses"] |= {
+                        str(status): {**described_route["responses"]["400"], "description": MEANS[status]}
+                        for status in (413, 415)
+                    }
                 described_route["operationId"] = route.name
     found["components"]["securitySchemes"] = {
         "password": {"type": "http", "scheme": "basic"},

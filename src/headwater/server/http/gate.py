@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headwater.errors import HeadwaterError
 from headwater.server.buckets import Buckets
-from headwater.server.callers import Caller, Callers, NotAuthenticated, TooManyRequests
+from headwater.server.callers import SESSION, Caller, Callers, NotAuthenticated, TooManyRequests
 from headwater.server.door import Limits, Opening
 from headwater.server.http.problems import (
     BodyTooLarge,
@@ -33,6 +33,7 @@ from headwater.server.http.protocol import CONNECTION
 from headwater.server.http.rights import CALLER
 
 SESSION_COOKIE: Final = "headwater_session"
+SESSION_KEY: Final = "headwater.session"
 # A page of another site cannot send it, unless this server allowed that, which it never does.
 OWN_HEADER: Final = b"x-headwater-console"
 SAFE: Final = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -77,6 +78,10 @@ class Gate:
                         # What follows is the client's pace, and live streams never end.
                         clock.reschedule(None)
                         message["headers"] = [*message.get("headers", ()), *_HEADERS]
+                        if SESSION_KEY in scope:
+                            # It lasts from its last use, and so must its cookie.
+                            cookie = session_cookie(scope[SESSION_KEY], secure=scope["scheme"] == "https")
+                            message["headers"].append((b"set-cookie", cookie.encode()))
                     await send(message)
 
                 headers = dict(scope["headers"])
@@ -149,7 +154,9 @@ class Gate:
                 "a session is for the console",
                 hint="Send the header X-Headwater-Console, or use an API key instead of the session.",
             )
-        return await self._callers.by_key(key)
+        caller = await self._callers.by_key(key)
+        scope[SESSION_KEY] = key
+        return caller
 
     async def _bounded(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive) -> Receive:
         """The body, read whole: nothing is done with a part of a request."""
@@ -189,6 +196,13 @@ class Gate:
         return BodyTooLarge(
             f"a request has up to {most} bytes", hint="Send fewer events at once.", detail={"limit": most}
         )
+
+
+def session_cookie(key: str, *, secure: bool) -> str:
+    """The cookie of a session, for as long as one lasts that is not used."""
+    lasts = int(SESSION.total_seconds())
+    cookie = f"{SESSION_COOKIE}={key}; HttpOnly; Max-Age={lasts}; Path=/; SameSite=strict"
+    return f"{cookie}; Secure" if secure else cookie
 
 
 def session_of(headers: dict[bytes, bytes]) -> str | None:

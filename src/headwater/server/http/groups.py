@@ -51,7 +51,7 @@ def _lease(group: str, token: int) -> Lease:
 
 async def _overview(request: Request, name: str) -> tuple[GroupOverview, str]:
     log = served(request).log
-    kinds = {one.name: one.kind for one in await log.run(overview.group_lags())}
+    kinds = {one.name: one.kind for one in await log.run(overview.group_lags(), patience_seconds=5)}
     for group in await log.groups():
         if group.name == name:
             return group, kinds.get(name, "queue")
@@ -80,7 +80,7 @@ def _shown(group: GroupOverview, kind: str, settings: Group | None = None) -> di
 async def list_groups(request: Request) -> Response:
     """Every group with how far it has come."""
     log, caller = served(request).log, caller_of(request)
-    kinds = {one.name: one.kind for one in await log.run(overview.group_lags())}
+    kinds = {one.name: one.kind for one in await log.run(overview.group_lags(), patience_seconds=5)}
     found = [group for group in await log.groups() if caller.may("describe", "group", group.name)]
     return answer({"groups": [_shown(group, kinds.get(group.name, "queue")) for group in found]})
 
@@ -404,7 +404,7 @@ async def unbind(
 async def list_leases(request: Request, group: GroupName) -> Response:
     """The leases that are out."""
     found = await served(request).log.run(overview.leases(group), patience_seconds=5)
-    return answer({"leases": [{**asdict(one), "token": str(one.token), "claimed_at": None} for one in found]})
+    return answer({"leases": [{**asdict(one), "token": str(one.token)} for one in found]})
 
 
 @routes.get(

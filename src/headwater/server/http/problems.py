@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from headwater import errors
 from headwater.errors import HeadwaterError, InvalidRequest, LogUnavailable
-from headwater.server.callers import NotAuthenticated, TooManyRequests
+from headwater.server.callers import AccountExists, NotAuthenticated, TooManyRequests
 from headwater.telemetry import ERROR, logger
 
 PROBLEM: Final = "application/problem+json"
@@ -72,6 +72,7 @@ STATUS: Final[Mapping[type[HeadwaterError], int]] = {
     WrongMethod: 405,
     errors.TopicExists: 409,
     errors.GroupExists: 409,
+    AccountExists: 409,
     errors.CursorMoved: 409,
     errors.AppendConflict: 409,
     errors.LeaseLost: 409,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Final
 
@@ -19,15 +20,19 @@ from headwater.errors import (
     IncompatibleSchema,
     InvalidRequest,
     InvalidSchema,
+    LogUnavailable,
     NotAllowed,
     SchemaInUse,
+    SchemaMismatch,
     SchemaNotDeleted,
     SchemaNotFound,
+    TransactionAborted,
 )
 from headwater.registering import PATIENCE_SECONDS, carry_out
 from headwater.registry import LEVELS
 from headwater.schemas import AVRO, PROTOBUF, TYPES, Reference, Schema
 from headwater.server.callers import NotAuthenticated
+from headwater.server.http.problems import TookTooLong, from_postgres
 from headwater.server.http.rights import caller_of
 from headwater.server.http.served import served
 from headwater.telemetry import ERROR, logger
@@ -37,6 +42,8 @@ CONTENT_TYPE: Final = "application/vnd.schemaregistry.v1+json"
 MAX_BODY_BYTES: Final = 2 * 1024 * 1024
 MAX_REFERENCES: Final = 100
 MAX_LISTED: Final = 10_000
+# Python reads no number of some thousand digits.
+_NUMBER: Final = re.compile(r"[0-9]{1,20}")
 
 
 class Refusal(Exception):
@@ -57,8 +64,11 @@ _CODES: Final[Mapping[type[BaseException], tuple[int, int]]] = {
     InvalidRequest: (422, 422),
     NotAuthenticated: (401, 40101),
     NotAllowed: (403, 40301),
+    LogUnavailable: (503, 50301),
+    TransactionAborted: (503, 50301),
+    SchemaMismatch: (503, 50301),
+    TookTooLong: (504, 50401),
     HeadwaterError: (500, 50001),
-    psycopg.Error: (500, 50001),
 }
 
 
@@ -69,6 +79,8 @@ def _answered(content: Any, status: int = 200) -> Response:
 def _refused(error: HeadwaterError | psycopg.Error | Refusal) -> Response:
     if isinstance(error, Refusal):
         return _answered({"error_code": error.code, "message": str(error)}, error.status)
+    if isinstance(error, psycopg.Error):
+        error = from_postgres(error)
     status, code = next(_CODES[kind] for kind in type(error).__mro__ if kind in _CODES)
     if status == 500:
         logger.error("registry failed", extra={ERROR: str(error)})
@@ -214,13 +226,13 @@ def _version_of(text: str) -> int | None:
     """The number of a version; None: the latest."""
     if text in ("latest", "-1"):
         return None
-    if not text.isascii() or not text.isdecimal() or not 1 <= int(text[:12]) < 2**31:
+    if _NUMBER.fullmatch(text) is None or not 1 <= int(text) < 2**31:
         raise Refusal(422, 42202, f"The specified version '{text}' is not a valid version id: a number, or latest.")
     return int(text)
 
 
 def _id_of(text: str) -> int:
-    if not text.isascii() or not text.isdecimal() or int(text[:12]) >= 2**31:
+    if _NUMBER.fullmatch(text) is None or int(text) >= 2**31:
         raise _no_schema(text[:20])
     return int(text)
 

@@ -68,7 +68,7 @@ class StrictRoute(APIRoute):
         return strictly
 
 
-_MEANS: Final = {
+MEANS: Final = {
     400: "What was asked cannot be: fix the caller.",
     401: "Say who you are: Basic, or Bearer with an API key.",
     403: "The account lacks the right.",
@@ -87,8 +87,8 @@ _MEANS: Final = {
 def problems(*more: int) -> dict[int | str, dict[str, Any]]:
     """The answers of a route that are problems: those of all, and more."""
     return {
-        status: {"description": _MEANS[status], "model": Problem, "content": {PROBLEM: {}}}
-        for status in sorted({400, 401, 403, 422, 429, 503, *more})
+        status: {"description": MEANS[status], "model": Problem, "content": {PROBLEM: {}}}
+        for status in sorted({400, 401, 403, 422, 429, 503, 504, *more})
     }
 
 

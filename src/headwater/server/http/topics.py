@@ -43,7 +43,7 @@ def _shown(topic: model.TopicOverview, stores: frozenset[str]) -> dict[str, Any]
 async def list_topics(request: Request) -> Response:
     """Every topic with what it holds."""
     log, caller = served(request).log, caller_of(request)
-    stores = await log.run(overview.event_stores())
+    stores = await log.run(overview.event_stores(), patience_seconds=5)
     found = [topic for topic in await log.topics() if caller.may("describe", "topic", topic.name)]
     return answer({"topics": [_shown(topic, stores) for topic in found]})
 
@@ -135,7 +135,7 @@ async def change_topic(request: Request, topic: TopicName, body: TopicChanges) -
 async def delete_topic(request: Request, topic: TopicName, dry_run: DryRun = False) -> Response:
     """Delete a topic with its events."""
     log = served(request).log
-    held = await log.run(overview.topic_contents(topic))
+    held = await log.run(overview.topic_contents(topic), patience_seconds=5)
     if not dry_run:
         detail = {"last_position": held.last_position}
         async with log.audited(caller_of(request).account, "topic.delete", topic, detail) as connection:
@@ -145,7 +145,7 @@ async def delete_topic(request: Request, topic: TopicName, dry_run: DryRun = Fal
 
 async def _one(request: Request, name: str, beside: Mapping[str, Any] | None = None, *, status: int = 200) -> Response:
     log = served(request).log
-    stores = await log.run(overview.event_stores())
+    stores = await log.run(overview.event_stores(), patience_seconds=5)
     for topic in await log.topics():
         if topic.name == name:
             return answer({**_shown(topic, stores), **(beside or {})}, status=status)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from fastapi import Request
@@ -32,6 +33,11 @@ from headwater.server.webhooks import send_test
 routes = router("webhooks")
 
 
+def _told(url: str) -> str:
+    """A URL as the record of what was done has it: what comes after its path may be a secret."""
+    return re.split("[?#]", url, maxsplit=1)[0]
+
+
 def _shown(webhook: Webhook) -> dict[str, Any]:
     return {name: getattr(webhook, name) for name in WebhookAnswer.model_fields}
 
@@ -53,7 +59,7 @@ async def create_webhook(request: Request, body: WebhookToMake) -> Response:
     """Send events to a URL, by a queue group of the webhook's name. Without bindings, everything goes there."""
     log = served(request).log
     settings = body.model_dump(exclude={"name", "url", "bindings", "from_end"})
-    told = {"url": body.url, "bindings": [one.model_dump(exclude_unset=True) for one in body.bindings]}
+    told = {"url": _told(body.url), "bindings": [one.model_dump(exclude_unset=True) for one in body.bindings]}
     async with log.audited(caller_of(request).account, "webhook.create", body.name, told) as connection:
         made = await log.create_webhook(body.name, body.url, from_end=body.from_end, connection=connection, **settings)
         for one in body.bindings or [BindingToMake()]:
@@ -92,6 +98,8 @@ async def change_webhook(request: Request, webhook: WebhookName, body: WebhookCh
     changes = body.model_dump(exclude_unset=True)
     # What is sent along may be a secret.
     told = {name: value for name, value in changes.items() if name != "headers"}
+    if body.url is not None:
+        told["url"] = _told(body.url)
     async with log.audited(caller_of(request).account, "webhook.alter", webhook, told) as connection:
         return answer(_shown(await log.alter_webhook(webhook, connection=connection, **changes)))
 

@@ -13,11 +13,11 @@ from headwater.access import Permission
 from headwater.aio import AsyncHeadwater
 from headwater.calls import access as calls
 from headwater.errors import HeadwaterError, InvalidRequest, NotAllowed, TopicNotFound
-from headwater.server.callers import Callers, NotAuthenticated
+from headwater.server.callers import AccountExists, Callers, NotAuthenticated
 from headwater.server.rpc.backends import Backend
 from headwater.server.rpc.calling import Call
 from headwater.server.rpc.generated import eventstore_pb2 as pb
-from headwater.server.rpc.statuses import AccountExists, NotOffered, NotThere, Refused
+from headwater.server.rpc.statuses import NotOffered, NotThere, Refused
 
 NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}")
 ADMIN, OPERATIONS = "ADMIN", "OPERATIONS"

@@ -10,7 +10,7 @@ import grpc
 
 from headwater import errors
 from headwater.errors import HeadwaterError
-from headwater.server.callers import NotAuthenticated, TooManyRequests
+from headwater.server.callers import AccountExists, NotAuthenticated, TooManyRequests
 
 # Beside the status: the error as JSON in UTF-8, which any text fits into.
 DETAIL_KEY: Final = "headwater-error-bin"
@@ -25,10 +25,6 @@ class NotOffered(HeadwaterError):
 
 class NotThere(HeadwaterError):
     """What was named is not there: an index, an account."""
-
-
-class AccountExists(HeadwaterError):
-    """An account has that name already."""
 
 
 class NameTaken(HeadwaterError):
