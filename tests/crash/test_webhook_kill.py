@@ -62,7 +62,8 @@ def test_killing_those_who_deliver_loses_nothing_and_keeps_the_ids(
         before = 0
         for _ in range(KILLS):
             process = start(dsn, complaints)
-            until(lambda seen=before: gate.waiting > 0 and len(receiver.received) >= seen + 3)  # type: ignore[misc]
+            # One at least: what the dead had in hand comes alone, the next only after it.
+            until(lambda seen=before: gate.waiting > 0 and len(receiver.received) > seen)  # type: ignore[misc]
             process.kill()
             process.wait(60)
             # What it had sent is answered into the void: nobody is left to note it.
