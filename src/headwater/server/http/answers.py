@@ -204,7 +204,7 @@ class DeadLetter(BaseModel):
     error: str | None
     history: list[dict[str, Any]]
     died_at: Time
-    event: Event | None = Field(description="null: retention took it, or its topic may not be read")
+    event: Event | None = Field(description="null: retention took it, or its topic is gone")
 
 
 class DeadLetters(BaseModel):
