@@ -195,18 +195,8 @@ def alter(
         "max_in_flight": max_in_flight,
         "must_not_lose": must_not_lose,
     }
-    with session(context).log(dsn) as log, acting(log, "group.alter", name, changes) as log:
-        altered = log.alter_group(
-            name,
-            lease_seconds=lease_seconds,
-            max_attempts=max_attempts,
-            backoff_seconds=backoff_seconds,
-            backoff_factor=backoff_factor,
-            backoff_max_seconds=backoff_max_seconds,
-            backoff_jitter=backoff_jitter,
-            max_in_flight=max_in_flight,
-            must_not_lose=must_not_lose,
-        )
+    with session(context).log(dsn) as log, acting(log, "group.alter", name, dict(changes)) as log:
+        altered = log.alter_group(name, **changes)
     if as_json:
         output.emit(altered)
     else:
