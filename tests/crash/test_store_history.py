@@ -124,9 +124,9 @@ def test_every_verdict_is_right_while_backends_are_killed(dsn: str, log: headwat
     store = log.create_store(f"store-{next(_numbers)}")
     # Logs of their own stand for processes: they share neither pool nor group commit.
     with (
-        killing(dsn),
         headwater.connect(dsn, application_name="doomed") as one,
         headwater.connect(dsn, application_name="doomed") as two,
+        killing(dsn),
         ThreadPoolExecutor(8) as pool,
     ):
         runs = [
@@ -195,9 +195,9 @@ def test_subscribers_get_the_committed_sequence_while_backends_are_killed(dsn: s
         raise AssertionError("a live subscription does not end")
 
     with (
-        killing(dsn),
         headwater.connect(dsn, application_name="doomed") as one,
         headwater.connect(dsn, application_name="doomed") as two,
+        killing(dsn),
         ThreadPoolExecutor(16) as pool,
     ):
         readers = [
