@@ -28,6 +28,7 @@ WORDS = {
     "AsyncCursor": "Cursor",
     "AsyncConnectionPool": "ConnectionPool",
     "AsyncTurn": "Turn",
+    "AsyncWire": "Wire",
     "AsyncIterator": "Iterator",
     "asynccontextmanager": "contextmanager",
     "__aenter__": "__enter__",

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import psycopg
+
 
 class HeadwaterError(Exception):
     """Anything that Headwater refuses or fails at. `detail` carries what a program needs to go on."""
@@ -227,6 +229,26 @@ def from_sqlstate(
             kind = InvalidEvent
         return kind(constraint)
     return kind(message, hint=hint, detail=_parsed(detail))
+
+
+def translated(error: psycopg.Error) -> BaseException:
+    """Our error for one of Postgres; an error that is not ours to explain passes through."""
+    if error.sqlstate is None:
+        if isinstance(error, psycopg.OperationalError):
+            return LogUnavailable(f"the connection to Postgres is lost: {error}".strip())
+        if isinstance(error, psycopg.DataError):
+            return InvalidEvent(str(error))
+        return error
+    diag = error.diag
+    ours = from_sqlstate(
+        error.sqlstate,
+        diag.message_primary or str(error),
+        hint=diag.message_hint,
+        detail=diag.message_detail,
+        constraint=diag.constraint_name if error.sqlstate == "23514" else None,
+        table=diag.table_name or diag.datatype_name,
+    )
+    return error if ours is None else ours
 
 
 def _parsed(detail: str | None) -> Mapping[str, Any]:

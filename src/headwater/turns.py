@@ -17,6 +17,14 @@ LONGEST_GROUP_SECONDS = 0.1
 SMOOTHING = 0.3
 
 
+def _always() -> bool:
+    return True
+
+
+def _never() -> bool:
+    return False
+
+
 class _Parked:
     """A thread that waits until it is `done`, or if it wants the turn, until it has it."""
 
@@ -34,13 +42,13 @@ class _Parked:
 class Turn:
     """The right to work for all, of one thread at a time. No thread is needed that does nothing else."""
 
-    def __init__(self, enough: Callable[[], bool] | None = None) -> None:
-        # Nobody knows when other threads get to run: the turn never waits for enough of them.
+    def __init__(self, enough: Callable[[], bool] | None = None, most: Callable[[], int] | None = None) -> None:
+        # Nobody knows when other threads get to run: the turn never waits for enough of them, and is one.
         self._lock = threading.Lock()
         self._taken = False
         self._parked: list[_Parked] = []
 
-    def take_unless(self, done: Callable[[], bool], seconds: float) -> bool:
+    def take_unless(self, done: Callable[[], bool], seconds: float, wants: Callable[[], bool] = _always) -> bool:
         """Wait for the turn and take it. False: `done` became true first, or the time is over."""
         return self._wait(done, seconds, wants_turn=True)
 
@@ -96,51 +104,61 @@ class Turn:
 class _ParkedTask:
     """The same of a task."""
 
-    __slots__ = ("done", "has_turn", "until", "wants_turn", "woken")
+    __slots__ = ("done", "has_turn", "until", "wants", "woken")
 
-    def __init__(self, done: Callable[[], bool], until: float, wants_turn: bool, woken: asyncio.Future[None]) -> None:
+    def __init__(
+        self, done: Callable[[], bool], until: float, wants: Callable[[], bool], woken: asyncio.Future[None]
+    ) -> None:
         self.done = done
         self.until = until
-        self.wants_turn = wants_turn
+        self.wants = wants
         self.has_turn = False
         self.woken = woken
 
 
 class AsyncTurn:
-    """The same of one task at a time.
+    """The same of one task at a time, or of as many as `most` says: there are so many turns then.
 
     While `enough` is false the turn waits for more to come, but only for tasks that can run now: if they bring nothing,
     the first that waits gets it all the same. So those who were served together are not served one by one from then on.
     """
 
-    def __init__(self, enough: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, enough: Callable[[], bool] = _always, most: Callable[[], int] = lambda: 1) -> None:
         self._enough = enough
-        self._taken = False
+        self._most = most
+        self._taken = 0
         self._parked: list[_ParkedTask] = []
         # One for all who wait: most wait equally long, and nearly none to the end.
         self._timer: asyncio.TimerHandle | None = None
 
-    def take_unless(self, done: Callable[[], bool], seconds: float) -> Awaitable[bool]:
-        """Wait for the turn and take it. False: `done` became true first, or the time is over."""
-        return self._wait(done, seconds, wants_turn=True)
+    def take_unless(
+        self, done: Callable[[], bool], seconds: float, wants: Callable[[], bool] = _always
+    ) -> Awaitable[bool]:
+        """Wait for the turn and take it. False: `done` became true first, or the time is over.
+
+        It is handed on only to who `wants` it by then: what one waits for may be under way in the turn of another.
+        """
+        return self._wait(done, seconds, wants)
 
     async def wait_until(self, done: Callable[[], bool], seconds: float) -> bool:
         """Wait, without the turn, until what others bring makes `done` true. False: the time is over."""
-        await self._wait(done, seconds, wants_turn=False)
+        await self._wait(done, seconds, _never)
         return done()
 
     def give(self) -> None:
         """Give the turn back, or rather on."""
-        self._taken = False
+        self._taken -= 1
         self._wake(hand_on=self._enough())
 
     def _wake(self, *, hand_on: bool) -> None:
         awake, asleep = [], []
+        handed_on = not hand_on
         for parked in self._parked:
             if parked.done():
                 awake.append(parked)
-            elif hand_on and parked.wants_turn and not self._taken:
-                self._taken = parked.has_turn = True
+            elif not handed_on and self._taken < self._most() and parked.wants():
+                handed_on = parked.has_turn = True
+                self._taken += 1
                 # First, so that the next work begins before those who are done get going.
                 awake.insert(0, parked)
             else:
@@ -154,19 +172,19 @@ class AsyncTurn:
             asleep[0].woken.get_loop().call_soon(self._hand_on)
 
     def _hand_on(self) -> None:
-        if not self._taken and self._parked:
+        if self._taken < self._most() and self._parked:
             self._wake(hand_on=True)
 
-    async def _wait(self, done: Callable[[], bool], seconds: float, *, wants_turn: bool) -> bool:
+    async def _wait(self, done: Callable[[], bool], seconds: float, wants: Callable[[], bool]) -> bool:
         if done():
             return False
         loop = asyncio.get_running_loop()
-        if wants_turn and not self._taken:
+        if self._taken < self._most() and wants():
             if self._enough():
-                self._taken = True
+                self._taken += 1
                 return True
             loop.call_soon(self._hand_on)
-        parked = _ParkedTask(done, loop.time() + seconds, wants_turn, loop.create_future())
+        parked = _ParkedTask(done, loop.time() + seconds, wants, loop.create_future())
         self._parked.append(parked)
         if self._timer is None or parked.until < self._timer.when():
             self._set_timer(loop, parked.until)
@@ -215,10 +233,10 @@ class Pace:
         # What each of a group took of late, either way.
         self._seconds = {False: 0.0, True: 0.0}
 
-    def note(self, size: int, now: float) -> None:
+    def note(self, size: int, now: float, *, alone: bool = False) -> None:
         """Count a group that has just ended."""
         seconds, self._ended = now - self._ended, now
-        if size == 1 or seconds > LONGEST_GROUP_SECONDS:
+        if alone or seconds > LONGEST_GROUP_SECONDS:
             # Nobody else was there, or nobody at all for a while.
             return
         self._groups += 1

@@ -260,7 +260,7 @@ def test_the_faster_of_two_paces_is_kept_to_and_the_other_one_tried_again(halves
     # Hours without anybody, and one alone, say nothing.
     now += 10_000
     pace.note(16, now)
-    pace.note(1, now + 0.5)
+    pace.note(1, now + 0.05, alone=True)
     assert pace.in_halves is (halves_take < 1)
     # Things change, and it is noticed.
     groups(3 * (turns.KEEP_GROUPS + turns.TRY_GROUPS), 2 - halves_take)

@@ -46,27 +46,39 @@ def new_event_ids(count: int) -> list[str]:
 class Ticket:
     """An append that waits for its verdict, or for the reason why there is none."""
 
-    __slots__ = ("append", "error", "verdict")
+    __slots__ = ("append", "error", "is_under_way", "verdict")
 
     def __init__(self, append: EncodedAppend) -> None:
         self.append = append
+        self.is_under_way = False
         self.verdict: Verdict | None = None
         self.error: HeadwaterError | psycopg.Error | None = None
 
     def is_done(self) -> bool:
         return self.verdict is not None or self.error is not None
 
+    def waits(self) -> bool:
+        """Whether nobody has sent it, or whoever did was stopped."""
+        return not self.is_under_way
+
 
 class Lane:
-    """The appends of this process to one event store."""
+    """The appends of this process to one event store: one group at a time, or a second one while one is under way."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, *, overlaps: bool = False) -> None:
         self._send = send
+        self._overlaps = overlaps
         self._waiting: deque[Ticket] = deque()
-        # How many appended at a time of late.
+        # How many are under way, and how many appended at a time of late.
+        self._under_way = 0
         self._busy = 1
         self._pace = Pace()
-        self._turn = AsyncTurn(self._is_enough)
+        self._turn = AsyncTurn(self._is_enough, lambda: 2 if self.overlaps else 1)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether groups go out before those ahead of them are answered."""
+        return self._overlaps and self._pace.in_halves
 
     async def append(self, append: EncodedAppend, *, timeout_seconds: float) -> Verdict:
         """Append with whoever else is appending; returns the verdict on this one."""
@@ -79,7 +91,8 @@ class Lane:
         self._waiting.append(ticket)
         try:
             while not ticket.is_done():
-                if await self._turn.take_unless(ticket.is_done, max(deadline - time.monotonic(), 0.0)):
+                left = max(deadline - time.monotonic(), 0.0)
+                if await self._turn.take_unless(ticket.is_done, left, ticket.waits):
                     try:
                         await self._send_next()
                     finally:
@@ -117,9 +130,13 @@ class Lane:
         finally:
             # Whoever was stopped in the middle of it leaves the others their place. They are sent again under the
             # same ids, so what was appended already is not appended twice.
-            self._pace.note(len(group), time.monotonic())
-            self._busy = len(group) + len(self._waiting)
-            self._waiting.extendleft(ticket for ticket in reversed(group) if not ticket.is_done())
+            self._busy = self._under_way + len(self._waiting)
+            self._pace.note(len(group), time.monotonic(), alone=self._busy == 1)
+            self._under_way -= len(group)
+            for ticket in reversed(group):
+                ticket.is_under_way = False
+                if not ticket.is_done():
+                    self._waiting.appendleft(ticket)
 
     async def _answer(self, group: Sequence[Ticket]) -> HeadwaterError | psycopg.Error | None:
         """Send these, and note the verdicts; returns why there are none."""
@@ -141,6 +158,8 @@ class Lane:
             if group and (events > MAX_GROUP_EVENTS or size > MAX_GROUP_BYTES):
                 break
             group.append(self._waiting.popleft())
+            group[-1].is_under_way = True
+        self._under_way += len(group)
         return group
 
 

@@ -16,10 +16,10 @@ import psycopg
 from psycopg import AsyncConnection
 
 from headwater import calls, tracing
-from headwater.aio.shell import Shell, translated
+from headwater.aio.shell import Shell
 from headwater.counters import COUNTERS
 from headwater.cron import next_time
-from headwater.errors import InvalidRequest
+from headwater.errors import InvalidRequest, translated
 from headwater.model import (
     NewEvent,
     Payload,

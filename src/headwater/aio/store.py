@@ -42,6 +42,7 @@ from headwater.query import (
 from headwater.tail import MAX_BYTES
 from headwater.telemetry import APPENDS
 from headwater.window import Noted, Question, Window
+from headwater.wires import AsyncWire
 
 T = TypeVar("T")
 
@@ -53,8 +54,9 @@ class EventStore(Subscribing):
     """One event store of the log. All who use it in this process share one group commit and one live reader."""
 
     def __init__(self, log: Shell, topic: str) -> None:
-        super().__init__(topic)
+        super().__init__(topic, overlaps=True)
         self._log = log
+        self._wire = AsyncWire(log._run, log._pool)
         # What was empty and settled when last looked at: the position read after, and the head of the log.
         self._quiet: tuple[int, int] | None = None
         # Only who has the turn of the lane appends, and so uses it.
@@ -261,7 +263,7 @@ class EventStore(Subscribing):
             return []
         try:
             call = calls.append_ahead(self.topic, appends, questions, self._window.known)
-            tail, positions = await self._log._run(call)
+            tail, positions = await self._wire.run(call, behind=self._lane.overlaps)
         except psycopg.errors.UniqueViolation:
             # Some were appended before. Who sends them again is told where they are, and the others go with them.
             checked: Verdicts = await self._log._run(calls.append_group(self.topic, appends))

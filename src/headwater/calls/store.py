@@ -6,6 +6,8 @@ import struct
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from psycopg.types.numeric import Int8
+
 from headwater.calls.call import Call, Rows, nothing, only_value
 from headwater.calls.encoding import (
     PackedBytes,
@@ -202,7 +204,7 @@ def append_ahead(
             _integers(numbers),
             _text(marks),
             _positions(above),
-            *(known or (None, None)),
+            *((None, None) if known is None else (Int8(known.position), known.event_id)),
             _integers(seen_by) if seen else None,
             _text(seen_marks) if seen else None,
             _positions(seen_at) if seen else None,

@@ -17,10 +17,10 @@ import psycopg
 from psycopg import Connection
 
 from headwater import calls, tracing
-from headwater.client.shell import Shell, translated
+from headwater.client.shell import Shell
 from headwater.counters import COUNTERS
 from headwater.cron import next_time
-from headwater.errors import InvalidRequest
+from headwater.errors import InvalidRequest, translated
 from headwater.model import (
     NewEvent,
     Payload,

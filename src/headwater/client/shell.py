@@ -21,10 +21,10 @@ import psycopg
 from psycopg import Connection
 from psycopg_pool import ConnectionPool, PoolTimeout
 
-from headwater import calls, errors, schema
+from headwater import calls, schema
 from headwater.calls import Call
 from headwater.counters import COUNTERS
-from headwater.errors import Deadlocked, HeadwaterError, InvalidRequest, LogUnavailable
+from headwater.errors import Deadlocked, HeadwaterError, InvalidRequest, LogUnavailable, translated
 from headwater.subscription import UpkeepTimes
 from headwater.telemetry import ERROR, UNAVAILABLE, WAIT_SECONDS, logger
 
@@ -205,23 +205,3 @@ def rows_of(cursor: psycopg.Cursor[Any], call: Call[Any]) -> list[Any]:
         return cursor.fetchall()
     except psycopg.Error as error:
         raise translated(error) from error
-
-
-def translated(error: psycopg.Error) -> BaseException:
-    """Our error for one of Postgres; an error that is not ours to explain passes through."""
-    if error.sqlstate is None:
-        if isinstance(error, psycopg.OperationalError):
-            return LogUnavailable(f"the connection to Postgres is lost: {error}".strip())
-        if isinstance(error, psycopg.DataError):
-            return errors.InvalidEvent(str(error))
-        return error
-    diag = error.diag
-    ours = errors.from_sqlstate(
-        error.sqlstate,
-        diag.message_primary or str(error),
-        hint=diag.message_hint,
-        detail=diag.message_detail,
-        constraint=diag.constraint_name if error.sqlstate == "23514" else None,
-        table=diag.table_name or diag.datatype_name,
-    )
-    return error if ours is None else ours

@@ -41,6 +41,7 @@ from headwater.query import (
 from headwater.tail import MAX_BYTES
 from headwater.telemetry import APPENDS
 from headwater.window import Noted, Question, Window
+from headwater.wires import Wire
 
 T = TypeVar("T")
 
@@ -52,8 +53,9 @@ class EventStore(Subscribing):
     """One event store of the log. All who use it in this process share one group commit and one live reader."""
 
     def __init__(self, log: Shell, topic: str) -> None:
-        super().__init__(topic)
+        super().__init__(topic, overlaps=True)
         self._log = log
+        self._wire = Wire(log._run, log._pool)
         # What was empty and settled when last looked at: the position read after, and the head of the log.
         self._quiet: tuple[int, int] | None = None
         # Only who has the turn of the lane appends, and so uses it.
@@ -260,7 +262,7 @@ class EventStore(Subscribing):
             return []
         try:
             call = calls.append_ahead(self.topic, appends, questions, self._window.known)
-            tail, positions = self._log._run(call)
+            tail, positions = self._wire.run(call, behind=self._lane.overlaps)
         except psycopg.errors.UniqueViolation:
             # Some were appended before. Who sends them again is told where they are, and the others go with them.
             checked: Verdicts = self._log._run(calls.append_group(self.topic, appends))

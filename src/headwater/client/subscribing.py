@@ -32,9 +32,9 @@ IDLE_SAVE_SECONDS = 30.0
 class Subscribing(ABC):
     """What every event store can do once it can append a group, read a batch and keep a cursor."""
 
-    def __init__(self, topic: str) -> None:
+    def __init__(self, topic: str, *, overlaps: bool = False) -> None:
         self.topic = topic
-        self._lane = Lane(self._send)
+        self._lane = Lane(self._send, overlaps=overlaps)
         self._feed = Feed(self._read_after)
 
     @abstractmethod

@@ -19,8 +19,8 @@ from pyspark.sql import functions as f
 import headwater
 from headwater import Headwater, calls
 from headwater.calls import JSON_TYPE, Call
-from headwater.client.shell import rows_of, translated
-from headwater.errors import InvalidRequest, TopicNotFound, TransactionAborted
+from headwater.client.shell import rows_of
+from headwater.errors import InvalidRequest, TopicNotFound, TransactionAborted, translated
 from headwater.model import Binding
 from headwater.spark import log_sink
 from headwater.spark.log_ranges import Range
