@@ -179,6 +179,7 @@ class _Line:
         """Take in what came for the first that is under way."""
         sent = self._under_way[0]
         if result is None:
+            # Between two answers; or there will be none for ever.
             if self._pgconn.status == ConnStatus.BAD:
                 raise psycopg.OperationalError("the connection is closed")
         elif result.status == ExecStatus.PIPELINE_SYNC:

@@ -25,7 +25,7 @@ from psycopg.sql import SQL, Identifier
 from store_history import Asked, Violation, ask, check
 
 import headwater
-from headwater import calls, schema
+from headwater import aio, calls, schema
 from headwater.client.store import EventStore
 from headwater.embedded import Postgres
 from headwater.errors import LogUnavailable, StoreBusy, TransactionAborted
@@ -40,8 +40,11 @@ from headwater.store import (
     StoreEvent,
 )
 from headwater.window import Noted, Window
+from headwater.wires import _Line
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[1] / "conformance"))
+from blocking import Blocking, Loop
 
 pytestmark = pytest.mark.crash
 
@@ -136,6 +139,40 @@ def test_every_verdict_is_right_while_backends_are_killed(dsn: str, log: headwat
     check(history, list(store.read_all()))
     assert sum(asked.positions is not None for asked in history) > 20
     assert sum(asked.moved_to is not None for asked in history) > 5
+
+
+def test_every_verdict_is_right_while_groups_overlap_and_backends_are_killed(
+    dsn: str, log: headwater.Headwater
+) -> None:
+    store = log.create_store(f"store-{next(_numbers)}")
+    loop = Loop()
+    doomed = [loop.run(aio.connect(dsn, application_name="doomed", pool_size=2)) for _ in range(2)]
+    for opened in doomed:
+        opened.store(store.topic)._lane._pace.in_halves = True
+    under_way: list[int] = []
+
+    def tell(sent: Callable[..., Any]) -> Callable[..., Any]:
+        def send(line: Any, call: Any) -> Any:
+            under_way.append(len(line._under_way))
+            return sent(line, call)
+
+        return send
+
+    with pytest.MonkeyPatch.context() as patched, killing(dsn), ThreadPoolExecutor(16) as pool:
+        patched.setattr(_Line, "send", tell(_Line.send))
+        runs = [
+            pool.submit(random_appends, Blocking(loop, doomed[n % 2].store(store.topic)), 5 * ROUNDS, seed=n)
+            for n in range(16)
+        ]
+        history = [asked for run in runs for asked in run.result(120)]
+    for opened in doomed:
+        loop.run(opened.close())
+    loop.close()
+    check(history, list(store.read_all()))
+    assert sum(asked.positions is not None for asked in history) > 20
+    assert sum(asked.moved_to is not None for asked in history) > 5
+    # Or it would not be what it is about.
+    assert 1 in under_way
 
 
 @contextmanager

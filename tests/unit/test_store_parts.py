@@ -214,6 +214,32 @@ def test_one_task_has_the_turn_and_the_next_gets_it() -> None:
     asyncio.run(run())
 
 
+def test_two_tasks_have_the_turn_where_there_are_two_and_who_does_not_want_it_is_passed_over() -> None:
+    async def run() -> None:
+        most = 2
+        turn = AsyncTurn(most=lambda: most)
+        assert await turn.take_unless(lambda: False, 1)
+        assert await turn.take_unless(lambda: False, 1)
+        wants = False
+        unwilling = asyncio.create_task(turn.take_unless(lambda: False, 20, lambda: wants))
+        willing = asyncio.create_task(turn.take_unless(lambda: False, 20))
+        await asyncio.sleep(0)
+        turn.give()
+        assert await asyncio.wait_for(willing, 20)
+        assert not unwilling.done()
+        # As many as there may be now, and no more.
+        wants, most = True, 1
+        turn.give()
+        await asyncio.sleep(0)
+        assert not unwilling.done()
+        turn.give()
+        assert await asyncio.wait_for(unwilling, 20)
+        turn.give()
+        assert turn._taken == 0
+
+    asyncio.run(run())
+
+
 def test_each_task_waits_as_long_as_it_said_and_leaves_no_timer() -> None:
     async def run() -> None:
         turn = AsyncTurn()

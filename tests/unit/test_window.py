@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -156,8 +157,78 @@ def test_tasks_go_out_together_or_in_two_halves_and_one_alone_at_once(
 
     asyncio.run(writers(16))
     assert sum(sizes) == 192
+    assert lane._under_way == lane._turn._taken == 0
     # After a few that tell how many there are, and before the last ones end.
     assert all(least <= size <= most for size in sizes[3:10]), sizes
     sizes.clear()
     asyncio.run(writers(1))
     assert sizes == [1] * 12
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_the_second_half_goes_out_before_the_first_is_answered(overlaps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    under_way = most = 0
+    sent: list[str] = []
+
+    async def send(group: Any) -> list[Verdict]:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        sent.extend(event_id for append in group for event_id in append.ids)
+        await asyncio.sleep(0.001)
+        under_way -= 1
+        return [Verdict((1,), False, None, None)] * len(group)
+
+    monkeypatch.setattr(turns, "KEEP_GROUPS", 1000)
+    lane = Lane(send, overlaps=overlaps)
+    lane._pace.in_halves = True
+
+    async def writer(name: int) -> None:
+        for n in range(20):
+            await lane.append(calls.encode_append([NewStoreEvent("A")], None, [f"{name}-{n}"]), timeout_seconds=20)
+
+    async def writers() -> None:
+        await asyncio.gather(*map(writer, range(16)))
+
+    asyncio.run(writers())
+    assert most == (2 if overlaps else 1)
+    assert sorted(sent) == sorted(f"{name}-{n}" for name in range(16) for n in range(20))
+    assert lane._under_way == lane._turn._taken == 0
+
+
+def test_whoever_is_stopped_with_a_group_under_way_leaves_the_others_their_place() -> None:
+    sent: list[tuple[str, ...]] = []
+    held = asyncio.Event()
+
+    async def send(group: Any) -> list[Verdict]:
+        sent.append(tuple(event_id for append in group for event_id in append.ids))
+        await held.wait()
+        return [Verdict((1,), False, None, None)] * len(group)
+
+    async def groups(number: int) -> None:
+        async with asyncio.timeout(20):
+            while len(sent) < number:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+
+    async def run() -> None:
+        lane = Lane(send, overlaps=True)
+        lane._pace.in_halves = True
+        lane._busy = 4
+
+        def append(name: str) -> asyncio.Task[Verdict]:
+            encoded = calls.encode_append([NewStoreEvent("A")], None, [name])
+            return asyncio.create_task(lane.append(encoded, timeout_seconds=20))
+
+        tasks = {name: append(name) for name in ("a", "b", "c", "d")}
+        await groups(2)
+        assert sent == [("a", "b"), ("c", "d")]
+        # It is who brought enough that sends. Those who were with it are sent again.
+        tasks["b"].cancel()
+        await groups(3)
+        assert sent[2] == ("a",)
+        held.set()
+        done = await asyncio.wait_for(asyncio.gather(*tasks.values(), return_exceptions=True), 20)
+        assert [isinstance(answer, Verdict) for answer in done] == [True, False, True, True]
+        assert lane._under_way == lane._turn._taken == 0
+
+    asyncio.run(run())
