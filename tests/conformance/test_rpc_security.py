@@ -256,28 +256,38 @@ def test_who_competes_may_read_the_store_and_the_group_and_make_what_is_missing(
 def test_a_stream_ends_when_the_right_to_it_is_taken_back(channel: Any, log: headwater.Headwater, until: Until) -> None:
     stores = service(channel, "headwater.v1.EventStore")
     reader = basic("reader", "r")
-    log.create_group("shared-taken", "shared")
-    asking: SimpleQueue[pb.CompeteRequest | None] = SimpleQueue()
-    asking.put(competition("shared", "shared-taken"))
+    asking: list[SimpleQueue[pb.CompeteRequest | None]] = [SimpleQueue(), SimpleQueue()]
+    competing = []
+    for group, asked in zip(("shared-waiting", "shared-holding"), asking, strict=True):
+        log.create_group(group, "shared", after=log.store("shared").head())
+        asked.put(competition("shared", group))
+        competing.append(stores.Compete(iter(asked.get, None), timeout=60, metadata=reader))
     subscribed = stores.Subscribe(pb.SubscribeRequest(store="shop-store"), timeout=60, metadata=reader)
-    competing = stores.Compete(iter(asking.get, None), timeout=60, metadata=reader)
-    assert next(subscribed).events
-    assert next(competing).events
+    log.store("shared").append(NewStoreEvent("A"))
+    for answers in (*competing, subscribed):
+        assert next(answers).events
+    asking[0].put(pb.CompeteRequest())
+    until(lambda: log.deliveries("shared-waiting", status="done"))
     log.run(calls.disallow(READERS_RIGHT))
     log.run(calls.disallow(COMPETITORS_RIGHT))
 
-    def ended(store: str, answers: Any) -> bool:
-        log.store(store).append(NewStoreEvent("B"))
-        asking.put(pb.CompeteRequest())
+    def ended() -> bool:
+        log.store("shop-store").append(NewStoreEvent("B"))
         try:
-            next(answers)
+            next(subscribed)
         except grpc.RpcError as error:
             return bool(error.code() is grpc.StatusCode.PERMISSION_DENIED)
         return False
 
-    until(lambda: ended("shop-store", subscribed))
-    until(lambda: ended("shared", competing))
-    asking.put(None)
+    until(ended)
+    # Who waited is given nothing, and who has something is not heard any more.
+    log.store("shared").append(NewStoreEvent("B"))
+    asking[1].put(pb.CompeteRequest())
+    for answers, asked in zip(competing, asking, strict=True):
+        with refused(grpc.StatusCode.PERMISSION_DENIED):
+            next(answers)
+        asked.put(None)
+    assert log.deliveries("shared-holding", status="done") == []
 
 
 def test_a_stream_ends_when_its_key_is_taken_back(channel: Any, log: headwater.Headwater, until: Until) -> None:

@@ -705,19 +705,19 @@ def test_those_who_compete_share_all_matches_with_none_twice_and_none_missing(st
 
 
 def test_one_that_dies_leaves_its_batch_to_others_one_by_one(store: Store, group: str, until: Until) -> None:
-    store.append([happened("A", "x") for _ in range(6)])
-    lost = abandoned(store, group, tagged("x"), 4)
-    assert len(lost) == 4
-    alone: list[Any] = []
+    lost = list(store.append([happened("A", "x") for _ in range(4)]).positions)
+    assert abandoned(store, group, tagged("x")) == lost
 
-    def all_came() -> bool:
-        alone.extend(store.compete(group, tagged("x"), worker="w", batch_size=5, stop_when_caught_up=True))
-        return len(places(*alone)) == 6
+    def another() -> Any:
+        competing = store.compete(group, tagged("x"), worker="another", batch_size=5, stop_when_caught_up=True)
+        first = next(competing, None)
+        return first and (first, competing)
 
-    until(all_came)
-    assert sorted(places(*alone)) == places(store.read())
+    first, competing = until(another)
+    new = list(store.append([happened("A", "x") for _ in range(2)]).positions)
+    batches = [first, *competing]
     # What may have killed its worker is given with nothing beside it; what is new is not.
-    assert sorted(len(batch) for batch in alone) == [1, 1, 1, 1, 2]
+    assert [places(batch) for batch in batches] == [*([position] for position in lost), new]
 
 
 def test_one_that_is_late_takes_nothing_from_those_who_have_its_events_now(
@@ -890,7 +890,7 @@ def test_what_nobody_can_compete_with_is_refused(store: Store, options: dict[str
 
 def test_names_of_any_letters_and_the_longest_lease_will_do(store: Store) -> None:
     store.append(happened())
-    competing = store.compete("ü" * 197 + f"{next(_numbers)}", worker="ü" * 200, lease_seconds=86_400.0)
+    competing = store.compete(f"{next(_numbers)}".rjust(200, "ü"), worker="ü" * 200, lease_seconds=86_400.0)
     with closing(competing):
         assert len(next(competing)) == 1
 
