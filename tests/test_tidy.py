@@ -39,6 +39,7 @@ LAYERS = {
     "calls": 2,
     "subscription": 3,
     "registry": 3,
+    "competing": 3,
     "aio": 4,
     "client": 4,
     "registering": 5,
@@ -68,6 +69,7 @@ PURE = (
     "schemas",
     "registry",
     "window",
+    "competing",
 )
 PURE_FILES = tuple(f"cdc/{name}.py" for name in ("images", "json_text", "pgoutput", "relation")) + tuple(
     f"kafka/{name}.py" for name in ("assignment", "compression", "configs", "coordinator", "events", "records", "wire")

@@ -99,6 +99,14 @@ class Verdict(NamedTuple):
     taken_id: str | None
 
 
+class StoreLease(NamedTuple):
+    """One competitor's right to events of a store until a time, proven by the token."""
+
+    group: str
+    token: int
+    events: Sequence[StoreEvent]
+
+
 @dataclass(frozen=True, slots=True)
 class Item:
     """One of these types, all of these tags, and all of these top-level fields of the data. Unsaid is unasked."""

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC
+from queue import SimpleQueue
 from typing import Any
 
 import grpc
@@ -167,6 +168,38 @@ class RpcStore:
                         after = events[-1].position
         finally:
             answers.cancel()
+
+    def compete(
+        self,
+        group: str,
+        query: Query = EVERYTHING,
+        *,
+        worker: str,
+        batch_size: int = 100,
+        lease_seconds: float | None = None,
+        stop_when_caught_up: bool = False,
+    ) -> Iterator[Sequence[StoreEvent]]:
+        asking: SimpleQueue[pb.CompeteRequest | None] = SimpleQueue()
+        asking.put(
+            pb.CompeteRequest(
+                store=self.topic,
+                group=group,
+                query=query_message(query),
+                worker=worker,
+                batch_size=batch_size,
+                lease_seconds=lease_seconds,
+                stop_when_caught_up=stop_when_caught_up,
+            )
+        )
+        answers = self._methods.Compete(iter(asking.get, None))
+        try:
+            with translated():
+                for answer in answers:
+                    yield [event(one) for one in answer.events]
+                    asking.put(pb.CompeteRequest())
+        finally:
+            answers.cancel()
+            asking.put(None)
 
 
 def new_event(one: NewStoreEvent) -> pb.NewStoreEvent:

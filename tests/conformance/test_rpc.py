@@ -25,6 +25,7 @@ from headwater.store import NewStoreEvent
 grpc = pytest.importorskip("grpc")
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: E402
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc  # noqa: E402
+from rpc_client import RpcStore  # noqa: E402
 from rpc_servers import RpcServer, rpc_server  # noqa: E402
 
 from headwater.server.rpc.client import service  # noqa: E402
@@ -380,6 +381,69 @@ def test_a_stream_that_goes_wrong_ends_after_the_verdicts_before(
         verdicts(stores.AppendStream(iter([pb.AppendStreamRequest(store="nowhere")]), timeout=SECONDS))
 
 
+def competition(store: str, group: str, **options: Any) -> pb.CompeteRequest:
+    return pb.CompeteRequest(**{"store": store, "group": group, "worker": "w", "stop_when_caught_up": True, **options})
+
+
+def rest(stores: Any, store: str, group: str) -> list[int]:
+    """What one more competitor gets now; all of it is done."""
+    batches = RpcStore(stores, store).compete(group, worker="rest", stop_when_caught_up=True)
+    return [event.position for batch in batches for event in batch]
+
+
+def test_a_batch_in_parts_is_done_when_more_is_asked_for_after_the_last(
+    stores: Any, log: headwater.Headwater, store: str, until: Until
+) -> None:
+    # Two do not fit into one message.
+    large = NewStoreEvent("A", b"x" * 600_000)
+    positions = [position for _ in range(3) for position in log.store(store).append(large).positions]
+    group = f"group-{next(_numbers)}"
+    doomed = RpcStore(stores, store).compete(group, worker="w", lease_seconds=0.05, stop_when_caught_up=True)
+    assert [len(next(doomed)) for _ in range(3)] == [1, 1, 1]
+    doomed.close()
+    got: list[int] = []
+    until(lambda: got.extend(rest(stores, store, group)) or len(got) >= 3)
+    assert got == positions
+    parts = RpcStore(stores, store).compete(f"{group}-b", worker="w", stop_when_caught_up=True)
+    assert [len(part) for part in parts] == [1, 1, 1]
+    assert [one.position for one in log.deliveries(f"{group}-b", status="done")] == positions
+
+
+def test_who_only_stops_asking_has_done_nothing(
+    stores: Any, log: headwater.Headwater, store: str, until: Until
+) -> None:
+    positions = list(log.store(store).append([NewStoreEvent("A"), NewStoreEvent("A")]).positions)
+    group = f"group-{next(_numbers)}"
+    request = competition(store, group, lease_seconds=0.05)
+    (answer,) = stores.Compete(iter([request]), timeout=SECONDS)
+    assert [event.position for event in answer.events] == positions
+    got: list[int] = []
+    until(lambda: got.extend(rest(stores, store, group)) or len(got) >= 2)
+    assert got == positions
+    assert list(stores.Compete(iter([]), timeout=SECONDS)) == []
+
+
+@pytest.mark.parametrize("other", [{"store": "another"}, {"group": "another"}])
+def test_a_stream_competes_in_one_group_of_one_store(
+    stores: Any, log: headwater.Headwater, store: str, until: Until, other: dict[str, str]
+) -> None:
+    positions = [log.store(store).append(NewStoreEvent("A")).position]
+    group = f"group-{next(_numbers)}"
+    first = competition(store, group, lease_seconds=0.05)
+    answers = stores.Compete(iter([first, pb.CompeteRequest(**other)]), timeout=SECONDS)
+    assert len(next(answers).events) == 1
+    with refused(grpc.StatusCode.INVALID_ARGUMENT):
+        next(answers)
+    got: list[int] = []
+    until(lambda: got.extend(rest(stores, store, group)) or got)
+    assert got == positions
+    # The same again is no other.
+    later = log.store(store).append([NewStoreEvent("A"), NewStoreEvent("A")]).positions
+    same = competition(store, group, batch_size=1)
+    answers = stores.Compete(iter([same, same, same]), timeout=SECONDS)
+    assert [event.position for answer in answers for event in answer.events] == list(later)
+
+
 # --- errors, limits, health --------------------------------------------------------------------------------------
 
 # What a caller of this door can never meet: pipelines, capture, lakes, the registry, settings, bugs of ours.
@@ -478,10 +542,14 @@ def test_a_server_that_stops_ends_its_streams_and_says_so(dsn: str, log: headwat
         stores = service(channel, "headwater.v1.EventStore")
         answers = stores.Subscribe(pb.SubscribeRequest(store=store), timeout=SECONDS)
         assert len(next(answers).events) == 1
+        first = competition(store, "stopped", stop_when_caught_up=False)
+        competing = stores.Compete(iter([first, pb.CompeteRequest()]), timeout=SECONDS)
+        assert len(next(competing).events) == 1
         server.process.terminate()
-        with refused(grpc.StatusCode.UNAVAILABLE) as ended:
-            next(answers)
-        assert "stopping" in ended.value.details()
+        for stream in (answers, competing):
+            with refused(grpc.StatusCode.UNAVAILABLE) as ended:
+                next(stream)
+            assert "stopping" in ended.value.details()
         assert server.process.wait(SECONDS) == 0
 
 

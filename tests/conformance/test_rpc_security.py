@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import psycopg
@@ -19,6 +20,7 @@ import headwater
 from headwater import access
 from headwater.access import Permission
 from headwater.calls import access as calls
+from headwater.errors import GroupNotFound
 from headwater.store import NewStoreEvent
 
 grpc = pytest.importorskip("grpc")
@@ -47,6 +49,7 @@ def bearer(key: str) -> Metadata:
 ROOT = basic("root", "root:secret")
 SHOP = basic("shop", "ä")
 READERS_RIGHT = Permission("reader", "read", "topic", "shop-store")
+COMPETITORS_RIGHT = Permission("reader", "read", "group", "shared-", True)
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +63,15 @@ def channel(dsn: str) -> Iterator[Any]:
         log.run(calls.allow(Permission("shop", "read", "group", "shop")))
         log.run(calls.set_account("reader", access.verifiers("r", os.urandom(16), 4096)))
         log.run(calls.allow(READERS_RIGHT))
+        log.run(calls.allow(COMPETITORS_RIGHT))
+        log.run(calls.allow(Permission("reader", "read", "topic", "shared")))
         log.create_topic("shop-orders")
         log.create_topic("secret")
         log.create_store("shop-store").append(NewStoreEvent("A", {}))
         log.create_store("hidden").append(NewStoreEvent("A", {}))
         log.create_group("shop", "shop-orders")
+        log.create_store("shared").append(NewStoreEvent("A", {}))
+        log.create_group("shared-there", "shared")
     with rpc_server("--authenticate", dsn=dsn) as server, grpc.insecure_channel(server.address) as channel:
         yield channel
 
@@ -133,6 +140,10 @@ def test_a_key_is_enough_and_opens_no_session(store: Any, log: headwater.Headwat
         store.GetEvents(asked, timeout=SECONDS, metadata=bearer(key))
 
 
+def competition(store: str, group: str) -> pb.CompeteRequest:
+    return pb.CompeteRequest(store=store, group=group, worker="w", batch_size=1)
+
+
 def test_an_account_may_what_it_was_allowed_and_nothing_else(channel: Any, store: Any, admin: Any) -> None:
     log, queue, stores = (service(channel, f"headwater.v1.{name}") for name in ("Log", "Queue", "EventStore"))
     event = orisun.EventToSave(event_id="x", event_type="A", data="{}")
@@ -196,6 +207,8 @@ def test_an_account_may_what_it_was_allowed_and_nothing_else(channel: Any, store
         log.Follow(pb.FollowRequest(topics=["secret"]), timeout=SECONDS, metadata=SHOP),
         stores.Subscribe(pb.SubscribeRequest(store="hidden"), timeout=SECONDS, metadata=SHOP),
         stores.AppendStream(iter([pb.AppendStreamRequest(store="hidden")]), timeout=SECONDS, metadata=SHOP),
+        stores.Compete(iter([competition("hidden", "shop")]), timeout=SECONDS, metadata=SHOP),
+        stores.Compete(iter([competition("shop-store", "shop")]), timeout=SECONDS, metadata=SHOP),
         store.CatchUpSubscribeToEvents(
             orisun.CatchUpSubscribeToEventStoreRequest(boundary="hidden"), timeout=SECONDS, metadata=SHOP
         ),
@@ -206,7 +219,7 @@ def test_an_account_may_what_it_was_allowed_and_nothing_else(channel: Any, store
     # Whatever there is has been asked for above, or tells of what the caller may know alone.
     listing = {"ListTopics", "ListStores", "ListBoundaries", "Ping", "GetServerInfo", "ChangePassword"}
     asked = {str(call._method, "utf-8").rpartition("/")[2] for call, _ in denied} | listing
-    asked |= {"Follow", "Subscribe", "AppendStream", "CatchUpSubscribeToEvents"}
+    asked |= {"Follow", "Subscribe", "AppendStream", "Compete", "CatchUpSubscribeToEvents"}
     offered = {
         method.name
         for file in (pb.DESCRIPTOR, orisun.DESCRIPTOR)
@@ -221,22 +234,60 @@ def test_an_account_may_what_it_was_allowed_and_nothing_else(channel: Any, store
     assert [boundary.name for boundary in boundaries] == ["shop-store"]
 
 
+def test_who_competes_may_read_the_store_and_the_group_and_make_what_is_missing(
+    channel: Any, log: headwater.Headwater
+) -> None:
+    compete = service(channel, "headwater.v1.EventStore").Compete
+    reader = basic("reader", "r")
+    for group in ("other", "shared-missing"):
+        with refused(grpc.StatusCode.PERMISSION_DENIED):
+            next(compete(iter([competition("shared", group)]), timeout=SECONDS, metadata=reader))
+        with pytest.raises(GroupNotFound):
+            log.group(group)
+    for group, who in (("shared-there", reader), ("shared-missing", ROOT)):
+        (answer,) = compete(iter([competition("shared", group)]), timeout=SECONDS, metadata=who)
+        assert len(answer.events) == 1
+    # It is there now.
+    log.store("shared").append(NewStoreEvent("B"))
+    (answer,) = compete(iter([competition("shared", "shared-missing")]), timeout=SECONDS, metadata=reader)
+    assert len(answer.events) == 1
+
+
 def test_a_stream_ends_when_the_right_to_it_is_taken_back(channel: Any, log: headwater.Headwater, until: Until) -> None:
     stores = service(channel, "headwater.v1.EventStore")
-    request = pb.SubscribeRequest(store="shop-store")
-    answers = stores.Subscribe(request, timeout=60, metadata=basic("reader", "r"))
-    assert next(answers).events
+    reader = basic("reader", "r")
+    asking: list[SimpleQueue[pb.CompeteRequest | None]] = [SimpleQueue(), SimpleQueue()]
+    competing = []
+    for group, asked in zip(("shared-waiting", "shared-holding"), asking, strict=True):
+        log.create_group(group, "shared", after=log.store("shared").head())
+        asked.put(competition("shared", group))
+        competing.append(stores.Compete(iter(asked.get, None), timeout=60, metadata=reader))
+    subscribed = stores.Subscribe(pb.SubscribeRequest(store="shop-store"), timeout=60, metadata=reader)
+    log.store("shared").append(NewStoreEvent("A"))
+    for answers in (*competing, subscribed):
+        assert next(answers).events
+    asking[0].put(pb.CompeteRequest())
+    until(lambda: log.deliveries("shared-waiting", status="done"))
     log.run(calls.disallow(READERS_RIGHT))
+    log.run(calls.disallow(COMPETITORS_RIGHT))
 
     def ended() -> bool:
         log.store("shop-store").append(NewStoreEvent("B"))
         try:
-            next(answers)
+            next(subscribed)
         except grpc.RpcError as error:
             return bool(error.code() is grpc.StatusCode.PERMISSION_DENIED)
         return False
 
     until(ended)
+    # Who waited is given nothing, and who has something is not heard any more.
+    log.store("shared").append(NewStoreEvent("B"))
+    asking[1].put(pb.CompeteRequest())
+    for answers, asked in zip(competing, asking, strict=True):
+        with refused(grpc.StatusCode.PERMISSION_DENIED):
+            next(answers)
+        asked.put(None)
+    assert log.deliveries("shared-holding", status="done") == []
 
 
 def test_a_stream_ends_when_its_key_is_taken_back(channel: Any, log: headwater.Headwater, until: Until) -> None:

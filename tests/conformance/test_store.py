@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import sqlite3
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -21,8 +23,10 @@ from headwater.errors import (
     AppendConflict,
     CursorMoved,
     EventTooLarge,
+    GroupNotFound,
     InvalidEvent,
     InvalidRequest,
+    SchemaMismatch,
     TopicExists,
     TopicNotFound,
 )
@@ -62,22 +66,33 @@ def sqlite_by_grpc(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RpcStor
         yield stores
 
 
-@pytest.fixture(params=["postgres", "sqlite", "postgres async", "sqlite async", "postgres by gRPC", "sqlite by gRPC"])
+HERE = ["postgres", "sqlite", "postgres async", "sqlite async"]
+
+
+@pytest.fixture(params=[*HERE, "postgres by gRPC", "sqlite by gRPC"])
 def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stores]:
-    if request.param == "postgres":
-        yield request.getfixturevalue("log")
-    elif request.param == "sqlite":
-        with SqliteStores(tmp_path / "stores") as stores:
-            yield stores
-    elif request.param.endswith("gRPC"):
+    if request.param.endswith("gRPC"):
         yield request.getfixturevalue(request.param.replace(" ", "_").lower())
     else:
+        with opened(request.param, request.getfixturevalue, tmp_path) as stores:
+            yield stores
+
+
+@contextmanager
+def opened(kind: str, fixture: Callable[[str], Any], folder: Path) -> Iterator[Stores]:
+    """Stores of this process: of the log of the module, or in files of the folder."""
+    if kind == "postgres":
+        with headwater.connect(fixture("dsn")) as log:
+            yield log
+    elif kind == "sqlite":
+        with SqliteStores(folder / "stores") as stores:
+            yield stores
+    else:
         loop = Loop()
-        sqlite = f"sqlite:///{tmp_path / 'stores'}"
-        address = sqlite if request.param == "sqlite async" else _address(request.getfixturevalue("dsn"))
-        opened = loop.run(headwater.open_async(address))
-        yield Blocking(loop, opened)  # type: ignore[misc]
-        loop.run(opened.close())
+        address = f"sqlite:///{folder / 'stores'}" if kind == "sqlite async" else _address(fixture("dsn"))
+        asked = loop.run(headwater.open_async(address))
+        yield Blocking(loop, asked)  # type: ignore[misc]
+        loop.run(asked.close())
         loop.close()
 
 
@@ -633,3 +648,312 @@ def test_a_subscriber_can_start_anywhere(store: Store) -> None:
     assert list(store.subscribe(from_end=True, stop_when_caught_up=True)) == []
     with pytest.raises(InvalidRequest, match="where to start once"):
         next(store.subscribe(after=1, from_end=True))
+
+
+# --- compete -----------------------------------------------------------------------------------------------------
+
+
+# So short a lease is lost by whoever does not ask on at once. Those who are to keep theirs have 30 seconds.
+SHORT = 0.05
+
+
+@pytest.fixture
+def group() -> str:
+    return f"group-{next(_numbers)}"
+
+
+def places(*batches: Any) -> list[int]:
+    return [event.position for batch in batches for event in batch]
+
+
+def rest(store: Store, group: str, query: Query = EVERYTHING, batch_size: int = 10) -> list[int]:
+    """What one more competitor gets now; all of it is done."""
+    batches = store.compete(group, query, worker="rest", batch_size=batch_size, stop_when_caught_up=True)
+    return places(*batches)
+
+
+def abandoned(store: Store, group: str, query: Query = EVERYTHING, batch_size: int = 10) -> list[int]:
+    """The batch of a competitor that dies with it."""
+    doomed = store.compete(
+        group, query, worker="doomed", batch_size=batch_size, lease_seconds=SHORT, stop_when_caught_up=True
+    )
+    with closing(doomed):
+        return places(next(doomed, ()))
+
+
+def test_those_who_compete_share_all_matches_with_none_twice_and_none_missing(store: Store, group: str) -> None:
+    expected = 60
+    got: list[int] = []
+    deadline = time.monotonic() + 60
+
+    def work(number: int) -> None:
+        while len(got) < expected:
+            assert time.monotonic() < deadline, "some are missing"
+            for batch in store.compete(
+                group, tagged("x"), worker=f"worker-{number}", batch_size=3, stop_when_caught_up=True
+            ):
+                got.extend(places(batch))
+
+    with ThreadPoolExecutor(4) as pool:
+        working = [pool.submit(work, number) for number in range(3)]
+        for _ in range(expected // 6):
+            store.append([happened("A", "x" if n % 2 else "y") for n in range(12)])
+        for one in working:
+            one.result(90)
+    assert sorted(got) == places(store.read(tagged("x")))
+    assert rest(store, group, tagged("x")) == []
+
+
+def test_one_that_dies_leaves_its_batch_to_others_one_by_one(store: Store, group: str, until: Until) -> None:
+    lost = list(store.append([happened("A", "x") for _ in range(4)]).positions)
+    assert abandoned(store, group, tagged("x")) == lost
+
+    def another() -> Any:
+        competing = store.compete(group, tagged("x"), worker="another", batch_size=5, stop_when_caught_up=True)
+        first = next(competing, None)
+        return first and (first, competing)
+
+    first, competing = until(another)
+    new = list(store.append([happened("A", "x") for _ in range(2)]).positions)
+    batches = [first, *competing]
+    # What may have killed its worker is given with nothing beside it; what is new is not.
+    assert [places(batch) for batch in batches] == [*([position] for position in lost), new]
+
+
+def test_one_that_is_late_takes_nothing_from_those_who_have_its_events_now(
+    store: Store, group: str, until: Until
+) -> None:
+    first, second = store.append([happened("A"), happened("A")]).positions
+    late = store.compete(group, worker="late", lease_seconds=SHORT, stop_when_caught_up=True)
+    assert places(next(late)) == [first, second]
+    until(lambda: abandoned(store, group) == [first])
+    # It asks on, which settles nothing: the one was another's by then, and the other one is to be given again.
+    assert places(next(late)) == [second]
+    late.close()
+    got: list[int] = []
+    until(lambda: got.extend(rest(store, group)) or len(got) >= 2)
+    assert sorted(got) == [first, second]
+
+
+def test_what_is_no_match_is_passed_over_and_done(store: Store, group: str) -> None:
+    store.append([happened("A") for _ in range(30)])
+    (wanted,) = store.append(happened("A", "x")).positions
+    store.append([happened("A") for _ in range(5)])
+    assert rest(store, group, tagged("x"), 4) == [wanted]
+    # Whoever asks the group for everything now comes too late for what was before.
+    assert rest(store, group) == []
+    (new,) = store.append(happened("A")).positions
+    assert rest(store, group) == [new]
+
+
+def test_two_groups_do_not_compete_with_each_other(store: Store, group: str) -> None:
+    store.append([happened("A") for _ in range(3)])
+    assert rest(store, group) == rest(store, f"{group}-other") == places(store.read())
+
+
+def test_a_batch_is_as_large_as_was_asked_for_and_in_order(store: Store, group: str) -> None:
+    store.append([happened("A", data="x" * 1000) for _ in range(10)])
+    batches = list(store.compete(group, worker="w", batch_size=4, stop_when_caught_up=True))
+    assert [len(batch) for batch in batches] == [4, 4, 2]
+    assert [event for batch in batches for event in batch] == store.read()
+
+
+def test_a_competitor_waits_for_what_comes(store: Store, group: str) -> None:
+    with closing(store.compete(group, tagged("x"), worker="w")) as waiting:
+        for _ in range(3):
+            store.append([happened("A"), happened("A", "x")])
+            assert places(soon(waiting)) == [store.head()]
+
+
+@pytest.mark.parametrize("kind", HERE)
+def test_a_group_goes_on_where_it_was_when_its_store_is_opened_again(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path, group: str, until: Until
+) -> None:
+    name = f"store-{next(_numbers)}"
+    with opened(kind, request.getfixturevalue, tmp_path) as stores:
+        store = stores.create_store(name)
+        done = list(store.append([happened("A") for _ in range(3)]).positions)
+        assert rest(store, group) == done
+        open_ = list(store.append([happened("A") for _ in range(4)]).positions)
+        assert abandoned(store, group, batch_size=2) == open_[:2]
+    # Not only in somebody's hands, which would not be seen before their lease ends.
+    if kind.startswith("postgres"):
+        deliveries = request.getfixturevalue("log").deliveries(group, status="done")
+        assert [one.position for one in deliveries] == done
+    else:
+        with closing(sqlite3.connect(tmp_path / "stores" / f"{name}.sqlite")) as connection:
+            assert connection.execute("select position from claimed_event").fetchall() == [(p,) for p in open_[:2]]
+    with opened(kind, request.getfixturevalue, tmp_path) as stores:
+        store = stores.store(name)
+        got: list[int] = []
+        until(lambda: got.extend(rest(store, group)) or len(got) >= 4)
+        assert sorted(got) == open_
+
+
+def test_what_kills_every_worker_is_given_up_after_five_tries_while_others_go_on(
+    store: Store, group: str, until: Until
+) -> None:
+    deadly, *others = store.append([happened("Deadly"), *[happened("A") for _ in range(3)]]).positions
+    tries: list[int] = []
+    done: set[int] = set()
+
+    def work() -> Any:
+        with closing(
+            store.compete(group, worker="doomed", batch_size=1, lease_seconds=SHORT, stop_when_caught_up=True)
+        ) as competing:
+            for (event,) in competing:
+                if event.type == "Deadly":
+                    tries.append(event.position)
+                    break
+                done.add(event.position)
+
+    until(lambda: work() or len(tries) == 5)
+    others.append(store.append(happened("A")).position)
+    until(lambda: work() or done == set(others))
+    assert tries == [deadly] * 5
+    if isinstance(store, RpcStore):
+        # Whether it is dead is not seen from here.
+        return
+    (letter,) = until(lambda: work() or store.dead_letters(group))
+    assert tries == [deadly] * 5
+    assert (letter.position, letter.topic, letter.key, letter.type) == (deadly, store.topic, None, "Deadly")
+    assert (letter.attempts, letter.last_error) == (5, "lease expired")
+    assert [(one["attempt"], one["worker"], one["error"]) for one in letter.history] == [
+        (number, "doomed", "lease expired") for number in range(1, 6)
+    ]
+    assert letter.died_at > store.read()[0].published_at
+    assert store.dead_letters(group, positions=[others[0]]) == store.dead_letters(group, after=deadly) == []
+    assert store.dead_letters(group, positions=[deadly]) == [letter]
+
+
+def test_a_dead_letter_that_is_redriven_is_given_again_with_a_new_set_of_tries(
+    store: Store, group: str, until: Until
+) -> None:
+    if isinstance(store, RpcStore):
+        pytest.skip("dead letters are not seen from here")
+    first, second = store.append([happened("A"), happened("A")]).positions
+    until(lambda: abandoned(store, group, batch_size=1) is None or len(store.dead_letters(group)) == 2)
+    assert store.redrive(group, positions=[second + 1]) == 0
+    assert store.redrive(group, positions=[second]) == 1
+    assert [letter.position for letter in store.dead_letters(group)] == [first]
+    until(lambda: abandoned(store, group) is None or len(store.dead_letters(group)) == 2)
+    assert [(letter.attempts, len(letter.history)) for letter in store.dead_letters(group)] == [(5, 5), (5, 10)]
+    assert store.redrive(group) == 2
+    assert store.dead_letters(group) == []
+    assert sorted(rest(store, group)) == [first, second]
+    assert rest(store, group) == []
+
+
+def test_a_group_that_is_not_there_has_no_dead_letters(store: Store) -> None:
+    if isinstance(store, RpcStore):
+        pytest.skip("dead letters are not seen from here")
+    with pytest.raises(GroupNotFound):
+        store.dead_letters("no-such-group")
+    with pytest.raises(GroupNotFound):
+        store.redrive("no-such-group")
+
+
+def test_the_tries_of_several_together_are_no_tries_of_each(store: Store, group: str, until: Until) -> None:
+    positions = list(store.append([happened("A") for _ in range(2)]).positions)
+    assert abandoned(store, group) == positions
+    tries: Counter[int] = Counter()
+    until(lambda: tries.update(abandoned(store, group)) or tries.total() == 10)
+    assert tries == dict.fromkeys(positions, 5)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"batch_size": 0}, "a batch is 1"),
+        ({"batch_size": -1}, "a batch is 1"),
+        ({"lease_seconds": 0.0}, "a lease is"),
+        ({"lease_seconds": -1.0}, "a lease is"),
+        ({"lease_seconds": 86_401.0}, "a lease is"),
+        ({"lease_seconds": float("inf")}, "a lease is"),
+        ({"lease_seconds": float("nan")}, "a lease is"),
+        ({"worker": ""}, "worker name"),
+        ({"worker": "x" * 201}, "worker name"),
+        ({"worker": "a\0b"}, "worker name"),
+        ({"group": ""}, "group name"),
+        ({"group": "x" * 201}, "group name"),
+        ({"group": "a\0b"}, "group name"),
+    ],
+    ids=str,
+)
+def test_what_nobody_can_compete_with_is_refused(store: Store, options: dict[str, Any], says: str) -> None:
+    if isinstance(store, RpcStore) and options == {"batch_size": 0}:
+        pytest.skip("nothing is not said there")
+    store.append(happened())
+    with pytest.raises(InvalidRequest, match=says):
+        next(store.compete(**{"group": f"group-{next(_numbers)}", "worker": "w", **options}))
+
+
+def test_names_of_any_letters_and_the_longest_lease_will_do(store: Store) -> None:
+    store.append(happened())
+    competing = store.compete(f"{next(_numbers)}".rjust(200, "ü"), worker="ü" * 200, lease_seconds=86_400.0)
+    with closing(competing):
+        assert len(next(competing)) == 1
+
+
+# --- in files alone ----------------------------------------------------------------------------------------------
+
+
+def test_a_competitor_that_finds_nothing_leaves_the_one_writer_alone(
+    tmp_path: Path, group: str, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headwater.client.subscribing.REAP_SECONDS", 0.0)
+    looks: list[Any] = []
+    writes: list[Any] = []
+    with SqliteStores(tmp_path) as stores:
+        store = stores.create_store("s")
+        store.append([happened("A", "x"), happened("A")])
+        assert len(rest(store, group, tagged("x"))) == 1
+        look, write = store._look, store._transaction
+        monkeypatch.setattr(store, "_look", lambda *asked: looks.append(1) or look(*asked))
+        monkeypatch.setattr(store, "_transaction", lambda: writes.append(1) or write())
+        competing = store.compete(group, tagged("x"), worker="w", poll_seconds=0.001)
+        waiting = threading.Thread(target=next, args=(competing,), daemon=True)
+        waiting.start()
+        until(lambda: len(looks) > 20)
+        assert writes == []
+        store.append(happened("A", "x"))
+        join(waiting)
+
+
+def test_a_batch_from_a_file_is_bounded_in_bytes(tmp_path: Path, group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with SqliteStores(tmp_path) as stores:
+        store = stores.create_store("s")
+        store.append([happened("A", data="x" * 1000) for _ in range(5)])
+        monkeypatch.setattr("headwater.store.sqlite_groups.MAX_BYTES", 2 * size_of(store.read()[0]))
+        batches = list(store.compete(group, worker="w", stop_when_caught_up=True))
+        assert [len(batch) for batch in batches] == [2, 2, 1]
+        assert places(*batches) == [1, 2, 3, 4, 5]
+
+
+def test_what_another_took_since_it_was_found_is_not_taken_again(tmp_path: Path, group: str) -> None:
+    with SqliteStores(tmp_path) as stores:
+        store = stores.create_store("s")
+        store.append([happened("A") for _ in range(2)])
+        store._open_group(group)
+        found = store._look(group, EVERYTHING, 1)
+        assert found is not None
+        first = store._take(found, "first", 0.0)
+        assert first is not None
+        assert store._take(found, "second", 30.0) is None
+        # And the same of what is to be given again.
+        store._reap(group)
+        again = store._look(group, EVERYTHING, 1)
+        assert again is not None
+        assert again.again
+        assert store._take(again, "first", 30.0)
+        assert store._take(again, "second", 30.0) is None
+        assert rest(store, group) == [2]
+
+
+def test_a_file_of_an_earlier_form_is_refused(tmp_path: Path) -> None:
+    with SqliteStores(tmp_path) as stores:
+        stores.create_store("s")
+    with closing(sqlite3.connect(tmp_path / "s.sqlite")) as connection:
+        connection.execute("pragma user_version = 2")
+    with SqliteStores(tmp_path) as stores, pytest.raises(SchemaMismatch, match="form 2, from before"):
+        stores.store("s")

@@ -1,4 +1,4 @@
-"""Is anything lost or doubled when servers of gRPC are killed while clients append and subscribe?"""
+"""Is anything lost or doubled when servers of gRPC are killed while clients append, subscribe and compete?"""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -24,7 +25,7 @@ from headwater.store import NewStoreEvent
 
 grpc = pytest.importorskip("grpc")
 sys.path.append(str(Path(__file__).parents[1] / "conformance"))
-from rpc_client import RpcStores  # noqa: E402
+from rpc_client import RpcStore, RpcStores  # noqa: E402
 from rpc_servers import rpc_server  # noqa: E402
 from store_history import Asked, check  # noqa: E402
 from test_store_history import NO_ANSWER, random_appends  # noqa: E402
@@ -173,3 +174,78 @@ def test_every_verdict_is_right_while_servers_are_killed(dsn: str, log: headwate
     check(history, list(store.read_all()))
     assert sum(asked.positions is not None for asked in history) > 10
     assert sum(asked.moved_to is not None for asked in history) > 3
+
+
+class Hand:
+    """A batch that somebody got: when they asked for it, and when they were told that it was done, if they were."""
+
+    def __init__(self, positions: list[int], asked_at: float) -> None:
+        self.positions = positions
+        self.asked_at = asked_at
+        self.done_at: float | None = None
+
+
+def test_those_who_compete_by_grpc_work_on_every_event_and_none_is_given_again_once_done(
+    dsn: str, log: headwater.Headwater, until: Until
+) -> None:
+    store = log.create_store("competed")
+    group = "competitors"
+    lease_seconds = 1.0
+    hands: list[Hand] = []
+    over = threading.Event()
+
+    def work(address: str, worker: str) -> None:
+        while not over.is_set():
+            with closing(RpcStores(address, ("grpc.use_local_subchannel_pool", 1))) as stores:
+                grpc.channel_ready_future(stores.channel).result(60)
+                try:
+                    compete(stores.store(store.topic), worker)
+                except grpc.RpcError as error:
+                    if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                        raise
+
+    def compete(competing: RpcStore, worker: str) -> None:
+        asked_at = time.monotonic()
+        hand = None
+        for events in competing.compete(
+            group, worker=worker, batch_size=3, lease_seconds=lease_seconds, stop_when_caught_up=True
+        ):
+            if hand is not None:
+                hand.done_at = time.monotonic()
+            hand = Hand([event.position for event in events], asked_at)
+            hands.append(hand)
+            asked_at = time.monotonic()
+        if hand is not None:
+            hand.done_at = time.monotonic()
+
+    def ended() -> bool:
+        for task in tasks:
+            # One that has failed says more than that nothing comes.
+            assert not task.done(), task.result()
+        done = log.deliveries(group, status="done", batch_size=1000)
+        return len(done) + len(log.dead_letters(group)) == store.count()
+
+    with rpc_server("--processes", "2", dsn=dsn) as server, ThreadPoolExecutor(3) as pool:
+        tasks = [pool.submit(work, server.address, f"w{n}") for n in range(3)]
+        try:
+            victims: set[int] = set()
+            for _ in range(2):
+                held = len(hands)
+                store.append([NewStoreEvent("A") for _ in range(30)])
+                # In the middle of it.
+                until(lambda held=held: len(hands) > held + 2)
+                victim = until(lambda: sorted(set(serving_children(server.process)) - victims))[0]
+                victims.add(victim)
+                os.kill(victim, signal.SIGKILL)
+            until(ended)
+        finally:
+            over.set()
+        for task in tasks:
+            task.result(60)
+    events = [event.position for event in store.read_all()]
+    assert {position for hand in hands for position in hand.positions} == set(events)
+    # Who was told in time that it is done had it for good; all others died, or may have been late.
+    kept = [hand for hand in hands if hand.done_at is not None and hand.done_at - hand.asked_at < lease_seconds]
+    times = Counter(position for hand in kept for position in hand.positions)
+    assert times
+    assert max(times.values()) == 1

@@ -195,3 +195,95 @@ def test_thousands_of_subscribers_share_one_reader_while_backends_are_killed(
     expected = [[event.position for event in store.read_all(query)] for query in wanted]
     assert all(got == expected[n % 3] for n, got in enumerate(received))
     assert most == 1
+
+
+# Three compete, and with some chance the process is killed: within a transaction, right after it, or with a batch in
+# hand. What is told of a lease is told after its commit, and of work before the batch is settled.
+COMPETING = """
+import os, random, signal, sys, threading, time
+from pathlib import Path
+from headwater.store import NewStoreEvent, SqliteStores, sqlite_groups
+
+folder, chance, appended = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+witness = os.open(folder / "witness", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+def tell(what, token, events):
+    os.write(witness, " ".join([what, str(token), *(str(event.position) for event in events)]).encode() + b"\\n")
+
+def maybe_die():
+    if random.random() < chance:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def deadly(act):
+    def acting(*arguments):
+        answer = act(*arguments)
+        maybe_die()
+        return answer
+    return acting
+
+for name in ("take", "settle", "reap"):
+    setattr(sqlite_groups, name, deadly(getattr(sqlite_groups, name)))
+
+with SqliteStores(folder) as stores:
+    store = stores.create_store("s", if_missing=True)
+    store.append([NewStoreEvent("A", event_id=f"e{n}") for n in range(appended - 30, appended)])
+    store._open_group("g")
+    take, settle = store._take, store._settle
+
+    def taking(*asked):
+        lease = take(*asked)
+        if lease is not None:
+            tell("claimed", lease.token, lease.events)
+        maybe_die()
+        return lease
+
+    def settling(lease):
+        settle(lease)
+        tell("settled", lease.token, lease.events)
+        maybe_die()
+
+    store._take, store._settle = taking, settling
+
+    def anything_left():
+        with store._reading() as connection:
+            return connection.execute(
+                "select exists (select 1 from claimed_event) or position < (select max(position) from event) "
+                "from consumer_group"
+            ).fetchone()[0]
+
+    def work(worker):
+        while anything_left():
+            for events in store.compete("g", worker=worker, batch_size=3, lease_seconds=0.2, stop_when_caught_up=True):
+                tell("worked", 0, events)
+                maybe_die()
+            time.sleep(0.005)
+
+    workers = [threading.Thread(target=work, args=(f"w{n}",)) for n in range(3)]
+    for one in workers:
+        one.start()
+    for one in workers:
+        one.join()
+"""
+
+
+def test_those_who_compete_on_sqlite_work_on_every_event_and_none_is_given_again_once_done(tmp_path: Path) -> None:
+    deaths = 0
+    for run in itertools.count(1):
+        chance = 0.04 if deaths < 3 * ROUNDS else 0.0
+        command = [sys.executable, "-c", COMPETING, str(tmp_path), str(chance), str(30 * run)]
+        code = subprocess.run(command, timeout=60, check=False).returncode
+        assert code in ((0, -signal.SIGKILL) if chance else (0,))
+        if not chance:
+            break
+        deaths += code != 0
+    told = [line.split() for line in (tmp_path / "witness").read_text().splitlines()]
+    held = [(what, int(token), int(position)) for what, token, *places in told for position in places]
+    settled = [(position, token) for what, token, position in held if what == "settled"]
+    done = dict(settled)
+    assert len(done) == len(settled), "an event was done twice"
+    # Tokens grow with every claim: whoever got it later got what was done.
+    assert [one for one in held if one[0] == "claimed" and one[1] > done.get(one[2], one[1])] == []
+    # Nothing is told by those who were killed between a commit and telling of it, but every event came to somebody.
+    assert {position for what, _, position in held if what == "worked"} == set(range(1, 30 * run + 1))
+    with SqliteStores(tmp_path) as stores:
+        assert stores.store("s").head() == 30 * run

@@ -572,32 +572,6 @@ def test_who_may_publish_may_append_and_who_may_consume_may_read(
 # --- consume -----------------------------------------------------------------------------------------------------
 
 
-def test_those_who_compete_share_the_events_and_a_dead_one_leaves_its_batch_to_others(
-    log: headwater.Headwater, store: EventStore, until: Until
-) -> None:
-    store.append([happened("A", "x" if n % 2 else "y") for n in range(20)])
-    group = f"group-{next(_numbers)}"
-    doomed = store.compete(group, tagged("x"), worker="doomed", batch_size=4, lease_seconds=0.05)
-    lost = next(doomed)
-    assert len(lost) == 2
-    doomed.close()
-    until(lambda: log.reap(group))
-    got: list[StoreEvent] = []
-    workers = [
-        store.compete(group, tagged("x"), worker=f"worker-{n}", batch_size=3, stop_when_caught_up=True)
-        for n in range(2)
-    ]
-    while workers:
-        for worker in list(workers):
-            events = next(worker, None)
-            if events is None:
-                workers.remove(worker)
-            else:
-                got.extend(events)
-    assert sorted(event.position for event in got) == [event.position for event in store.read(tagged("x"))]
-    assert {event.position for event in lost} < {event.position for event in got}
-
-
 @pytest.mark.parametrize("bound", ["elsewhere", "to more", "in part", "to nothing", "to all"])
 def test_who_competes_in_a_group_that_is_bound_otherwise_is_refused(
     log: headwater.Headwater, store: EventStore, topic: str, bound: str

@@ -476,6 +476,7 @@ class Following(Subscribing):
         raise AssertionError("following asks for no more")
 
     _send = _open_cursor = _find_cursor = _move_cursor = _apply = _do_upkeep = _unused
+    _has_group = _open_group = _reap = _claim = _settle = _unused
 
 
 def test_one_who_is_ahead_of_the_log_keeps_nobody_else_from_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

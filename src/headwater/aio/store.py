@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import (
-    AsyncIterator,
     Awaitable,
     Callable,
     Mapping,
@@ -25,9 +22,9 @@ from headwater.aio.subscribing import StoreHandler, Subscribing
 from headwater.aio.tailing import StoreEvents
 from headwater.counters import COUNTERS
 from headwater.deciding import SavedState, SnapshotKey
-from headwater.errors import InvalidRequest, LeaseLost
+from headwater.errors import GroupNotFound, InvalidRequest
 from headwater.field_index import Combine, FieldIndex, IndexCondition, Kind, defined
-from headwater.model import Binding, Lease
+from headwater.model import Binding, DeadLetter
 from headwater.query import (
     EVERYTHING,
     Appended,
@@ -36,6 +33,7 @@ from headwater.query import (
     NewStoreEvent,
     Query,
     StoreEvent,
+    StoreLease,
     Verdict,
     outcome,
 )
@@ -45,9 +43,6 @@ from headwater.window import Noted, Question, Window
 from headwater.wires import AsyncWire
 
 T = TypeVar("T")
-
-SHORTEST_WAIT_SECONDS = 0.001
-REAP_SECONDS = 1.0
 
 
 class EventStore(Subscribing):
@@ -173,57 +168,16 @@ class EventStore(Subscribing):
         """Forget all states of a name, and say how many there were."""
         return await self._log._run(calls.forget_snapshots(self.topic, name))
 
-    async def compete(
-        self,
-        group: str,
-        query: Query = EVERYTHING,
-        *,
-        worker: str,
-        batch_size: int = 100,
-        lease_seconds: float | None = None,
-        stop_when_caught_up: bool = False,
-        poll_seconds: float = 0.05,
-    ) -> AsyncIterator[Sequence[StoreEvent]]:
-        """Batches of events that match, each given to one of all who compete in the group, which is made if missing.
+    async def dead_letters(
+        self, group: str, *, positions: Sequence[int] | None = None, after: int = 0, batch_size: int = 100
+    ) -> list[DeadLetter]:
+        """The events that a group has given up on, in order; all, or those named."""
+        call = calls.dead_letters(group, positions=positions, topic=self.topic, after=after, batch_size=batch_size)
+        return await self._log._run(call)
 
-        A batch is done when the next one is asked for. Whoever dies or takes too long loses its batch to another;
-        what is no match is done at once. A group that is bound to anything else, too, is refused.
-        """
-        await self._log._run(calls.create_group(group, topics=[self.topic], start_position=None, if_missing=True))
-        bindings: list[Binding] = await self._log._run(calls.bindings(group))
-        bound = [binding for binding in bindings if binding.to_position is None]
-        whole = [b for b in bound if (b.type, b.pattern, b.headers) == (None, None, None)]
-        if not whole or any(binding.topic != self.topic for binding in bound):
-            raise self._bound_elsewhere(group)
-        wait = SHORTEST_WAIT_SECONDS
-        reap_at = time.monotonic()
-        while True:
-            await self._do_upkeep()
-            if time.monotonic() >= reap_at:
-                # What the dead have left goes to the living.
-                await self._log.run(calls.reap(group))
-                reap_at = time.monotonic() + REAP_SECONDS
-            claim = calls.claim(group, worker=worker, batch_size=batch_size, lease_seconds=lease_seconds, relaxed=True)
-            lease: Lease | None = await self._log.run(claim)
-            if lease is None:
-                if stop_when_caught_up:
-                    return
-                await asyncio.sleep(wait)
-                wait = min(wait * 2, poll_seconds)
-                continue
-            wait = SHORTEST_WAIT_SECONDS
-            if any(event.topic != self.topic for event in lease.events):
-                # Bound to more since then. The lease runs out, and who the events are for can have them.
-                raise self._bound_elsewhere(group)
-            found = await self._log.run(calls.read_at(self.topic, [event.position for event in lease.events]))
-            events = [event for event in found if query.matches(event)]
-            if events:
-                yield events
-            try:
-                await self._log.run(calls.settle(lease, {}, rest_done=True, relaxed=True))
-            except LeaseLost:
-                # Too late: the events are another's now.
-                continue
+    async def redrive(self, group: str, *, positions: Sequence[int] | None = None) -> int:
+        """Give dead letters a fresh set of tries, all or those named; returns how many."""
+        return await self._log._run(calls.redrive(group, positions=positions, topic=self.topic))
 
     def _bound_elsewhere(self, group: str) -> InvalidRequest:
         return InvalidRequest(
@@ -312,6 +266,41 @@ class EventStore(Subscribing):
 
     async def _move_cursor(self, name: str, from_position: int, to_position: int) -> None:
         await self._log._run(calls.advance_cursor(name, from_position=from_position, to_position=to_position))
+
+    async def _has_group(self, group: str) -> bool:
+        try:
+            await self._log._run(calls.find_group(group))
+        except GroupNotFound:
+            return False
+        return True
+
+    async def _open_group(self, group: str) -> None:
+        await self._log._run(calls.create_group(group, topics=[self.topic], start_position=None, if_missing=True))
+        bindings: list[Binding] = await self._log._run(calls.bindings(group))
+        bound = [binding for binding in bindings if binding.to_position is None]
+        whole = [b for b in bound if (b.type, b.pattern, b.headers) == (None, None, None)]
+        if not whole or any(binding.topic != self.topic for binding in bound):
+            raise self._bound_elsewhere(group)
+
+    async def _reap(self, group: str) -> None:
+        await self._log.run(calls.reap(group))
+
+    async def _claim(
+        self, group: str, query: Query, worker: str, batch_size: int, lease_seconds: float | None
+    ) -> StoreLease | None:
+        """What a query asks for is not known to a group: the events of the lease are whatever comes."""
+        claim = calls.claim(group, worker=worker, batch_size=batch_size, lease_seconds=lease_seconds, relaxed=True)
+        lease = await self._log.run(claim)
+        if lease is None:
+            return None
+        if any(event.topic != self.topic for event in lease.events):
+            # Bound to more since then. The lease runs out, and who the events are for can have them.
+            raise self._bound_elsewhere(group)
+        events = await self._log.run(calls.read_at(self.topic, [event.position for event in lease.events]))
+        return StoreLease(group, lease.token, events)
+
+    async def _settle(self, lease: StoreLease) -> None:
+        await self._log.run(calls.settle(lease, {}, rest_done=True, relaxed=True))
 
     async def _do_upkeep(self) -> None:
         await self._log.do_upkeep()

@@ -22,6 +22,7 @@ from headwater.model import (
     Retry,
     Snooze,
 )
+from headwater.query import StoreLease
 
 _GROUP = (
     "name, start_position, lease_seconds, max_attempts, backoff_seconds, backoff_factor, backoff_max_seconds, "
@@ -223,7 +224,7 @@ def _verdict(outcome: Outcome) -> tuple[str, str | None, timedelta | None]:
             return "release", None, outcome.after
 
 
-def settle(lease: Lease, outcomes: Outcomes, *, rest_done: bool, relaxed: bool = False) -> Call[None]:
+def settle(lease: Lease | StoreLease, outcomes: Outcomes, *, rest_done: bool, relaxed: bool = False) -> Call[None]:
     """Say how events of a lease ended. `rest_done`: those not named are done, and the lease ends."""
     return Call(
         "select headwater.settle(%s, %s, %s::bigint[], %s::text[], %s::text[], %s::float8[], %s, %s)",

@@ -1,4 +1,4 @@
-"""Subscribing to an event store: catch up from its log, then follow it live. The same on Postgres and on SQLite."""
+"""Subscribing to an event store, alone or competing with others. The same on Postgres and on SQLite."""
 # Generated from aio/subscribing.py by tools/unasync.py: write there.
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 from headwater.calls import EncodedAppend
 from headwater.client.appending import Lane, Verdicts
 from headwater.client.tailing import Feed, StoreEvents
-from headwater.errors import CursorMoved, InvalidRequest
-from headwater.query import EVERYTHING, Query, StoreEvent, refuse_beyond
+from headwater.competing import refuse_bad_competitor
+from headwater.errors import CursorMoved, InvalidRequest, LeaseLost
+from headwater.query import EVERYTHING, Query, StoreEvent, StoreLease, refuse_beyond
 from headwater.tail import MAX_BYTES
 
 T = TypeVar("T")
@@ -27,10 +28,13 @@ StoreHandler = Callable[[Any, Sequence[StoreEvent]], None]
 # How long a subscriber waits for live events before it looks after its cursor and the log's upkeep.
 LIVE_SECONDS = 0.5
 IDLE_SAVE_SECONDS = 30.0
+# How long a competitor waits at first before it looks again, and how often what the dead have left goes to the living.
+SHORTEST_WAIT_SECONDS = 0.001
+REAP_SECONDS = 1.0
 
 
 class Subscribing(ABC):
-    """What every event store can do once it can append a group, read a batch and keep a cursor."""
+    """What every event store can do once it can append a group, read a batch, keep a cursor and give leases."""
 
     def __init__(self, topic: str, *, overlaps: bool = False) -> None:
         self.topic = topic
@@ -72,6 +76,28 @@ class Subscribing(ABC):
         self, handler: StoreHandler, events: Sequence[StoreEvent], cursor: str, from_position: int, to_position: int
     ) -> None:
         """Run a handler and move the cursor, both in one transaction; CursorMoved if it is elsewhere."""
+
+    @abstractmethod
+    def _has_group(self, group: str) -> bool:
+        """Whether there is a group of this name."""
+
+    @abstractmethod
+    def _open_group(self, group: str) -> None:
+        """Make the group if it is missing; refuse one that is not of this store alone."""
+
+    @abstractmethod
+    def _reap(self, group: str) -> None:
+        """Give the events of leases that ran out to others; those that had all of their tries are dead letters."""
+
+    @abstractmethod
+    def _claim(
+        self, group: str, query: Query, worker: str, batch_size: int, lease_seconds: float | None
+    ) -> StoreLease | None:
+        """A lease on events that nobody has; some of them may be no match. None: there is nothing to do now."""
+
+    @abstractmethod
+    def _settle(self, lease: StoreLease) -> None:
+        """All events of a lease are done; LeaseLost if it is too late."""
 
     @abstractmethod
     def _do_upkeep(self) -> None:
@@ -200,6 +226,51 @@ class Subscribing(ABC):
                 # Another one is at it, or our own commit was done and its answer lost.
                 place = saved = self._look_at(cursor, patience_seconds)
             self._do_upkeep()
+
+    def compete(
+        self,
+        group: str,
+        query: Query = EVERYTHING,
+        *,
+        worker: str,
+        batch_size: int = 100,
+        lease_seconds: float | None = None,
+        stop_when_caught_up: bool = False,
+        poll_seconds: float = 0.05,
+    ) -> Iterator[Sequence[StoreEvent]]:
+        """Batches of events that match, each given to one of all who compete in the group, which is made if missing.
+
+        A batch is done when the next one is asked for. Whoever dies or takes too long loses its batch to others, who
+        get its events one by one; an event whose lease ran out five times when it was alone is a dead letter. What is
+        no match is done at once. A lease is 30 seconds, unless the group or `lease_seconds` says otherwise. A group
+        that is bound to anything else, too, is refused.
+        """
+        refuse_bad_competitor(group, worker, batch_size, lease_seconds)
+        self._open_group(group)
+        wait = SHORTEST_WAIT_SECONDS
+        reap_at = time.monotonic()
+        while True:
+            self._do_upkeep()
+            if time.monotonic() >= reap_at:
+                # What the dead have left goes to the living.
+                self._reap(group)
+                reap_at = time.monotonic() + REAP_SECONDS
+            lease = self._claim(group, query, worker, batch_size, lease_seconds)
+            if lease is None:
+                if stop_when_caught_up:
+                    return
+                time.sleep(wait)
+                wait = min(wait * 2, poll_seconds)
+                continue
+            wait = SHORTEST_WAIT_SECONDS
+            events = [event for event in lease.events if query.matches(event)]
+            if events:
+                yield events
+            try:
+                self._settle(lease)
+            except LeaseLost:
+                # Too late: the events are another's now.
+                continue
 
     def _begin(self, after: int | None, from_end: bool, cursor: str | None) -> int:
         if after is not None and from_end:

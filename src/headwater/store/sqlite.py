@@ -9,7 +9,6 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -19,6 +18,7 @@ from headwater.calls.encoding import checked_text
 from headwater.client.appending import Verdicts, new_event_ids
 from headwater.client.subscribing import StoreHandler, Subscribing
 from headwater.client.tailing import StoreEvents
+from headwater.competing import LEASE_SECONDS
 from headwater.deciding import SavedState, SnapshotKey
 from headwater.errors import (
     EventTooLarge,
@@ -29,6 +29,7 @@ from headwater.errors import (
     TopicNotFound,
 )
 from headwater.field_index import Combine, FieldIndex, IndexCondition, Kind, defined
+from headwater.model import DeadLetter
 from headwater.query import (
     EVERYTHING,
     Appended,
@@ -37,10 +38,12 @@ from headwater.query import (
     NewStoreEvent,
     Query,
     StoreEvent,
+    StoreLease,
     outcome,
-    size_of,
 )
+from headwater.store import sqlite_groups as groups
 from headwater.store import sqlite_rows as rows
+from headwater.store.sqlite_groups import Found
 from headwater.store.sqlite_rows import BUSY_SECONDS
 from headwater.tail import MAX_BYTES
 
@@ -65,6 +68,8 @@ class SqliteEventStore(Subscribing):
         self._writing = threading.Lock()
         self._readers: list[sqlite3.Connection] = []
         self._free = threading.Semaphore(READERS)
+        # One competitor looks at a time: all would find the same.
+        self._claiming = threading.Lock()
         self._closed = False
 
     def append(
@@ -103,15 +108,8 @@ class SqliteEventStore(Subscribing):
         """A batch of the events that match, after one position and before another; backwards: the newest first."""
         if batch_size < 1:
             raise InvalidRequest("a batch is 1 event or more")
-        found: list[StoreEvent] = []
-        size = 0
         with self._reading() as connection:
-            for event in islice(rows.matching(connection, query, after, before, backwards), batch_size):
-                found.append(event)
-                size += size_of(event)
-                if size >= max_bytes:
-                    break
-        return found
+            return rows.batch(rows.matching(connection, query, after, before, backwards), batch_size, max_bytes)
 
     def count(self, query: Query = EVERYTHING, *, after: int = 0, before: int | None = None) -> int:
         """How many events match."""
@@ -186,6 +184,18 @@ class SqliteEventStore(Subscribing):
         with self._transaction() as connection:
             return connection.execute("delete from snapshot where name = ?", (name,)).rowcount
 
+    def dead_letters(
+        self, group: str, *, positions: Sequence[int] | None = None, after: int = 0, batch_size: int = 100
+    ) -> list[DeadLetter]:
+        """The events that a group has given up on, in order; all, or those named."""
+        with self._reading() as connection:
+            return groups.dead_letters(connection, self.topic, group, positions, after, batch_size)
+
+    def redrive(self, group: str, *, positions: Sequence[int] | None = None) -> int:
+        """Give dead letters a fresh set of tries, all or those named; returns how many."""
+        with self._transaction() as connection:
+            return groups.redrive(connection, group, positions)
+
     def close(self) -> None:
         """Close the file. Whoever still uses the store gets an error."""
         with self._writing:
@@ -252,6 +262,53 @@ class SqliteEventStore(Subscribing):
         with self._transaction() as connection:
             rows.move_cursor(connection, cursor, from_position, to_position)
             handler(connection, events)
+
+    def _has_group(self, group: str) -> bool:
+        with self._reading() as connection:
+            return groups.has_group(connection, group)
+
+    def _open_group(self, group: str) -> None:
+        if not self._has_group(group):
+            self._make_group(group)
+
+    def _make_group(self, group: str) -> None:
+        with self._transaction() as connection:
+            groups.open_group(connection, group)
+
+    def _reap(self, group: str) -> None:
+        if self._has_lapsed(group):
+            self._give_back(group)
+
+    def _has_lapsed(self, group: str) -> bool:
+        with self._reading() as connection:
+            return groups.has_lapsed(connection, group)
+
+    def _give_back(self, group: str) -> None:
+        with self._transaction() as connection:
+            groups.reap(connection, group)
+
+    def _claim(
+        self, group: str, query: Query, worker: str, batch_size: int, lease_seconds: float | None
+    ) -> StoreLease | None:
+        # Looked for by a reader: whoever finds nothing leaves the one writer alone, and nobody waits for a long look.
+        with self._claiming:
+            while (found := self._look(group, query, batch_size)) is not None:
+                lease = self._take(found, worker, lease_seconds)
+                if lease is not None:
+                    return lease
+        return None
+
+    def _look(self, group: str, query: Query, batch_size: int) -> Found | None:
+        with self._reading() as connection:
+            return groups.look(connection, group, query, batch_size)
+
+    def _take(self, found: Found, worker: str, lease_seconds: float | None) -> StoreLease | None:
+        with self._transaction() as connection:
+            return groups.take(connection, found, worker, LEASE_SECONDS if lease_seconds is None else lease_seconds)
+
+    def _settle(self, lease: StoreLease) -> None:
+        with self._transaction() as connection:
+            groups.settle(connection, lease)
 
     def _do_upkeep(self) -> None:
         """A file needs none."""

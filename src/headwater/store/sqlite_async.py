@@ -22,7 +22,18 @@ from headwater.aio.tailing import StoreEvents
 from headwater.calls import EncodedAppend
 from headwater.deciding import SavedState, SnapshotKey
 from headwater.field_index import Combine, FieldIndex, IndexCondition, Kind, defined
-from headwater.query import EVERYTHING, Appended, Condition, Latest, NewStoreEvent, Query, StoreEvent, outcome
+from headwater.model import DeadLetter
+from headwater.query import (
+    EVERYTHING,
+    Appended,
+    Condition,
+    Latest,
+    NewStoreEvent,
+    Query,
+    StoreEvent,
+    StoreLease,
+    outcome,
+)
 from headwater.store.sqlite import SqliteEventStore, SqliteStores, busy
 from headwater.store.sqlite_rows import BUSY_SECONDS
 from headwater.tail import MAX_BYTES
@@ -69,6 +80,8 @@ class AsyncSqliteEventStore(Subscribing):
         super().__init__(store.topic)
         self._store = store
         self._writer = Writer()
+        # One competitor looks at a time: all would find the same.
+        self._claiming = asyncio.Lock()
 
     async def append(
         self,
@@ -155,6 +168,18 @@ class AsyncSqliteEventStore(Subscribing):
         """Forget all states of a name, and say how many there were."""
         return await self._writer.run(self._store.forget_snapshots, name)
 
+    async def dead_letters(
+        self, group: str, *, positions: Sequence[int] | None = None, after: int = 0, batch_size: int = 100
+    ) -> list[DeadLetter]:
+        """The events that a group has given up on, in order; all, or those named."""
+        return await asyncio.to_thread(
+            self._store.dead_letters, group, positions=positions, after=after, batch_size=batch_size
+        )
+
+    async def redrive(self, group: str, *, positions: Sequence[int] | None = None) -> int:
+        """Give dead letters a fresh set of tries, all or those named; returns how many."""
+        return await self._writer.run(partial(self._store.redrive, group, positions=positions))
+
     async def _send(self, appends: Sequence[EncodedAppend]) -> Verdicts:
         return await self._writer.run(self._store._send, appends)
 
@@ -188,6 +213,30 @@ class AsyncSqliteEventStore(Subscribing):
             asyncio.run_coroutine_threadsafe(_awaited(handler(connection, handed)), loop).result()
 
         await self._writer.run(self._store._apply, handle, events, cursor, from_position, to_position)
+
+    async def _has_group(self, group: str) -> bool:
+        return await asyncio.to_thread(self._store._has_group, group)
+
+    async def _open_group(self, group: str) -> None:
+        if not await self._has_group(group):
+            await self._writer.run(self._store._make_group, group)
+
+    async def _reap(self, group: str) -> None:
+        if await asyncio.to_thread(self._store._has_lapsed, group):
+            await self._writer.run(self._store._give_back, group)
+
+    async def _claim(
+        self, group: str, query: Query, worker: str, batch_size: int, lease_seconds: float | None
+    ) -> StoreLease | None:
+        async with self._claiming:
+            while (found := await asyncio.to_thread(self._store._look, group, query, batch_size)) is not None:
+                lease = await self._writer.run(self._store._take, found, worker, lease_seconds)
+                if lease is not None:
+                    return lease
+        return None
+
+    async def _settle(self, lease: StoreLease) -> None:
+        await self._writer.run(self._store._settle, lease)
 
     async def _do_upkeep(self) -> None:
         """A file needs none."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from heapq import merge
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -26,6 +26,7 @@ from headwater.query import (
     Verdict,
     json_of,
     refuse_beyond,
+    size_of,
 )
 
 # An index with the number that its marks have.
@@ -35,7 +36,7 @@ BUSY_SECONDS = 10.0
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 # What says that a file is one of ours ("HWES"), and in which form.
 APPLICATION_ID = 0x48574553
-FORM = 2
+FORM = 3
 
 # Positions count from 1 without a gap: there is one writer, and what is rolled back leaves none.
 TABLES = """
@@ -80,6 +81,42 @@ create table cursor (
     name     text    primary key,
     position integer not null check (position >= 0)
 ) strict, without rowid;
+-- Who competes for events. Every event up to the position was given to somebody, or was no match. (`group` is taken.)
+create table consumer_group (
+    id         integer primary key,
+    name       text    not null unique check (length(name) between 1 and 200),
+    position   integer not null check (position >= 0),
+    last_token integer not null check (last_token >= 0)
+) strict;
+-- A worker's right to the events of a token. A table of its own: who looks for those that ran out looks at few rows.
+create table lease (
+    group_id   integer not null,
+    token      integer not null,
+    worker     text    not null,
+    expires_at integer not null,
+    primary key (group_id, token)
+) strict, without rowid;
+-- Events that were given to somebody and are not done. No token: their lease ran out, and each is to be given again,
+-- alone. The attempt counts the tries that were the event's own; the history has all of them.
+create table claimed_event (
+    group_id integer not null,
+    position integer not null,
+    token    integer,
+    attempt  integer not null check (attempt >= 0),
+    history  text    not null,
+    primary key (group_id, position)
+) strict, without rowid;
+create index claimed_event_token on claimed_event (group_id, token, attempt, position);
+-- Events that a group has given up on.
+create table dead_letter (
+    group_id   integer not null,
+    position   integer not null,
+    attempts   integer not null,
+    last_error text    not null,
+    history    text    not null,
+    died_at    integer not null,
+    primary key (group_id, position)
+) strict, without rowid;
 """
 
 EVENT = "position, position - 1, event_id, type, tags, metadata, content_type, payload, published_at"
@@ -119,15 +156,24 @@ def connected(path: Path, *, create: bool) -> sqlite3.Connection:
             )
         found = (value(connection, "pragma application_id"), value(connection, "pragma user_version"))
         if found != (APPLICATION_ID, FORM):
-            raise SchemaMismatch(
-                f"{path} is no event store that this program knows",
-                hint="Was it made by a newer Headwater? Upgrade the program: pip install --upgrade headwater.",
-            )
+            raise _other_form(path, *found)
         connection.execute("pragma synchronous = full")
     except BaseException:
         connection.close()
         raise
     return connection
+
+
+def _other_form(path: Path, application_id: int, form: int) -> SchemaMismatch:
+    if application_id == APPLICATION_ID and form < FORM:
+        return SchemaMismatch(
+            f"{path} is an event store of form {form}, from before the first release; this program knows form {FORM}",
+            hint="Read its events with the program that made it, and append them to a new store.",
+        )
+    return SchemaMismatch(
+        f"{path} is no event store that this program knows",
+        hint="Was it made by a newer Headwater? Upgrade the program: pip install --upgrade headwater.",
+    )
 
 
 def append(connection: sqlite3.Connection, append: EncodedAppend, indexes: Sequence[Numbered]) -> Verdict:
@@ -149,7 +195,7 @@ def append(connection: sqlite3.Connection, append: EncodedAppend, indexes: Seque
         if moved_to is not None:
             return Verdict(None, False, moved_to, None)
     first = head(connection) + 1
-    now = (datetime.now(UTC) - EPOCH) // timedelta(microseconds=1)
+    now = microseconds(datetime.now(UTC))
     for position, event in enumerate(append.events, first):
         connection.execute(
             "insert into event values (?, ?, ?, ?, ?, ?, ?, ?)",
@@ -269,7 +315,19 @@ def matching(
     connection: sqlite3.Connection, query: Query, above: int, before: int | None, backwards: bool
 ) -> Iterator[StoreEvent]:
     for position in positions(connection, query, above, before, backwards):
-        yield _event(connection, position)
+        yield event_at(connection, position)
+
+
+def batch(events: Iterator[StoreEvent], batch_size: int, max_bytes: int) -> list[StoreEvent]:
+    """The first of these, up to so many and so many bytes; one of them whatever its size."""
+    found: list[StoreEvent] = []
+    size = 0
+    for event in islice(events, batch_size):
+        found.append(event)
+        size += size_of(event)
+        if size >= max_bytes:
+            break
+    return found
 
 
 def positions(
@@ -307,7 +365,7 @@ def _of_item(connection: sqlite3.Connection, item: Item, between: dict[str, int]
         found = _ordered(connection, ALL, between, backwards)
     if not item.fields:
         return found
-    return (position for position in found if item.matches(_event(connection, position)))
+    return (position for position in found if item.matches(event_at(connection, position)))
 
 
 def _few(connection: sqlite3.Connection, between: dict[str, int], way: str) -> int:
@@ -322,7 +380,7 @@ def _ordered(
     return (position for (position,) in rows)
 
 
-def _event(connection: sqlite3.Connection, position: int) -> StoreEvent:
+def event_at(connection: sqlite3.Connection, position: int) -> StoreEvent:
     row = connection.execute(f"select {EVENT} from event where position = ?", (position,)).fetchone()
     return StoreEvent._make(
         (
@@ -330,7 +388,7 @@ def _event(connection: sqlite3.Connection, position: int) -> StoreEvent:
             tuple(json.loads(row[4])),
             None if row[5] is None else json.loads(row[5]),
             *row[6:8],
-            EPOCH + timedelta(microseconds=row[8]),
+            moment(row[8]),
         )
     )
 
@@ -348,6 +406,16 @@ def move_cursor(connection: sqlite3.Connection, name: str, from_position: int, t
             hint="Somebody set it, or another reader uses it. Open it again and read from there.",
             detail={"cursor": name, "actual_position": actual},
         )
+
+
+def microseconds(at: datetime) -> int:
+    """A time as it is kept."""
+    return (at - EPOCH) // timedelta(microseconds=1)
+
+
+def moment(kept: int) -> datetime:
+    """A time that was kept."""
+    return EPOCH + timedelta(microseconds=kept)
 
 
 def head(connection: sqlite3.Connection) -> int:

@@ -1,4 +1,4 @@
-"""The service EventStore: append one by one or in a stream, read by query, subscribe."""
+"""The service EventStore: append one by one or in a stream, read by query, subscribe, compete."""
 
 from __future__ import annotations
 
@@ -133,6 +133,38 @@ class EventStoreService:
                     for parcel in messages.parcels(map(messages.store_event_message, events)):
                         yield pb.SubscribeResponse(events=parcel)
 
+    async def compete(
+        self, requests: AsyncIterator[pb.CompeteRequest], call: Call
+    ) -> AsyncIterator[pb.CompeteResponse]:
+        asked = aiter(requests)
+        first = await anext(asked, None)
+        if first is None:
+            return
+        _need_to_compete(first, call)
+        store = await self._backend.store(first.store)
+        if not await store._has_group(first.group):
+            call.need("create", "group", first.group)
+        batches = store.compete(
+            first.group,
+            messages.query(first.query),
+            worker=first.worker,
+            batch_size=messages.within(first.batch_size, 100, messages.MAX_STREAMED, "a batch"),
+            lease_seconds=first.lease_seconds if first.HasField("lease_seconds") else None,
+            stop_when_caught_up=first.stop_when_caught_up,
+        )
+        async with aclosing(batches):  # type: ignore[type-var]
+            async for events in batches:
+                for parcel in messages.parcels(map(messages.store_event_message, events)):
+                    # It may have taken long until there was something to give, and as long until more is asked for.
+                    _need_to_compete(first, call)
+                    yield pb.CompeteResponse(events=parcel)
+                    request = await anext(asked, None)
+                    if request is None:
+                        # Nothing is said of what was given: it is another's when its lease ends.
+                        return
+                    _refuse_another(first, request)
+                    _need_to_compete(first, call)
+
     async def open_store_cursor(self, request: pb.OpenStoreCursorRequest, call: Call) -> pb.OpenCursorResponse:
         call.need("read", "group", request.cursor)
         store = await self._backend.store(request.store)
@@ -143,6 +175,16 @@ class EventStoreService:
         store = await self._backend.store(request.store)
         await store._move_cursor(request.cursor, request.from_position, request.to_position)
         return pb.AdvanceCursorResponse()
+
+
+def _need_to_compete(request: pb.CompeteRequest, call: Call) -> None:
+    call.need_still("read", "topic", request.store)
+    call.need_still("read", "group", request.group)
+
+
+def _refuse_another(first: pb.CompeteRequest, request: pb.CompeteRequest) -> None:
+    if request.store not in ("", first.store) or request.group not in ("", first.group):
+        raise InvalidRequest("a stream competes in one group of one event store", hint="Open another stream.")
 
 
 async def _verdict(store: Store, append: pb.NumberedAppend, call: Call) -> pb.Verdict:

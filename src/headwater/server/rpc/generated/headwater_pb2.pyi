@@ -621,6 +621,30 @@ class SubscribeResponse(_message.Message):
     events: _containers.RepeatedCompositeFieldContainer[StoreEvent]
     def __init__(self, events: _Optional[_Iterable[_Union[StoreEvent, _Mapping]]] = ...) -> None: ...
 
+class CompeteRequest(_message.Message):
+    __slots__ = ("store", "group", "query", "worker", "batch_size", "lease_seconds", "stop_when_caught_up")
+    STORE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    QUERY_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    STOP_WHEN_CAUGHT_UP_FIELD_NUMBER: _ClassVar[int]
+    store: str
+    group: str
+    query: Query
+    worker: str
+    batch_size: int
+    lease_seconds: float
+    stop_when_caught_up: bool
+    def __init__(self, store: _Optional[str] = ..., group: _Optional[str] = ..., query: _Optional[_Union[Query, _Mapping]] = ..., worker: _Optional[str] = ..., batch_size: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., stop_when_caught_up: _Optional[bool] = ...) -> None: ...
+
+class CompeteResponse(_message.Message):
+    __slots__ = ("events",)
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    events: _containers.RepeatedCompositeFieldContainer[StoreEvent]
+    def __init__(self, events: _Optional[_Iterable[_Union[StoreEvent, _Mapping]]] = ...) -> None: ...
+
 class OpenStoreCursorRequest(_message.Message):
     __slots__ = ("store", "cursor", "start_after")
     STORE_FIELD_NUMBER: _ClassVar[int]
