@@ -45,14 +45,14 @@ def looked_at(store: Store, query: Query, dsn: str, monkeypatch: pytest.MonkeyPa
     """How many events are looked at to answer a query."""
     if isinstance(store, SqliteEventStore):
         looks: list[int] = []
-        event = sqlite_rows._event
+        event = sqlite_rows.event_at
 
         def counted(connection: Any, position: int) -> StoreEvent:
             looks.append(position)
             return event(connection, position)
 
         with monkeypatch.context() as patched:
-            patched.setattr(sqlite_rows, "_event", counted)
+            patched.setattr(sqlite_rows, "event_at", counted)
             store.count(query)
         return len(looks)
     with psycopg.connect(dsn, autocommit=True) as connection:
