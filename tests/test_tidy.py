@@ -40,6 +40,7 @@ LAYERS = {
     "subscription": 3,
     "registry": 3,
     "competing": 3,
+    "wires": 3,
     "aio": 4,
     "client": 4,
     "registering": 5,
