@@ -265,7 +265,7 @@ def test_each_task_waits_as_long_as_it_said_and_leaves_no_timer() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("halves_take", [0.8, 1.3])
+@pytest.mark.parametrize("halves_take", [0.8, 0.95, 1.3])
 def test_the_faster_of_two_paces_is_kept_to_and_the_other_one_tried_again(halves_take: float) -> None:
     pace = Pace()
     now = 0.0
@@ -282,12 +282,12 @@ def test_the_faster_of_two_paces_is_kept_to_and_the_other_one_tried_again(halves
 
     assert groups(turns.KEEP_GROUPS, halves_take) == 0
     assert groups(turns.TRY_GROUPS, halves_take) == turns.TRY_GROUPS
-    assert pace.in_halves is (halves_take < 1)
+    assert pace.in_halves is (halves_take < turns.WORTH_IT)
     # Hours without anybody, and one alone, say nothing.
     now += 10_000
     pace.note(16, now)
     pace.note(1, now + 0.05, alone=True)
-    assert pace.in_halves is (halves_take < 1)
+    assert pace.in_halves is (halves_take < turns.WORTH_IT)
     # Things change, and it is noticed.
     groups(3 * (turns.KEEP_GROUPS + turns.TRY_GROUPS), 2 - halves_take)
     later = groups(1000, 2 - halves_take)
