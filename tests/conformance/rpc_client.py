@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 
 from headwater import calls, errors
+from headwater.model import DeadLetter
 from headwater.query import (
     EVERYTHING,
     Appended,
@@ -200,6 +201,33 @@ class RpcStore:
         finally:
             answers.cancel()
             asking.put(None)
+
+    def dead_letters(
+        self, group: str, *, positions: Sequence[int] | None = None, after: int = 0, batch_size: int = 100
+    ) -> list[DeadLetter]:
+        request = pb.DeadLettersRequest(
+            store=self.topic, group=group, positions=positions, after=after, batch_size=batch_size
+        )
+        with translated():
+            letters = self._methods.DeadLetters(request, timeout=SECONDS).letters
+        return [
+            DeadLetter(
+                one.position,
+                self.topic,
+                None,
+                one.type if one.HasField("type") else None,
+                one.attempts,
+                one.last_error if one.HasField("last_error") else None,
+                tuple(json.loads(one.history)),
+                one.died_at.ToDatetime(tzinfo=UTC),
+            )
+            for one in letters
+        ]
+
+    def redrive(self, group: str, *, positions: Sequence[int] | None = None) -> int:
+        request = pb.RedriveRequest(store=self.topic, group=group, positions=positions, all=positions is None)
+        with translated():
+            return int(self._methods.Redrive(request, timeout=SECONDS).count)
 
 
 def new_event(one: NewStoreEvent) -> pb.NewStoreEvent:

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 import headwater
 from headwater import errors
 from headwater.cli import app, exit_codes
+from headwater.model import Dead
 from headwater.store import NewStoreEvent
 
 grpc = pytest.importorskip("grpc")
@@ -442,6 +443,41 @@ def test_a_stream_competes_in_one_group_of_one_store(
     same = competition(store, group, batch_size=1)
     answers = stores.Compete(iter([same, same, same]), timeout=SECONDS)
     assert [event.position for answer in answers for event in answer.events] == list(later)
+
+
+def test_dead_letters_are_told_of_and_redriven_by_name_or_all_and_that_is_noted(
+    stores: Any, log: headwater.Headwater, store: str
+) -> None:
+    first, second = log.store(store).append([NewStoreEvent("A"), NewStoreEvent("B")]).positions
+    group = f"group-{next(_numbers)}"
+    log.create_group(group, [store])
+    lease = log.claim(group, worker="w", batch_size=2)
+    assert lease is not None
+    log.settle(lease, {first: Dead("no"), second: Dead("never")})
+
+    def letters(**asked: Any) -> list[tuple[int, str, str]]:
+        answer = stores.DeadLetters(pb.DeadLettersRequest(store=store, group=group, **asked), timeout=SECONDS)
+        return [(one.position, one.type, one.last_error) for one in answer.letters]
+
+    def redrive(**meant: Any) -> int:
+        return stores.Redrive(pb.RedriveRequest(store=store, group=group, **meant), timeout=SECONDS).count
+
+    assert letters() == [(first, "A", "no"), (second, "B", "never")]
+    assert letters(batch_size=1) == letters(positions=[first]) == letters()[:1]
+    assert letters(after=first) == letters()[1:]
+    # What was forgotten to be said must not mean all.
+    for unclear in ({}, {"positions": [first], "all": True}):
+        with refused(grpc.StatusCode.INVALID_ARGUMENT):
+            redrive(**unclear)
+    assert redrive(positions=[second]) == 1
+    assert letters() == [(first, "A", "no")]
+    assert redrive(all=True) == 1
+    assert letters() == []
+    told = [event.data for event in log.read("headwater.audit") if event.data["subject"] == group]
+    assert [(one["action"], one["detail"]) for one in told] == [
+        ("group.redrive", {"positions": [second], "count": 1}),
+        ("group.redrive", {"positions": "all", "count": 1}),
+    ]
 
 
 # --- errors, limits, health --------------------------------------------------------------------------------------

@@ -177,6 +177,9 @@ def test_an_account_may_what_it_was_allowed_and_nothing_else(channel: Any, store
         (stores.Latest, pb.LatestRequest(store="shop-store")),
         (stores.Count, pb.CountRequest(store="shop-store")),
         (stores.Head, pb.HeadRequest(store="shop-store")),
+        (stores.DeadLetters, pb.DeadLettersRequest(store="shop-store", group="other")),
+        # To read a group is not to change it.
+        (stores.Redrive, pb.RedriveRequest(store="shop-store", group="shop", all=True)),
         (stores.OpenStoreCursor, pb.OpenStoreCursorRequest(store="shop-store", cursor="theirs")),
         (stores.AdvanceStoreCursor, pb.AdvanceStoreCursorRequest(store="shop-store", cursor="theirs")),
         (store.SaveEvents, orisun.SaveEventsRequest(boundary="hidden", events=[event])),

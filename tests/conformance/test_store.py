@@ -811,9 +811,6 @@ def test_what_kills_every_worker_is_given_up_after_five_tries_while_others_go_on
     others.append(store.append(happened("A")).position)
     until(lambda: work() or done == set(others))
     assert tries == [deadly] * 5
-    if isinstance(store, RpcStore):
-        # Whether it is dead is not seen from here.
-        return
     (letter,) = until(lambda: work() or store.dead_letters(group))
     assert tries == [deadly] * 5
     assert (letter.position, letter.topic, letter.key, letter.type) == (deadly, store.topic, None, "Deadly")
@@ -829,8 +826,6 @@ def test_what_kills_every_worker_is_given_up_after_five_tries_while_others_go_on
 def test_a_dead_letter_that_is_redriven_is_given_again_with_a_new_set_of_tries(
     store: Store, group: str, until: Until
 ) -> None:
-    if isinstance(store, RpcStore):
-        pytest.skip("dead letters are not seen from here")
     first, second = store.append([happened("A"), happened("A")]).positions
     until(lambda: abandoned(store, group, batch_size=1) is None or len(store.dead_letters(group)) == 2)
     assert store.redrive(group, positions=[second + 1]) == 0
@@ -845,8 +840,6 @@ def test_a_dead_letter_that_is_redriven_is_given_again_with_a_new_set_of_tries(
 
 
 def test_a_group_that_is_not_there_has_no_dead_letters(store: Store) -> None:
-    if isinstance(store, RpcStore):
-        pytest.skip("dead letters are not seen from here")
     with pytest.raises(GroupNotFound):
         store.dead_letters("no-such-group")
     with pytest.raises(GroupNotFound):

@@ -175,9 +175,11 @@ class EventStore(Subscribing):
         call = calls.dead_letters(group, positions=positions, topic=self.topic, after=after, batch_size=batch_size)
         return await self._log._run(call)
 
-    async def redrive(self, group: str, *, positions: Sequence[int] | None = None) -> int:
+    async def redrive(
+        self, group: str, *, positions: Sequence[int] | None = None, connection: AsyncConnection[Any] | None = None
+    ) -> int:
         """Give dead letters a fresh set of tries, all or those named; returns how many."""
-        return await self._log._run(calls.redrive(group, positions=positions, topic=self.topic))
+        return await self._log._run(calls.redrive(group, positions=positions, topic=self.topic), connection)
 
     def _bound_elsewhere(self, group: str) -> InvalidRequest:
         return InvalidRequest(

@@ -175,9 +175,11 @@ class EventStore(Subscribing):
         call = calls.dead_letters(group, positions=positions, topic=self.topic, after=after, batch_size=batch_size)
         return self._log._run(call)
 
-    def redrive(self, group: str, *, positions: Sequence[int] | None = None) -> int:
+    def redrive(
+        self, group: str, *, positions: Sequence[int] | None = None, connection: Connection[Any] | None = None
+    ) -> int:
         """Give dead letters a fresh set of tries, all or those named; returns how many."""
-        return self._log._run(calls.redrive(group, positions=positions, topic=self.topic))
+        return self._log._run(calls.redrive(group, positions=positions, topic=self.topic), connection)
 
     def _bound_elsewhere(self, group: str) -> InvalidRequest:
         return InvalidRequest(

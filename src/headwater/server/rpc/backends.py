@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
 
 from headwater import calls
 from headwater.aio import AsyncHeadwater
@@ -31,6 +33,10 @@ class Backend(ABC):
     @abstractmethod
     async def stores(self) -> list[str]:
         """The names of all event stores."""
+
+    @abstractmethod
+    async def redrive(self, name: str, group: str, positions: Sequence[int] | None, account: str | None) -> int:
+        """Give dead letters of a group a fresh set of tries, all or those named, and note for whom; how many."""
 
     @abstractmethod
     async def ping(self) -> None:
@@ -67,6 +73,13 @@ class PostgresBackend(Backend):
     async def stores(self) -> list[str]:
         return await self.log._run(calls.event_stores())
 
+    async def redrive(self, name: str, group: str, positions: Sequence[int] | None, account: str | None) -> int:
+        store = await self.store(name)
+        told: dict[str, Any] = {"positions": "all" if positions is None else positions[:1000]}
+        async with self.log.audited(account, "group.redrive", group, told) as connection:
+            told["count"] = count = await store.redrive(group, positions=positions, connection=connection)
+        return count
+
     async def ping(self) -> None:
         await self.log._run(calls.head())
 
@@ -91,6 +104,10 @@ class SqliteBackend(Backend):
 
     async def stores(self) -> list[str]:
         return self._stores.stores()
+
+    async def redrive(self, name: str, group: str, positions: Sequence[int] | None, account: str | None) -> int:
+        # Nobody has an account here.
+        return await (await self.store(name)).redrive(group, positions=positions)
 
     async def ping(self) -> None:
         self._stores.stores()

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from headwater.errors import HeadwaterError, InvalidEvent, InvalidRequest
-from headwater.model import Dead, Event, Lease, NewEvent, Outcome, Retry, Snooze
+from headwater.model import Dead, DeadLetter, Event, Lease, NewEvent, Outcome, Retry, Snooze
 from headwater.query import (
     Appended,
     Condition,
@@ -173,6 +173,17 @@ def condition(message: pb.AppendRequest | pb.NumberedAppend) -> Condition | None
             return LatestMatchIs(query(asked.query), asked.latest_match_is or None)
         case _:
             raise InvalidRequest("a condition says what holds: no_match_after or latest_match_is")
+
+
+def dead_letter_message(letter: DeadLetter) -> pb.DeadLetter:
+    return pb.DeadLetter(
+        position=letter.position,
+        type=letter.type,
+        attempts=letter.attempts,
+        last_error=letter.last_error,
+        history=_encode(letter.history),
+        died_at=timestamp(letter.died_at),
+    )
 
 
 def append_response(appended: Appended) -> pb.AppendResponse:

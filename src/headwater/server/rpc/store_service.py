@@ -165,6 +165,25 @@ class EventStoreService:
                     _refuse_another(first, request)
                     _need_to_compete(first, call)
 
+    async def dead_letters(self, request: pb.DeadLettersRequest, call: Call) -> pb.DeadLettersResponse:
+        call.need("read", "group", request.group)
+        store = await self._backend.store(request.store)
+        letters = await store.dead_letters(
+            request.group,
+            positions=list(request.positions) or None,
+            after=request.after,
+            batch_size=messages.within(request.batch_size, 100, messages.MAX_STREAMED, "a batch"),
+        )
+        return pb.DeadLettersResponse(letters=map(messages.dead_letter_message, letters))
+
+    async def redrive(self, request: pb.RedriveRequest, call: Call) -> pb.RedriveResponse:
+        call.need("alter", "group", request.group)
+        if request.all == bool(request.positions):
+            raise InvalidRequest("say which dead letters: positions, or all")
+        positions = None if request.all else list(request.positions)
+        count = await self._backend.redrive(request.store, request.group, positions, call.caller.account)
+        return pb.RedriveResponse(count=count)
+
     async def open_store_cursor(self, request: pb.OpenStoreCursorRequest, call: Call) -> pb.OpenCursorResponse:
         call.need("read", "group", request.cursor)
         store = await self._backend.store(request.store)

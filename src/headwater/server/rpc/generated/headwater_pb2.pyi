@@ -645,6 +645,60 @@ class CompeteResponse(_message.Message):
     events: _containers.RepeatedCompositeFieldContainer[StoreEvent]
     def __init__(self, events: _Optional[_Iterable[_Union[StoreEvent, _Mapping]]] = ...) -> None: ...
 
+class DeadLettersRequest(_message.Message):
+    __slots__ = ("store", "group", "positions", "after", "batch_size")
+    STORE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    store: str
+    group: str
+    positions: _containers.RepeatedScalarFieldContainer[int]
+    after: int
+    batch_size: int
+    def __init__(self, store: _Optional[str] = ..., group: _Optional[str] = ..., positions: _Optional[_Iterable[int]] = ..., after: _Optional[int] = ..., batch_size: _Optional[int] = ...) -> None: ...
+
+class DeadLetter(_message.Message):
+    __slots__ = ("position", "type", "attempts", "last_error", "history", "died_at")
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    TYPE_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    LAST_ERROR_FIELD_NUMBER: _ClassVar[int]
+    HISTORY_FIELD_NUMBER: _ClassVar[int]
+    DIED_AT_FIELD_NUMBER: _ClassVar[int]
+    position: int
+    type: str
+    attempts: int
+    last_error: str
+    history: str
+    died_at: _timestamp_pb2.Timestamp
+    def __init__(self, position: _Optional[int] = ..., type: _Optional[str] = ..., attempts: _Optional[int] = ..., last_error: _Optional[str] = ..., history: _Optional[str] = ..., died_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+
+class DeadLettersResponse(_message.Message):
+    __slots__ = ("letters",)
+    LETTERS_FIELD_NUMBER: _ClassVar[int]
+    letters: _containers.RepeatedCompositeFieldContainer[DeadLetter]
+    def __init__(self, letters: _Optional[_Iterable[_Union[DeadLetter, _Mapping]]] = ...) -> None: ...
+
+class RedriveRequest(_message.Message):
+    __slots__ = ("store", "group", "positions", "all")
+    STORE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    ALL_FIELD_NUMBER: _ClassVar[int]
+    store: str
+    group: str
+    positions: _containers.RepeatedScalarFieldContainer[int]
+    all: bool
+    def __init__(self, store: _Optional[str] = ..., group: _Optional[str] = ..., positions: _Optional[_Iterable[int]] = ..., all: _Optional[bool] = ...) -> None: ...
+
+class RedriveResponse(_message.Message):
+    __slots__ = ("count",)
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    count: int
+    def __init__(self, count: _Optional[int] = ...) -> None: ...
+
 class OpenStoreCursorRequest(_message.Message):
     __slots__ = ("store", "cursor", "start_after")
     STORE_FIELD_NUMBER: _ClassVar[int]
