@@ -10,12 +10,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import hypothesis
 import psycopg
 import pytest
 from psycopg import conninfo, sql
 
 import headwater
 from headwater import schema
+
+# How long an example takes says how busy the machine is.
+hypothesis.settings.register_profile("headwater", deadline=None)
+hypothesis.settings.load_profile("headwater")
 
 _numbers = itertools.count()
 T = TypeVar("T")

@@ -55,6 +55,8 @@ def test_a_log_that_loses_events_is_found_out(dsn: str, connection: psycopg.Conn
     outcome = chaos.run(plan, dsn, server=None)
     assert outcome.disasters["publishers held open"] >= 2
     kinds = {example.partition(":")[0] for example in outcome.verdict.examples}
-    assert {"acknowledged and not in the log", "never came to follower", "never came to plain"} <= kinds
+    assert "acknowledged and not in the log" in kinds
+    # By which of its readers an event in flight is passed over depends on who looks when.
+    assert {"never came to follower", "never came to plain", "never came to processor"} & kinds
     assert outcome.verdict.lost >= 3
     assert not outcome.verdict.ok

@@ -36,6 +36,7 @@ from nats.js.api import AckPolicy, ConsumerConfig
 
 import headwater
 from headwater import schema
+from headwater.cli import exit_codes
 from headwater.embedded import Postgres
 from headwater.embedded.nats import Nats
 from headwater.nats import payloads, streams
@@ -374,7 +375,10 @@ def agrees(dsn: str, broker: Nats, directory: Path) -> bool:
 def wait_for(true: Callable[[], bool], what: str, driver: Driver, details: Callable[[], Any] = lambda: None) -> None:
     until = time.monotonic() + PATIENCE_SECONDS
     while not true():
-        if driver.process is not None and driver.process.poll() is not None:
-            pytest.fail(f"the driver ended before {what}: {driver.said()}")
+        if driver.process is not None and (ended := driver.process.poll()) is not None:
+            if ended != exit_codes.UNAVAILABLE:
+                pytest.fail(f"the driver ended before {what}: {driver.said()}")
+            # Postgres was killed while it started. Whoever looks after it starts it again.
+            driver.start()
         assert time.monotonic() < until, f"no {what}: {details()}\n{driver.said()}"
         time.sleep(0.5)
