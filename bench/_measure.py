@@ -108,12 +108,19 @@ def measured_server(dsn: str | None) -> Iterator[Server]:
 
 
 @contextmanager
-def _database(admin_dsn: str) -> Iterator[str]:
-    name = sql.Identifier(f"headwater_bench_{os.getpid()}")
+def twin(server: Server) -> Iterator[Server]:
+    """Another fresh database with the log in it, on the same server."""
+    with _database(conninfo.make_conninfo(server.dsn, dbname="postgres"), "_twin") as own:
+        yield Server(own, server.postmaster)
+
+
+@contextmanager
+def _database(admin_dsn: str, suffix: str = "") -> Iterator[str]:
+    name = sql.Identifier(f"headwater_bench_{os.getpid()}{suffix}")
     with psycopg.connect(admin_dsn, autocommit=True) as admin:
         admin.execute(sql.SQL("create database {} template template0").format(name))
         try:
-            own = conninfo.make_conninfo(admin_dsn, dbname=f"headwater_bench_{os.getpid()}")
+            own = conninfo.make_conninfo(admin_dsn, dbname=f"headwater_bench_{os.getpid()}{suffix}")
             with psycopg.connect(own, autocommit=True) as connection:
                 schema.upgrade(connection)
             yield own

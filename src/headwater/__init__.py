@@ -4,6 +4,7 @@ from headwater.client import Headwater, connect
 from headwater.errors import (
     AppendConflict,
     CursorMoved,
+    EpochChanged,
     EventTooLarge,
     GroupExists,
     GroupNotFound,
@@ -36,6 +37,7 @@ __all__ = [
     "Cursor",
     "CursorMoved",
     "Dead",
+    "EpochChanged",
     "Event",
     "EventTooLarge",
     "GroupExists",

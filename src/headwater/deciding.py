@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from headwater.errors import AppendConflict, InvalidRequest
-from headwater.query import Appended, Condition, NewStoreEvent, NoMatchAfter, Query, StoreEvent
+from headwater.errors import AppendConflict, EpochChanged, InvalidRequest
+from headwater.query import Appended, Condition, NewStoreEvent, NoMatchAfter, Query, StoreEvent, StorePage
 
 State = TypeVar("State")
 Command = TypeVar("Command")
@@ -52,22 +52,24 @@ class Snapshots(Generic[State]):
         if max_states < 1:
             raise InvalidRequest("snapshots keep 1 state or more")
         self._max_states = max_states
-        self._states: OrderedDict[str, tuple[State, int]] = OrderedDict()
+        self._states: OrderedDict[str, tuple[State, int, int]] = OrderedDict()
         self._lock = Lock()
 
-    def load(self, query: Query) -> tuple[State, int] | None:
+    def load(self, query: Query) -> tuple[State, int, int] | None:
+        """A state, the position of the last event in it, and the epoch that this is of."""
         with self._lock:
             found = self._states.get(query.as_json())
             if found is not None:
                 self._states.move_to_end(query.as_json())
             return found
 
-    def save(self, query: Query, state: State, position: int) -> None:
+    def save(self, query: Query, state: State, position: int, epoch: int = 0) -> None:
+        """Keep a state, unless a later one of this epoch is kept."""
         key = query.as_json()
         with self._lock:
             known = self._states.get(key)
-            if known is None or known[1] < position:
-                self._states[key] = (state, position)
+            if known is None or known[2] != epoch or known[1] < position:
+                self._states[key] = (state, position, epoch)
                 self._states.move_to_end(key)
             while len(self._states) > self._max_states:
                 self._states.popitem(last=False)
@@ -121,23 +123,28 @@ class SnapshotKey(NamedTuple):
 
 
 class SavedState(NamedTuple):
-    """A state as it is kept, and the last event that is in it."""
+    """A state as it is kept, the last event that is in it, and the epoch that its position is of."""
 
     position: int
     state: bytes
+    epoch: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ReadOn:
-    """Read the events that match after a position; the outcome is a batch of them, empty at the end."""
+    """Read the events that match after a position; the outcome is a StorePage, without events at the end.
+
+    An EpochChanged is thrown in if the position is of another epoch than the log.
+    """
 
     query: Query
     after: int
+    epoch: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Append:
-    """Append these events; the outcome is an Appended, or an AppendConflict thrown in."""
+    """Append these events; the outcome is an Appended, or an AppendConflict or EpochChanged thrown in."""
 
     events: Sequence[NewStoreEvent]
     condition: Condition
@@ -168,36 +175,55 @@ def steps(
     snapshots: Snapshots[State] | SavedSnapshots[State] | None = None,
     max_tries: int = 20,
 ) -> Generator[Step, Any, Decision[State]]:
-    """What to do to carry out a command. After a conflict only what came since is read."""
+    """What to do to carry out a command. After a conflict only what came since is read.
+
+    All that a state is made of is read in one epoch, and the append names it. In another epoch, events that the state
+    has may be lost, so it begins again with the first event, and with no state that was kept.
+    """
     if max_tries < 1:
         raise InvalidRequest("a decision has 1 try or more")
     query = decider.query(command)
-    known: tuple[State, int] | None = None
+    known: tuple[State, int, int | None] | None = None
     if isinstance(snapshots, Snapshots):
         known = snapshots.load(query)
     elif snapshots is not None:
         saved: SavedState | None = yield Load(snapshots.key(query))
-        known = None if saved is None else (snapshots.state(saved), saved.position)
-    state, position = known or (decider.initial(), 0)
+        known = None if saved is None else (snapshots.state(saved), saved.position, saved.epoch)
+    state, position, epoch = known or (decider.initial(), 0, None)
     tries = events_read = 0
     appended: Appended | None = None
     while True:
         tries += 1
-        while batch := (yield ReadOn(query, position)):
-            for event in batch:
-                state = decider.evolve(state, event)
-            position = batch[-1].position
-            events_read += len(batch)
+        try:
+            while True:
+                page: StorePage = yield ReadOn(query, position, epoch)
+                epoch = page.epoch
+                if not page.events:
+                    break
+                for event in page.events:
+                    state = decider.evolve(state, event)
+                position = page.events[-1].position
+                events_read += len(page.events)
+        except EpochChanged:
+            if tries >= max_tries:
+                raise
+            state, position, epoch, events_read = decider.initial(), 0, None, 0
+            continue
         if isinstance(snapshots, Snapshots) and position:
-            snapshots.save(query, state, position)
+            snapshots.save(query, state, position, epoch)
         events = decider.decide(state, command)
         try:
             if events:
-                appended = yield Append(events, NoMatchAfter(query, position))
+                appended = yield Append(events, NoMatchAfter(query, position, epoch))
         except AppendConflict:
             if tries >= max_tries:
                 raise
             continue
+        except EpochChanged:
+            if tries >= max_tries:
+                raise
+            state, position, epoch, events_read = decider.initial(), 0, None, 0
+            continue
         if isinstance(snapshots, SavedSnapshots) and events_read >= snapshots.every:
-            yield Save(snapshots.key(query), SavedState(position, snapshots.encode(state)))
+            yield Save(snapshots.key(query), SavedState(position, snapshots.encode(state), epoch))
         return Decision(state, appended, tries)

@@ -47,6 +47,39 @@ class PositionExpired(HeadwaterError):
         return int(self.detail["earliest_position"])
 
 
+class EpochChanged(HeadwaterError):
+    """Positions may have been issued again, after a crash, failover or restore. Go on from `common_position`."""
+
+    @property
+    def common_position(self) -> int:
+        """The last position that is the same event in the epoch of the reader and in the present one."""
+        return int(self.detail["common_position"])
+
+    @property
+    def epoch(self) -> int:
+        """The present epoch."""
+        return int(self.detail["epoch"])
+
+
+def epoch_changed(epoch: int, position: int, present: int, common: int) -> EpochChanged:
+    """The error for a position of another epoch than the present one."""
+    return EpochChanged(
+        f"position {position} is of epoch {epoch}, and the log is in epoch {present}: "
+        f"positions after {common} may have been issued again",
+        hint="Postgres crashed, failed over or was restored. Read again from the common position.",
+        detail={"epoch": present, "requested_epoch": epoch, "common_position": common},
+    )
+
+
+def never_issued(position: int, epoch: int | None, present: int, head: int) -> EpochChanged:
+    """The error for a position above the head of the log."""
+    return EpochChanged(
+        f"position {position} was never issued in epoch {present}: the head of the log is {head}",
+        hint="It is of another log, or of a history that was lost. Read from a position of this log.",
+        detail={"epoch": present, "requested_epoch": epoch, "common_position": head},
+    )
+
+
 class CursorMoved(HeadwaterError):
     """Somebody else moved the cursor. Open it again and read from there."""
 
@@ -129,6 +162,10 @@ class LogUnavailable(HeadwaterError):
     """The database cannot be reached now. Trying again may help."""
 
 
+class StorageFull(LogUnavailable):
+    """The disk of the database is full, and nothing was written. Give it room; trying again then helps."""
+
+
 class CaptureRefused(InvalidRequest):
     """The server, the role or a table is not set up for change capture. The message says what to do."""
 
@@ -187,6 +224,7 @@ BY_SQLSTATE: Mapping[str, type[HeadwaterError]] = {
     "HW017": PipelineNotFound,
     "HW018": PipelineBusy,
     "HW020": ProjectionRebuilt,
+    "HW021": EpochChanged,
     "HW030": SchemaNotFound,
     "HW031": SchemaInUse,
     "HW032": SchemaNotDeleted,
@@ -205,6 +243,7 @@ BY_SQLSTATE: Mapping[str, type[HeadwaterError]] = {
     "57P01": LogUnavailable,
     "57P02": LogUnavailable,
     "57P03": LogUnavailable,
+    "53100": StorageFull,  # disk_full
     "53300": LogUnavailable,  # too_many_connections
 }
 
@@ -222,6 +261,8 @@ def from_sqlstate(
     kind = LogUnavailable if sqlstate.startswith("08") else BY_SQLSTATE.get(sqlstate)
     if kind is None:
         return None
+    if kind is StorageFull:
+        hint = hint or "Give the database's disk room: no event is lost, and publishing goes on by itself."
     if kind is SchemaMismatch:
         hint = "Run `headwater migrate` on this database."
     if constraint is not None:

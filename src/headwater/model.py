@@ -6,7 +6,7 @@ Those that come by the thousand are named tuples: five times cheaper to make tha
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, Literal, NamedTuple
@@ -91,14 +91,18 @@ class TopicOverview:
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """A reader's saved position, with what it has yet to read."""
+    """A reader's saved position, with what it has yet to read: events of its own topics, counted up to 1000.
+
+    `lag_is_more` says that there are more.
+    """
 
     name: str
     position: int
     topics: tuple[str, ...] | None
     must_not_lose: bool
     updated_at: datetime
-    positions_behind: int
+    lag_events: int
+    lag_is_more: bool
     oldest_unread_age: timedelta | None
 
 
@@ -123,10 +127,14 @@ class Scheduled:
 
 
 class LogState(NamedTuple):
-    """How far the log goes: `drawn` positions exist or may yet appear; up to `settled` nothing can change."""
+    """How far the log goes: `drawn` positions exist or may yet appear; up to `settled` nothing can change.
+
+    `epoch`: positions of another epoch may stand for other events. Keep it beside every position that you remember.
+    """
 
     drawn: int
     settled: int
+    epoch: int
 
 
 class Released(NamedTuple):
@@ -180,6 +188,8 @@ class Publisher:
     state: str | None
     began_at: datetime | None
     age: timedelta | None
+    # None: it may publish to any. Readers of other topics do not wait for it.
+    topics: Sequence[str] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +200,8 @@ class LogSettings:
     segments_ahead: int
     auto_create_topics: bool
     kafka_offsets_kept: timedelta
+    # Publishing transactions that stay open longer are ended; None: never.
+    max_publisher_seconds: float | None
 
 
 # --- groups --------------------------------------------------------------------------------------------------
@@ -215,19 +227,41 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class LogFault:
+    """What stops publishing or delivery: a segment without its table; a register, cursor or group beyond the head."""
+
+    kind: str
+    name: str
+    position: int
+    head: int
+
+
+@dataclass(frozen=True, slots=True)
 class GroupOverview:
-    """A group with how far it has come. `ready` is counted up to 10,000; `ready_is_more` says that there are more."""
+    """A group with how far it has come.
+
+    `lag_events` is what it has not finished: ready, processing and retrying. New events are counted up to 1000;
+    `ready_is_more` and `lag_is_more` say that there are more. `state` is running, paused, no_workers or stalled; of a
+    group that reads for subscriptions, running or no_reader.
+    """
 
     name: str
+    kind: str
+    state: str
     paused: bool
     frontier: int
     ready: int
     ready_is_more: bool
-    positions_behind: int
+    lag_events: int
+    lag_is_more: bool
+    lag_seconds: float | None
+    unfinished_seconds: float | None
     processing: int
     retrying: int
     dead: int
     done: int
+    last_claimed_at: datetime | None
+    last_worker: str | None
     ordered_keys: bool
     max_attempts: int
     lease_seconds: float
@@ -354,11 +388,15 @@ class DeadLetter:
     last_error: str | None
     history: tuple[Mapping[str, Any], ...]
     died_at: datetime
+    # Of a group that reads for subscriptions: which of them, and which handler gave up.
+    subscription_id: int | None = None
+    handler: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Webhook:
-    """A queue whose events are sent to a URL. Its retries, and how many are sent at once, are those of its group."""
+    """A group whose events are sent to a URL: those of a queue, or those that SQL subscriptions match. Its retries, and
+    how many are sent at once, are those of its group."""
 
     id: int
     name: str
@@ -387,6 +425,8 @@ class WebhookRoute(NamedTuple):
     webhook: Webhook
     lease_seconds: float
     ordered_keys: bool
+    # 'queue', or 'cursor': its events are those that SQL subscriptions of the group match.
+    kind: str = "queue"
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,6 +478,9 @@ class Subscription:
     created_at: datetime
     broken: bool
     last_error: str | None
+    stopped_at: datetime | None = None
+    stopped_position: int | None = None
+    errors: int = 0
 
 
 class MatchedEvent(NamedTuple):
@@ -466,6 +509,8 @@ class PipelineClaim(NamedTuple):
     generation: int
     held_by: str | None
     stopped: bool
+    rewound_in: int | None
+    """The epoch in which it was last set back from a history that the log lost."""
 
 
 class PipelineSnapshot(NamedTuple):
@@ -489,7 +534,10 @@ class PipelineBatch:
 
 @dataclass(frozen=True, slots=True)
 class PipelineStatus:
-    """A pipeline as it stands. `place` is a position of the log or an LSN, `behind` positions or bytes of WAL."""
+    """A pipeline as it stands. `place` is a position of the log or an LSN.
+
+    `behind` counts events of its own topics, up to 1000 (`behind_is_more`: there are more), or bytes of WAL.
+    """
 
     name: str
     source: str
@@ -499,6 +547,7 @@ class PipelineStatus:
     started_at: datetime | None
     place: int | None
     behind: int | None
+    behind_is_more: bool
     batches: int
     rows: int
     last_batch: Mapping[str, Any] | None

@@ -14,7 +14,7 @@ from decimal import Decimal
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from headwater.errors import AppendConflict, InvalidEvent, InvalidRequest
+from headwater.errors import AppendConflict, EpochChanged, InvalidEvent, InvalidRequest
 
 JSON_TYPE = "application/json"
 MAX_TAGS = 100
@@ -91,12 +91,24 @@ class Appended(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What became of one append of a group: its positions, or what stood in its way."""
+    """What became of one append of a group: its positions, or what stood in its way.
+
+    `epoch` and `common_position`: the position of its condition is of another history; these are of the present one.
+    """
 
     positions: tuple[int, ...] | None
     repeated: bool
     moved_to: int | None
     taken_id: str | None
+    epoch: int | None = None
+    common_position: int | None = None
+
+
+class StorePage(NamedTuple):
+    """A batch of events, and the epoch that their positions are of. Hand it back with a position: see `epoch`."""
+
+    events: Sequence[StoreEvent]
+    epoch: int
 
 
 class StoreLease(NamedTuple):
@@ -189,10 +201,15 @@ EVERYTHING = Query()
 
 @dataclass(frozen=True, slots=True)
 class NoMatchAfter:
-    """The condition that nothing after a position matches the query (dcb.events): nothing came since I looked."""
+    """The condition that nothing after a position matches the query (dcb.events): nothing came since I looked.
+
+    With `epoch`, the one in which the position was read, the append is refused with EpochChanged if the log is in
+    another by now: what was read may be gone, and other events may have its positions.
+    """
 
     query: Query
     position: int = 0
+    epoch: int | None = None
 
     def __post_init__(self) -> None:
         _refuse_negative(self.position)
@@ -200,10 +217,14 @@ class NoMatchAfter:
 
 @dataclass(frozen=True, slots=True)
 class LatestMatchIs:
-    """The condition that the latest match is at exactly this position; None: that nothing matches at all."""
+    """The condition that the latest match is at exactly this position; None: that nothing matches at all.
+
+    `epoch` as in NoMatchAfter.
+    """
 
     query: Query
     position: int | None
+    epoch: int | None = None
 
     def __post_init__(self) -> None:
         _refuse_negative(self.position or 0)
@@ -214,10 +235,14 @@ Condition = NoMatchAfter | LatestMatchIs
 
 @dataclass(frozen=True, slots=True)
 class Latest:
-    """The latest event of each item of a query, None where there is none, and the position of the latest of all."""
+    """The latest event of each item of a query, None where there is none, and the position of the latest of all.
+
+    `epoch` is the one that the positions are of. A store on SQLite has one epoch, 0.
+    """
 
     events: tuple[StoreEvent | None, ...]
     position: int
+    epoch: int = 0
 
 
 def outcome(verdict: Verdict, condition: Condition | None) -> Appended:
@@ -232,6 +257,18 @@ def outcome(verdict: Verdict, condition: Condition | None) -> Appended:
             else f"the context of this append moved: there is a match at {verdict.moved_to}, after {expected}",
             hint="Read the context again, decide again, append again.",
             detail={"actual_position": verdict.moved_to, "expected_position": expected},
+        )
+    if verdict.epoch is not None:
+        expected = (condition.position or 0) if condition is not None else 0
+        raise EpochChanged(
+            f"position {expected} of the condition is not of the present history, epoch {verdict.epoch}: "
+            f"positions after {verdict.common_position} may have been issued again",
+            hint="Postgres crashed, failed over or was restored. Read the context again, decide again, append again.",
+            detail={
+                "epoch": verdict.epoch,
+                "requested_epoch": None if condition is None else condition.epoch,
+                "common_position": verdict.common_position,
+            },
         )
     raise InvalidRequest(
         f'the event id "{verdict.taken_id}" belongs to another append',

@@ -9,11 +9,11 @@ from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 
 from headwater import calls
 from headwater.cron import next_time
-from headwater.errors import CursorMoved, LeaseLost
+from headwater.errors import CursorMoved, EpochChanged, LeaseLost, epoch_changed, never_issued
 from headwater.model import Event, Lease, LogState, OpenedCursor, Released, Upkeep
 
 
@@ -26,9 +26,10 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """Hand these events to the consumer; go on when it asks for more."""
+    """Hand these events to the consumer; go on when it asks for more. Their positions are of this epoch."""
 
     events: Sequence[Event]
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,15 @@ class Apply:
 
     events: Sequence[Event]
     move: calls.Call[None]
+
+
+@dataclass(frozen=True, slots=True)
+class Rewound:
+    """The log is in another epoch: what was after `position` may have been issued again, so it is read from there."""
+
+    epoch: int
+    read_to: int
+    position: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +64,11 @@ class Handled:
     stop: bool
 
 
-FollowStep = calls.Call[Any] | Wait | Deliver | Apply
+FollowStep = calls.Call[Any] | Wait | Deliver | Apply | Rewound
 WorkStep = calls.Call[Any] | Wait | Handle
+
+OnEpochChange = Literal["rewind", "error"]
+"""What a reader does when positions may have been issued again: go back to the last common one, or raise."""
 
 SHORTEST_WAIT_SECONDS = 0.001
 # As many events as maintain sweeps at most, for how long a process goes on with it, and when again.
@@ -64,7 +77,7 @@ SWEEP_SECONDS = 2.0
 FURTHER_SWEEPS_AFTER_SECONDS = 5.0
 # A cursor that sees no event of its topics still moves on, or it would hold up retention.
 IDLE_SAVE_SECONDS = 30.0
-# How often an idle follower looks whether somebody set its cursor.
+# How often an idle follower looks whether its cursor was set or the epoch has changed.
 IDLE_LOOK_SECONDS = 0.5
 # Above every position: whatever is gone is known to be.
 EVERYTHING = 1 << 62
@@ -74,6 +87,7 @@ def follow(
     topics: Sequence[str] | None,
     *,
     start_after: int | None = None,
+    epoch: int | None = None,
     cursor: str | None = None,
     must_not_lose: bool | None = None,
     batch_size: int = 1000,
@@ -82,12 +96,21 @@ def follow(
     poll_seconds: float = 0.01,
     stop_when_caught_up: bool = False,
     in_transaction: bool = False,
+    rewind_on_epoch_change: bool = True,
 ) -> Generator[FollowStep, Any, None]:
-    """Catch up, then stay live. A named cursor decides where to start and is moved behind each batch."""
+    """Catch up, then stay live. A named cursor decides where to start and is moved behind each batch.
+
+    What it remembers between two calls (`after`, `saved`) is a position of `epoch`. Every read and every move of the
+    cursor names that epoch and is refused in another one: then it goes back to the cursor, which lives in the same
+    database as the events, or without a cursor to the last position that both epochs share. So it never skips an event
+    whose position was issued again after a crash, a failover or a restore.
+    """
     if cursor is not None:
         opened: OpenedCursor = yield calls.open_cursor(
             cursor, topics=topics, start_after=start_after, must_not_lose=must_not_lose
         )
+        # What a cursor says is of the present, whatever the caller remembered.
+        epoch = None
     elif start_after is not None:
         opened = OpenedCursor(start_after, 0)
     else:
@@ -97,56 +120,81 @@ def follow(
     after = saved = opened.position
     wait = SHORTEST_WAIT_SECONDS
     idle_seconds, look_at = 0.0, IDLE_LOOK_SECONDS
+    refused: EpochChanged | None = None
     while True:
-        state: LogState = yield calls.log_state()
-        while state.settled > after:
-            events: list[Event] = yield calls.read_settled(
-                topics,
-                after=after,
-                settled=state.settled,
-                batch_size=batch_size,
-                max_bytes=max_bytes,
-                gone_to=gone_to,
-            )
-            if not events:
-                # Nothing of these topics in what has settled: read on from there.
-                after = state.settled
-                break
-            wait = SHORTEST_WAIT_SECONDS
-            idle_seconds, look_at = 0.0, IDLE_LOOK_SECONDS
-            last = events[-1].position
-            if cursor is None:
-                yield Deliver(events)
-                after = last
-                continue
-            move = calls.advance_cursor(cursor, from_position=saved, to_position=last)
-            try:
-                if in_transaction:
-                    yield Apply(events, move)
-                else:
-                    yield Deliver(events)
-                    yield move
-                after = saved = last
-            except CursorMoved:
-                # Somebody rewound the cursor, or our own move was done and its answer lost.
+        state: LogState = yield calls.log_state(topics)
+        if epoch is None and after > state.drawn:
+            raise never_issued(after, None, state.epoch, state.drawn)
+        if epoch is not None and epoch != state.epoch:
+            if cursor is not None:
                 opened = yield from _look_at(cursor)
-                after = saved = opened.position
                 gone_to = EVERYTHING if skip_expired else opened.gone_to
-        if cursor is not None and (stop_when_caught_up or idle_seconds >= look_at):
-            look_at = idle_seconds + IDLE_LOOK_SECONDS
-            if after > saved and (stop_when_caught_up or idle_seconds >= IDLE_SAVE_SECONDS):
+                common = opened.position
+            else:
+                common = yield calls.common_position(epoch, after)
+            if not rewind_on_epoch_change:
+                raise epoch_changed(epoch, after, state.epoch, common)
+            yield Rewound(state.epoch, after, common)
+            after = saved = common
+            refused = None
+        elif refused is not None:
+            # Refused, and yet in the same epoch: it would be refused for ever.
+            raise refused
+        epoch = state.epoch
+        try:
+            while state.settled > after:
+                events: list[Event] = yield calls.read_settled(
+                    topics,
+                    after=after,
+                    settled=state.settled,
+                    batch_size=batch_size,
+                    max_bytes=max_bytes,
+                    gone_to=gone_to,
+                    epoch=epoch,
+                )
+                if not events:
+                    # Nothing of these topics in what has settled: read on from there.
+                    after = state.settled
+                    break
+                wait = SHORTEST_WAIT_SECONDS
                 idle_seconds, look_at = 0.0, IDLE_LOOK_SECONDS
-                with suppress(CursorMoved):
-                    yield calls.advance_cursor(cursor, from_position=saved, to_position=after)
-                    saved = after
-            # Somebody may have rewound the cursor while there was nothing to read.
-            opened = yield from _look_at(cursor)
-            if opened.position != saved:
-                after = saved = opened.position
-                gone_to = EVERYTHING if skip_expired else opened.gone_to
-                continue
+                last = events[-1].position
+                if cursor is None:
+                    yield Deliver(events, epoch)
+                    after = last
+                    continue
+                move = calls.advance_cursor(cursor, from_position=saved, to_position=last, epoch=epoch)
+                try:
+                    if in_transaction:
+                        yield Apply(events, move)
+                    else:
+                        yield Deliver(events, epoch)
+                        yield move
+                    after = saved = last
+                except CursorMoved:
+                    # It was rewound, or our own move was done and its answer lost.
+                    opened = yield from _look_at(cursor)
+                    after = saved = opened.position
+                    gone_to = EVERYTHING if skip_expired else opened.gone_to
+            if cursor is not None and (stop_when_caught_up or idle_seconds >= look_at):
+                if after > saved and (stop_when_caught_up or idle_seconds >= IDLE_SAVE_SECONDS):
+                    idle_seconds = 0.0
+                    with suppress(CursorMoved):
+                        yield calls.advance_cursor(cursor, from_position=saved, to_position=after, epoch=epoch)
+                        saved = after
+                look_at = idle_seconds + IDLE_LOOK_SECONDS
+                # It may have been rewound while there was nothing to read.
+                opened = yield from _look_at(cursor)
+                if opened.position != saved:
+                    after = saved = opened.position
+                    gone_to = EVERYTHING if skip_expired else opened.gone_to
+                    continue
+        except EpochChanged as error:
+            refused = error
+            continue
         if stop_when_caught_up:
             return
+        look_at = max(look_at, idle_seconds + IDLE_LOOK_SECONDS) if cursor is None else look_at
         # While a publisher is in flight the log may settle without growing, so only a settled log is
         # watched by its head alone.
         quiet = state.settled >= state.drawn
@@ -154,9 +202,10 @@ def follow(
             yield Wait(wait)
             idle_seconds += wait
             wait = min(wait * 2, poll_seconds)
-            if not quiet or (cursor is not None and idle_seconds >= look_at):
+            if not quiet or idle_seconds >= look_at:
                 break
-            if (yield calls.head()) > state.drawn:
+            # Not "above": a crash may take the head back.
+            if (yield calls.head()) != state.drawn:
                 break
 
 
@@ -217,7 +266,7 @@ def work(
             continue
         # Rest only if nothing has settled since before the last claim.
         state: LogState = yield calls.log_state()
-        if state.settled > known:
+        if state.settled != known:
             known = state.settled
             if (yield Wait(0)):
                 return
@@ -231,7 +280,8 @@ def work(
             # A publisher in flight may settle without the log growing; retries come due by time alone.
             if state.settled < state.drawn or waited >= look_seconds:
                 break
-            if (yield calls.head()) > state.drawn:
+            # Not "above": a crash may take the head back.
+            if (yield calls.head()) != state.drawn:
                 break
 
 

@@ -27,6 +27,8 @@ class Tail:
     events: Sequence[StoreEvent] = ()
     bytes_before: Sequence[int] = ()
     bytes_to: int = 0
+    # Which epoch the positions are of.
+    epoch: int = 0
 
     def after(self, position: int, limit: int, max_bytes: int = MAX_BYTES) -> Sequence[StoreEvent]:
         """The next events for a reader that is between floor and ceiling; one of them whatever its size."""
@@ -56,4 +58,4 @@ class Tail:
         # Those after the first that is kept have fewer bytes than the limit.
         start = max(bisect_right(before, bytes_to - max_bytes) - 1, len(kept) - max_events, 0)
         floor = kept[start - 1].position if start else self.floor
-        return Tail(floor, kept[-1].position, kept[start:], before[start:], bytes_to)
+        return Tail(floor, kept[-1].position, kept[start:], before[start:], bytes_to, self.epoch)

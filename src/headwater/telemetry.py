@@ -19,6 +19,8 @@ ERROR: Final = "error"
 SLOT: Final = "slot"
 RETAINED_BYTES: Final = "retained_bytes"
 OPEN: Final = "open"
+EPOCH: Final = "epoch"
+READ_TO: Final = "read_to"
 
 LOG_FIELDS: Final = {
     CURSOR: "the cursor's name",
@@ -30,6 +32,8 @@ LOG_FIELDS: Final = {
     SLOT: "the replication slot's name",
     RETAINED_BYTES: "what a slot keeps of the server's log",
     OPEN: "messages that wait for their acknowledgement",
+    EPOCH: "the present epoch of the log",
+    READ_TO: "the position that a reader had reached",
 }
 
 # --- metrics -------------------------------------------------------------------------------------------------
@@ -82,8 +86,22 @@ WEBHOOK_REQUESTS: Final = _counted(
     "webhook",
     "answer",
 )
+STOPPED_FILTERS: Final = _counted(
+    "headwater_stopped_filters_total",
+    "times that this process found a filter of its SQL subscriptions stopped because it takes too long",
+    "group",
+)
 UNAVAILABLE: Final = _counted("headwater_unavailable_total", "calls of this process that found no database")
+EPOCH_CHANGED: Final = _counted(
+    "headwater_epoch_changes_total",
+    "times that a reader of this process found the log in another epoch and went back to the last common position",
+)
 SCRAPES_FAILED: Final = _counted("headwater_scrapes_failed_total", "times that the database gave no figures")
+BACKGROUND_FAILURES: Final = _counted(
+    "headwater_background_failures_total",
+    "Failures of background tasks of this process; each task is restarted after a pause. Any is a bug: see the log.",
+    "task",
+)
 
 METRICS: Final = (
     _gauge(
@@ -114,6 +132,7 @@ METRICS: Final = (
         "settled positions that retention must keep for a reader that must not lose",
     ),
     _gauge("headwater_maintenance_age_seconds", "how long ago upkeep ran last; missing: never"),
+    _counter("headwater_clock_steps_total", "Steps back of the database clock that maintenance has seen."),
     _gauge("headwater_scheduled_overdue_seconds", "by how much the most overdue scheduled event is late"),
     _gauge("headwater_topics", "topics"),
     _gauge("headwater_topic_last_position", "the topic's last event; 0: it has none", "topic"),
@@ -126,10 +145,17 @@ METRICS: Final = (
     _gauge("headwater_groups", "groups"),
     _gauge(
         "headwater_group_lag_events",
-        "events of its topics that the group has not been handed: exact up to 1000, beyond that an upper bound",
+        "Events of its own topics that the group has not finished. New events are counted up to 1000.",
         "group",
     ),
-    _gauge("headwater_group_lag_seconds", "the age of the oldest of them; 0: none", "group"),
+    _gauge(
+        "headwater_group_lag_is_more", "1 if headwater_group_lag_events is a lower bound, 0 if it is exact.", "group"
+    ),
+    _gauge(
+        "headwater_group_lag_seconds",
+        "Age in seconds of the oldest event that the group has not claimed; 0 if there is none.",
+        "group",
+    ),
     _gauge(
         "headwater_group_unfinished_seconds",
         "the age of the oldest event that is not done with, retries included",
@@ -143,19 +169,45 @@ METRICS: Final = (
     _gauge("headwater_group_dead_letters", "events that the group has given up on", "group"),
     _counter("headwater_group_claimed_events_total", "events that were handed out for the first time", "group"),
     _gauge("headwater_group_paused", "1: nobody gets events of it", "group"),
+    _gauge(
+        "headwater_group_has_workers",
+        "1 if a worker asked for events in the last minute or holds a lease, or a reader holds the group; else 0.",
+        "group",
+    ),
+    _gauge(
+        "headwater_group_stalled",
+        "1 if workers ask and events have waited for over a minute, but none is handed out; else 0.",
+        "group",
+    ),
     _gauge("headwater_cursors", "cursors"),
     _gauge(
         "headwater_cursor_lag_events",
-        "events of its topics after the cursor: exact up to 1000, beyond that an upper bound",
+        "Events of its own topics after the cursor, counted up to 1000.",
         "cursor",
     ),
-    _gauge("headwater_cursor_lag_seconds", "the age of the oldest of them; 0: none", "cursor"),
+    _gauge(
+        "headwater_cursor_lag_is_more", "1 if headwater_cursor_lag_events is a lower bound, 0 if it is exact.", "cursor"
+    ),
+    _gauge(
+        "headwater_cursor_lag_seconds",
+        "Age in seconds of the oldest event after the cursor; 0 if there is none.",
+        "cursor",
+    ),
     _gauge("headwater_pipeline_running", "1: somebody runs it", "pipeline"),
     _gauge(
         "headwater_pipeline_behind",
-        "positions behind a log, or bytes behind the server's log of changes",
+        "Events of its own topics that it has yet to read, counted up to 1000; or bytes of WAL if it captures changes.",
         "pipeline",
         "source",
+    ),
+    _gauge(
+        "headwater_pipeline_behind_is_more",
+        "1 if headwater_pipeline_behind is a lower bound, 0 if it is exact.",
+        "pipeline",
+        "source",
+    ),
+    _gauge(
+        "headwater_pipeline_failed", "1 if its last run ended with an error or its runner is lost; else 0.", "pipeline"
     ),
     _counter("headwater_pipeline_rows_total", "rows that it has moved", "pipeline"),
     _counter("headwater_pipeline_batches_total", "batches that it has finished", "pipeline"),
@@ -165,7 +217,7 @@ METRICS: Final = (
     _gauge("headwater_slot_active", "1: somebody reads from it", "slot"),
     _gauge(
         "headwater_kafka_group_lag_events",
-        "records after what the group has committed, over all partitions",
+        "Records after what the group has committed, over all partitions; in an open topic counted up to 1000.",
         "group",
         "topic",
     ),
@@ -174,6 +226,9 @@ METRICS: Final = (
     HANDLED,
     LEASES_LOST,
     WEBHOOK_REQUESTS,
+    STOPPED_FILTERS,
     UNAVAILABLE,
+    EPOCH_CHANGED,
     SCRAPES_FAILED,
+    BACKGROUND_FAILURES,
 )

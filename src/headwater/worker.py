@@ -16,19 +16,31 @@ import math
 import os
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Hashable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
+
+import psycopg
 
 from headwater import aio, calls, client, tracing
 from headwater.counters import COUNTERS
-from headwater.errors import HeadwaterError, InvalidRequest, LeaseLost
-from headwater.model import ClaimedEvent, Dead, Lease, NewEvent, Outcome, Retry, Snooze
-from headwater.subscriber import GroupReader, Subscriber
+from headwater.errors import HeadwaterError, InvalidRequest, LeaseLost, SchemaMismatch
+from headwater.model import ClaimedEvent, Dead, Event, Lease, NewEvent, Outcome, Retry, Snooze
+from headwater.subscriber import (
+    DEFAULT_TIMEOUT_SECONDS,
+    FIRST_PAUSE_SECONDS,
+    LONGEST_PAUSE_SECONDS,
+    Subscriber,
+    SubscriberProcess,
+    failure_of,
+    is_expected,
+    told,
+)
 from headwater.subscription import Handle, Handled, Wait, WorkStep, work
-from headwater.telemetry import ERROR, GROUP, HANDLED, LEASES_LOST, POSITION, logger
+from headwater.telemetry import ERROR, GROUP, HANDLED, LEASES_LOST, POSITION, WAIT_SECONDS, logger
 
 Work = ClaimedEvent | Sequence[ClaimedEvent]
 """What a handler is given: one event, or a batch of them."""
@@ -146,11 +158,27 @@ class App:
         *,
         name: str | None = None,
         expires_after: timedelta | None = None,
+        batch: bool = False,
+        batch_size: int = 100,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        retry_delays: Sequence[float] | None = None,
+        concurrency: int = 1,
+        split_by: Callable[[Event], Hashable] | None = None,
+        fire_and_forget: bool = False,
     ) -> Callable[[F], F]:
         """Run a function, async or not, on every event that fulfils a SQL condition over `e` and `s`.
 
         One process at a time reads for the group, others stand by. An exception, or Retry(after), has this handler
-        get the event again later, up to the group's max_attempts; the others go on.
+        get the event again later; the others go on. It has the group's max_attempts, or, with `retry_delays`, an
+        attempt after each delay in seconds; then the event is a dead letter. A call that takes longer than
+        `timeout_seconds` is a failed attempt.
+
+        `batch`: the handler gets a list of up to `batch_size` events, and may return outcomes by position.
+        `split_by`: events for which this function returns equal values form a part; each call gets events of one
+        part, and parts fail independently. `concurrency`: calls at a time; more than one keep the order only within
+        a part. `fire_and_forget`: calls are not waited for, and what fails is logged and not tried again.
+
+        A subscriber that is declared while the app runs is taken up within a second.
         """
 
         def register(handler: F) -> F:
@@ -162,6 +190,13 @@ class App:
                     condition=condition,
                     params=params or {},
                     expires_after=expires_after,
+                    batch=batch,
+                    batch_size=batch_size,
+                    timeout_seconds=timeout_seconds,
+                    retry_delays=None if retry_delays is None else tuple(retry_delays),
+                    concurrency=concurrency,
+                    split_by=split_by,
+                    fire_and_forget=fire_and_forget,
                 )
             )
             return handler
@@ -206,9 +241,6 @@ class App:
     ) -> None:
         """Run all workers until `stop` is set. Then running handlers have `grace_seconds` to finish; what was not
         started, or does not finish, is given back."""
-        names = [(one.group, one.name) for one in self.subscribers]
-        if len(set(names)) < len(names):
-            raise InvalidRequest("two subscribers of one group have one name", hint="Give one of them name=...")
         if not self.workers and not self.subscribers and not self._periodics:
             raise InvalidRequest("this app has no workers", hint="Declare one with @app.worker(topic, group=...).")
         stopping = stop or asyncio.Event()
@@ -234,20 +266,17 @@ class App:
                     middleware=tuple(self._middleware),
                     lease_seconds=lease_seconds,
                 )
-                readers = [
-                    GroupReader(
-                        log=log,
-                        group=group,
-                        subscribers=[one for one in self.subscribers if one.group == group],
-                        reader=process.name,
-                        stopping=stopping,
-                        grace_seconds=grace_seconds,
-                        read_ahead=read_ahead,
-                        batch_size=100,
-                    )
-                    for group in dict.fromkeys(one.group for one in self.subscribers)
-                ]
-                await process.run(self.workers, readers)
+                reading = SubscriberProcess(
+                    log=log,
+                    subscribers=self.subscribers,
+                    reader=process.name,
+                    stopping=stopping,
+                    grace_seconds=grace_seconds,
+                    read_ahead=read_ahead,
+                )
+                # A filter that is refused is an error of the app, told now.
+                await reading.prepare()
+                await process.run(self.workers, [reading.run])
             finally:
                 if blocking is not None:
                     await asyncio.to_thread(blocking.close)
@@ -327,16 +356,18 @@ class Process:
     gate: _Gate = field(default_factory=_Gate)
     out_of_time: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def run(self, workers: Sequence[Worker], readers: Sequence[GroupReader]) -> None:
+    async def run(self, workers: Sequence[Worker], others: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> None:
+        """Run workers, and what else ends by itself when it is time to stop. No error of one ends the others."""
         async with asyncio.TaskGroup() as tasks:
             upkeep = tasks.create_task(self._keep_up({one.group for one in workers}))
             clock = tasks.create_task(self._count_grace())
-            loops = [tasks.create_task(reader.run()) for reader in readers]
+            loops = [tasks.create_task(other()) for other in others]
             for one in workers:
                 free = asyncio.Semaphore(one.concurrency)
                 leases = one.concurrency if one.batch else math.ceil(one.concurrency / one.prefetch) + 1
                 for number in range(one.leases or leases):
-                    steps = work(
+                    steps = partial(
+                        work,
                         one.group,
                         worker=f"{self.name}/{one.name}/{number}",
                         batch_size=one.prefetch,
@@ -344,7 +375,7 @@ class Process:
                         poll_seconds=self.poll_seconds,
                         look_seconds=self.look_seconds,
                     )
-                    loops.append(tasks.create_task(self._drive(one, free, steps)))
+                    loops.append(tasks.create_task(self._supervise(one, free, steps)))
             await (asyncio.gather(*loops) if loops else self.stopping.wait())
             upkeep.cancel()
             clock.cancel()
@@ -363,9 +394,33 @@ class Process:
             for group in groups:
                 try:
                     await self.log.reap(group)
-                except HeadwaterError as error:
-                    logger.warning("reaping failed", extra={GROUP: group, ERROR: error.message})
+                except (HeadwaterError, psycopg.Error) as error:
+                    logger.warning("reaping failed", extra={GROUP: group, ERROR: str(error)})
             await asyncio.sleep(1.0)
+
+    async def _supervise(
+        self, one: Worker, free: asyncio.Semaphore, steps: Callable[[], Generator[WorkStep, Any, None]]
+    ) -> None:
+        """Run the loop of a lease, and after an error begin it again: its lease ends by itself."""
+        pause = FIRST_PAUSE_SECONDS
+        while True:
+            began = asyncio.get_running_loop().time()
+            error = await failure_of(self._drive(one, free, steps()))
+            if error is None:
+                return
+            if isinstance(error, SchemaMismatch):
+                # An upgrade has left this program behind: it must end, and leave its events to others.
+                raise error
+            if asyncio.get_running_loop().time() - began > LONGEST_PAUSE_SECONDS:
+                pause = FIRST_PAUSE_SECONDS
+            logger.warning(
+                "working on a group failed",
+                extra={GROUP: one.group, ERROR: told(error), WAIT_SECONDS: pause},
+                exc_info=None if is_expected(error) else error,
+            )
+            if await self._stops_within(pause):
+                return
+            pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
 
     async def _drive(self, one: Worker, free: asyncio.Semaphore, steps: Generator[WorkStep, Any, None]) -> None:
         """Carry out the steps of one lease's loop."""

@@ -22,6 +22,7 @@ from headwater.query import (
     NoMatchAfter,
     Query,
     StoreEvent,
+    StorePage,
     distinct,
 )
 from headwater.server.rpc.client import service
@@ -89,7 +90,30 @@ class RpcStore:
         backwards: bool = False,
         batch_size: int = 100,
         max_bytes: int = 16_777_216,
+        epoch: int | None = None,
     ) -> list[StoreEvent]:
+        page = self.read_page(
+            query,
+            after=after,
+            before=before,
+            backwards=backwards,
+            batch_size=batch_size,
+            max_bytes=max_bytes,
+            epoch=epoch,
+        )
+        return list(page.events)
+
+    def read_page(
+        self,
+        query: Query = EVERYTHING,
+        *,
+        after: int = 0,
+        before: int | None = None,
+        backwards: bool = False,
+        batch_size: int = 100,
+        max_bytes: int = 16_777_216,
+        epoch: int | None = None,
+    ) -> StorePage:
         request = pb.ReadMatchingRequest(
             store=self.topic,
             query=query_message(query),
@@ -98,9 +122,11 @@ class RpcStore:
             backwards=backwards,
             batch_size=batch_size,
             max_bytes=max_bytes,
+            epoch=epoch,
         )
         with translated():
-            return [event(one) for one in self._methods.ReadMatching(request, timeout=SECONDS).events]
+            answer = self._methods.ReadMatching(request, timeout=SECONDS)
+        return StorePage([event(one) for one in answer.events], answer.epoch)
 
     def read_all(
         self, query: Query = EVERYTHING, *, backwards: bool = False, batch_size: int = 1000
@@ -123,7 +149,7 @@ class RpcStore:
         with translated():
             answer = self._methods.Latest(request, timeout=SECONDS)
         found = tuple(event(item.event) if item.HasField("event") else None for item in answer.items)
-        return Latest(found, answer.position)
+        return Latest(found, answer.position, answer.epoch)
 
     def head(self) -> int:
         with translated():
@@ -253,8 +279,8 @@ def condition_message(condition: Condition | None) -> pb.Condition | None:
         return None
     query = query_message(condition.query)
     if isinstance(condition, NoMatchAfter):
-        return pb.Condition(query=query, no_match_after=condition.position)
-    return pb.Condition(query=query, latest_match_is=condition.position or 0)
+        return pb.Condition(query=query, no_match_after=condition.position, epoch=condition.epoch)
+    return pb.Condition(query=query, latest_match_is=condition.position or 0, epoch=condition.epoch)
 
 
 def event(message: pb.StoreEvent) -> StoreEvent:

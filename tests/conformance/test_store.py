@@ -607,11 +607,11 @@ def test_one_reads_for_all_who_follow(store: Store, until: Until, monkeypatch: p
     at_once: list[int] = []
     read_after = store._feed._read_after
 
-    def watched(position: int, batch_size: int) -> Any:
+    def watched(position: int, batch_size: int, epoch: int) -> Any:
         readers.add(threading.get_ident())
         at_once.append(len(readers))
         try:
-            return read_after(position, batch_size)
+            return read_after(position, batch_size, epoch)
         finally:
             readers.discard(threading.get_ident())
 

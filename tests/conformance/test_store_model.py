@@ -148,7 +148,7 @@ def test_every_verdict_and_every_read_is_what_the_model_says(
                 assert verdict.positions is None
                 assert verdict.taken_id is not None
             else:
-                assert verdict == (None, False, detail, None)
+                assert verdict == (None, False, detail, None, None, None)
         # Of a group, those that are not about each other may change places.
         model.events.sort(key=lambda stored: stored[0])
     stored = store.read(batch_size=1000)

@@ -4,27 +4,52 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import psycopg
 import pytest
 
-from headwater import chaos
+from headwater import chaos, schema
+from headwater.embedded import Postgres
 
 # Longer for a soak.
 SECONDS = float(os.environ.get("CHAOS_SECONDS", "6.5"))
-PATIENCE_SECONDS = 240.0
+# Trials of builds that lose something take until the last reader has had its time.
+BROKEN_BUILDS = os.environ.get("CHAOS_BROKEN_BUILDS") == "all"
+PATIENCE_SECONDS = 400.0
+PROGRAM = [sys.executable, "-c", "from headwater.cli import main; main()", "chaos"]
+HERE = Path(__file__).parent
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow]
+long_one = pytest.mark.skipif(not BROKEN_BUILDS, reason="takes a minute; set CHAOS_BROKEN_BUILDS=all")
 
 
-def test_a_trial_by_every_disaster_loses_nothing() -> None:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("HEADWATER_")}
-    command = [sys.executable, "-c", "from headwater.cli import main; main()", "chaos", "--json", "--no-kafka"]
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("HEADWATER_")}
+
+
+@pytest.mark.parametrize(
+    "readers",
+    [
+        "worker,follow,follow-bare,process,webhook",
+        pytest.param(
+            ",".join(chaos.ROLES),
+            marks=pytest.mark.xfail(strict=False, reason="Kafka clients repeat and reorder after a failover"),
+        ),
+    ],
+    ids=["readers whose place is in the log", "every reader"],
+)
+def test_a_trial_by_every_disaster_loses_nothing(readers: str) -> None:
+    command = [*PROGRAM, "--json", "--seconds", f"{SECONDS:g}", "--rate", "100", "--copy-events", "1000"]
     done = subprocess.run(
-        [*command, "--seconds", f"{SECONDS:g}", "--rate", "300", "--copy-events", "2000"],
-        env=environment,
+        [*command, "--readers", readers],
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=SECONDS + PATIENCE_SECONDS,
@@ -33,30 +58,145 @@ def test_a_trial_by_every_disaster_loses_nothing() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     outcome = json.loads(done.stdout)
     verdict = outcome["verdict"]
-    assert (verdict["lost"], verdict["duplicates"], verdict["torn"], verdict["invented"], verdict["gaps"]) == (0,) * 5
-    assert verdict["produced"] >= verdict["acknowledged"] > 0
-    # Five consumers, one of which reads one of the two topics.
-    assert verdict["processed"] + verdict["dead"] > 4 * verdict["acknowledged"] // 2
-    assert outcome["disasters"]["Postgres killed"] >= 1
+    wrong = ("lost", "duplicates", "torn", "invented", "gaps", "out_of_order")
+    assert {name: verdict[name] for name in wrong} == dict.fromkeys(wrong, 0)
+    assert verdict["produced"] > 0
+    assert verdict["acknowledged"] - verdict["lost_with_old_primary"] <= verdict["produced"]
+    assert all(reader["delivered"] > 0 for reader in verdict["readers"])
+    assert set(outcome["disasters"]) == set(chaos.KINDS)
     assert outcome["processes_killed"] >= 1
     assert outcome["failures"] == []
 
 
-def test_a_log_that_loses_events_is_found_out(dsn: str, connection: psycopg.Connection) -> None:
-    # Publishers that do not advertise, so that readers pass over what is in flight; and a commit that drops events.
+def test_an_interrupted_trial_leaves_nothing_behind(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [*PROGRAM, "--minutes", "5", "--kinds", "connections cut", "--readers", "follow"],
+        env={**environment(), "TMPDIR": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    # Its first line comes when the trial is under way.
+    assert process.stderr.readline()
+    session = f"TMPDIR={tmp_path}".encode()
+    assert processes_with(session)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=PATIENCE_SECONDS)[1]
+    assert process.returncode == 130, said
+    assert processes_with(session) == []
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("headwater-")] == []
+
+
+def processes_with(variable: bytes) -> list[int]:
+    """Processes that have a variable in their environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                if variable in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+@pytest.fixture
+def server() -> Iterator[Postgres]:
+    """A server that may be killed, with a log on it."""
+    with tempfile.TemporaryDirectory(prefix="headwater-", ignore_cleanup_errors=True) as directory:
+        server = Postgres(Path(directory, "postgres"))
+        server.start()
+        try:
+            server.ensure_database("headwater")
+            with psycopg.connect(server.dsn(), autocommit=True) as connection:
+                schema.upgrade(connection)
+            yield server
+        finally:
+            server.stop(mode="immediate")
+
+
+def prelude(break_it: str) -> str:
+    return f"import sys; sys.path.insert(0, {str(HERE)!r}); import broken_builds; broken_builds.{break_it}()"
+
+
+SHORT = chaos.Plan(seconds=2, seed=3, events_per_second=100, pause_seconds=0.3, patience_seconds=8)
+
+
+def lost_by(outcome: chaos.Outcome) -> set[str]:
+    return {reader.name for reader in outcome.verdict.readers if reader.lost}
+
+
+def test_a_log_that_forgets_what_it_acknowledged_is_found_out(dsn: str, connection: psycopg.Connection) -> None:
     connection.execute(
-        "create or replace function headwater.advertise_on_insert() returns trigger language plpgsql "
-        "as $$ begin return null; end $$; "
         "create function forget() returns trigger language plpgsql as $$ begin return null; end $$; "
         "create trigger forget before insert on headwater.event for each row when (new.key = 'k7') "
         "execute function forget();"
     )
-    plan = chaos.Plan(seconds=3, seed=3, events_per_second=200, pause_seconds=0.3, kinds=("publishers held open",))
-    outcome = chaos.run(plan, dsn, server=None)
+    try:
+        outcome = chaos.run(replace(SHORT, kinds=("sessions ended",), roles=("follow",)), dsn, server=None)
+    finally:
+        connection.execute("drop trigger forget on headwater.event")
+    assert any(one.startswith("acknowledged and not in the log") for one in outcome.verdict.examples)
+    assert outcome.verdict.lost > 0
+
+
+def test_a_build_without_the_publisher_lock_is_found_out(server: Postgres) -> None:
+    with psycopg.connect(server.dsn(), autocommit=True) as connection:
+        found = connection.execute(
+            "select pg_get_function_arguments(oid) from pg_proc where proname = 'advertise_publisher' "
+            "and pronamespace = 'headwater'::regnamespace and prorettype = 'void'::regtype"
+        ).fetchall()
+        assert found
+        for (arguments,) in found:
+            connection.execute(
+                f"create or replace function headwater.advertise_publisher({arguments}) returns void "
+                "language plpgsql as $$ begin end $$"
+            )
+    plan = replace(SHORT, seconds=4, kinds=("publishers held open",), roles=("follow", "follow-bare", "process"))
+    outcome = chaos.run(plan, server.dsn(), server=server)
     assert outcome.disasters["publishers held open"] >= 2
-    kinds = {example.partition(":")[0] for example in outcome.verdict.examples}
-    assert "acknowledged and not in the log" in kinds
-    # By which of its readers an event in flight is passed over depends on who looks when.
-    assert {"never came to follower", "never came to plain", "never came to processor"} & kinds
-    assert outcome.verdict.lost >= 3
+    assert lost_by(outcome)
     assert not outcome.verdict.ok
+
+
+def test_a_build_that_acknowledges_before_it_handles_is_found_out(dsn: str) -> None:
+    plan = replace(
+        SHORT, kinds=("processes killed",), roles=("worker",), prelude=prelude("acknowledge_before_handling")
+    )
+    outcome = chaos.run(plan, dsn, server=None)
+    # The poisonous event alone does it: it is acknowledged, and then ends its worker.
+    assert lost_by(outcome)
+    assert not outcome.verdict.ok
+
+
+@long_one
+def test_a_build_whose_followers_move_to_the_settled_position_is_found_out(server: Postgres) -> None:
+    plan = replace(
+        SHORT, kinds=("Postgres stopped at once",), roles=("follow", "process"), prelude=prelude("move_to_settled")
+    )
+    outcome = chaos.run(plan, server.dsn(), server=server)
+    assert outcome.head_went_back >= 1
+    assert lost_by(outcome) >= {"follow cursor quiet", "process quiet"}
+
+
+@long_one
+def test_a_build_without_an_epoch_is_found_out(server: Postgres) -> None:
+    with psycopg.connect(server.dsn(), autocommit=True) as connection:
+        connection.execute(
+            "create or replace function headwater.current_epoch() returns integer language plpgsql volatile "
+            "as $$ begin return 1; end $$"
+        )
+    plan = replace(SHORT, kinds=("failovers",), roles=("follow", "follow-bare", "process"))
+    outcome = chaos.run(plan, server.dsn(), server=server)
+    assert outcome.head_went_back >= 1
+    assert lost_by(outcome)
+
+
+@long_one
+@pytest.mark.parametrize("kind", ["Postgres stopped at once", "failovers"])
+def test_positions_that_are_issued_again_are_skipped_by_no_follower(server: Postgres, kind: str) -> None:
+    plan = replace(SHORT, kinds=(kind,), roles=("follow", "follow-bare", "process", "worker"), patience_seconds=40)
+    outcome = chaos.run(plan, server.dsn(), server=server)
+    assert outcome.head_went_back >= 1
+    assert outcome.verdict.ok, outcome.verdict.examples

@@ -483,7 +483,7 @@ def run_all(log: headwater.Headwater, until: Until) -> None:
 LOCK = "    nothing := headwater.hold_store(store);\n"
 LOCK_OF_GROUP = "    perform headwater.hold_store(store);\n"
 BEFORE = "    before := headwater.store_tail(store.id);\n"
-DRAW = "    nothing := headwater.advertise_publisher();\n"
+DRAW = "    nothing := headwater.advertise_publisher(store.name);\n"
 LATEST = "        latest := greatest(latest, found_position);\n"
 ASKED = "        if query is not null then\n            exact"
 ABOVE = "and n.position > greatest(above, latest)"

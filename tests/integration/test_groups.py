@@ -385,8 +385,8 @@ def test_rare_events_are_found_among_many(log: headwater.Headwater, topic: str, 
     assert len(events) == len(rare)
     assert [log.read(topic, after=p - 1, batch_size=1)[0].data for p in events] == sorted(rare)
     # Where it looked once it does not look again.
-    (overview,) = (o for o in log.groups() if o.name == group)
-    assert overview.positions_behind < 100
+    (overview,) = log.groups([group])
+    assert log.state().drawn - overview.frontier < 100
 
 
 def test_a_claim_gives_up_after_a_while_of_nothing_and_goes_on_from_there(
@@ -536,3 +536,63 @@ def test_a_claim_is_refused_where_it_could_miss_events(
             log.claim(group, worker="w", batch_size=10, connection=connection)
         raise psycopg.Rollback
     assert len(drain(log, group)) == 50
+
+
+# --- bind, then rewind -----------------------------------------------------------------------------------------
+
+
+def routed(log: headwater.Headwater, topic: str, *routing_keys: str) -> list[int]:
+    return log.publish_batch(topic, [NewEvent(None, routing_key=key) for key in routing_keys])
+
+
+def test_a_rewind_brings_past_events_of_a_binding_that_came_later(
+    log: headwater.Headwater, topic: str, group: str
+) -> None:
+    log.create_group(group)
+    log.bind(group, topic=topic, pattern="a.*")
+    a, b = routed(log, topic, "a.1", "b.1")
+    assert drain(log, group) == [a]
+    log.bind(group, topic=topic, pattern="b.*")
+    assert drain(log, group) == []
+    log.rewind_group(group, position=0)
+    assert drain(log, group) == [a, b]
+
+
+def test_a_rewind_brings_what_lies_above_it_of_every_binding_and_nothing_below(
+    log: headwater.Headwater, topic: str, group: str
+) -> None:
+    log.create_group(group)
+    log.bind(group, topic=topic, pattern="a.*")
+    a1, _, a2, b2 = routed(log, topic, "a.1", "b.1", "a.2", "b.2")
+    assert drain(log, group) == [a1, a2]
+    log.bind(group, topic=topic, pattern="b.*")
+    log.rewind_group(group, position=a2 - 1)
+    assert drain(log, group) == [a2, b2]
+    # Back further: the binding goes back with it again.
+    log.rewind_group(group, position=a1)
+    assert drain(log, group) == [a1 + 1, a2, b2]
+    log.rewind_group(group, position=b2)
+    assert drain(log, group) == []
+
+
+def test_a_from_position_that_was_given_is_a_bound_that_no_rewind_goes_below(
+    log: headwater.Headwater, topic: str, group: str
+) -> None:
+    log.create_group(group)
+    log.bind(group, topic=topic, pattern="a.*")
+    a1, b1, a2, b2 = routed(log, topic, "a.1", "b.1", "a.2", "b.2")
+    assert drain(log, group) == [a1, a2]
+    log.bind(group, topic=topic, pattern="b.*", from_position=b1)
+    log.rewind_group(group, position=0)
+    assert drain(log, group) == [a1, a2, b2]
+
+
+@pytest.mark.parametrize(("pattern", "meant"), [("orders.>", "orders.#"), (">", "#"), ("a.>.b", "a.#.b")])
+def test_a_pattern_of_nats_is_refused_with_the_one_that_is_meant(
+    log: headwater.Headwater, topic: str, group: str, pattern: str, meant: str
+) -> None:
+    log.create_group(group)
+    with pytest.raises(headwater.InvalidRequest, match="no wildcard") as refused:
+        log.bind(group, topic=topic, pattern=pattern)
+    assert f'"{meant}"' in (refused.value.hint or "")
+    log.bind(group, topic=topic, pattern="orders.a>b")

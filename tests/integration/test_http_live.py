@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import httpx
@@ -15,6 +17,7 @@ import pytest
 
 import headwater
 from headwater.server.door import Limits
+from headwater.server.http.rendering import Mark
 from http_server import http_door, http_process
 
 CONNECTIONS = 1000
@@ -40,6 +43,14 @@ def parsed(lines: Iterator[str]) -> Iterator[Told]:
         elif not line.startswith(":"):
             name, _, value = line.partition(": ")
             fields[name] = value
+
+
+def place_of(id: str | None) -> int:
+    """The position of an id, which is position.epoch."""
+    mark = Mark.parsed(id or "")
+    assert mark is not None
+    assert mark.epoch
+    return mark.position
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +93,7 @@ def test_a_stream_catches_up_and_goes_on_live(http: httpx.Client, log: headwater
                 break
     assert [told.data["position"] for told in found] == positions
     assert [told.data["data"] for told in found] == list(range(1520))
-    assert [told.id for told in found] == [str(position) for position in positions]
+    assert [place_of(told.id) for told in found] == positions
     assert {told.event for told in found} == {"t"}
 
 
@@ -93,6 +104,7 @@ def test_a_stream_begins_at_the_end_unless_told_otherwise(
     with http.stream("GET", f"/v1/topics/{topic}/follow") as response:
         lines = response.iter_lines()
         assert next(lines) == "retry: 1000"
+        next(parsed(lines))
         log.publish(topic, "after")
         assert next(told.data["data"] for told in parsed(lines) if told.data is not None) == "after"
 
@@ -136,7 +148,7 @@ def test_a_stream_brings_what_was_selected_and_its_names_cannot_be_forged(
     log.publish(other, "there")
     both = follow(http, f"/v1/follow?topic={topic}&topic={other}&after=0", 8)
     assert both[7].data["data"] == "there"
-    whole = follow(http, f"/v1/follow?after={int(both[6].id or 0)}", 1)
+    whole = follow(http, f"/v1/follow?after={both[6].id}", 1)
     assert whole[0].data["topic"] == other
 
 
@@ -200,16 +212,129 @@ def test_what_bindings_and_subscriptions_select_is_followed(
     assert http.get(f"/v1/subscriptions/s-{topic}/999999/follow").status_code == 404
 
 
-def test_heartbeats_say_where_to_resume(http: httpx.Client, log: headwater.Headwater, topic: str) -> None:
-    other = log.create_topic(f"{topic}-silent").name
-    with http.stream("GET", f"/v1/topics/{other}/follow") as response:
-        told = parsed(response.iter_lines())
-        passed_by = log.publish(topic, "not for this stream")
-        assert passed_by is not None
+def beats(lines: Iterator[str], count: int) -> list[str]:
+    """The lines of a stream up to its n-th heartbeat."""
+    found: list[str] = []
+    for line in lines:
+        found.append(line)
+        if found.count(":") == count:
+            break
+    return found
+
+
+@pytest.mark.parametrize("selected", ["", "&type=wanted"])
+def test_no_id_of_a_stream_is_beyond_what_it_delivered(
+    http: httpx.Client, log: headwater.Headwater, topic: str, selected: str
+) -> None:
+    before = log.publish(topic, 0, type="wanted")
+    with http.stream("GET", f"/v1/topics/{topic}/follow?named=true{selected}") as response:
+        lines = response.iter_lines()
+        told = parsed(lines)
+        first = next(told)
+        assert place_of(first.id) == before, "a stream begins behind the last event of its topic"
+        delivered = log.publish(topic, 1, type="wanted")
+        other = log.create_topic(f"{topic}-other").name
+        log.publish_batch(other, [headwater.NewEvent(n) for n in range(5)])
+        log.publish(topic, 2, type="wanted" if not selected else "unwanted")
+        last = delivered if selected else log.publish(topic, 3, type="wanted")
+        ids = [first.id]
         for one in told:
-            assert one.data is None
-            if int(one.id or 0) >= passed_by:
+            ids.append(one.id)
+            if one.data is not None and one.data["position"] == last:
                 break
+        # Only what was published in another topic, or is not selected, comes from now on.
+        log.publish_batch(other, [headwater.NewEvent(n) for n in range(5)])
+        for line in beats(lines, 3):
+            assert not line.startswith("id:") or place_of(line.removeprefix("id: ")) <= (last or 0)
+    position = log.publish(topic, "later", type="wanted")
+    resumed = follow(http, f"/v1/topics/{topic}/follow?named=true{selected}", 1, **{"last-event-id": str(last)})
+    assert resumed[0].data["position"] == position
+    assert place_of(ids[-1]) == last
+
+
+def test_a_stream_that_got_nothing_resumes_where_it_began(
+    http: httpx.Client, log: headwater.Headwater, topic: str
+) -> None:
+    log.publish(topic, "before")
+    with http.stream("GET", f"/v1/topics/{topic}/follow") as response:
+        last = [line.removeprefix("id: ") for line in beats(response.iter_lines(), 2) if line.startswith("id:")][-1]
+    missed = log.publish(topic, "while it was away")
+    resumed = follow(http, f"/v1/topics/{topic}/follow", 1, **{"last-event-id": last})
+    assert resumed[0].data["position"] == missed
+
+
+def test_a_stream_that_passed_over_what_retention_took_resumes(
+    http: httpx.Client, log: headwater.Headwater, topic: str, connection: psycopg.Connection
+) -> None:
+    """Only a stream that may have missed something is refused."""
+    wanted = log.publish(topic, 0, type="wanted")
+    last = ""
+    with http.stream("GET", f"/v1/topics/{topic}/follow?type=wanted&after=0") as response:
+        for told in parsed(response.iter_lines()):
+            if told.data is not None:
+                others = log.publish_batch(topic, [headwater.NewEvent(n, type="other") for n in range(3)])
+            elif told.id is not None and "/" in told.id and int(told.id.split("/")[1]) >= (others[-1] or 0):
+                last = told.id
+                break
+    assert place_of(last) == wanted
+    connection.execute("update headwater.topic set expired_to = %s where name = %s", (others[-1], topic))
+    again = log.publish(topic, 1, type="wanted")
+    resumed = follow(http, f"/v1/topics/{topic}/follow?type=wanted", 1, **{"last-event-id": last})
+    assert resumed[0].data["position"] == again
+    refused = http.get(f"/v1/topics/{topic}/follow?type=wanted", headers={"last-event-id": str(wanted)})
+    assert refused.status_code == 410
+
+
+def test_a_stream_keeps_its_subscription_from_expiring(
+    dsn: str, http: httpx.Client, log: headwater.Headwater, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headwater.server.http.live.KEEP_SECONDS", 0.05)
+    with http_door(dsn, limits=Limits(heartbeat_seconds=0.2)) as address, httpx.Client(base_url=address) as client:
+        life = timedelta(seconds=20)
+        id = log.subscribe(f"kept-{topic}", "e.topic = s.params ->> 't'", {"t": topic}, expires_after=life)
+        with (
+            client.stream("GET", f"/v1/subscriptions/kept-{topic}/{id}/follow", timeout=60) as response,
+            psycopg.connect(dsn, autocommit=True) as connection,
+        ):
+            told = parsed(response.iter_lines())
+            next(told)
+            for n in range(5):
+                # As if it had not been in use for longer than it lives; then the upkeep comes.
+                connection.execute(
+                    "update headwater.subscription set last_active_at = now() - interval '19 s' where id = %s", (id,)
+                )
+                kept = "select last_active_at > now() - interval '15 s' from headwater.subscription where id = %s"
+                deadline = time.monotonic() + 60
+                while connection.execute(kept, (id,)).fetchone() != (True,):
+                    assert time.monotonic() < deadline, "the stream did not keep its subscription"
+                    time.sleep(0.01)
+                log.maintain()
+                log.publish(topic, n)
+                assert next(one for one in told if one.data is not None).data["data"] == n
+
+
+def test_the_end_of_a_subscription_ends_its_streams_with_a_reason(
+    http: httpx.Client, log: headwater.Headwater, topic: str
+) -> None:
+    id = log.subscribe(f"ends-{topic}", "e.topic = s.params ->> 't'", {"t": topic})
+    other = log.subscribe(f"ends-{topic}", "e.topic = s.params ->> 't' and true", {"t": topic})
+    with (
+        http.stream("GET", f"/v1/subscriptions/ends-{topic}/{id}/follow") as ends,
+        http.stream("GET", f"/v1/subscriptions/ends-{topic}/{other}/follow") as goes_on,
+    ):
+        rest = goes_on.iter_lines()
+        told = parsed(ends.iter_lines())
+        next(told)
+        delivered = log.publish(topic, "one")
+        assert next(one for one in told if one.data is not None).data["data"] == "one"
+        assert log.unsubscribe(id)
+        last = [one for one in told if one.data is not None]
+        assert [one.event for one in last] == ["end"]
+        assert last[0].data["reason"] == f"subscription {id} was removed or has expired"
+        assert last[0].data["after"] == delivered
+        log.publish(topic, "two")
+        found = [one.data["data"] for one in (next(o for o in parsed(rest) if o.data is not None) for _ in range(2))]
+        assert found == ["one", "two"]
 
 
 def test_what_retention_took_is_said_before_the_stream_begins(
@@ -266,7 +391,7 @@ def test_a_slow_client_is_told_the_end_and_resumes_without_loss(
     assert told[-1].data["reason"] == "too slow"
     got = [one.data["position"] for one in told if one.data is not None and one.event != "end"]
     assert 0 < len(got) < len(positions)
-    assert str(got[-1]) == told[-1].id
+    assert got[-1] == place_of(told[-1].id)
     after = {"last-event-id": told[-1].id or ""}
     resumed = follow(http, f"/v1/topics/{topic}/follow", len(positions) - len(got), **after)
     assert got + [one.data["position"] for one in resumed] == positions

@@ -7,6 +7,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import psycopg
@@ -85,8 +86,10 @@ def overview(log: headwater.Headwater, group: str) -> GroupOverview:
 def assert_counts_agree(log: headwater.Headwater, group: str) -> None:
     """The overview's arithmetic says what counting the view event by event says."""
     counts, seen = overview(log, group), Counter(states(log, group))
-    assert (counts.ready + counts.retrying, counts.processing, counts.done, counts.dead) == (
-        seen["ready"],
+    # New events are counted up to 1,000; beyond that there may be more.
+    counted = counts.ready + counts.retrying
+    assert counted == seen["ready"] or (counts.ready_is_more and counted < seen["ready"])
+    assert (counts.processing, counts.done, counts.dead) == (
         seen["processing"],
         seen["done"],
         seen["dead"],
@@ -884,7 +887,9 @@ def test_forgetting_old_claims_keeps_the_counts_and_the_frontier(
         return int(found[0])
 
     assert rows() == 1
-    assert overview(log, group) == before
+    after = overview(log, group)
+    # Ages grow while one looks.
+    assert replace(after, lag_seconds=before.lag_seconds, unfinished_seconds=before.unfinished_seconds) == before
     assert (before.done, before.dead, before.processing) == (1100, 1, 1)
     assert_counts_agree(log, group)
     connection.execute(

@@ -347,6 +347,9 @@ class Queue(RuleBasedStateMachine):
     def rewind(self, which: int) -> None:
         self.start = list(self.lives)[which % len(self.lives)]
         self.log.rewind_group(self.group, position=self.start)
+        for binding in self.bindings:
+            if binding[2] is None:
+                binding[1] = min(binding[1], self.start)
         for life in self.lives.values():
             if life.position > self.start:
                 life.state, life.attempts, life.alone, life.again = "new", 0, False, False

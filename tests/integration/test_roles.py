@@ -263,30 +263,79 @@ def test_a_consumer_can_neither_insert_nor_copy(
     assert log.read(topic) == []
 
 
-def test_a_publisher_can_insert_and_nothing_else_to_an_event(
+def test_a_publisher_can_insert_and_copy_and_do_nothing_else_to_an_event(
     topic: str, log: headwater.Headwater, login_dsn: Callable[[str], str]
 ) -> None:
-    topic_id = log.topic(topic).id
+    lanes = log.create_topic(f"{topic}-lanes", kind="sequenced").name
     with psycopg.connect(login_dsn("headwater_publisher"), autocommit=True) as connection:
-        connection.execute("insert into headwater.event (topic_id, payload) values (%s, '0')", (topic_id,))
+        connection.execute("insert into headwater.new_event (topic, payload) values (%s, '0')", (topic,))
+        with (
+            connection.cursor() as cursor,
+            cursor.copy("copy headwater.new_event (topic, payload, key) from stdin") as copy,
+        ):
+            copy.write(f"{topic}\t1\tk\n{lanes}\t2\tk\n{lanes}\t3\tk\n")
         for statement in (
+            "insert into headwater.event (topic_id, payload) values (1, '0')",
+            "insert into headwater.event (topic_id, position, payload) values (1, 7, '0')",
+            "insert into headwater.event_0000000 (topic_id, position) values (1, 7)",
+            "copy headwater.event (topic_id, position) from stdin",
+            "select nextval('headwater.position')",
+            "select headwater.advertise_publisher('x')",
+            "select headwater.draw_position()",
+            "insert into headwater.event_mark (topic_id, mark, position) values (1, 'x', 7)",
             "select payload from headwater.event",
             "select headers from headwater.event",
             "select * from headwater.cursor",
             "select headwater.settled()",
             "insert into headwater.event (topic_id, published_at) values (1, '2000-01-01')",
-            *(s for s in ON_THE_TABLES if not s.startswith(ALLOWED_TO_PUBLISHERS)),
+            *ON_THE_TABLES,
         ):
             with pytest.raises(psycopg.errors.InsufficientPrivilege):
                 connection.execute(statement.encode())
-    assert data(log, topic) == [0]
+    assert data(log, topic) == [0, 1]
+    assert [(event.topic_offset, event.data) for event in log.read(lanes)] == [(0, 2), (1, 3)]
 
 
-ALLOWED_TO_PUBLISHERS = (
-    "insert into headwater.event ",
-    "insert into headwater.scheduled",
-    "delete from headwater.event_identity",
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "select headwater.publish('headwater.audit', '{}')",
+        "select headwater.publish_batch('headwater.audit', array['x'::bytea])",
+        "select headwater.publish('headwater.audit', '{}', delay => '1 hour')",
+        "select headwater.publish('headwater.audit', '{}', event_id => 'forged')",
+        "insert into headwater.new_event (topic, payload) values ('headwater.audit', '{}')",
+        "select headwater.set_periodic('p', '* * * * *', 'UTC', 'headwater.audit', now(), 'x')",
+        "select headwater.audit('root', 'topic.delete', 'x')",
+    ],
 )
+def test_the_audit_cannot_be_forged(
+    log: headwater.Headwater, connection: psycopg.Connection, login_dsn: Callable[[str], str], statement: str
+) -> None:
+    connection.execute("select headwater.audit('me', 'test', 'audit')")
+    before = len(log.read("headwater.audit", batch_size=1000))
+    with (
+        psycopg.connect(login_dsn("headwater_publisher"), autocommit=True) as publisher,
+        pytest.raises(psycopg.Error) as refused,
+    ):
+        publisher.execute(statement.encode())
+    assert refused.value.sqlstate in ("HW015", "42501")
+    assert len(log.read("headwater.audit", batch_size=1000)) == before
+
+
+def test_a_publisher_cannot_be_fooled_by_its_own_search_path(
+    topic: str, log: headwater.Headwater, connection: psycopg.Connection, login_dsn: Callable[[str], str]
+) -> None:
+    """What runs as the owner takes no function or operator of its caller."""
+    with psycopg.connect(login_dsn("headwater_publisher"), autocommit=True) as publisher:
+        publisher.execute("create temporary table evidence (who text)")
+        publisher.execute(
+            "create function pg_temp.octet_length(bytea) returns integer language plpgsql as "
+            "$$ begin insert into pg_temp.evidence values (current_user); return 0; end $$"
+        )
+        publisher.execute("set search_path = pg_temp, pg_catalog")
+        publisher.execute("select headwater.publish(%s, '1')", (topic,))
+        assert publisher.execute("select count(*) from pg_temp.evidence").fetchone() == (0,)
+    assert data(log, topic) == [1]
 
 
 def test_an_admin_manages_topics_and_does_what_the_others_do(

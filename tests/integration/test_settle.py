@@ -518,6 +518,7 @@ def test_a_lane_that_was_rolled_back_leaves_no_hole(log: headwater.Headwater, co
 
 GATE = "perform pg_advisory_lock(4711); perform pg_advisory_unlock(4711);"
 DRAWN = "    drawn := coalesce(pg_sequence_last_value('headwater.position'), 0);\n"
+LAST = "    settled := least(drawn, lowest_bound);\n    stable := least(drawn, lowest_of_topics);\n"
 
 
 def settle_sql() -> str:
@@ -573,8 +574,10 @@ def test_the_head_must_be_taken_before_the_locks_are_looked_at(
         altered(
             replaced(
                 sql,
-                "    return least(drawn, lowest_bound);\n",
-                GATE + DRAWN + "    return least(drawn, lowest_bound);\n",
+                LAST,
+                GATE
+                + DRAWN
+                + "    settled := least(drawn, lowest_bound);\n    stable := least(drawn, lowest_of_topics);\n",
             )
         )
 
@@ -664,3 +667,197 @@ def test_waiting_ends_soon_after_the_publisher_does(
         connection.execute("commit")
         committed = time.monotonic()
         assert following.result(timeout=20) - committed < 5
+
+
+# --- an open publisher holds back its own topics only ------------------------------------------------------------
+
+
+@pytest.fixture
+def open_publisher(log: headwater.Headwater, topic: str, other: psycopg.Connection) -> Iterator[psycopg.Connection]:
+    """A transaction that has published to `topic` and stays open."""
+    other.execute("begin")
+    log.publish(topic, "held", connection=other)
+    yield other
+    other.execute("rollback")
+
+
+def test_readers_and_queues_of_other_topics_go_on_beside_an_open_publisher(
+    log: headwater.Headwater, topic: str, open_publisher: psycopg.Connection
+) -> None:
+    elsewhere = log.create_topic(f"{topic}-elsewhere").name
+    third = log.create_topic(f"{topic}-third").name
+    log.create_group(f"{topic}-one", elsewhere)
+    log.create_group(f"{topic}-two", [elsewhere, third])
+    log.subscribe(f"{topic}-sub", "true", topics=[elsewhere])
+    log.publish(elsewhere, 1)
+    log.publish(third, 2)
+    assert [event.data for event in log.read(elsewhere)] == [1]
+    assert [event.data for event in log.read([elsewhere, third])] == [1, 2]
+    assert [event.data for event in log.read_backwards(elsewhere)] == [1]
+    assert [event.data for event in log.follow(elsewhere, stop_when_caught_up=True)] == [1]
+    for group, wanted in ((f"{topic}-one", [1]), (f"{topic}-two", [1, 2])):
+        lease = log.claim(group, worker="w", batch_size=10)
+        assert lease is not None
+        assert [event.data for event in lease.events] == wanted
+    # What is bound to its topic, or to the whole log, waits for it.
+    assert log.read(topic) == []
+    assert elsewhere not in {event.topic for event in log.read(after=log.state().settled)}
+    publisher = log.publishers_in_flight()[0]
+    assert (publisher.pid, publisher.topics) == (open_publisher.info.backend_pid, [topic])
+
+
+def test_a_queue_of_the_whole_log_waits_for_a_topic_that_is_being_made(
+    log: headwater.Headwater, topic: str, connection: psycopg.Connection
+) -> None:
+    group = f"{topic}-all"
+    log.create_group(group, from_end=True)
+    log.bind(group, pattern="#")
+    with connection.transaction():
+        connection.execute("select headwater.create_topic(%s)", (f"{topic}-new",))
+        log.publish(f"{topic}-new", "first", routing_key="a", connection=connection)
+        log.publish(topic, "second", routing_key="a")
+        assert log.claim(group, worker="w", batch_size=10) is None
+    lease = log.claim(group, worker="w", batch_size=10)
+    assert lease is not None
+    assert [event.data for event in lease.events] == ["first", "second"]
+
+
+def test_one_transaction_holds_back_each_topic_that_it_has_published_to(
+    log: headwater.Headwater, topic: str, connection: psycopg.Connection
+) -> None:
+    topics = [log.create_topic(f"{topic}-{n}").name for n in range(3)]
+    with connection.transaction():
+        log.publish(topics[0], 0, connection=connection)
+        with connection.transaction(force_rollback=True):
+            log.publish(topics[1], "never", connection=connection)
+        log.publish(topics[2], 2, connection=connection)
+        for name in topics:
+            log.publish(name, "later")
+        assert log.read(topics[0]) == []
+        # Its lock went with the savepoint.
+        assert [event.data for event in log.read(topics[1])] == ["later"]
+        assert log.read(topics[2]) == []
+        log.publish(topics[1], 1, connection=connection)
+        log.publish(topics[1], "last")
+        assert [event.data for event in log.read(topics[1])] == ["later"]
+    assert [event.data for event in log.read(topics[0])] == [0, "later"]
+    assert [event.data for event in log.read(topics[1])] == ["later", 1, "last"]
+    assert [event.data for event in log.read(topics[2])] == [2, "later"]
+
+
+def test_a_transaction_that_advertises_several_topics_before_it_writes_holds_back_each(
+    log: headwater.Headwater, topic: str, connection: psycopg.Connection
+) -> None:
+    """As one that writes batches of several Kafka topics does."""
+    topics = [log.create_topic(f"{topic}-{n}").name for n in range(4)]
+    with connection.transaction():
+        connection.execute("select headwater.advertise_publisher(t) from unnest(%s::text[]) as t", (topics[:3],))
+        for name in topics:
+            log.publish(name, 1)
+        assert [log.read(name) == [] for name in topics] == [True, True, True, False]
+        (publisher,) = log.publishers_in_flight()
+        assert publisher.topics == topics[:3]
+    assert all(len(log.read(name)) == 1 for name in topics)
+
+
+@pytest.mark.parametrize("how", ["insert", "copy"])
+def test_a_plain_insert_holds_back_all_topics(
+    log: headwater.Headwater, topic: str, connection: psycopg.Connection, how: str
+) -> None:
+    elsewhere = log.create_topic(f"{topic}-elsewhere").name
+    topic_id = log.topic(topic).id
+    with connection.transaction():
+        if how == "insert":
+            connection.execute("insert into headwater.event (topic_id, payload) values (%s, '0')", (topic_id,))
+        else:
+            with (
+                connection.cursor() as cursor,
+                cursor.copy("copy headwater.event (topic_id, payload) from stdin") as copy,
+            ):
+                copy.write(f"{topic_id}\t0\n{topic_id}\t1\n{topic_id}\t2\n")
+        log.publish(elsewhere, 1)
+        assert log.read(elsewhere) == []
+        assert log.publishers_in_flight()[0].topics is None
+    assert [event.data for event in log.read(elsewhere)] == [1]
+
+
+def test_publishing_many_holds_back_its_topic_only(
+    log: headwater.Headwater, topic: str, connection: psycopg.Connection
+) -> None:
+    elsewhere = log.create_topic(f"{topic}-elsewhere").name
+    with connection.transaction():
+        log.publish_many(topic, (NewEvent(n) for n in range(10)), connection=connection)
+        log.publish(elsewhere, 1)
+        assert [event.data for event in log.read(elsewhere)] == [1]
+        # What is inserted by hand after it, in the same transaction, is advertised for all topics again.
+        connection.execute(
+            "insert into headwater.event (topic_id, payload) values (%s, '0')", (log.topic(elsewhere).id,)
+        )
+        log.publish(elsewhere, 2)
+        assert [event.data for event in log.read(elsewhere)] == [1]
+    assert [event.data for event in log.read(elsewhere)] == [1, 0, 2]
+
+
+def test_a_transaction_that_publishes_to_very_many_topics_takes_few_locks(
+    log: headwater.Headwater, topic: str, connection: psycopg.Connection
+) -> None:
+    topics = [log.create_topic(f"{topic}-many-{n}").name for n in range(250)]
+    with connection.transaction():
+        for _ in range(2):
+            for name in topics:
+                connection.execute("select headwater.publish(%s, '0')", (name,))
+        locks = connection.execute(
+            "select count(*) from pg_locks where locktype = 'advisory' and pid = pg_backend_pid()"
+        ).fetchone()
+        assert locks is not None
+        assert locks[0] <= 2 * 17
+        log.publish(topics[-1], "later")
+        assert log.read(topics[-1]) == []
+    assert [event.data for event in log.read(topics[-1])] == [0, 0, "later"]
+
+
+def test_a_topic_that_is_bound_later_brings_what_was_in_flight_when_it_was(
+    log: headwater.Headwater, topic: str, connection: psycopg.Connection, other: psycopg.Connection
+) -> None:
+    """The queue has claimed beyond a position that a publisher of the other topic has drawn: binding waits for it."""
+    elsewhere = log.create_topic(f"{topic}-elsewhere").name
+    group = f"{topic}-group"
+    log.create_group(group, elsewhere, from_end=True)
+    connection.execute("begin")
+    log.publish(topic, "in flight", connection=connection)
+    log.publish(elsewhere, 1)
+    lease = log.claim(group, worker="w", batch_size=10)
+    assert lease is not None
+    log.ack(lease)
+    with ThreadPoolExecutor(1) as pool:
+        binding = pool.submit(other.execute, "select headwater.bind(%s, %s, from_position => 0)", (group, topic))
+        connection.execute("commit")
+        binding.result(timeout=20)
+    log.publish(topic, "after")
+    seen: list[Any] = []
+    while (lease := log.claim(group, worker="w", batch_size=10)) is not None:
+        seen += [event.data for event in lease.events]
+        log.ack(lease)
+    assert seen[-1] == "after"
+
+
+def test_a_publisher_that_stays_open_too_long_is_ended(
+    log: headwater.Headwater, topic: str, dsn: str, until: Until
+) -> None:
+    log.change_settings(max_publisher_seconds=1)
+    try:
+        with psycopg.connect(dsn) as forgotten:
+            log.publish(topic, "never", connection=forgotten)
+            log.publish(topic, 1)
+
+            def ended() -> bool:
+                log.maintain()
+                return log.publishers_in_flight() == []
+
+            until(ended)
+            with pytest.raises(psycopg.OperationalError):
+                forgotten.execute("select 1")
+        assert [event.data for event in log.read(topic)] == [1]
+    finally:
+        log.change_settings(max_publisher_seconds=0)
+    assert log.settings().max_publisher_seconds is None

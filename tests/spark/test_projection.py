@@ -82,7 +82,7 @@ class Pipeline:
 
         def on_batch(batch: DataFrame, number: int) -> None:
             try:
-                counts.append(sink.write(batch, Batch(self.name, number, checkpoint.end_of(number))))
+                counts.append(sink.write(batch, Batch(self.name, number, *checkpoint.end_of(number))))
                 if number == die_in_batch:
                     raise Died
             except BaseException as error:
@@ -430,7 +430,7 @@ def test_a_captured_table_and_its_copy_are_the_same_at_the_end(
                 .apply(rows, "changes")
                 .rows.writeStream.option("checkpointLocation", checkpoint.directory)
                 .foreachBatch(
-                    lambda batch, number: sink.write(batch, Batch(copy.name, number, checkpoint.end_of(number)))
+                    lambda batch, number: sink.write(batch, Batch(copy.name, number, *checkpoint.end_of(number)))
                 )
                 .trigger(availableNow=True)
                 .start()

@@ -6,27 +6,28 @@ from dataclasses import replace
 
 import pytest
 
+from headwater.chaos.cluster import Divergence
 from headwater.chaos.journal import Line
-from headwater.chaos.verdict import Consumer, Found, Verdict, judge
+from headwater.chaos.verdict import Found, Reader, Verdict, judge
 
-# Two transactions of p that were acknowledged, one that was rolled back, and one of which nobody knows.
+# Two transactions of p that were acknowledged, one that was rolled back, and one without an answer.
 LINES = [
-    Line("p", "tried", [1, 2]),
-    Line("p", "acknowledged", [1, 2]),
-    Line("p", "tried", range(3, 5)),
-    Line("p", "acknowledged", range(3, 5)),
-    Line("p", "tried", [5]),
-    Line("p", "rolled back", [5]),
-    Line("p", "tried", [6, 7]),
+    Line("p", "tried", [1, 2], 1.0),
+    Line("p", "acknowledged", [1, 2], 2.0),
+    Line("p", "tried", range(3, 5), 3.0),
+    Line("p", "acknowledged", range(3, 5), 4.0),
+    Line("p", "tried", [5], 5.0),
+    Line("p", "rolled back", [5], 6.0),
+    Line("p", "tried", [6, 7], 7.0),
 ]
 FOUND = [Found(10 + n, "p", n, ("lanes", 0), n - 1) for n in (1, 2, 3, 4)]
-ONCE = {11: 1, 12: 1, 13: 1, 14: 1}
-EXACT = Consumer("exact", ONCE, frozenset(), frozenset({"lanes"}), exactly_once=True)
-PLAIN = Consumer("plain", ONCE, frozenset(), frozenset({"lanes"}), exactly_once=False)
+ALL = ["p/1", "p/2", "p/3", "p/4"]
+EXACT = Reader("exact", frozenset({"lanes"}), ALL, exactly_once=True)
+PLAIN = Reader("plain", frozenset({"lanes"}), ALL)
 
 
 def wrong(verdict: Verdict) -> dict[str, int]:
-    names = ("lost", "duplicates", "torn", "invented", "gaps")
+    names = ("lost", "duplicates", "torn", "invented", "gaps", "out_of_order")
     return {name: getattr(verdict, name) for name in names if getattr(verdict, name)}
 
 
@@ -49,7 +50,7 @@ def test_a_transaction_without_an_answer_may_be_there_in_full() -> None:
         pytest.param([*FOUND, FOUND[3]], {"duplicates": 1, "gaps": 1}, id="it is there twice"),
         pytest.param([*FOUND, Found(20, "p", 6, ("open", 0), None)], {"torn": 1}, id="half of an unknown one"),
         pytest.param([*FOUND, Found(20, "p", 5, ("open", 0), None)], {"invented": 1}, id="it was rolled back"),
-        pytest.param([*FOUND, Found(20, "q", 1, ("open", 0), None)], {"invented": 1}, id="nobody made it"),
+        pytest.param([*FOUND, Found(20, "q", 1, ("open", 0), None)], {"invented": 1}, id="no producer made it"),
         pytest.param([*FOUND[:3], FOUND[3]._replace(offset=4)], {"gaps": 1}, id="an offset is left out"),
     ],
 )
@@ -57,26 +58,71 @@ def test_what_is_wrong_with_the_log_is_counted(found: list[Found], expected: dic
     assert wrong(judge(LINES, found, [EXACT])) == expected
 
 
-def test_an_event_that_a_consumer_never_got_is_lost_unless_it_is_dead() -> None:
-    missing = {position: 1 for position in ONCE if position != 13}
-    assert wrong(judge(LINES, FOUND, [EXACT, replace(PLAIN, times=missing)])) == {"lost": 1}
-    verdict = judge(LINES, FOUND, [replace(PLAIN, times=missing, dead=frozenset({13}))])
+def test_an_event_that_a_reader_never_got_is_lost_unless_it_is_dead() -> None:
+    missing = ["p/1", "p/2", "p/4"]
+    verdict = judge(LINES, FOUND, [EXACT, replace(PLAIN, delivered=missing)])
+    assert wrong(verdict) == {"lost": 1}
+    assert {one.name: one.lost for one in verdict.readers} == {"exact": 0, "plain": 1}
+    verdict = judge(LINES, FOUND, [replace(PLAIN, delivered=missing, dead=frozenset({"p/3"}))])
     assert verdict.ok
     assert verdict.dead == 1
 
 
 def test_a_second_time_is_a_duplicate_only_where_once_is_promised() -> None:
-    twice = {**ONCE, 12: 2}
-    assert wrong(judge(LINES, FOUND, [replace(EXACT, times=twice)])) == {"duplicates": 1}
-    repeated = judge(LINES, FOUND, [replace(PLAIN, times=twice)])
+    twice = [*ALL, "p/2"]
+    assert wrong(judge(LINES, FOUND, [replace(EXACT, delivered=twice)])) == {"duplicates": 1}
+    repeated = judge(LINES, FOUND, [replace(PLAIN, delivered=twice)])
     assert repeated.ok
     assert repeated.repeated == 1
 
 
 def test_a_dead_event_with_an_effect_is_a_duplicate() -> None:
-    assert wrong(judge(LINES, FOUND, [replace(EXACT, dead=frozenset({12}))])) == {"duplicates": 1}
+    assert wrong(judge(LINES, FOUND, [replace(EXACT, dead=frozenset({"p/2"}))])) == {"duplicates": 1}
 
 
-def test_events_of_topics_that_a_consumer_does_not_read_are_not_missed() -> None:
-    elsewhere = replace(PLAIN, times={}, topics=frozenset({"other"}))
+def test_events_of_topics_that_a_reader_does_not_read_are_not_missed() -> None:
+    elsewhere = replace(PLAIN, delivered=[], topics=frozenset({"other"}))
     assert judge(LINES, FOUND, [elsewhere]).ok
+
+
+def test_a_reader_of_the_log_in_order_may_repeat_and_may_not_go_back() -> None:
+    ordered = replace(PLAIN, order="log")
+    assert judge(LINES, FOUND, [replace(ordered, delivered=["p/1", "p/2", "p/1", "p/2", "p/3", "p/4"])]).ok
+    late = judge(LINES, FOUND, [replace(ordered, delivered=["p/1", "p/3", "p/2", "p/4"])])
+    assert wrong(late) == {"out_of_order": 1}
+
+
+def test_an_event_that_is_in_the_log_twice_makes_no_other_one_late() -> None:
+    again = [*FOUND, FOUND[0]._replace(position=FOUND[-1].position + 1, offset=None)]
+    verdict = judge(LINES, again, [replace(PLAIN, order="log", delivered=["p/1", "p/2", "p/3", "p/4", "p/1"])])
+    assert wrong(verdict) == {"duplicates": 1}
+
+
+def test_partitions_are_in_order_each_by_itself() -> None:
+    found = [event._replace(lane=("lanes", event.number % 2), offset=None) for event in FOUND]
+    crossed = replace(PLAIN, delivered=["p/2", "p/4", "p/1", "p/3"])
+    assert judge(LINES, found, [replace(crossed, order="partition")]).ok
+    assert wrong(judge(LINES, found, [replace(crossed, order="log")])) == {"out_of_order": 2}
+
+
+@pytest.mark.parametrize(
+    ("divergence", "excused"),
+    [
+        pytest.param(Divergence(3.5, 9.0), 2, id="acknowledged while the standby was cut off"),
+        pytest.param(Divergence(2.5, 3.5), 2, id="noted after the old primary had ended"),
+        pytest.param(Divergence(4.5, 9.0), 0, id="acknowledged before the standby was cut off"),
+        pytest.param(Divergence(0.5, 2.5), 0, id="tried after the old primary had ended"),
+    ],
+)
+def test_only_what_an_old_primary_acknowledged_alone_is_lost_with_it(divergence: Divergence, excused: int) -> None:
+    verdict = judge(LINES, FOUND[:2], [], [divergence])
+    assert (verdict.lost, verdict.lost_with_old_primary) == (2 - excused, excused)
+
+
+def test_what_came_to_a_reader_and_went_with_the_old_primary_is_no_fault_of_the_reader() -> None:
+    reader = replace(PLAIN, order="log", delivered=["p/1", "p/2", "p/3", "p/4", "p/6", "p/7"])
+    # Positions of p/3 and p/4 were assigned again to p/6 and p/7.
+    found = [*FOUND[:2], *(Found(7 + n, "p", n, ("lanes", 0), n - 4) for n in (6, 7))]
+    verdict = judge(LINES, found, [reader], [Divergence(2.5, 9.0)])
+    assert verdict.ok
+    assert verdict.lost_with_old_primary == 2

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater import calls, subscription
-from headwater.errors import CursorMoved, PositionExpired
+from headwater.errors import CursorMoved, EpochChanged, PositionExpired
 from headwater.model import Event, LogState, OpenedCursor, Released, Upkeep
-from headwater.subscription import Apply, Deliver, FollowStep, UpkeepTimes, Wait
+from headwater.subscription import Apply, Deliver, FollowStep, Rewound, UpkeepTimes, Wait
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -35,11 +35,15 @@ class FakeLog:
     events: list[Event] = field(default_factory=list)
     drawn: int = 0
     settled: int = 0
+    epoch: int = 1
+    # Where each epoch began.
+    began_after: dict[int, int] = field(default_factory=dict)
     expired_to: int = 0
     cursors: dict[str, OpenedCursor] = field(default_factory=dict)
     seconds: float = 0.0
     waits: list[float] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
+    rewinds: list[Rewound] = field(default_factory=list)
     # What happens before a step is carried out, by its number.
     surprises: dict[int, Callable[[FakeLog], None]] = field(default_factory=dict)
     # The moves, by their number, that are done but whose answer is lost, so that they are tried again.
@@ -68,19 +72,38 @@ class FakeLog:
             case "head", _:
                 return self.drawn
             case "log_state", _:
-                return LogState(self.drawn, self.settled)
-            case "read_settled" | "read_topic", (_, after, settled, batch_size, _, gone_to):
+                return LogState(self.drawn, self.settled, self.epoch)
+            case "common_position", (epoch, position):
+                return min([position, *(at for number, at in self.began_after.items() if number > epoch)])
+            case "read_settled" | "read_topic", (_, after, settled, batch_size, _, gone_to, epoch):
+                self.refuse_other(epoch)
                 if self.expired_to > max(after, gone_to):
                     raise PositionExpired("gone", detail={"earliest_position": self.expired_to + 1})
                 assert settled <= self.settled, "read beyond what is settled"
                 return [e for e in self.events if e.topic == "t" and after < e.position <= settled][:batch_size]
-            case "advance_cursor", (cursor, from_position, to_position):
+            case "advance_cursor", (cursor, from_position, to_position, epoch):
+                self.refuse_other(epoch)
                 self.moves += 1
                 self.move(cursor, from_position, to_position)
                 if self.moves in self.lost_answers:
                     self.move(cursor, from_position, to_position)
                 return None
         raise AssertionError(f"the fake log knows no {name} {call.params}")
+
+    def refuse_other(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            raise EpochChanged("another epoch", detail={"epoch": self.epoch, "common_position": 0})
+
+    def crash(self, head: int, *new: int) -> None:
+        """The head goes back, what was above it is gone, and new events get those positions."""
+        self.events = [e for e in self.events if e.position <= head]
+        self.drawn = self.settled = head
+        self.epoch += 1
+        self.began_after[self.epoch] = head
+        self.cursors = {name: c for name, c in self.cursors.items() if c.position <= head}
+        if new:
+            self.events += [event(position)._replace(key=b"new") for position in new]
+            self.drawn = self.settled = max(new)
 
     def move(self, cursor: str, from_position: int, to_position: int) -> None:
         stored = self.cursors.get(cursor)
@@ -106,14 +129,16 @@ class FakeLog:
                     case Wait(seconds):
                         self.waits.append(seconds)
                         self.seconds += seconds
-                    case Deliver(events):
+                    case Deliver(events, _):
                         yield from events
                     case Apply(events, move):
                         self.answer(move)
                         yield from events
+                    case Rewound():
+                        self.rewinds.append(step)
                     case calls.Call():
                         outcome = self.answer(step)
-            except (CursorMoved, PositionExpired) as error:
+            except (CursorMoved, PositionExpired, EpochChanged) as error:
                 failure = error
 
     def follow(self, **options: Any) -> Iterator[Event]:
@@ -296,7 +321,9 @@ def test_a_settled_log_is_watched_by_its_head_alone() -> None:
     log.asked.clear()
     follower = log.follow(start_after=1)
     log.idle(follower, until=lambda: log.seconds > 10)
-    assert set(log.asked[1:]) == {"head"}
+    assert set(log.asked) == {"head", "log_state"}
+    # Now and then it looks at the epoch too, which a crash may change without the head being another.
+    assert log.asked.count("log_state") <= 2 + (10 - 5) / subscription.IDLE_LOOK_SECONDS
 
 
 @given(st.floats(0.001, 2.0))
@@ -404,3 +431,64 @@ def test_upkeep_without_anything_scheduled_looks_again_in_a_second() -> None:
     assert times.heard(Released(0, None), 50.2, NOW) == []
     assert times.next_call(50.9) is None
     assert asked(times.next_call(51.0)) == "release_due"
+
+
+def test_an_idle_follower_goes_back_when_a_crash_takes_positions_back() -> None:
+    log = FakeLog()
+    log.publish(1)
+    # Positions up to 600 were drawn by others and rolled back: it has read over them.
+    log.drawn = log.settled = 600
+    log.surprises[30] = lambda log: log.crash(33, 34, 35)
+    reading = log.follow()
+    assert [next(reading).position for _ in range(3)] == [1, 34, 35]
+    assert [(step.epoch, step.read_to, step.position) for step in log.rewinds] == [(2, 600, 33)]
+
+
+@given(crash_at=st.integers(1, 12), batch_size=st.integers(1, 4), cursor=st.sampled_from([None, "c"]))
+def test_whenever_the_epoch_changes_no_event_is_skipped(crash_at: int, batch_size: int, cursor: str | None) -> None:
+    log = FakeLog()
+    log.publish(*range(1, 9))
+    log.drawn = log.settled = 20
+    kept = {} if cursor is None else {cursor: OpenedCursor(0, 0)}
+
+    def crash(log: FakeLog) -> None:
+        before = dict(log.cursors)
+        log.crash(4, *range(5, 15))
+        # A cursor is in the same database: what it says has survived with the events, or is as it was before.
+        log.cursors = {name: c._replace(position=min(c.position, 4)) for name, c in before.items()}
+
+    log.surprises[crash_at] = crash
+    log.cursors |= kept
+    got: list[Event] = []
+    for one in log.follow(cursor=cursor, batch_size=batch_size):
+        got.append(one)
+        if one.position == 14:
+            break
+    new = [e.position for e in got if e.key == b"new"]
+    assert sorted(set(new)) == list(range(5, 15))
+    assert {e.position for e in got} >= set(range(1, 15))
+
+
+def test_a_follower_may_be_told_to_raise_when_the_epoch_changes() -> None:
+    log = FakeLog()
+    log.publish(1, 2)
+    log.surprises[20] = lambda log: log.crash(1, 2)
+    reading = log.follow(rewind_on_epoch_change=False)
+    assert [next(reading).position, next(reading).position] == [1, 2]
+    with pytest.raises(EpochChanged) as raised:
+        next(reading)
+    assert (raised.value.epoch, raised.value.common_position) == (2, 1)
+
+
+def test_a_position_of_an_older_epoch_starts_at_the_last_common_one() -> None:
+    log = FakeLog()
+    log.publish(*range(1, 6))
+    log.crash(3, 4, 5)
+    assert [e.position for e in log.follow(start_after=5, epoch=1, stop_when_caught_up=True)] == [4, 5]
+
+
+def test_a_position_that_was_never_issued_is_refused() -> None:
+    log = FakeLog()
+    log.publish(1)
+    with pytest.raises(EpochChanged):
+        next(log.follow(start_after=7))

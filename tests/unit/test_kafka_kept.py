@@ -34,7 +34,7 @@ def test_there_are_never_more_bytes_than_allowed_and_batches_follow_each_other(
     newest: dict[tuple[Lane, int], Batch] = {}
     for lane, first, count, size in batches:
         newest[lane, first] = batch(first, count, size)
-        kept.keep(lane, newest[lane, first])
+        kept.keep(lane, newest[lane, first], epoch=1)
         assert kept.bytes <= max_bytes
     for lane in LANES:
         run = found(kept, lane, offset, wanted_bytes)
@@ -52,18 +52,18 @@ def test_the_oldest_goes_first_and_one_that_is_too_large_is_not_kept() -> None:
     lane = LANES[0]
     kept = Kept(3 * (BESIDES_BYTES + 10))
     for first in range(4):
-        kept.keep(lane, batch(first, 1))
+        kept.keep(lane, batch(first, 1), epoch=1)
     assert found(kept, lane, 0) == []
     assert [one.first for one in found(kept, lane, 1)] == [1, 2, 3]
-    kept.keep(lane, batch(4, 1, size=10_000))
+    kept.keep(lane, batch(4, 1, size=10_000), epoch=1)
     assert [one.first for one in found(kept, lane, 1)] == [1, 2, 3]
     large = Kept(10 * MAX_BATCH_BYTES)
-    large.keep(lane, batch(0, 1, size=MAX_BATCH_BYTES + 1))
+    large.keep(lane, batch(0, 1, size=MAX_BATCH_BYTES + 1), epoch=1)
     assert large.bytes == 0
 
 
 def test_no_more_batches_come_at_once_than_can_be_asked_about() -> None:
     kept = Kept(10**6)
     for first in range(MAX_BATCHES + 5):
-        kept.keep(LANES[0], batch(first, 1))
+        kept.keep(LANES[0], batch(first, 1), epoch=1)
     assert len(found(kept, LANES[0], 0)) == MAX_BATCHES

@@ -18,6 +18,8 @@ def test_few_partitions_are_looked_through_for_a_time_at_once() -> None:
 
     async def run_call(call: Call[Any], *, patience_seconds: float) -> Any:
         nonlocal running, most
+        if "epoch" in call.sql:
+            return 1
         if "kafka_offset_at" not in call.sql:
             return {Lane(1, 0): Bounds(0, 100)}
         running += 1

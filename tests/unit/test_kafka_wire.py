@@ -16,7 +16,16 @@ from kio.index import load_request_schema, load_response_schema
 from kio.serial import entity_reader, entity_writer
 
 from headwater.kafka.apis import OFFERED
-from headwater.kafka.wire import ErrorCode, Malformed, Request, Unsupported, _shapes, encode_response, read_request
+from headwater.kafka.wire import (
+    ErrorCode,
+    Malformed,
+    Request,
+    Unsupported,
+    _entity_writer,
+    _shapes,
+    encode_response,
+    read_request,
+)
 
 VERSIONS = [
     (api, version) for api, (oldest, newest) in OFFERED.items() for version in range(oldest, newest + 1)
@@ -108,6 +117,41 @@ def test_an_answer_without_fields_has_their_defaults(api: int, version: int) -> 
     place = 8 + (schema.__flexible__ and api != 18)
     _, size = entity_reader(schema)(frame, place)
     assert place + size == len(frame)
+
+
+def with_a_null(schema: Any) -> list[tuple[str, bool, Any]]:
+    """The same sample again and again, each time with null in another place: where, whether it may be null, and all."""
+    whole = plain(sample(schema))
+    found: list[tuple[str, bool, Any]] = []
+    for shape in _shapes(schema):
+        if shape.array or shape.kind in ("string", "bytes", "records"):
+            found.append((shape.name, shape.nullable, {**whole, shape.name: None}))
+        if shape.array and shape.kind in ("string", "bytes"):
+            found.append((f"{shape.name}[1]", False, {**whole, shape.name: [whole[shape.name][0], None]}))
+        if shape.nested is not None:
+            for where, nullable, inner in with_a_null(shape.nested):
+                value = [plain(sample(shape.nested)), inner] if shape.array else inner
+                found.append((f"{shape.name}.{where}", nullable, {**whole, shape.name: value}))
+    return found
+
+
+@pytest.mark.parametrize(("api", "version"), VERSIONS)
+def test_null_is_refused_in_every_field_that_the_schema_does_not_call_nullable(api: int, version: int) -> None:
+    schema: Any = load_request_schema(api, version)
+    header = struct.pack(">hhih", api, version, 5, -1) + (b"\x00" if schema.__flexible__ else b"")
+    for where, nullable, fields in with_a_null(schema):
+        parts = [header]
+        _entity_writer(schema)(parts, fields)
+        tagged = any(shape.tag is not None and where.startswith(shape.name) for shape in _shapes(schema))
+        if tagged and fields.get(where) is None:
+            # A tagged field without a value is not sent at all.
+            continue
+        try:
+            read_request(memoryview(b"".join(parts)), OFFERED)
+            taken = True
+        except Malformed:
+            taken = False
+        assert taken == nullable, where
 
 
 @settings(max_examples=300)

@@ -155,6 +155,8 @@ class Noting:
         for _ in ():
             yield
 
+    subscribe_pages = subscribe_batches
+
 
 def test_what_is_in_hand_for_a_subscriber_is_about_a_message() -> None:
     async def test() -> None:

@@ -19,7 +19,7 @@ from headwater.client import appending, subscribing
 from headwater.client.appending import Lane, new_event_ids
 from headwater.client.subscribing import Subscribing
 from headwater.client.tailing import Feed
-from headwater.errors import InvalidEvent, InvalidRequest, LogUnavailable, OrderBroken
+from headwater.errors import EpochChanged, InvalidEvent, InvalidRequest, LogUnavailable, OrderBroken, epoch_changed
 from headwater.query import (
     EVERYTHING,
     Item,
@@ -390,9 +390,12 @@ class Log:
     def __init__(self, *offsets: int) -> None:
         self.events = [event(n) for n in offsets]
         self.reads: list[int] = []
+        self.epoch = 0
 
-    def read_after(self, position: int, batch_size: int) -> list[StoreEvent]:
+    def read_after(self, position: int, batch_size: int, epoch: int) -> list[StoreEvent]:
         self.reads.append(position)
+        if epoch != self.epoch:
+            raise epoch_changed(epoch, position, self.epoch, position)
         return [e for e in self.events if e.position > position][:batch_size]
 
 
@@ -421,7 +424,7 @@ def test_a_reader_that_fails_leaves_its_turn_to_the_next() -> None:
     log = Log(1)
     feed = Feed(log.read_after)
 
-    def fail(position: int, batch_size: int) -> list[StoreEvent]:
+    def fail(position: int, batch_size: int, epoch: int) -> list[StoreEvent]:
         raise LogUnavailable("gone")
 
     feed._read_after = fail
@@ -449,17 +452,18 @@ class Following(Subscribing):
         super().__init__("store")
         self.log = Log(*offsets)
         self.looks = 0
+        self.epoch = 0
         self.answers: list[Sequence[StoreEvent] | None] = []
 
-    def _read_after(self, position: int, batch_size: int) -> list[StoreEvent]:
-        return self.log.read_after(position, batch_size)
+    def _read_after(self, position: int, batch_size: int, epoch: int) -> list[StoreEvent]:
+        return self.log.read_after(position, batch_size, epoch)
 
     def _read_batch(self, query: Query, after: int, *_: Any) -> list[StoreEvent]:
         return [event for event in self.log.events if event.position > after]
 
-    def _last_position(self) -> int:
+    def _end(self) -> tuple[int, int]:
         self.looks += 1
-        return self.log.events[-1].position if self.log.events else 0
+        return (self.log.events[-1].position if self.log.events else 0), self.log.epoch
 
     def _live(self, *place: Any) -> Sequence[StoreEvent] | None:
         self.answers.append(super()._live(*place))
@@ -469,14 +473,14 @@ class Following(Subscribing):
         return act()
 
     def next(self, place: int) -> tuple[int, list[StoreEvent]]:
-        to, events = self._next(EVERYTHING, place, 10, False, None)
+        to, events = self._next(EVERYTHING, place, self.epoch, 10, False, None)
         return to, list(events)
 
     def _unused(self, *_: Any) -> Any:
         raise AssertionError("following asks for no more")
 
     _send = _open_cursor = _find_cursor = _move_cursor = _apply = _do_upkeep = _unused
-    _has_group = _open_group = _reap = _claim = _settle = _unused
+    _resume = _has_group = _open_group = _reap = _claim = _settle = _unused
 
 
 def test_one_who_is_ahead_of_the_log_keeps_nobody_else_from_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -517,3 +521,23 @@ def test_nobody_gets_past_an_event_that_their_reader_missed(monkeypatch: pytest.
     store.log.events.append(event(5))
     with pytest.raises(OrderBroken, match="no gaps"):
         store.next(30)
+
+
+def test_what_is_kept_is_not_given_to_a_reader_of_another_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subscribing, "LIVE_SECONDS", 0.01)
+    store = Following(1, 2)
+    assert store.next(20) == (20, [])
+    # The log lost event 2, and issued its position and the one after it again.
+    store.log.epoch = 1
+    store.log.events = [event(1), event(2), event(3)]
+    with pytest.raises(EpochChanged):
+        store.next(20)
+    assert not store._feed.holds(20)
+    # Another subscriber has gone back, and follows what is there now.
+    store.epoch = 1
+    assert store.next(10) == (30, [event(2), event(3)])
+    assert store.next(30) == (30, [])
+    assert store._feed.after(20, epoch=0, limit=10, seconds=1) is None
+    store.epoch = 0
+    with pytest.raises(EpochChanged):
+        store.next(20)

@@ -79,7 +79,7 @@ class FakeQueue:
                 self.settle(token, positions, verdicts, rest_done=True)
                 return self.claim(batch_size)
             case "log_state", _:
-                return LogState(self.drawn, self.settled)
+                return LogState(self.drawn, self.settled, 1)
             case "head", _:
                 return self.drawn
         raise AssertionError(f"the fake queue knows no {name} {call.params}")

@@ -9,7 +9,7 @@ from headwater.aio.administration import Administration
 from headwater.aio.following import Following
 from headwater.aio.groups import Groups
 from headwater.aio.publishing import Publishing
-from headwater.aio.shell import PooledConnection, keep_memory
+from headwater.aio.shell import PooledConnection, prepare_session
 from headwater.aio.store import Stores
 from headwater.aio.subscriptions import Subscriptions
 from headwater.aio.webhooks import Webhooks
@@ -42,7 +42,7 @@ async def connect(
         kwargs={"autocommit": True, "application_name": application_name},
         open=False,
         connection_class=PooledConnection,
-        configure=keep_memory,
+        configure=prepare_session,
         name="headwater",
     )
     log = AsyncHeadwater(pool)

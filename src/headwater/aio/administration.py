@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from psycopg import AsyncConnection
 
 from headwater import calls
-from headwater.aio.shell import Shell
+from headwater.aio.shell import Shell, Topics, as_names
 from headwater.calls import Call
 from headwater.calls.audit import audit
 from headwater.model import (
@@ -89,9 +89,9 @@ class Administration(Shell):
         """Every topic with what it holds."""
         return await self._run(calls.topics())
 
-    async def state(self) -> LogState:
-        """How far the log goes and how far it is settled."""
-        return await self._run(calls.log_state())
+    async def state(self, topics: Topics = None) -> LogState:
+        """How far the log goes, how far readers of these topics may read, or of the whole log, and in which epoch."""
+        return await self._run(calls.log_state(as_names(topics)))
 
     async def publishers_in_flight(self) -> list[Publisher]:
         """The open transactions that have published: what readers wait for."""
@@ -108,13 +108,15 @@ class Administration(Shell):
         segments_ahead: int | None = None,
         auto_create_topics: bool | None = None,
         kafka_offsets_kept: timedelta | None = None,
+        max_publisher_seconds: float | None = None,
     ) -> LogSettings:
-        """Change settings of the whole log; None leaves one as it is."""
+        """Change settings of the whole log; None leaves one as it is; 0 for max_publisher_seconds removes the limit."""
         call = calls.change_log_settings(
             segment_interval=segment_interval,
             segments_ahead=segments_ahead,
             auto_create_topics=auto_create_topics,
             kafka_offsets_kept=kafka_offsets_kept,
+            max_publisher_seconds=max_publisher_seconds,
         )
         return await self._run(call)
 

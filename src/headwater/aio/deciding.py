@@ -17,8 +17,8 @@ from headwater.deciding import (
     Snapshots,
     steps,
 )
-from headwater.errors import AppendConflict, LogUnavailable
-from headwater.query import Appended, Condition, NewStoreEvent, Query, StoreEvent
+from headwater.errors import AppendConflict, EpochChanged, LogUnavailable
+from headwater.query import Appended, Condition, NewStoreEvent, Query, StorePage
 from headwater.telemetry import ERROR, logger
 
 State = TypeVar("State")
@@ -28,7 +28,7 @@ Command = TypeVar("Command")
 class Store(Protocol):
     """What of an event store a decision needs."""
 
-    async def read(self, query: Query, *, after: int, batch_size: int) -> list[StoreEvent]: ...
+    async def read_page(self, query: Query, *, after: int, epoch: int | None, batch_size: int) -> StorePage: ...
 
     async def append(self, events: Sequence[NewStoreEvent], condition: Condition | None) -> Appended: ...
 
@@ -49,7 +49,7 @@ async def execute(
     """Carry out a command: read, decide, append; after a conflict once more, at most `max_tries` times."""
     carried_out = steps(decider, command, snapshots=snapshots, max_tries=max_tries)
     outcome: Any = None
-    conflict: AppendConflict | None = None
+    conflict: AppendConflict | EpochChanged | None = None
     while True:
         try:
             step = carried_out.send(outcome) if conflict is None else carried_out.throw(conflict)
@@ -59,7 +59,7 @@ async def execute(
         outcome = conflict = None
         try:
             if isinstance(step, ReadOn):
-                outcome = await store.read(step.query, after=step.after, batch_size=batch_size)
+                outcome = await store.read_page(step.query, after=step.after, epoch=step.epoch, batch_size=batch_size)
             elif isinstance(step, Append):
                 outcome = await store.append(step.events, step.condition)
             elif isinstance(step, Load):
@@ -68,7 +68,10 @@ async def execute(
                 await store.save_snapshot(step.key, step.saved)
         except AppendConflict as error:
             conflict = error
-        except LogUnavailable as error:
+        except (EpochChanged, LogUnavailable) as error:
+            if isinstance(error, EpochChanged) and isinstance(step, (ReadOn, Append)):
+                conflict = error
+                continue
             if isinstance(step, (ReadOn, Append, Load)):
                 raise
             # What was decided stands; only the next one has more to read.

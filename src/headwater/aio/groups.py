@@ -57,7 +57,7 @@ class Groups(Shell):
         call = calls.create_group(
             name,
             topics=as_names(topics),
-            start_position=await self._start(topics, after, since, from_end),
+            start_position=(await self._start(topics, after, since, from_end))[0],
             lease_seconds=lease_seconds,
             max_attempts=max_attempts,
             backoff_seconds=backoff_seconds,
@@ -102,9 +102,9 @@ class Groups(Shell):
         """One group's settings."""
         return await self._run(calls.find_group(name))
 
-    async def groups(self) -> list[GroupOverview]:
-        """Every group with how far it has come."""
-        return await self._run(calls.groups())
+    async def groups(self, names: Sequence[str] | None = None) -> list[GroupOverview]:
+        """Every group with how far it has come; or those of these names that exist."""
+        return await self._run(calls.groups(names))
 
     async def pause_group(self, name: str) -> None:
         """No more claims until resumed. What is leased may still be acknowledged."""
@@ -254,12 +254,25 @@ class Groups(Shell):
         positions: Sequence[int] | None = None,
         topic: str | None = None,
         error_like: str | None = None,
+        handler: str | None = None,
+        subscription_id: int | None = None,
         after: int = 0,
         batch_size: int = 100,
     ) -> list[DeadLetter]:
-        """The events that a group has given up on; all, or those named, of a topic, or with an error like this."""
+        """The events that a group has given up on; all, or those named, of a topic, or with an error like this; of a
+        group that reads for subscriptions, those of a handler or of a subscription.
+
+        Letters of one event come together, so there may be a few more than `batch_size`.
+        """
         call = calls.dead_letters(
-            group, positions=positions, topic=topic, error_like=error_like, after=after, batch_size=batch_size
+            group,
+            positions=positions,
+            topic=topic,
+            error_like=error_like,
+            handler=handler,
+            subscription_id=subscription_id,
+            after=after,
+            batch_size=batch_size,
         )
         return await self._run(call)
 
@@ -270,9 +283,20 @@ class Groups(Shell):
         positions: Sequence[int] | None = None,
         topic: str | None = None,
         error_like: str | None = None,
+        handler: str | None = None,
+        subscription_id: int | None = None,
     ) -> int:
-        """Give dead letters a fresh set of tries; returns how many."""
-        return await self._run(calls.redrive(group, positions=positions, topic=topic, error_like=error_like))
+        """Give dead letters a fresh set of tries; returns how many. Those of subscribers go to the handler that gave
+        up."""
+        call = calls.redrive(
+            group,
+            positions=positions,
+            topic=topic,
+            error_like=error_like,
+            handler=handler,
+            subscription_id=subscription_id,
+        )
+        return await self._run(call)
 
     async def discard(
         self,
@@ -281,6 +305,16 @@ class Groups(Shell):
         positions: Sequence[int] | None = None,
         topic: str | None = None,
         error_like: str | None = None,
+        handler: str | None = None,
+        subscription_id: int | None = None,
     ) -> int:
         """Drop dead letters for good; returns how many."""
-        return await self._run(calls.discard(group, positions=positions, topic=topic, error_like=error_like))
+        call = calls.discard(
+            group,
+            positions=positions,
+            topic=topic,
+            error_like=error_like,
+            handler=handler,
+            subscription_id=subscription_id,
+        )
+        return await self._run(call)

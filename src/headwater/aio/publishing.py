@@ -116,7 +116,7 @@ class Publishing(Shell):
         total = 0
         chunk = list(islice(events, _within(chunk_size, limit, total)))
         while chunk:
-            if not calls.can_copy(destination, chunk):
+            if not calls.can_copy(destination, chunk) or not await self._run(calls.begin_copy(topic), connection):
                 await self._run(calls.publish_batch(topic, chunk), connection)
                 total += len(chunk)
                 chunk = list(islice(events, _within(chunk_size, limit, total)))
@@ -131,6 +131,7 @@ class Publishing(Shell):
                     await copy.write(calls.COPY_END)
             except psycopg.Error as error:
                 raise translated(error) from error
+            await self._run(calls.end_copy(), connection)
         COUNTERS.add(PUBLISHED, topic, by=total)
         return total
 

@@ -25,7 +25,7 @@ from psycopg_pool import AsyncConnectionPool, PoolTimeout
 from headwater import calls, schema
 from headwater.calls import Call
 from headwater.counters import COUNTERS
-from headwater.errors import Deadlocked, HeadwaterError, InvalidRequest, LogUnavailable, translated
+from headwater.errors import Deadlocked, HeadwaterError, InvalidRequest, LogUnavailable, StorageFull, translated
 from headwater.subscription import UpkeepTimes
 from headwater.telemetry import ERROR, UNAVAILABLE, WAIT_SECONDS, logger
 
@@ -36,6 +36,8 @@ Topics = str | Sequence[str] | None
 
 # How often a program that runs looks whether an upgrade has left it behind.
 LOOK_SECONDS = 30.0
+# How long a connection outside the pool may take to be made.
+CONNECT_SECONDS = 10
 # How often a call is made that Postgres ends to untangle it from another, as an upgrade of the tables may be.
 DEADLOCKED_TRIES = 5
 
@@ -49,13 +51,20 @@ class PooledConnection(AsyncConnection[Any]):
     kept_cursor: psycopg.AsyncCursor[Any] | None = None
 
 
-async def keep_memory(connection: PooledConnection) -> None:
-    """Let the server's process for this connection keep its memory from one call to the next.
+async def prepare_session(connection: PooledConnection) -> None:
+    """Set what every session of ours needs, whatever the server, the database and the role have as defaults.
+
+    READ COMMITTED, since the log is read and written at no other isolation level. And the server's process for this
+    connection keeps its memory from one call to the next.
 
     The C library gives it back to the system as soon as 128 KiB are free, and a small transaction takes and frees as
     much: a sixth of its cost. A process that has let go of a large piece once keeps twice as much from then on.
     """
-    await connection.execute("select octet_length(repeat(repeat('x', 1024), 4096))")
+    await connection.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
+    await connection.execute(
+        "select set_config('default_transaction_isolation', 'read committed', false), "
+        "octet_length(repeat(repeat('x', 1024), 4096))"
+    )
 
 
 class Shell:
@@ -64,6 +73,8 @@ class Shell:
     def __init__(self, pool: AsyncConnectionPool[PooledConnection]) -> None:
         self._pool = pool
         self._upkeep = UpkeepTimes()
+        # Set when a call found the disk full; readiness looks then whether it still is.
+        self.is_storage_full = False
         self._look_at = time.monotonic() + LOOK_SECONDS
 
     async def close(self) -> None:
@@ -85,6 +96,21 @@ class Shell:
                 yield connection
         except PoolTimeout as timeout:
             raise LogUnavailable("no free connection to Postgres in time") from timeout
+
+    @asynccontextmanager
+    async def own_connection(self) -> AsyncIterator[AsyncConnection[Any]]:
+        """A connection outside the pool, in autocommit, for a loop that keeps it. That it was lost tells that Postgres
+        may have been, which a connection of the pool does not: another may have noticed it."""
+        kwargs = self._pool.kwargs
+        given: dict[str, Any] = {"connect_timeout": CONNECT_SECONDS, **(kwargs if isinstance(kwargs, dict) else {})}
+        try:
+            connection = await PooledConnection.connect(str(self._pool.conninfo), **given)
+        except psycopg.OperationalError as error:
+            raise LogUnavailable(f"no connection to Postgres: {error}".strip()) from error
+        try:
+            yield connection
+        finally:
+            await connection.close()
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[AsyncConnection[Any]]:
@@ -114,7 +140,7 @@ class Shell:
             await self._refuse_newer(connection)
         if connection is not None:
             async with connection.cursor(binary=True) as cursor:
-                return call.decode(await rows_of(cursor, call))
+                return call.decode(await self._rows(cursor, call))
         # What self.connection() does, without its three context managers: they cost more than the call's packing.
         try:
             own = await self._pool.getconn()
@@ -123,7 +149,7 @@ class Shell:
         rows = None
         try:
             kept, own.kept_cursor = own.kept_cursor or own.cursor(binary=True), None
-            rows = await rows_of(kept, call)
+            rows = await self._rows(kept, call)
             if len(rows) <= 1:
                 # One that holds a large answer is let go with it.
                 own.kept_cursor = kept
@@ -134,6 +160,13 @@ class Shell:
         finally:
             await self._pool.putconn(own)
         return await self._run(call, tries=tries - 1) if rows is None else call.decode(rows)
+
+    async def _rows(self, cursor: psycopg.AsyncCursor[Any], call: Call[Any]) -> list[Any]:
+        try:
+            return await rows_of(cursor, call)
+        except StorageFull:
+            self.is_storage_full = True
+            raise
 
     async def _refuse_newer(self, connection: AsyncConnection[Any] | None) -> None:
         # Nobody else needs to look meanwhile, and this call must not.
@@ -157,14 +190,18 @@ class Shell:
             return await self._run(call, connection)
         return await self._patiently(partial(self._run, call), patience_seconds)
 
-    async def _start(self, topics: Topics, after: int | None, since: datetime | None, from_end: bool) -> int | None:
+    async def _start(
+        self, topics: Topics, after: int | None, since: datetime | None, from_end: bool, epoch: int | None = None
+    ) -> tuple[int | None, int | None]:
+        """Where to start, and of which epoch that position is, if that is known."""
         if (after is not None) + (since is not None) + from_end > 1:
             raise InvalidRequest("say where to start once: after, since or from_end")
         if since is not None:
-            return await self._run(calls.position_before(as_names(topics), since))
+            return await self._run(calls.position_before(as_names(topics), since)), None
         if from_end:
-            return (await self._run(calls.log_state())).settled
-        return after
+            state = await self._run(calls.log_state(as_names(topics)))
+            return state.settled, state.epoch
+        return after, epoch
 
     async def _patiently(self, act: Callable[[], Awaitable[T]], patience_seconds: float | None) -> T:
         """Do it, again and again while the database cannot be reached or untangles it, until patience ends."""
@@ -175,6 +212,9 @@ class Shell:
                 return await act()
             except (LogUnavailable, Deadlocked) as error:
                 COUNTERS.add(UNAVAILABLE)
+                if isinstance(error, StorageFull) and patience_seconds is not None:
+                    # It lasts until an operator makes room: the caller decides.
+                    raise
                 if patience_seconds is not None and time.monotonic() - started + wait > patience_seconds:
                     raise
                 logger.warning("log unavailable", extra={ERROR: error.message, WAIT_SECONDS: wait})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import (
     Awaitable,
     Callable,
@@ -34,6 +35,7 @@ from headwater.query import (
     Query,
     StoreEvent,
     StoreLease,
+    StorePage,
     Verdict,
     outcome,
 )
@@ -43,6 +45,8 @@ from headwater.window import Noted, Question, Window
 from headwater.wires import AsyncWire
 
 T = TypeVar("T")
+# How long a reader that found nothing goes by the head of the log alone.
+QUIET_SECONDS = 0.5
 
 
 class EventStore(Subscribing):
@@ -52,8 +56,9 @@ class EventStore(Subscribing):
         super().__init__(topic, overlaps=True)
         self._log = log
         self._wire = AsyncWire(log._run, log._pool)
-        # What was empty and settled when last looked at: the position read after, and the head of the log.
-        self._quiet: tuple[int, int] | None = None
+        # What was empty and settled when last looked at: the position read after, its epoch, the head of the log, and
+        # until when that needs no second look. After a crash the head may be the same, in another epoch.
+        self._quiet: tuple[int, int, int, float] | None = None
         # Only who has the turn of the lane appends, and so uses it.
         self._window = Window()
 
@@ -91,9 +96,38 @@ class EventStore(Subscribing):
         backwards: bool = False,
         batch_size: int = 100,
         max_bytes: int = 16_777_216,
+        epoch: int | None = None,
         connection: AsyncConnection[Any] | None = None,
     ) -> list[StoreEvent]:
-        """A batch of the events that match, after one position and before another; backwards: the newest first."""
+        """A batch of the events that match, after one position and before another; backwards: the newest first.
+
+        With `epoch`, the one that the positions are of, EpochChanged if the log is in another by now.
+        """
+        page = await self.read_page(
+            query,
+            after=after,
+            before=before,
+            backwards=backwards,
+            batch_size=batch_size,
+            max_bytes=max_bytes,
+            epoch=epoch,
+            connection=connection,
+        )
+        return list(page.events)
+
+    async def read_page(
+        self,
+        query: Query = EVERYTHING,
+        *,
+        after: int = 0,
+        before: int | None = None,
+        backwards: bool = False,
+        batch_size: int = 100,
+        max_bytes: int = 16_777_216,
+        epoch: int | None = None,
+        connection: AsyncConnection[Any] | None = None,
+    ) -> StorePage:
+        """The same with the epoch that the positions are of, for the condition of an append and for reading on."""
         call = calls.read_matching(
             self.topic,
             query,
@@ -102,6 +136,7 @@ class EventStore(Subscribing):
             batch_size=batch_size,
             max_bytes=max_bytes,
             backwards=backwards,
+            epoch=epoch,
         )
         return await self._log._run(call, connection)
 
@@ -192,18 +227,23 @@ class EventStore(Subscribing):
         """Those against which nothing can speak go first and together; those in doubt are checked in full, in order."""
         verdicts: dict[int, Verdict] = {}
         pending = list(range(len(appends)))
+        # Of the appends that name an epoch, those of the latest go ahead. One of an earlier epoch is in doubt.
+        epoch = max((append.epoch for append in appends if append.epoch is not None), default=None)
+        questions = [append.question if append.epoch in (None, epoch) else None for append in appends]
         while pending:
             asked = self._window.accept(
-                (append.question, append.marks, append.ids) for append in map(appends.__getitem__, pending)
+                (questions[place], appends[place].marks, appends[place].ids) for place in pending
             )
             chosen = [pending[number] for number, _ in asked]
-            accepted = await self._append_ahead([appends[place] for place in chosen], [left for _, left in asked])
+            accepted = await self._append_ahead(
+                [appends[place] for place in chosen], [left for _, left in asked], epoch
+            )
             verdicts.update(zip(chosen, accepted, strict=False))
             in_doubt = chosen[len(accepted)] if len(accepted) < len(chosen) else None
             pending = [place for place in pending if place not in verdicts]
             doubtful = 0
             while doubtful < len(pending) and (
-                pending[doubtful] == in_doubt or self._window.is_in_doubt(appends[pending[doubtful]].question)
+                pending[doubtful] == in_doubt or self._window.is_in_doubt(questions[pending[doubtful]])
             ):
                 doubtful += 1
             if doubtful:
@@ -213,12 +253,14 @@ class EventStore(Subscribing):
                 pending = pending[doubtful:]
         return [verdicts[place] for place in range(len(appends))]
 
-    async def _append_ahead(self, appends: Sequence[calls.EncodedAppend], questions: Sequence[Question]) -> Verdicts:
+    async def _append_ahead(
+        self, appends: Sequence[calls.EncodedAppend], questions: Sequence[Question], epoch: int | None
+    ) -> Verdicts:
         """Append the first of these, up to the one that is in doubt."""
         if not appends:
             return []
         try:
-            call = calls.append_ahead(self.topic, appends, questions, self._window.known)
+            call = calls.append_ahead(self.topic, appends, questions, self._window.known, epoch)
             tail, positions = await self._wire.run(call, behind=self._lane.overlaps)
         except psycopg.errors.UniqueViolation:
             # Some were appended before. Who sends them again is told where they are, and the others go with them.
@@ -232,24 +274,45 @@ class EventStore(Subscribing):
         self._window.note(tail, noted)
         return [Verdict(places, False, None, None) for places in positions]
 
-    async def _read_after(self, position: int, batch_size: int) -> StoreEvents:
-        if self._quiet is not None and self._quiet == (position, await self._log._run(calls.head())):
+    async def _read_after(self, position: int, batch_size: int, epoch: int) -> StoreEvents:
+        quiet, self._quiet = self._quiet, None
+        is_known = quiet is not None and quiet[:2] == (position, epoch) and time.monotonic() < quiet[3]
+        if quiet is not None and is_known and quiet[2] == await self._log._run(calls.head()):
+            self._quiet = quiet
             return []
         # While somebody publishes, events may appear without the head moving.
-        state = await self._log._run(calls.log_state())
-        events = await self._log._run(calls.read_matching(self.topic, after=position, batch_size=batch_size))
-        self._quiet = (position, state.drawn) if not events and state.settled >= state.drawn else None
+        state = await self._log._run(calls.log_state([self.topic]))
+        call = calls.read_matching(self.topic, after=position, batch_size=batch_size, epoch=epoch)
+        events = list((await self._log._run(call)).events)
+        if not events and state.settled >= state.drawn and state.epoch == epoch:
+            self._quiet = (position, epoch, state.drawn, time.monotonic() + QUIET_SECONDS)
         return events
 
     async def _read_batch(
-        self, query: Query, after: int, before: int | None, backwards: bool, batch_size: int, max_bytes: int = MAX_BYTES
+        self,
+        query: Query,
+        after: int,
+        before: int | None,
+        backwards: bool,
+        batch_size: int,
+        max_bytes: int = MAX_BYTES,
+        epoch: int | None = None,
     ) -> StoreEvents:
         return await self.read(
-            query, after=after, before=before, backwards=backwards, batch_size=batch_size, max_bytes=max_bytes
+            query,
+            after=after,
+            before=before,
+            backwards=backwards,
+            batch_size=batch_size,
+            max_bytes=max_bytes,
+            epoch=epoch,
         )
 
-    async def _last_position(self) -> int:
-        return await self.head()
+    async def _end(self) -> tuple[int, int]:
+        return await self._log._run(calls.event_store_end(self.topic))
+
+    async def _resume(self, epoch: int | None, position: int) -> tuple[int, int]:
+        return await self._log._run(calls.resume(epoch, position))
 
     async def _open_cursor(self, name: str, start_after: int) -> int:
         call = calls.open_cursor(name, topics=[self.topic], start_after=start_after)
@@ -266,8 +329,9 @@ class EventStore(Subscribing):
         found = await self._log._run(calls.find_cursor(name))
         return None if found is None else found.position
 
-    async def _move_cursor(self, name: str, from_position: int, to_position: int) -> None:
-        await self._log._run(calls.advance_cursor(name, from_position=from_position, to_position=to_position))
+    async def _move_cursor(self, name: str, from_position: int, to_position: int, epoch: int | None = None) -> None:
+        move = calls.advance_cursor(name, from_position=from_position, to_position=to_position, epoch=epoch)
+        await self._log._run(move)
 
     async def _has_group(self, group: str) -> bool:
         try:
@@ -311,10 +375,16 @@ class EventStore(Subscribing):
         return await self._log._patiently(act, patience_seconds)
 
     async def _apply(
-        self, handler: StoreHandler, events: Sequence[StoreEvent], cursor: str, from_position: int, to_position: int
+        self,
+        handler: StoreHandler,
+        events: Sequence[StoreEvent],
+        cursor: str,
+        from_position: int,
+        to_position: int,
+        epoch: int,
     ) -> None:
         async with self._log.transaction() as connection:
-            move = calls.advance_cursor(cursor, from_position=from_position, to_position=to_position)
+            move = calls.advance_cursor(cursor, from_position=from_position, to_position=to_position, epoch=epoch)
             await self._log._run(move, connection)
             await handler(connection, events)
 

@@ -36,7 +36,8 @@ class ArchiveOverview:
     archived_to: int
     registered_at: datetime
     updated_at: datetime
-    positions_behind: int
+    lag_events: int
+    lag_is_more: bool
     oldest_unarchived_age: timedelta | None
     held_topics: tuple[str, ...]
 
@@ -74,9 +75,11 @@ def register_archive(name: str, location: str, *, topics: Sequence[str] | None, 
     )
 
 
-def note_archived(name: str, *, to_position: int) -> Call[None]:
-    """An archive has everything up to a position."""
-    return Call("select headwater.note_archived(%s, %s)", (checked_text(name, "archive name"), to_position), nothing)
+def note_archived(name: str, *, to_position: int, epoch: int | None = None) -> Call[None]:
+    """An archive has everything up to a position of that epoch."""
+    return Call(
+        "select headwater.note_archived(%s, %s, %s)", (checked_text(name, "archive name"), to_position, epoch), nothing
+    )
 
 
 def forget_archive(name: str) -> Call[bool]:
@@ -85,12 +88,12 @@ def forget_archive(name: str) -> Call[bool]:
 
 def archives() -> Call[list[ArchiveOverview]]:
     return Call(
-        "select name, location, topics, archived_to, registered_at, updated_at, positions_behind, "
+        "select name, location, topics, archived_to, registered_at, updated_at, lag_events, lag_is_more, "
         "oldest_unarchived_age, held_topics from headwater.archive_overview order by name",
         (),
         lambda rows: [
             ArchiveOverview(
-                r[0], r[1], None if r[2] is None else tuple(r[2]), r[3], r[4], r[5], r[6], r[7], tuple(r[8])
+                r[0], r[1], None if r[2] is None else tuple(r[2]), r[3], r[4], r[5], r[6], r[7], r[8], tuple(r[9])
             )
             for r in rows
         ],

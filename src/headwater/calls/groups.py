@@ -105,12 +105,16 @@ def find_group(name: str) -> Call[Group]:
     return Call(f"select {_GROUP} from headwater.find_group(%s)", (checked_text(name, "group name"),), _group)
 
 
-def groups() -> Call[list[GroupOverview]]:
+def groups(names: Sequence[str] | None = None) -> Call[list[GroupOverview]]:
+    """Every group, or those of these names that exist, in the order of their names."""
     return Call(
-        "select name, paused, frontier, ready, ready_is_more, positions_behind, processing, retrying, dead, done, "
-        "ordered_keys, max_attempts, lease_seconds, max_in_flight, must_not_lose, created_at "
-        "from headwater.group_overview order by name",
-        (),
+        "select o.name, o.kind, o.state, o.paused, o.frontier, o.ready, o.ready_is_more, o.lag_events, o.lag_is_more, "
+        "o.lag_seconds, o.unfinished_seconds, o.processing, o.retrying, o.dead, o.done, o.last_claimed_at, "
+        "o.last_worker, g.ordered_keys, g.max_attempts, g.lease_seconds, g.max_in_flight, g.must_not_lose, "
+        "g.created_at "
+        "from headwater.group_overviews(%s::text[]) o join headwater.consumer_group g on g.name = o.name "
+        "order by o.name",
+        (None if names is None else list(names),),
         lambda rows: [GroupOverview(*row) for row in rows],
     )
 
@@ -277,15 +281,25 @@ def dead_letters(
     positions: Sequence[int] | None = None,
     topic: str | None = None,
     error_like: str | None = None,
+    handler: str | None = None,
+    subscription_id: int | None = None,
     after: int = 0,
     batch_size: int = 100,
 ) -> Call[list[DeadLetter]]:
+    """Dead letters in the order of their events. All of one event come together, so there may be more than
+    `batch_size`: the next page begins after the last position."""
     return Call(
-        "select position, topic_name, key, type, attempts, last_error, history, died_at "
-        "from headwater.dead_letters(%s, %s::bigint[], %s, %s, %s, %s)",
-        (group, None if positions is None else list(positions), topic, error_like, after, batch_size),
-        lambda rows: [DeadLetter(*row[:6], tuple(row[6]), row[7]) for row in rows],  # type: ignore[call-arg]
+        "select position, topic_name, key, type, attempts, last_error, history, died_at, subscription, handler_name "
+        "from headwater.dead_letters(%s, %s::bigint[], %s, %s, %s, %s, %s, %s)",
+        (*_letters(group, positions, topic, error_like), after, batch_size, handler, subscription_id),
+        lambda rows: [DeadLetter(*row[:6], tuple(row[6]), *row[7:]) for row in rows],  # type: ignore[call-arg]
     )
+
+
+def _letters(
+    group: str, positions: Sequence[int] | None, topic: str | None, error_like: str | None
+) -> tuple[object, ...]:
+    return group, None if positions is None else list(positions), topic, error_like
 
 
 def redrive(
@@ -294,11 +308,13 @@ def redrive(
     positions: Sequence[int] | None = None,
     topic: str | None = None,
     error_like: str | None = None,
+    handler: str | None = None,
+    subscription_id: int | None = None,
 ) -> Call[int]:
     """Give dead letters a fresh set of tries; the answer is how many."""
     return Call(
-        "select headwater.redrive(%s, %s::bigint[], %s, %s)",
-        (group, None if positions is None else list(positions), topic, error_like),
+        "select headwater.redrive(%s, %s::bigint[], %s, %s, handler => %s, subscription_id => %s)",
+        (*_letters(group, positions, topic, error_like), handler, subscription_id),
         only_value,
     )
 
@@ -309,10 +325,12 @@ def discard(
     positions: Sequence[int] | None = None,
     topic: str | None = None,
     error_like: str | None = None,
+    handler: str | None = None,
+    subscription_id: int | None = None,
 ) -> Call[int]:
     """Drop dead letters for good; the answer is how many."""
     return Call(
-        "select headwater.discard(%s, %s::bigint[], %s, %s)",
-        (group, None if positions is None else list(positions), topic, error_like),
+        "select headwater.discard(%s, %s::bigint[], %s, %s, handler => %s, subscription_id => %s)",
+        (*_letters(group, positions, topic, error_like), handler, subscription_id),
         only_value,
     )

@@ -79,12 +79,14 @@ class AppendBatch(NamedTuple):
 
 
 class Appended(NamedTuple):
-    """What became of a batch: appended, duplicate, out of order, fenced, no topic; its offset; when; after what."""
+    """What became of a batch: appended, duplicate, out of order, fenced, no topic, reserved; its offset; when; after
+    what; in which epoch."""
 
     outcome: str
     base_offset: int | None
     appended_ms: int
     after_position: int = 0
+    epoch: int = -1
 
 
 class Wanted(NamedTuple):
@@ -102,7 +104,7 @@ class Wanted(NamedTuple):
 
 
 class Page(NamedTuple):
-    """Events of a lane up to an offset; where the last one is in the log, and when it was published.
+    """Events of a lane up to an offset, all of one epoch; where the last is in the log, and when it was published.
 
     `plain`: nobody looked at them yet. All offsets should be there, and no event have more than a key and a payload.
     """
@@ -111,14 +113,35 @@ class Page(NamedTuple):
     last_position: int
     last_ms: int | None
     plain: bool
+    epoch: int
 
 
 class Seen(NamedTuple):
-    """A lane as a fetch finds it: its bounds, the page it wanted, and when the remembered events were published."""
+    """A lane as a fetch finds it: its bounds, the page it wanted, and when the remembered events were published.
+
+    `max_offset`: up to where a consumer may be. `present_epoch`: the leader epoch in which all of this was so.
+    """
 
     bounds: Bounds
     page: Page | None
     kept_ms: list[int | None]
+    max_offset: int
+    present_epoch: int
+
+
+class Epoch(NamedTuple):
+    """An epoch of the log, which is a leader epoch of every lane: its number, and the position after which it began."""
+
+    number: int
+    began_after: int
+
+
+class EpochEnd(NamedTuple):
+    """Where an epoch ends in a lane, both -1 if it has not begun; the present epoch, None: there is no such lane."""
+
+    epoch: int
+    end_offset: int
+    present: int | None
 
 
 FetchedRows = list[tuple[int, int, bytes | None, bytes | None, bytes | None, list[Any] | None]]
@@ -207,6 +230,39 @@ def kafka_brokers() -> Call[list[KafkaBroker]]:
         "select node_id, incarnation, host, port from headwater.kafka_live_broker order by node_id",
         (),
         lambda rows: [KafkaBroker(*row) for row in rows],
+    )
+
+
+def kafka_cluster() -> Call[tuple[int, list[KafkaBroker]]]:
+    """The present epoch, and the brokers that live."""
+    return Call(
+        "select e.epoch, b.node_id, b.incarnation, b.host, b.port "
+        "from (select headwater.current_epoch() as epoch) as e "
+        "left join headwater.kafka_live_broker b on true order by b.node_id",
+        (),
+        lambda rows: (rows[0][0], [KafkaBroker(*row[1:]) for row in rows if row[1] is not None]),
+    )
+
+
+def kafka_epochs() -> Call[list[Epoch]]:
+    """All epochs of the log, oldest first."""
+    return Call(
+        "select number, began_after from headwater.epoch_overview order by number",
+        (),
+        lambda rows: [Epoch(*row) for row in rows],
+    )
+
+
+def kafka_epoch_at(lane: Lane, offset: int) -> Call[int]:
+    """The epoch of the event at an offset, or else of the next one, or else the present one."""
+    return Call("select headwater.kafka_epoch_at(%s, %s, %s)", (lane.topic_id, lane.partition, offset), only_value)
+
+
+def kafka_epoch_end(lane: Lane, epoch: int) -> Call[EpochEnd]:
+    return Call(
+        "select epoch, end_offset, present from headwater.kafka_epoch_end(%s, %s, %s)",
+        (lane.topic_id, lane.partition, epoch),
+        lambda rows: EpochEnd(*rows[0]),
     )
 
 
@@ -302,7 +358,7 @@ def kafka_compact() -> Call[tuple[int, bool]]:
 
 
 def kafka_new_producer() -> Call[int]:
-    return Call("select nextval('headwater.kafka_producer_id')", (), only_value)
+    return Call("select headwater.kafka_number('headwater.kafka_producer_id')", (), only_value)
 
 
 def _record_params(batches: Sequence[AppendBatch]) -> tuple[Any, ...]:
@@ -333,7 +389,7 @@ def _record_params(batches: Sequence[AppendBatch]) -> tuple[Any, ...]:
 def kafka_append(batches: Sequence[AppendBatch]) -> Call[list[Appended]]:
     """Append batches in order, each producer's batch once, in one transaction."""
     return Call(
-        "select outcome, base_offset, appended_ms, after_position from headwater.kafka_append("
+        "select outcome, base_offset, appended_ms, after_position, epoch from headwater.kafka_append("
         "%s::int[], %s::int[], %s::int[], %s::bigint[], %s::int[], %s::int[], %b, %b, %b, %b, %b, %b, %b, %b)",
         (
             [batch.lane.topic_id for batch in batches],
@@ -361,7 +417,8 @@ def kafka_look(wanted: Sequence[Wanted]) -> Call[dict[int, Seen]]:
     """What a fetch must know before it reads, by the place in `wanted`; a lane that does not exist is left out."""
     kept = [(number, *one) for number, lane in enumerate(wanted, 1) for one in lane.kept]
     return Call(
-        "select number, start_offset, end_offset, last_offset, last_position, last_ms, plain, kept_ms "
+        "select number, start_offset, end_offset, last_offset, last_position, last_ms, plain, page_epoch, kept_ms, "
+        "max_offset, present "
         "from headwater.kafka_look("
         "%s::int[], %s::int[], %s::bigint[], %s::bigint[], %s::int[], %s::bigint[], "
         "%s::int[], %s::bigint[], %s::bigint[])",
@@ -377,8 +434,8 @@ def kafka_look(wanted: Sequence[Wanted]) -> Call[dict[int, Seen]]:
             [position for _, _, position in kept],
         ),
         lambda rows: {
-            number - 1: Seen(Bounds(start, end), None if last is None else Page(last, *page), kept_ms)
-            for number, start, end, last, *page, kept_ms in rows
+            number - 1: Seen(Bounds(start, end), None if last is None else Page(last, *page), kept_ms, limit, present)
+            for number, start, end, last, *page, kept_ms, limit, present in rows
         },
     )
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 from headwater.calls.call import Call, Rows, nothing, only_value
 from headwater.calls.encoding import checked_text
+from headwater.errors import never_issued
 from headwater.model import (
     LogSettings,
     LogState,
@@ -27,18 +29,56 @@ def installed() -> Call[Installed | None]:
     )
 
 
+def probe_storage() -> Call[None]:
+    """Write to the disk and give it back. Fails with StorageFull where there is no room."""
+    return Call("select headwater.probe_storage()", (), lambda rows: None)
+
+
 def head() -> Call[int]:
     """The highest position drawn. Takes no snapshot, so it is cheap enough to poll."""
     return Call("select headwater.head()", (), only_value)
 
 
-def log_state() -> Call[LogState]:
-    return Call("select drawn, settled from headwater.log_state()", (), lambda rows: LogState(*rows[0]))
+def log_state(topics: Sequence[str] | None = None) -> Call[LogState]:
+    """How far readers of these topics may read, or of the whole log, and in which epoch that is."""
+    names = None if topics is None else list(topics)
+    return Call(
+        "select drawn, settled, epoch from headwater.log_state(%s::text[])", (names,), lambda rows: LogState(*rows[0])
+    )
+
+
+def current_epoch() -> Call[int]:
+    """The number of the present epoch: see LogState."""
+    return Call("select headwater.current_epoch()", (), only_value)
+
+
+def common_position(epoch: int, position: int) -> Call[int]:
+    """The last position at or below this one that is the same event in that epoch and in the present one."""
+    return Call("select headwater.common_position(%s, %s)", (epoch, position), only_value)
+
+
+def resume(epoch: int | None, position: int) -> Call[tuple[int, int]]:
+    """Where a reader goes on in the present epoch, and which that is; `epoch` is that of the position, if it is known.
+
+    EpochChanged for a position that this log never issued.
+    """
+
+    def decode(rows: Rows) -> tuple[int, int]:
+        present, common, head = rows[0]
+        if common > head:
+            raise never_issued(position, epoch, present, head)
+        return common, present
+
+    return Call(
+        "select headwater.current_epoch(), headwater.common_position(%s, %s), headwater.head()",
+        (epoch, position),
+        decode,
+    )
 
 
 def publishers_in_flight() -> Call[list[Publisher]]:
     return Call(
-        "select pid, prepared, position_bound, user_name, application_name, state, began_at, age "
+        "select pid, prepared, position_bound, user_name, application_name, state, began_at, age, topics "
         "from headwater.publisher_in_flight order by position_bound",
         (),
         lambda rows: [Publisher(*row) for row in rows],
@@ -54,9 +94,12 @@ def maintain() -> Call[Upkeep]:
     )
 
 
+_SETTINGS = "segment_interval, segments_ahead, auto_create_topics, kafka_offsets_kept, max_publisher_seconds"
+
+
 def log_settings() -> Call[LogSettings]:
     return Call(
-        "select segment_interval, segments_ahead, auto_create_topics, kafka_offsets_kept from headwater.setting",
+        f"select {_SETTINGS} from headwater.setting",
         (),
         lambda rows: LogSettings(*rows[0]),
     )
@@ -68,14 +111,16 @@ def change_log_settings(
     segments_ahead: int | None = None,
     auto_create_topics: bool | None = None,
     kafka_offsets_kept: timedelta | None = None,
+    max_publisher_seconds: float | None = None,
 ) -> Call[LogSettings]:
-    """Change settings of the whole log; None leaves one as it is."""
+    """Change settings of the whole log; None leaves one as it is; 0 for max_publisher_seconds removes the limit."""
     return Call(
         "update headwater.setting set segment_interval = coalesce(%s, segment_interval), "
         "segments_ahead = coalesce(%s, segments_ahead), auto_create_topics = coalesce(%s, auto_create_topics), "
-        "kafka_offsets_kept = coalesce(%s, kafka_offsets_kept) "
-        "returning segment_interval, segments_ahead, auto_create_topics, kafka_offsets_kept",
-        (segment_interval, segments_ahead, auto_create_topics, kafka_offsets_kept),
+        "kafka_offsets_kept = coalesce(%s, kafka_offsets_kept), "
+        "max_publisher_seconds = nullif(coalesce(%s::float8, max_publisher_seconds), 0) "
+        f"returning {_SETTINGS}",
+        (segment_interval, segments_ahead, auto_create_topics, kafka_offsets_kept, max_publisher_seconds),
         lambda rows: LogSettings(*rows[0]),
     )
 

@@ -10,7 +10,7 @@ from typing import Final
 from headwater.calls.call import Call, Rows, only_value
 from headwater.calls.encoding import checked_text
 from headwater.calls.reading import EVENT_COLUMNS, decode_events, topic_names
-from headwater.model import Event, Scheduled, Subscription
+from headwater.model import Event, LogFault, Scheduled, Subscription
 
 # Above every position that there can be.
 NO_POSITION: Final = 281_474_976_710_655
@@ -22,10 +22,11 @@ class GroupLag:
 
     name: str
     kind: str
+    state: str
     paused: bool
     position: int
     lag_events: int
-    ready_is_more: bool
+    lag_is_more: bool
     lag_seconds: float | None
     leased: int
     redeliveries: int
@@ -86,6 +87,7 @@ class KafkaGroupOverview:
     updated_at: datetime
     partitions: int
     lag_events: int
+    lag_is_more: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,8 @@ class KafkaGroupOffset:
     partition: int
     committed_offset: int
     end_offset: int
+    lag: int
+    lag_is_more: bool
     committed_at: datetime
 
 
@@ -127,7 +131,7 @@ def read_bound(
 
 def group_lags() -> Call[list[GroupLag]]:
     return Call(
-        "select name, kind, paused, position, lag_events, ready_is_more, lag_seconds, leased, redeliveries, dead "
+        "select name, kind, state, paused, position, lag_events, lag_is_more, lag_seconds, leased, redeliveries, dead "
         "from headwater.group_lag order by name",
         (),
         lambda rows: [GroupLag(*row) for row in rows],
@@ -181,11 +185,23 @@ def undone_contents(group: str) -> Call[Contents]:
     )
 
 
-def dead_letter_count(group: str, *, positions: Sequence[int] | None = None) -> Call[Contents]:
-    """How many dead letters of a queue there are; all, or of those named."""
+def dead_letter_count(
+    group: str,
+    *,
+    positions: Sequence[int] | None = None,
+    handler: str | None = None,
+    subscription_id: int | None = None,
+) -> Call[Contents]:
+    """How many dead letters of a group there are; all, or of those named."""
     return Call(
-        "select letters, false, first_position, last_position from headwater.dead_letter_count(%s, %s::bigint[])",
-        (checked_text(group, "group name"), None if positions is None else list(positions)),
+        "select letters, false, first_position, last_position "
+        "from headwater.dead_letter_count(%s, %s::bigint[], handler => %s, subscription_id => %s)",
+        (
+            checked_text(group, "group name"),
+            None if positions is None else list(positions),
+            handler,
+            subscription_id,
+        ),
         lambda rows: Contents(*rows[0]),
     )
 
@@ -197,6 +213,19 @@ def event_stores() -> Call[frozenset[str]]:
         (),
         lambda rows: frozenset(name for (name,) in rows),
     )
+
+
+def log_faults() -> Call[list[LogFault]]:
+    """What stops publishing or delivery, and cannot be seen in the log's figures. Asked of a primary only."""
+    return Call(
+        "select kind, name, position, head from headwater.log_faults()",
+        (),
+        lambda rows: [LogFault(*row) for row in rows],
+    )
+
+
+def topic_count() -> Call[int]:
+    return Call("select count(*) from headwater.topic where deleted_at is null", (), only_value)
 
 
 def log_size() -> Call[LogSize]:
@@ -219,8 +248,11 @@ def find_subscription(subscription_id: int) -> Call[Subscription | None]:
     """The subscription of this id; None: there is none."""
     return Call(
         "select s.id, g.name, c.expression, s.params, s.from_position, s.expires_after, s.last_active_at, "
-        "s.created_at, c.broken_at is not null, c.last_error from headwater.subscription s "
+        "s.created_at, f.stopped_at is not null, "
+        "case when f.stopped_at is null then c.last_error else f.error end, f.stopped_at, "
+        "case when f.stopped_at is not null then f.position end, c.errors from headwater.subscription s "
         "join headwater.consumer_group g on g.id = s.group_id join headwater.condition c on c.id = s.condition_id "
+        "left join headwater.filter_stop f on f.group_id = s.group_id and f.condition_id = s.condition_id "
         "where s.id = %s",
         (subscription_id,),
         lambda rows: Subscription(*rows[0]) if rows else None,
@@ -247,8 +279,9 @@ def group_exists(group: str) -> Call[bool]:
 
 _KAFKA_OFFSETS = (
     "select o.group_name, t.name as topic, o.partition, o.committed_offset, "
-    "greatest(headwater.next_offset(o.topic_id, o.partition), o.committed_offset) as end_offset, o.committed_at "
-    "from headwater.kafka_offset o join headwater.topic t on t.id = o.topic_id and t.deleted_at is null"
+    "l.end_offset, l.events as lag, l.is_more as lag_is_more, o.committed_at "
+    "from headwater.kafka_offset o join headwater.topic t on t.id = o.topic_id and t.deleted_at is null "
+    "cross join lateral headwater.kafka_lag(o.topic_id, o.partition, o.committed_offset) l"
 )
 
 
@@ -257,7 +290,7 @@ def kafka_group_overview() -> Call[list[KafkaGroupOverview]]:
         "select g.name, "
         "exists (select from headwater.kafka_live_broker b where b.incarnation = g.coordinator) "
         "and g.protocol_type <> '', g.generation, g.protocol_type, g.updated_at, "
-        "count(o.topic), coalesce(sum(o.end_offset - o.committed_offset), 0)::bigint "
+        "count(o.topic), coalesce(sum(o.lag), 0)::bigint, coalesce(bool_or(o.lag_is_more), false) "
         f"from headwater.kafka_group g left join ({_KAFKA_OFFSETS}) o on o.group_name = g.name "
         "group by g.name order by g.name limit 1000",
         (),
@@ -274,7 +307,7 @@ def kafka_group_offsets(group: str) -> Call[list[KafkaGroupOffset] | None]:
         return [KafkaGroupOffset(*row) for row in rows if row[0] is not None]
 
     return Call(
-        "select o.topic, o.partition, o.committed_offset, o.end_offset, o.committed_at "
+        "select o.topic, o.partition, o.committed_offset, o.end_offset, o.lag, o.lag_is_more, o.committed_at "
         f"from headwater.kafka_group g left join ({_KAFKA_OFFSETS}) o on o.group_name = g.name "
         "where g.name = %s order by o.topic, o.partition",
         (checked_text(group, "group name"),),

@@ -12,8 +12,8 @@ from headwater.calls.encoding import checked_text
 from headwater.model import PipelineBatch, PipelineClaim, PipelineSnapshot, PipelineStatus
 
 _STATUS = (
-    "name, source, state, runner, leased_until, started_at, place, behind, batches, rows, last_batch, last_batch_at, "
-    "failures, last_error, last_error_at, definition"
+    "name, source, state, runner, leased_until, started_at, place, behind, behind_is_more, batches, rows, last_batch, "
+    "last_batch_at, failures, last_error, last_error_at, definition"
 )
 
 
@@ -22,7 +22,7 @@ def claim_pipeline(
 ) -> Call[PipelineClaim]:
     """The right to run a pipeline for a while; its token is None if another has it or if it is stopped."""
     return Call(
-        "select token, place, generation, held_by, stopped "
+        "select token, place, generation, held_by, stopped, rewound_in "
         "from headwater.claim_pipeline(%s, %s, %s, %s, %s::jsonb, %s)",
         (checked_text(name, "pipeline name"), runner, lease, source, json.dumps(definition), start),
         lambda rows: PipelineClaim(*rows[0]),
@@ -41,15 +41,18 @@ def renew_pipeline(name: str, token: int, *, lease: timedelta) -> Call[bool]:
     return Call("select headwater.renew_pipeline(%s, %s, %s)", (name, token, lease), only_value)
 
 
-def renew_generation(name: str, token: int) -> Call[int]:
-    """Begin with a new checkpoint; its number."""
-    return Call("select headwater.renew_generation(%s, %s)", (name, token), only_value)
+def renew_generation(name: str, token: int, *, rewound_in: int | None = None) -> Call[int]:
+    """Begin with a new checkpoint; its number. `rewound_in`: the epoch, if the old one is of a lost history."""
+    return Call("select headwater.renew_generation(%s, %s, %s)", (name, token, rewound_in), only_value)
 
 
-def record_batch(name: str, token: int, *, place: int, rows: int, details: Mapping[str, Any]) -> Call[None]:
+def record_batch(
+    name: str, token: int, *, place: int, rows: int, details: Mapping[str, Any], epoch: int | None = None
+) -> Call[None]:
+    """Note how far all sinks are. `epoch`: that of the place, where it is a position of the log."""
     return Call(
-        "select headwater.record_batch(%s, %s, %s, %s, %s::jsonb)",
-        (name, token, place, rows, json.dumps(details)),
+        "select headwater.record_batch(%s, %s, %s, %s, %s::jsonb, %s)",
+        (name, token, place, rows, json.dumps(details), epoch),
         nothing,
     )
 

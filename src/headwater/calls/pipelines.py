@@ -88,11 +88,23 @@ def drawn_ranges(*, after: int, up_to: int) -> Call[list[tuple[int, int]]]:
 
 
 def batch_end(topics: Sequence[str] | None, *, after: int, settled: int, max_events: int | None) -> Call[int | None]:
-    """How far a batch reaches that starts after a position; None: there is no event for it."""
+    """The last event of a batch that starts after a position; None: there is no event for it."""
     return Call(
         "select headwater.batch_end(%s::text[], %s, %s, %s)",
         (topic_names(topics), after, settled, max_events),
         only_value,
+    )
+
+
+def last_event_position(topics: Sequence[str] | None, *, up_to: int) -> Call[int]:
+    """The last event at or below a stable position; the position itself where retention has passed it."""
+    return Call("select headwater.last_event_position(%s::text[], %s)", (topic_names(topics), up_to), only_value)
+
+
+def last_common_event(topics: Sequence[str] | None, *, epoch: int, position: int) -> Call[int]:
+    """An event that was read in an epoch, or the last one below it that the log still has; both as positions."""
+    return Call(
+        "select headwater.last_common_event(%s::text[], %s, %s)", (topic_names(topics), epoch, position), only_value
     )
 
 

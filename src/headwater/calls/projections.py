@@ -78,11 +78,12 @@ def merge_projection(
     place: str | None = None,
     place_reached: bool = False,
     stateful: bool = False,
+    epoch: int | None = None,
 ) -> Call[tuple[int, int] | None]:
     """Put what was staged into the table and note the batch: rows written and removed, None if it was there before."""
     return Call(
         "select written, removed from headwater.merge_projection(%s, %s, %s, %s, %s, "
-        "%s::text[], %s, %s, %s, %s, %s, %s, %s, %s)",
+        "%s::text[], %s, %s, %s, %s, %s, %s, %s, %s, %s)",
         (
             *projection.parameters(),
             list(attempts),
@@ -94,6 +95,7 @@ def merge_projection(
             place,
             place_reached,
             stateful,
+            epoch,
         ),
         lambda rows: None if rows[0][0] is None else (rows[0][0], rows[0][1]),
     )
@@ -115,12 +117,12 @@ def abandon_rebuild(pipeline: str) -> Call[bool]:
 
 
 def switch_rebuilt(
-    pipeline: str, *, generation: int, caught_up_to: int, read_to: int | None = None
+    pipeline: str, *, generation: int, caught_up_to: int, read_to: int | None = None, epoch: int | None = None
 ) -> Call[tuple[int, int]]:
     """Make the tables equal to what was built: rows written and removed."""
     return Call(
-        "select written, removed from headwater.switch_rebuilt(%s, %s, %s, %s)",
-        (checked_text(pipeline, "pipeline name"), generation, caught_up_to, read_to),
+        "select written, removed from headwater.switch_rebuilt(%s, %s, %s, %s, %s)",
+        (checked_text(pipeline, "pipeline name"), generation, caught_up_to, read_to, epoch),
         lambda rows: (rows[0][0], rows[0][1]),
     )
 

@@ -80,6 +80,15 @@ def publish_batch(topic: str, events: Sequence[NewEvent]) -> Call[list[int | Non
     )
 
 
+def begin_copy(topic: str) -> Call[bool]:
+    """Before a COPY of events of one topic, in its transaction; False: this role may not, and publishes in batches."""
+    return Call("select headwater.begin_copy(%s)", (checked_text(topic, "topic name"),), only_value)
+
+
+def end_copy() -> Call[None]:
+    return Call("select headwater.end_copy()", (), nothing)
+
+
 def schedule(
     topic: str,
     payload: Payload,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from headwater.calls.call import Call, Rows, nothing, only_value
 from headwater.calls.encoding import checked_text
@@ -20,6 +20,9 @@ EVENT_COLUMNS = (
     "position, topic, partition, topic_offset, key, type, routing_key, headers, content_type, payload, "
     "event_id, published_at"
 )
+# How many positions a segment holds, as headwater.segment_size() says.
+SEGMENT_SIZE: Final = 100_000_000
+FEW_SEGMENTS: Final = 8
 
 
 # What Event._make does, less its frame in Python and its counting of columns.
@@ -42,11 +45,12 @@ def read(
     max_bytes: int = 16_777_216,
     up_to: int | None = None,
     skip_expired: bool = False,
+    epoch: int | None = None,
 ) -> Call[list[Event]]:
-    """Settled events after a position; no topics: of the whole log."""
+    """Settled events after a position, which is of this epoch if one is given; no topics: of the whole log."""
     return Call(
-        f"select {EVENT_COLUMNS} from headwater.read(%s::text[], %s, %s, %s, %s, %s)",
-        (topic_names(topics), after, batch_size, max_bytes, up_to, skip_expired),
+        f"select {EVENT_COLUMNS} from headwater.read(%s::text[], %s, %s, %s, %s, %s, %s)",
+        (topic_names(topics), after, batch_size, max_bytes, up_to, skip_expired, epoch),
         decode_events,
     )
 
@@ -59,17 +63,20 @@ def read_settled(
     batch_size: int,
     max_bytes: int,
     gone_to: int,
+    epoch: int | None = None,
 ) -> Call[list[Event]]:
-    """The same for a caller that knows how far the log is settled, and up to where it is gone."""
+    """The same for a caller that knows how far the log is settled, in which epoch, and up to where it is gone."""
     if topics is not None and len(topics) == 1:
+        # A log of a few segments is read with one plan that is kept; of many, segment by segment.
+        by_segment = "_by_segment" if settled > FEW_SEGMENTS * SEGMENT_SIZE else ""
         return Call(
-            f"select {EVENT_COLUMNS} from headwater.read_topic(%s, %s, %s, %s, %s, %s)",
-            (checked_text(topics[0], "topic name"), after, settled, batch_size, max_bytes, gone_to),
+            f"select {EVENT_COLUMNS} from headwater.read_topic{by_segment}(%s, %s, %s, %s, %s, %s, %s)",
+            (checked_text(topics[0], "topic name"), after, settled, batch_size, max_bytes, gone_to, epoch),
             decode_events,
         )
     return Call(
-        f"select {EVENT_COLUMNS} from headwater.read_settled(%s::text[], %s, %s, %s, %s, %s)",
-        (topic_names(topics), after, settled, batch_size, max_bytes, gone_to),
+        f"select {EVENT_COLUMNS} from headwater.read_settled(%s::text[], %s, %s, %s, %s, %s, %s)",
+        (topic_names(topics), after, settled, batch_size, max_bytes, gone_to, epoch),
         decode_events,
     )
 
@@ -125,10 +132,10 @@ def find_cursor(name: str) -> Call[OpenedCursor | None]:
     )
 
 
-def advance_cursor(name: str, *, from_position: int, to_position: int) -> Call[None]:
+def advance_cursor(name: str, *, from_position: int, to_position: int, epoch: int | None = None) -> Call[None]:
     return Call(
-        "select headwater.advance_cursor(%s, %s, %s)",
-        (checked_text(name, "cursor name"), from_position, to_position),
+        "select headwater.advance_cursor(%s, %s, %s, %s)",
+        (checked_text(name, "cursor name"), from_position, to_position, epoch),
         nothing,
     )
 
@@ -139,10 +146,11 @@ def set_cursor(
     *,
     topics: Sequence[str] | None = None,
     must_not_lose: bool | None = None,
+    epoch: int | None = None,
 ) -> Call[None]:
     return Call(
-        "select headwater.set_cursor(%s, %s, %s::text[], %s)",
-        (checked_text(name, "cursor name"), position, topic_names(topics), must_not_lose),
+        "select headwater.set_cursor(%s, %s, %s::text[], %s, %s)",
+        (checked_text(name, "cursor name"), position, topic_names(topics), must_not_lose, epoch),
         nothing,
     )
 
@@ -153,7 +161,7 @@ def delete_cursor(name: str) -> Call[bool]:
 
 def cursors() -> Call[list[Cursor]]:
     return Call(
-        "select name, position, topics, must_not_lose, updated_at, positions_behind, oldest_unread_age "
+        "select name, position, topics, must_not_lose, updated_at, lag_events, lag_is_more, oldest_unread_age "
         "from headwater.cursor_lag order by name",
         (),
         lambda rows: [Cursor(r[0], r[1], None if r[2] is None else tuple(r[2]), *r[3:]) for r in rows],

@@ -32,6 +32,7 @@ from headwater.query import (
     NewStoreEvent,
     Query,
     StoreEvent,
+    StorePage,
     Verdict,
     distinct,
     refuse_beyond,
@@ -65,6 +66,11 @@ class EncodedAppend(NamedTuple):
     marks: Collection[str]
     ids: Collection[str]
     payload_bytes: int
+
+    @property
+    def epoch(self) -> int | None:
+        """Which epoch the position of its condition is of; None: of any, or that is not said."""
+        return self.condition.epoch if self.condition is not None and self.condition.position else None
 
 
 def encode_append(
@@ -146,7 +152,8 @@ def _condition_text(condition: Condition | None) -> str | None:
     if condition is None:
         return None
     kind = "latest" if isinstance(condition, LatestMatchIs) else "after"
-    return f'{{"query":{condition.query.as_json()},"{kind}":{condition.position or 0}}}'
+    epoch = "" if condition.epoch is None else f',"epoch":{condition.epoch}'
+    return f'{{"query":{condition.query.as_json()},"{kind}":{condition.position or 0}{epoch}}}'
 
 
 def _event_parts(events: Sequence[EncodedEvent]) -> tuple[object, ...]:
@@ -162,11 +169,16 @@ def _event_parts(events: Sequence[EncodedEvent]) -> tuple[object, ...]:
 
 
 def append_ahead(
-    topic: str, appends: Sequence[EncodedAppend], questions: Sequence[Question], known: Known | None = None
+    topic: str,
+    appends: Sequence[EncodedAppend],
+    questions: Sequence[Question],
+    known: Known | None = None,
+    epoch: int | None = None,
 ) -> Call[tuple[int, list[tuple[int, ...]]]]:
     """Several appends in one transaction, up to the first that what it asks speaks against. None is about another.
 
-    The answer is the last event before them, and the positions of those that were appended.
+    The answer is the last event before them, and the positions of those that were appended. `epoch` is the one of all
+    conditions that name one: in another epoch every append is in doubt.
     """
     owners: list[int] = []
     doubts: list[tuple[int, int, str | None, int]] = []
@@ -195,7 +207,7 @@ def append_ahead(
     return Call(
         "select tail, places from headwater.append_ahead("
         "%s, %b, %b, %b, %b, %b, %b::text[], %b::text[], %b, %b, %b, %b, %s, %s, "
-        "%b::integer[], %b::text[], %b::bigint[])",
+        "%b::integer[], %b::text[], %b::bigint[], %s)",
         (
             checked_text(topic, "topic name"),
             _integers(owners),
@@ -208,6 +220,7 @@ def append_ahead(
             _integers(seen_by) if seen else None,
             _text(seen_marks) if seen else None,
             _positions(seen_at) if seen else None,
+            epoch,
         ),
         decode,
     )
@@ -216,7 +229,7 @@ def append_ahead(
 def append_group(topic: str, appends: Sequence[EncodedAppend]) -> Call[list[Verdict]]:
     """Several appends in one transaction, in order, each with its verdict."""
     return Call(
-        "select positions, repeated, moved_to, taken_id "
+        "select positions, repeated, moved_to, taken_id, epoch, common_position "
         "from headwater.append_group(%s, %b, %b::text[], %b, %b, %b, %b, %b::text[], %b::text[])",
         (
             checked_text(topic, "topic name"),
@@ -224,7 +237,7 @@ def append_group(topic: str, appends: Sequence[EncodedAppend]) -> Call[list[Verd
             _text([_condition_text(append.condition) for append in appends]),
             *_event_parts([event for append in appends for event in append.events]),
         ),
-        lambda rows: [Verdict(None if r[0] is None else tuple(r[0]), bool(r[1]), r[2], r[3]) for r in rows],
+        lambda rows: [Verdict(None if r[0] is None else tuple(r[0]), bool(r[1]), *r[2:]) for r in rows],
     )
 
 
@@ -258,11 +271,13 @@ def read_matching(
     batch_size: int = 100,
     max_bytes: int = 16_777_216,
     backwards: bool = False,
-) -> Call[list[StoreEvent]]:
-    """Events that the query matches, between two positions, both excluded."""
+    epoch: int | None = None,
+) -> Call[StorePage]:
+    """Events that the query matches, between two positions, both excluded, which are of this epoch if one is given."""
     refuse_beyond(after, before)
     return Call(
-        f"select {_STORE_EVENT} from headwater.read_matching(%s, %s::jsonb, %s, %s, %s, %s, %s)",
+        f"select {_STORE_EVENT}, s.present from (select headwater.current_epoch() as present) as s "
+        "left join headwater.read_matching(%s, %s::jsonb, %s, %s, %s, %s, %s, %s) on true",
         (
             checked_text(topic, "topic name"),
             query.as_json(),
@@ -271,8 +286,9 @@ def read_matching(
             batch_size,
             max_bytes,
             backwards,
+            epoch,
         ),
-        lambda rows: [_store_event(row) for row in rows],
+        lambda rows: StorePage([_store_event(row[:-1]) for row in rows if row[0] is not None], rows[0][-1]),
     )
 
 
@@ -300,12 +316,15 @@ def latest_matching(topic: str, query: Query) -> Call[Latest]:
 
     def decode(rows: Rows) -> Latest:
         found: list[StoreEvent | None] = [None] * items
-        for place, *event in rows:
-            found[place - 1] = _store_event(tuple(event))
-        return Latest(tuple(found), max((event.position for event in found if event is not None), default=0))
+        for place, *event, _ in rows:
+            if place is not None:
+                found[place - 1] = _store_event(tuple(event))
+        last = max((event.position for event in found if event is not None), default=0)
+        return Latest(tuple(found), last, rows[0][-1])
 
     return Call(
-        f"select place, {_STORE_EVENT} from headwater.latest_matching(%s, %s::jsonb)",
+        f"select place, {_STORE_EVENT}, s.present from (select headwater.current_epoch() as present) as s "
+        "left join headwater.latest_matching(%s, %s::jsonb) on true",
         (checked_text(topic, "topic name"), query.as_json()),
         decode,
     )
@@ -358,6 +377,15 @@ def event_store_head(topic: str) -> Call[int]:
     return Call("select headwater.event_store_head(%s)", (checked_text(topic, "topic name"),), only_value)
 
 
+def event_store_end(topic: str) -> Call[tuple[int, int]]:
+    """The same, and the epoch that the position is of."""
+    return Call(
+        "select headwater.event_store_head(%s), headwater.current_epoch()",
+        (checked_text(topic, "topic name"),),
+        lambda rows: (rows[0][0], rows[0][1]),
+    )
+
+
 def event_stores() -> Call[list[str]]:
     """The names of all event stores."""
     return Call(
@@ -384,7 +412,7 @@ def give_subscriber_name(topic: str, name: str) -> Call[bool]:
 def load_snapshot(topic: str, key: SnapshotKey) -> Call[SavedState | None]:
     """The state that was saved under a key."""
     return Call(
-        "select position, state from headwater.load_snapshot(%s, %s, %s, %s)",
+        "select position, state, headwater.current_epoch() from headwater.load_snapshot(%s, %s, %s, %s)",
         (checked_text(topic, "topic name"), checked_text(key.name, "name"), key.query_hash, key.version),
         lambda rows: SavedState(*rows[0]) if rows else None,
     )
@@ -393,7 +421,7 @@ def load_snapshot(topic: str, key: SnapshotKey) -> Call[SavedState | None]:
 def save_snapshot(topic: str, key: SnapshotKey, saved: SavedState) -> Call[None]:
     """Keep a state, unless a later one is kept."""
     return Call(
-        "select headwater.save_snapshot(%s, %s, %s, %s, %s, %b)",
+        "select headwater.save_snapshot(%s, %s, %s, %s, %s, %b, %s)",
         (
             checked_text(topic, "topic name"),
             checked_text(key.name, "name"),
@@ -401,6 +429,7 @@ def save_snapshot(topic: str, key: SnapshotKey, saved: SavedState) -> Call[None]
             key.version,
             saved.position,
             saved.state,
+            saved.epoch,
         ),
         nothing,
     )

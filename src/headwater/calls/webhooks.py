@@ -105,10 +105,10 @@ def webhooks() -> Call[list[Webhook]]:
 def webhook_routes() -> Call[list[WebhookRoute]]:
     """The webhooks that are to be delivered, with what a worker of their groups must know."""
     return Call(
-        f"select g.lease_seconds, g.ordered_keys, {_WEBHOOK} from headwater.webhook w {_ITS_GROUP} "
+        f"select g.lease_seconds, g.ordered_keys, g.kind, {_WEBHOOK} from headwater.webhook w {_ITS_GROUP} "
         "where w.state = 'active' and g.paused_at is null order by w.id",
         (),
-        lambda rows: [WebhookRoute(_webhook(row[2:]), row[0], row[1]) for row in rows],
+        lambda rows: [WebhookRoute(_webhook(row[3:]), row[0], row[1], row[2]) for row in rows],
     )
 
 

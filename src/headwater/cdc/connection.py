@@ -25,7 +25,8 @@ with suppress(ImportError):  # slower without
 SESSION: Final = (
     "-c datestyle=ISO -c intervalstyle=iso_8601 -c timezone=UTC -c extra_float_digits=1 "
     "-c bytea_output=hex -c lc_monetary=C -c client_min_messages=warning "
-    "-c statement_timeout=0 -c idle_in_transaction_session_timeout=0"
+    "-c statement_timeout=0 -c idle_in_transaction_session_timeout=0 "
+    "-c default_transaction_isolation=read\\ committed"
 )
 BATCH_BYTES: Final = 4 << 20
 BATCH_ROWS: Final = 20_000

@@ -1,10 +1,17 @@
-"""A trial of the log by disaster: it is produced to and consumed while everything around it is killed and cut off.
+"""A trial of the log by disaster: producers publish and readers of every kind read while everything is killed.
 
-What was produced and what was done with it is noted in files outside of the database, so that even a commit that the
+What was published and what each reader got is noted in files outside of the database, so that even a commit that the
 database forgets is found missing. `headwater chaos` runs it; read `trial.py` first.
 """
 
-from headwater.chaos.trial import Outcome, Plan, Progress, run
-from headwater.chaos.verdict import Verdict
+from typing import Final
 
-__all__ = ["Outcome", "Plan", "Progress", "Verdict", "run"]
+from headwater.chaos.cast import READERS
+from headwater.chaos.disasters import DISASTERS
+from headwater.chaos.trial import Outcome, Plan, Progress, run
+from headwater.chaos.verdict import ReaderVerdict, Verdict
+
+KINDS: Final = tuple(DISASTERS)
+ROLES: Final = tuple(dict.fromkeys(reader.role for reader in READERS))
+
+__all__ = ["KINDS", "ROLES", "Outcome", "Plan", "Progress", "ReaderVerdict", "Verdict", "run"]

@@ -1,4 +1,4 @@
-"""The processes of a trial as its director sees them: started, killed, replaced when they fall, told to stop."""
+"""The processes of a trial as its director sees them: started, killed, replaced when they end, stopped."""
 
 from __future__ import annotations
 
@@ -8,15 +8,22 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from headwater.chaos.parts import STAGE_VARIABLE, Stage
+from headwater.chaos.stage import STAGE_VARIABLE, Stage
 
 STOP_SECONDS: Final = 15.0
 # A process that fails at its very start is not tried without end.
-MOST_FAILURES: Final = 50
+MAX_FAILURES: Final = 50
+# How `headwater serve` ends when no database can be reached: as a supervisor would, it is started again.
+UNAVAILABLE: Final = 9
+
+PART: Final = "from headwater.chaos.parts import main; main()"
+SERVER: Final = "from headwater.chaos.lifeline import watch; watch(); from headwater.cli import main; main()"
 
 
 @dataclass(slots=True)
@@ -27,11 +34,14 @@ class Crew:
     directory: Path
     seed: int
     wanted: dict[str, int]
+    # Python that every process runs first, to break something on purpose.
+    prelude: str = ""
     running: dict[str, list[subprocess.Popen[bytes]]] = field(default_factory=dict)
     started: int = 0
     killed: int = 0
-    # What those said last that ended by themselves, in another way than of poison.
+    # The last words of those that ended by themselves, in another way than of poison.
     failures: list[str] = field(default_factory=list)
+    _names: dict[int, str] = field(default_factory=dict)
 
     def choose(self, chance: random.Random) -> subprocess.Popen[bytes]:
         return chance.choice([process for processes in self.running.values() for process in processes])
@@ -41,19 +51,31 @@ class Crew:
         victim.kill()
         victim.wait(STOP_SECONDS)
 
+    @contextmanager
+    def frozen(self, *roles: str) -> Iterator[None]:
+        """These stand still for a while."""
+        victims = [process for role in roles for process in self.running.get(role, ())]
+        try:
+            for process in victims:
+                process.send_signal(signal.SIGSTOP)
+            yield
+        finally:
+            for process in victims:
+                process.send_signal(signal.SIGCONT)
+
     def keep_up(self) -> None:
-        """Replace whoever has fallen."""
+        """Replace the processes that have ended."""
         for role, count in self.wanted.items():
             processes = self.running.setdefault(role, [])
             for process in list(processes):
                 if process.poll() is not None:
                     processes.remove(process)
                     self._note_end(role, process)
-            while len(processes) < count and len(self.failures) < MOST_FAILURES:
+            while len(processes) < count and len(self.failures) < MAX_FAILURES:
                 processes.append(self._start(role))
 
     def dismiss(self, *roles: str) -> None:
-        """These end by themselves now; nobody replaces them."""
+        """These end by themselves now and are not replaced."""
         for role in roles:
             self.wanted.pop(role, None)
 
@@ -68,32 +90,54 @@ class Crew:
                     process.wait(STOP_SECONDS)
 
     def stop(self) -> None:
-        """Ask all of them to end; who does not is killed. Followers have nothing to finish."""
-        for processes in self.running.values():
+        """Ask all of them to end; one that does not is killed. Readers have nothing to finish."""
+        for role, processes in self.running.items():
             for process in processes:
-                process.send_signal(signal.SIGTERM)
-        self.wait_for(*self.running, seconds=STOP_SECONDS)
+                # A server would give its clients time to leave.
+                process.send_signal(signal.SIGKILL if role == "server" else signal.SIGTERM)
+                # A stopped process would not see it.
+                process.send_signal(signal.SIGCONT)
+        self.wait_for(*list(self.running), seconds=STOP_SECONDS)
 
     def _start(self, role: str) -> subprocess.Popen[bytes]:
         self.started += 1
         name = f"{role}-{self.started}"
         # Their environment is that of the trial, less what would lead them elsewhere.
         kept = {name: value for name, value in os.environ.items() if not name.startswith("HEADWATER_")}
+        if role == "server":
+            # A program of ours as a user runs it: a variable of the trial would be no setting of it.
+            command = [sys.executable, "-c", f"{self.prelude}\n{SERVER}", *self._server_arguments()]
+        else:
+            kept[STAGE_VARIABLE] = self.stage.as_json()
+            command = [sys.executable, "-c", f"{self.prelude}\n{PART}", role, name, str(self.seed)]
         with (self.directory / f"{name}.stderr").open("wb") as stderr:
-            return subprocess.Popen(
-                [sys.executable, "-m", "headwater.chaos.parts", role, name, str(self.seed)],
-                env={**kept, STAGE_VARIABLE: self.stage.as_json()},
+            process = subprocess.Popen(
+                command,
+                env=kept,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,
             )
+        self._names[process.pid] = name
+        return process
+
+    def _server_arguments(self) -> list[str]:
+        stage = self.stage
+        arguments = ["serve", "--dsn", stage.dsn, "--json"]
+        for protocol, port in (("http", stage.http_port), ("grpc", stage.grpc_port), ("kafka", stage.kafka_port)):
+            if port:
+                arguments += [f"--{protocol}", f"127.0.0.1:{port}"]
+        if stage.webhook_port:
+            arguments += ["--webhooks", "--allow-network", "127.0.0.1"]
+        return arguments
 
     def _note_end(self, role: str, process: subprocess.Popen[bytes]) -> None:
         if process.stdin is not None:
             process.stdin.close()
         self.killed += process.returncode == -signal.SIGKILL
-        if process.returncode not in (0, -signal.SIGKILL, -signal.SIGTERM):
-            name = process.args[4] if isinstance(process.args, list) else role
+        expected = {0, -signal.SIGKILL, -signal.SIGTERM, *((UNAVAILABLE,) if role == "server" else ())}
+        name = self._names.pop(process.pid)
+        if process.returncode not in expected:
             said = (self.directory / f"{name}.stderr").read_bytes()[-2000:].decode(errors="replace").strip()
             # The error itself: what follows it, and its traceback, is indented.
             plain = [line for line in said.splitlines() if line and not line[0].isspace()] or [said]

@@ -1,4 +1,4 @@
-"""What is done to a log on trial: one function for each disaster. Each says in a word or two what it did."""
+"""What is done to a log on trial: one function for each disaster."""
 
 from __future__ import annotations
 
@@ -7,23 +7,37 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 import psycopg
 
 import headwater
+from headwater import NewEvent
+from headwater.chaos.cluster import Cluster
 from headwater.chaos.crew import Crew
 from headwater.chaos.journal import Journal
-from headwater.chaos.parts import Stage, event_of
+from headwater.chaos.producers import RolledBack, publish_and_roll_back
 from headwater.chaos.proxy import Proxy
-from headwater.embedded import Postgres
+from headwater.chaos.stage import Stage, event_of
 from headwater.errors import LogUnavailable
 
 CONNECT_SECONDS: Final = 10
-MOST_AT_ONCE: Final = 4
+MAX_AT_ONCE: Final = 4
+# How long producers may take to pause, and transactions that were held open to end.
+PAUSE_SECONDS: Final = 5.0
+# Rolled-back transactions of ten events each: more than the 32 values that one WAL record of a sequence covers, and
+# fast, since servers commit every second or so.
+ROLLBACKS: Final = 10
+MAX_TRIES: Final = 12
+# These commit also while there is nothing to do, to keep their leases.
+COMMITTING_ROLES: Final = ("sql", "worker")
+# How long readers have to see the positions of rolled-back events.
+SEEN_SECONDS: Final = 0.3
+QUIET_EVENTS: Final = 20
 
 TERMINATE: Final = (
     "select count(pg_terminate_backend(pid)) from pg_stat_activity "
@@ -36,23 +50,37 @@ class Scene:
     """What a disaster can get at."""
 
     stage: Stage
-    # Past the proxy, which is for those that are to suffer from it.
-    direct_dsn: str
     crew: Crew
     proxy: Proxy
     # None: a database that was given, which is not ours to kill.
-    server: Postgres | None
+    cluster: Cluster | None
+    given_dsn: str
     copy_events: int
     chance: random.Random
     over: threading.Event = field(default_factory=threading.Event)
     # Disasters that go on beside the others.
     going_on: list[threading.Thread] = field(default_factory=list)
-    copies: int = 0
-    held: int = 0
+    # How many there were of each kind that publishes under a name of its own.
+    numbers: dict[str, int] = field(default_factory=dict)
+    # How often the head of the log went back: positions that were seen were assigned again.
+    head_went_back: int = 0
+
+    @property
+    def direct_dsn(self) -> str:
+        """Past the proxy, which is for those that are to suffer from it."""
+        return self.given_dsn if self.cluster is None else self.cluster.dsn
+
+    @property
+    def directory(self) -> Path:
+        return self.crew.directory
+
+    def next_name(self, kind: str) -> str:
+        self.numbers[kind] = self.numbers.get(kind, 0) + 1
+        return f"{kind}-{self.numbers[kind]}"
 
     def beside(self, act: Callable[[], None]) -> None:
         self.going_on = [thread for thread in self.going_on if thread.is_alive()]
-        if len(self.going_on) >= MOST_AT_ONCE:
+        if len(self.going_on) >= MAX_AT_ONCE:
             return
         thread = threading.Thread(target=act, daemon=True)
         thread.start()
@@ -67,7 +95,7 @@ class Scene:
 
 
 def kill_a_process(scene: Scene) -> None:
-    """SIGKILL for a producer, worker, follower or broker."""
+    """SIGKILL for a producer, worker, reader or server."""
     scene.crew.kill(scene.chance)
 
 
@@ -86,10 +114,61 @@ def freeze_a_process(scene: Scene) -> None:
 
 
 def kill_postgres(scene: Scene) -> None:
-    """SIGKILL for every process of the server; it recovers from its own log."""
-    assert scene.server is not None
-    scene.server.kill()
-    scene.server.start()
+    """SIGKILL for every process of the server; it recovers from its WAL. Then a few events for the quiet topic."""
+    assert scene.cluster is not None
+    with _noting_head(scene):
+        scene.cluster.kill()
+    publish_quiet(scene, "killed")
+
+
+def stop_postgres_at_once(scene: Scene) -> None:
+    """An immediate stop that takes back positions which readers have seen.
+
+    Producers pause, so that no commit flushes the WAL; the walwriter is stopped, so that nothing else does; then
+    positions are assigned by transactions that roll back. A reader that remembers such a position passes over the
+    events that get it after the restart.
+    """
+    cluster = scene.cluster
+    assert cluster is not None
+    with _producers_paused(scene), ExitStack() as frozen:
+        with _log(scene.direct_dsn, scene) as log:
+            _wait_until_quiet(scene, log)
+            walwriter = cluster.walwriter()
+            try:
+                _signal(walwriter, signal.SIGSTOP)
+                for attempt in range(MAX_TRIES):
+                    begun_at = cluster.inserted_lsn()
+                    for _ in range(ROLLBACKS):
+                        publish_and_roll_back(log, scene.stage)
+                    scene.over.wait(SEEN_SECONDS)
+                    before = log.state().drawn
+                    # A commit in between has flushed these positions as well.
+                    if not cluster.is_flushed(begun_at):
+                        break
+                    if attempt == 1:
+                        frozen.enter_context(scene.crew.frozen(*COMMITTING_ROLES))
+            except BaseException:
+                _signal(walwriter, signal.SIGCONT)
+                raise
+        cluster.stop_at_once(walwriter)
+        cluster.start()
+        _note_head(scene, before)
+        publish_quiet(scene, "stopped")
+
+
+def fail_over(scene: Scene) -> None:
+    """A standby that lags takes over: events that only the old primary had are gone, and their positions come again."""
+    cluster = scene.cluster
+    assert cluster is not None
+    standby = cluster.make_standby()
+    cut_off_at = cluster.cut_off(standby)
+    # Only the old primary gets these, and readers may see them.
+    publish_quiet(scene, "old-primary")
+    scene.over.wait(scene.chance.uniform(0.5, 1.5))
+    with _noting_head(scene):
+        cluster.promote(standby, cut_off_at=cut_off_at)
+        scene.proxy.switch(cluster.dsn)
+    publish_quiet(scene, "promoted")
 
 
 def end_sessions(scene: Scene) -> None:
@@ -109,7 +188,7 @@ def stall_connections(scene: Scene) -> None:
 
 
 def hold_a_snapshot(scene: Scene) -> None:
-    """Somebody else's transaction stays open, and with it every row that it could still see."""
+    """Another program's transaction stays open, and with it every row that it could still see."""
     seconds = scene.chance.uniform(2, 8)
 
     def hold() -> None:
@@ -123,9 +202,8 @@ def hold_a_snapshot(scene: Scene) -> None:
 
 def hold_a_publisher(scene: Scene) -> None:
     """A transaction publishes and stays open while others publish and commit; then it commits, or not."""
-    scene.held += 1
-    name = f"held-{scene.held}"
-    journal = Journal(_directory(scene), name)
+    name = scene.next_name("held")
+    journal = Journal(scene.directory, name)
     seconds = scene.chance.uniform(0.5, 2.5)
     commits = scene.chance.random() < 0.8
 
@@ -133,15 +211,15 @@ def hold_a_publisher(scene: Scene) -> None:
         numbers = [1, 2, 3]
         journal.note("tried", numbers)
         try:
-            with _log(scene) as log, log.transaction() as connection:
+            with _log(scene.stage.dsn, scene) as log, log.transaction() as connection:
                 for number in numbers:
                     event = event_of(name, number)
                     log.publish(scene.stage.open_topic, event.payload, key=event.key, connection=connection)
                     scene.over.wait(seconds / 3)
                 if not commits:
-                    raise _RolledBack
+                    raise RolledBack
             journal.note("acknowledged", numbers)
-        except _RolledBack:
+        except RolledBack:
             journal.note("rolled back", numbers)
         except (LogUnavailable, psycopg.OperationalError):
             return
@@ -153,15 +231,14 @@ def hold_a_publisher(scene: Scene) -> None:
 
 def copy_very_many(scene: Scene) -> None:
     """One transaction with thousands of events."""
-    scene.copies += 1
-    name = f"copy-{scene.copies}"
-    journal = Journal(_directory(scene), name)
+    name = scene.next_name("copy")
+    journal = Journal(scene.directory, name)
 
     def copy() -> None:
         journal.note_range("tried", 1, scene.copy_events)
         events = (event_of(name, number) for number in range(1, scene.copy_events + 1))
         try:
-            with _log(scene) as log:
+            with _log(scene.stage.dsn, scene) as log:
                 log.publish_many(scene.stage.open_topic, events)
             journal.note_range("acknowledged", 1, scene.copy_events)
         except (LogUnavailable, psycopg.OperationalError):
@@ -176,6 +253,8 @@ DISASTERS: Final[Mapping[str, Callable[[Scene], None]]] = {
     "processes killed": kill_a_process,
     "processes frozen": freeze_a_process,
     "Postgres killed": kill_postgres,
+    "Postgres stopped at once": stop_postgres_at_once,
+    "failovers": fail_over,
     "sessions ended": end_sessions,
     "connections cut": cut_connections,
     "connections stalled": stall_connections,
@@ -183,14 +262,68 @@ DISASTERS: Final[Mapping[str, Callable[[Scene], None]]] = {
     "publishers held open": hold_a_publisher,
     "huge transactions": copy_very_many,
 }
+# These need a server that may be killed.
+OF_THE_SERVER: Final = frozenset({"Postgres killed", "Postgres stopped at once", "failovers"})
 
 
-class _RolledBack(Exception):
-    """Rolls back."""
+def publish_quiet(scene: Scene, kind: str, count: int = QUIET_EVENTS) -> None:
+    """A few events for the readers that are bound to the quiet topic alone."""
+    name = scene.next_name(kind)
+    journal = Journal(scene.directory, name)
+    numbers = list(range(1, count + 1))
+    journal.note("tried", numbers)
+    try:
+        with _log(scene.direct_dsn, scene) as log:
+            events = [event_of(name, number) for number in numbers]
+            log.publish_batch(scene.stage.quiet_topic, [NewEvent(one.payload, key=one.key) for one in events])
+        journal.note("acknowledged", numbers)
+    except (LogUnavailable, psycopg.OperationalError):
+        return
+    finally:
+        journal.close()
 
 
-def _directory(scene: Scene) -> Any:
-    return scene.crew.directory
+@contextmanager
+def _producers_paused(scene: Scene) -> Iterator[None]:
+    scene.stage.pause_file.touch()
+    try:
+        yield
+    finally:
+        scene.stage.pause_file.unlink(missing_ok=True)
+
+
+def _wait_until_quiet(scene: Scene, log: headwater.Headwater) -> None:
+    """Until nothing more is published and committed; or not, if a transaction that is held open takes too long."""
+    deadline = time.monotonic() + PAUSE_SECONDS
+    while time.monotonic() < deadline and not scene.over.is_set():
+        before = log.state()
+        scene.over.wait(SEEN_SECONDS)
+        now = log.state()
+        # Those that roll back go on, so that the head moves by as much as they assign.
+        if now.settled >= before.drawn and now.settled >= now.drawn - 10:
+            return
+
+
+@contextmanager
+def _noting_head(scene: Scene) -> Iterator[None]:
+    try:
+        with _log(scene.direct_dsn, scene) as log:
+            before = log.state().drawn
+    except (LogUnavailable, psycopg.OperationalError):
+        before = 0
+    yield
+    _note_head(scene, before)
+
+
+def _note_head(scene: Scene, before: int) -> None:
+    with suppress(LogUnavailable, psycopg.OperationalError), _log(scene.direct_dsn, scene) as log:
+        scene.head_went_back += log.state().drawn < before
+
+
+def _signal(pid: int | None, number: int) -> None:
+    if pid is not None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def _direct(scene: Scene) -> psycopg.Connection[Any]:
@@ -202,7 +335,7 @@ def _direct(scene: Scene) -> psycopg.Connection[Any]:
     )
 
 
-def _log(scene: Scene) -> headwater.Headwater:
+def _log(dsn: str, scene: Scene) -> headwater.Headwater:
     return headwater.connect(
-        scene.stage.dsn, pool_size=1, connect_timeout_seconds=CONNECT_SECONDS, application_name=scene.stage.name
+        dsn, pool_size=1, connect_timeout_seconds=CONNECT_SECONDS, application_name=scene.stage.name
     )

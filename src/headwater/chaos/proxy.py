@@ -9,8 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-import psycopg
 from psycopg.conninfo import make_conninfo
+
+from headwater.chaos.cluster import host_and_port
 
 CHUNK_BYTES: Final = 65536
 START_SECONDS: Final = 10.0
@@ -20,9 +21,9 @@ class Proxy:
     """Hands bytes on, both ways, until told not to. Runs in a thread of its own."""
 
     def __init__(self, dsn: str, directory: Path) -> None:
-        # What libpq makes of the address, whichever way it was given.
-        with psycopg.connect(dsn, connect_timeout=10) as probe:
-            self._host, self._port = probe.info.host, probe.info.port
+        self._host, self._port = host_and_port(dsn)
+        # Under this number its socket is known, whatever that of a later server is.
+        self._own_port = self._port
         self._local = self._host.startswith("/")
         self._directory = directory
         self._links: set[asyncio.StreamWriter] = set()
@@ -34,7 +35,7 @@ class Proxy:
         if not self._ready.wait(START_SECONDS):
             raise TimeoutError("the proxy did not start")
         if self._local:
-            self.dsn = make_conninfo(dsn, host=str(directory), port=self._port)
+            self.dsn = make_conninfo(dsn, host=str(directory), port=self._own_port)
         else:
             # The name stays, so that a certificate still fits it.
             self.dsn = make_conninfo(dsn, hostaddr="127.0.0.1", port=self._listens_on)
@@ -44,8 +45,13 @@ class Proxy:
         self._loop.call_soon_threadsafe(self._cut, share, random.Random(seed))
 
     def stall(self, seconds: float) -> None:
-        """Let nothing through for so long. Nobody is told."""
+        """Let nothing through for this long, without closing a connection."""
         self._loop.call_soon_threadsafe(self._stall, seconds)
+
+    def switch(self, dsn: str) -> None:
+        """Lead every connection from now on to another server; those to the old one are cut."""
+        host, port = host_and_port(dsn)
+        self._loop.call_soon_threadsafe(self._switch, host, port)
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -68,7 +74,7 @@ class Proxy:
 
     async def _listen(self) -> asyncio.Server:
         if self._local:
-            return await asyncio.start_unix_server(self._link, self._directory / f".s.PGSQL.{self._port}")
+            return await asyncio.start_unix_server(self._link, self._directory / f".s.PGSQL.{self._own_port}")
         server = await asyncio.start_server(self._link, "127.0.0.1", 0)
         self._listens_on: int = server.sockets[0].getsockname()[1]
         return server
@@ -110,6 +116,10 @@ class Proxy:
         for writer in list(self._links):
             if chance.random() < share:
                 writer.transport.abort()
+
+    def _switch(self, host: str, port: int) -> None:
+        self._host, self._port = host, port
+        self._cut(1.0, random.Random())
 
     def _stall(self, seconds: float) -> None:
         self._stalled_until = self._loop.time() + seconds

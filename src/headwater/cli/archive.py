@@ -32,7 +32,7 @@ def list_archives(context: typer.Context, dsn: Dsn = None, as_json: Json = False
             (
                 a.name,
                 a.archived_to,
-                a.positions_behind,
+                output.at_least(a.lag_events, a.lag_is_more),
                 a.oldest_unarchived_age,
                 a.updated_at,
                 a.held_topics or "-",

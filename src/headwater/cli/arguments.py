@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
+
+from headwater.cli import output
 
 _UNITS: Final = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _PART: Final = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d|w)")
@@ -71,3 +73,14 @@ Since = Annotated[
     typer.Option(parser=past_instant, metavar="TIME", help="Start at this time: ISO, or 5m for five minutes ago."),
 ]
 SkipExpired = Annotated[bool, typer.Option("--skip-expired", help="Pass over what retention took.", show_default=False)]
+
+
+def json_object(text: str) -> Any:
+    """A JSON object, as parameters of a filter are."""
+    try:
+        parsed = output.parse_json(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"not JSON: {error}") from None
+    if not isinstance(parsed, dict):
+        raise typer.BadParameter("params are a JSON object")
+    return parsed

@@ -1,8 +1,7 @@
-"""`headwater chaos`: is anything lost when everything around the log is killed, cut off and held up?"""
+"""`headwater chaos`: is anything lost when everything around the log is killed, cut off, replaced and held up?"""
 
 from __future__ import annotations
 
-import importlib.util
 import secrets
 import tempfile
 import time
@@ -22,35 +21,57 @@ from headwater.cli.connection import session
 from headwater.cli.exit_codes import ChecksFailed
 from headwater.cli.up import orderly_end, prepare
 from headwater.embedded import Postgres
+from headwater.errors import InvalidRequest
 
 app = typer.Typer()
 
 # How often a line is written where no bar can be shown.
 LINE_SECONDS: Final = 15.0
+KINDS: Final = ", ".join(trial.KINDS)
+READERS: Final = ", ".join(trial.ROLES)
 
 
-@app.command(epilog=examples("headwater chaos --minutes 3", "headwater chaos --seconds 20 --seed 7 --json"))
+@app.command(
+    epilog=examples(
+        "headwater chaos --minutes 10",
+        "headwater chaos --seconds 20 --seed 7 --json",
+        "headwater chaos --kinds 'failovers,Postgres stopped at once' --readers follow,sse",
+    )
+)
 def chaos(
     context: typer.Context,
     minutes: Annotated[float, typer.Option(min=0, max=1440, help="How long disasters go on.")] = 1.0,
     seconds: Annotated[float | None, typer.Option(min=1, help="The same in seconds; goes before --minutes.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Which disasters come when; default: any.")] = None,
-    rate: Annotated[float, typer.Option(min=1, max=100_000, help="Events a second that are published.")] = 400.0,
+    rate: Annotated[float, typer.Option(min=1, max=100_000, help="Events a second that are published.")] = 200.0,
     copy_events: Annotated[int, typer.Option(min=1, max=1_000_000, help="Events of a huge transaction.")] = 5000,
-    kafka: Annotated[
-        bool | None,
-        typer.Option("--kafka/--no-kafka", help="With a Kafka broker and a client of it; default: if installed."),
+    kind: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--kinds", help=f"Only these disasters, with commas between them: {', '.join(trial.KINDS)}. Default: all."
+        ),
+    ] = None,
+    reader: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--readers",
+            help=f"Only these readers, with commas between them: {', '.join(trial.ROLES)}. Default: all installed.",
+        ),
     ] = None,
     yes: Yes = False,
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:
-    """Produce and consume while processes are killed and frozen, Postgres is killed, connections are cut and stall,
-    transactions stay open and huge ones are copied in. Then count what is lost: it must be 0.
+    """Publish and read in every way there is while everything is killed, and count what is lost: it must be 0.
 
-    Runs on a Postgres of its own, which is gone afterwards. With --dsn or HEADWATER_DSN it runs on that database: it
-    publishes there, ends sessions of its own, holds transactions open and slows everybody down; the server itself is
-    not killed. Ends with 1 if anything is lost, doubled, torn or invented.
+    Readers: queues, follow with and without a cursor, process, SQL subscription, event store, SSE, gRPC, Kafka,
+    webhooks. Disasters: processes are killed and frozen; Postgres is killed, stopped before its WAL is flushed, and
+    replaced by a standby that lags; sessions end, connections are cut and stall; transactions stay open, and huge ones
+    are copied in.
+
+    Runs on a Postgres of its own, which is removed afterwards. With --dsn or HEADWATER_DSN it runs on that database: it
+    publishes there, ends sessions of its own, holds transactions open and slows others down; the server itself is not
+    killed. Ends with 1 if anything is lost, doubled, torn, invented or out of order.
     """
     given = dsn or session(context).settings.dsn
     plan = trial.Plan(
@@ -58,7 +79,8 @@ def chaos(
         seed=secrets.randbelow(1_000_000) if seed is None else seed,
         events_per_second=rate,
         copy_events=copy_events,
-        kafka=_kafka_is_there() if kafka is None else kafka,
+        kinds=_chosen(kind, trial.KINDS, "--kinds"),
+        roles=_chosen(reader, trial.ROLES, "--readers") if reader else None,
     )
     if given is not None:
         output.note("warning: this burdens a database that others may use; it is made for one that nobody needs")
@@ -69,13 +91,18 @@ def chaos(
     if not outcome.verdict.ok:
         raise ChecksFailed(
             f"lost {outcome.verdict.lost}, doubled {outcome.verdict.duplicates}, torn {outcome.verdict.torn}, "
-            f"invented {outcome.verdict.invented}, gaps {outcome.verdict.gaps}",
+            f"invented {outcome.verdict.invented}, gaps {outcome.verdict.gaps}, "
+            f"out of order {outcome.verdict.out_of_order}",
             hint=f"Report it with --seed {plan.seed} and the lines above.",
         )
 
 
-def _kafka_is_there() -> bool:
-    return all(importlib.util.find_spec(name) is not None for name in ("kio", "cramjam", "confluent_kafka"))
+def _chosen(names: list[str] | None, known: tuple[str, ...], option: str) -> tuple[str, ...]:
+    """These of the known names, or all; several may be in one, with commas between them."""
+    chosen = tuple(part.strip() for name in names or () for part in name.split(","))
+    if unknown := [name for name in chosen if name not in known]:
+        raise InvalidRequest(f"{option}: unknown {unknown[0]!r}", hint=f"Known are: {', '.join(known)}.")
+    return chosen or known
 
 
 @contextmanager
@@ -131,9 +158,16 @@ def _print(outcome: trial.Outcome, *, as_json: bool) -> None:
         return
     for name, count in outcome.disasters.items():
         output.say(f"{count:>9}  {name}")
+    output.say(f"{outcome.head_went_back:>9}  times the head of the log went back")
     output.say(f"{outcome.processes_killed:>9}  of {outcome.processes_started} processes died")
     for failure in outcome.failures:
         output.say(f"           ended by itself: {output.visible(failure)}")
+    for role, module in outcome.left_out.items():
+        output.say(f"           left out: {role} ({module} is not installed)")
+    output.say("")
+    output.say(f"{'lost':>9}{'repeated':>10}{'dead':>7}{'delivered':>11}  reader")
+    for one in verdict.readers:
+        output.say(f"{one.lost:>9}{one.repeated:>10}{one.dead:>7}{one.delivered:>11}  {one.name}")
     output.say("")
     for name in (
         "produced",
@@ -141,13 +175,15 @@ def _print(outcome: trial.Outcome, *, as_json: bool) -> None:
         "processed",
         "repeated",
         "dead",
+        "lost_with_old_primary",
         "lost",
         "duplicates",
         "torn",
         "invented",
         "gaps",
+        "out_of_order",
     ):
-        output.say(f"{getattr(verdict, name):>9}  {name}")
+        output.say(f"{getattr(verdict, name):>9}  {name.replace('_', ' ')}")
     for example in verdict.examples:
         output.say(f"           {output.visible(example)}")
     output.say("")

@@ -32,7 +32,7 @@ def list_cursors(context: typer.Context, dsn: Dsn = None, as_json: Json = False)
             (
                 c.name,
                 c.position,
-                c.positions_behind,
+                output.at_least(c.lag_events, c.lag_is_more),
                 c.oldest_unread_age,
                 c.must_not_lose,
                 c.updated_at,

@@ -17,6 +17,8 @@ app = typer.Typer(help="Dead letters: events that a group has given up on.", no_
 Group = Annotated[str, typer.Argument(metavar="GROUP", help="The group.", show_default=False)]
 Positions = Annotated[list[int] | None, typer.Argument(metavar="[POSITION]...", help="Only these; none: all.")]
 Topic = Annotated[str | None, typer.Option(metavar="TOPIC", help="Only of this topic.")]
+Handler = Annotated[str | None, typer.Option(metavar="NAME", help="Only of this subscriber's handler.")]
+SubscriptionId = Annotated[int | None, typer.Option("--subscription", metavar="ID", help="Only of this subscription.")]
 ErrorLike = Annotated[str | None, typer.Option("--error", metavar="PATTERN", help="Only errors like this, as in SQL.")]
 
 COUNTED = 100_000
@@ -31,19 +33,52 @@ def list_dead(
     positions: Positions = None,
     topic: Topic = None,
     error: ErrorLike = None,
+    handler: Handler = None,
+    subscription: SubscriptionId = None,
     limit: Annotated[int, typer.Option(min=1, max=100_000, help="At most so many.")] = 100,
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:
     """List a group's dead letters; --json shows every try that each one had."""
     with session(context).log(dsn) as log:
-        letters = log.dead_letters(group, positions=positions or None, topic=topic, error_like=error, batch_size=limit)
+        letters = log.dead_letters(
+            group,
+            positions=positions or None,
+            topic=topic,
+            error_like=error,
+            handler=handler,
+            subscription_id=subscription,
+            batch_size=limit,
+        )
     if as_json:
         output.emit(letters)
         return
+    # Only groups that read for subscriptions have handlers.
+    named = any(letter.handler is not None for letter in letters)
     output.table(
-        ("position", "died", "topic", "key", "type", "attempts", "last error"),
-        ((d.position, d.died_at, d.topic, d.key, d.type, d.attempts, d.last_error) for d in letters),
+        (
+            "position",
+            "died",
+            "topic",
+            "key",
+            "type",
+            *(("subscription", "handler") if named else ()),
+            "attempts",
+            "last error",
+        ),
+        (
+            (
+                d.position,
+                d.died_at,
+                d.topic,
+                d.key,
+                d.type,
+                *((d.subscription_id, d.handler) if named else ()),
+                d.attempts,
+                d.last_error,
+            )
+            for d in letters
+        ),
         empty="no dead letters",
     )
 
@@ -57,6 +92,8 @@ def redrive(
     positions: Positions = None,
     topic: Topic = None,
     error: ErrorLike = None,
+    handler: Handler = None,
+    subscription: SubscriptionId = None,
     yes: Yes = False,
     dsn: Dsn = None,
     as_json: Json = False,
@@ -64,12 +101,26 @@ def redrive(
     """Give dead letters a fresh set of tries. Says how many, and asks, unless they are named."""
     with session(context).log(dsn) as log:
         if not positions:
-            chosen = log.dead_letters(group, topic=topic, error_like=error, batch_size=COUNTED)
+            chosen = log.dead_letters(
+                group,
+                topic=topic,
+                error_like=error,
+                handler=handler,
+                subscription_id=subscription,
+                batch_size=COUNTED,
+            )
             if chosen:
                 output.confirm(f"redrive {_letters(len(chosen))} of group {group}?", yes=yes)
-        detail: dict[str, Any] = {"positions": (positions or [])[:1000] or "all", "topic": topic, "error_like": error}
+        detail = _detail(positions, topic, error, handler, subscription)
         with acting(log, "group.redrive", group, detail) as log:
-            redriven = log.redrive(group, positions=positions or None, topic=topic, error_like=error)
+            redriven = log.redrive(
+                group,
+                positions=positions or None,
+                topic=topic,
+                error_like=error,
+                handler=handler,
+                subscription_id=subscription,
+            )
             detail["count"] = redriven
     if positions and not redriven:
         raise _missing(group)
@@ -88,25 +139,52 @@ def discard(
     positions: Positions = None,
     topic: Topic = None,
     error: ErrorLike = None,
+    handler: Handler = None,
+    subscription: SubscriptionId = None,
     yes: Yes = False,
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:
     """Drop dead letters for good. Says how many, and asks."""
     with session(context).log(dsn) as log:
-        chosen = log.dead_letters(group, positions=positions or None, topic=topic, error_like=error, batch_size=COUNTED)
+        chosen = log.dead_letters(
+            group,
+            positions=positions or None,
+            topic=topic,
+            error_like=error,
+            handler=handler,
+            subscription_id=subscription,
+            batch_size=COUNTED,
+        )
         if positions and not chosen:
             raise _missing(group)
         if chosen:
             output.confirm(f"drop {_letters(len(chosen))} of group {group} for good?", yes=yes)
-        detail: dict[str, Any] = {"positions": (positions or [])[:1000] or "all", "topic": topic, "error_like": error}
+        detail = _detail(positions, topic, error, handler, subscription)
         with acting(log, "group.discard", group, detail) as log:
-            discarded = log.discard(group, positions=positions or None, topic=topic, error_like=error)
+            discarded = log.discard(
+                group,
+                positions=positions or None,
+                topic=topic,
+                error_like=error,
+                handler=handler,
+                subscription_id=subscription,
+            )
             detail["count"] = discarded
     if as_json:
         output.emit({"discarded": discarded})
     else:
         output.say(f"dropped {_letters(discarded)}")
+
+
+def _detail(
+    positions: list[int] | None, topic: str | None, error: str | None, handler: str | None, subscription: int | None
+) -> dict[str, Any]:
+    """What the audit topic keeps of a choice."""
+    detail: dict[str, Any] = {"positions": (positions or [])[:1000] or "all", "topic": topic, "error_like": error}
+    if handler is not None or subscription is not None:
+        detail |= {"handler": handler, "subscription": subscription}
+    return detail
 
 
 def _letters(count: int) -> str:

@@ -193,7 +193,7 @@ def share_work_in_a_queue(stage: Stage) -> Mapping[str, Any]:
     stage.tell(f"The hopeless one is a dead letter: {letter.last_error!r}. Its address is mended, so it is redriven:")
     log.redrive(QUEUE)
     log.ack(_claimed(log, QUEUE, worker="worker-b", batch_size=3))
-    (overview,) = [group for group in log.groups() if group.name == QUEUE]
+    (overview,) = log.groups([QUEUE])
     stage.tell(f"  done {overview.done}, ready {overview.ready}, dead {overview.dead}")
     return {"shared": shared, "tries": again.events[0].attempt, "dead": letter.last_error, "done": overview.done}
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Literal, NamedTuple
 
 import psycopg
@@ -13,13 +13,15 @@ from psycopg.rows import namedtuple_row
 
 import headwater
 from headwater import calls
+from headwater.calls import overview
+from headwater.calls.reading import SEGMENT_SIZE
 from headwater.cli import output
 from headwater.cli.arguments import Dsn, Json, examples
 from headwater.cli.connection import Session, session, translated
 from headwater.cli.exit_codes import ChecksFailed
 from headwater.cli.queries import ask, query
-from headwater.cli.reading_group import reading_groups
 from headwater.errors import HeadwaterError, NotAllowed
+from headwater.model import GroupOverview, LogFault
 
 app = typer.Typer()
 
@@ -29,6 +31,12 @@ SET_OPTION_SERVER: Final = 160_000
 OLD_PUBLISHER: Final = timedelta(seconds=60)
 OVERDUE: Final = timedelta(seconds=60)
 MANY_DEAD: Final = 100
+CLOCKS_APART: Final = timedelta(seconds=30)
+CLOCK_STEPS_TOLD: Final = timedelta(days=1)
+# What an idle slot may hold: less than one file of WAL is what every slot holds between two reads.
+MAX_IDLE_SLOT_BYTES: Final = 16 * 1024 * 1024
+# Of findings of one kind, how many are told one by one.
+MAX_ALIKE: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +61,7 @@ class _Facts(NamedTuple):
     owner: str | None
     takes_conditions: bool
     server_time: datetime
+    asked_at: datetime
 
 
 @app.command(epilog=examples("headwater doctor", "headwater doctor --json"))
@@ -145,6 +154,15 @@ def _segments(log: headwater.Headwater, facts: _Facts) -> Iterator[Finding]:
         )
     else:
         yield Finding("segments", "ok", f"{ahead} segments are ready for the log to grow into")
+    for fault in log.run(overview.log_faults()):
+        if fault.kind == "segment":
+            yield Finding(
+                "segments",
+                "fail",
+                f"table headwater.{fault.name} is missing: {_missing_segment(fault)}",
+                "Restore the database from a backup. Never drop or detach the tables of the log by hand: "
+                "retention does it.",
+            )
     if open_age is not None and open_age > settings.segment_interval * 2:
         yield Finding(
             "maintenance",
@@ -157,6 +175,113 @@ def _segments(log: headwater.Headwater, facts: _Facts) -> Iterator[Finding]:
         yield Finding("maintenance", "ok", "segments are rotated in time")
 
 
+def _missing_segment(fault: LogFault) -> str:
+    if fault.position > fault.head:
+        return "publishing stops when the log has come there"
+    if fault.position + SEGMENT_SIZE > fault.head + 1:
+        return "nothing can be published"
+    return f"the events from position {fault.position} to {fault.position + SEGMENT_SIZE - 1} are gone"
+
+
+def _positions(log: headwater.Headwater, facts: _Facts) -> Iterator[Finding]:
+    """Nothing stands beyond the head of the log: what does gets nothing until the log has come there."""
+    faults = [fault for fault in log.run(overview.log_faults()) if fault.kind != "segment"]
+    yield from _bounded("positions", [_beyond_head(fault) for fault in faults])
+    if not faults:
+        yield Finding("positions", "ok", "no cursor and no group is beyond the head of the log")
+
+
+def _beyond_head(fault: LogFault) -> Finding:
+    beyond = f"at {fault.position}, beyond the head of the log at {fault.head}"
+    if fault.kind == "register":
+        return Finding(
+            "positions",
+            "fail",
+            f"the settled position is noted {beyond}: queues would skip the events in between",
+            "Was the database restored? Stop all workers, then run headwater migrate, which notes it again.",
+        )
+    kind = "cursor" if fault.kind == "cursor" else "group"
+    command = (
+        f"headwater cursor set {fault.name} --position"
+        if kind == "cursor"
+        else f"headwater group rewind {fault.name} --position"
+    )
+    return Finding(
+        "positions",
+        "fail",
+        f"{kind} {fault.name} is {beyond}: it gets none of the events until then",
+        f"Set it to the last position that it is known to have handled: {command} POSITION",
+    )
+
+
+def _bounded(check: str, findings: Sequence[Finding]) -> Iterator[Finding]:
+    """So many of one kind, then how many more there are."""
+    yield from findings[:MAX_ALIKE]
+    if len(findings) > MAX_ALIKE:
+        worst: Literal["warn", "fail"] = "fail" if any(one.outcome == "fail" for one in findings) else "warn"
+        yield Finding(check, worst, f"and {len(findings) - MAX_ALIKE} more like these", "headwater group list")
+
+
+def _slots(log: headwater.Headwater, facts: _Facts) -> Iterator[Finding]:
+    """An idle slot keeps WAL until the disk is full."""
+    slots = ask(log, "doctor_slots")
+    found = []
+    for name, held_bytes, lost in slots:
+        if lost:
+            found.append(
+                Finding(
+                    "slots",
+                    "warn",
+                    f"replication slot {name} has lost WAL that it needs (max_slot_wal_keep_size), and is of no use",
+                    f"Drop it: select pg_drop_replication_slot('{name}'). Its pipeline has to load its tables again.",
+                )
+            )
+        elif held_bytes > MAX_IDLE_SLOT_BYTES:
+            found.append(
+                Finding(
+                    "slots",
+                    "warn",
+                    f"replication slot {name} is inactive and holds {held_bytes / 1048576:,.0f} MiB of WAL",
+                    "Run its pipeline (headwater pipeline status), or drop it: "
+                    f"select pg_drop_replication_slot('{name}')",
+                )
+            )
+    yield from _bounded("slots", found)
+    if not found:
+        yield Finding("slots", "ok", f"{len(slots)} inactive replication slots: none holds much WAL")
+
+
+def _pipelines(log: headwater.Headwater, facts: _Facts) -> Iterator[Finding]:
+    pipelines = log.run(calls.pipeline_statuses())
+    found = []
+    for one in pipelines:
+        error = (one.last_error or "").splitlines() or [""]
+        if one.state in ("failed", "failing"):
+            found.append(
+                Finding(
+                    "pipelines",
+                    "warn",
+                    f"pipeline {one.name} "
+                    + ("ended with an error" if one.state == "failed" else f"failed {one.failures} times in a row")
+                    + f": {error[0]}",
+                    f"See headwater pipeline status {one.name} --batches; mend the cause"
+                    + (f", then headwater pipeline run {one.name}." if one.state == "failed" else "."),
+                )
+            )
+        elif one.state == "lost":
+            found.append(
+                Finding(
+                    "pipelines",
+                    "warn",
+                    f"the runner of pipeline {one.name}, {one.runner}, is gone without a word",
+                    f"Start it again, it goes on from its place: headwater pipeline run {one.name}",
+                )
+            )
+    yield from _bounded("pipelines", found)
+    if not found:
+        yield Finding("pipelines", "ok", f"{len(pipelines)} pipelines: none failed")
+
+
 def _publishers(log: headwater.Headwater, facts: _Facts) -> Iterator[Finding]:
     state = log.state()
     publishers = log.publishers_in_flight()
@@ -166,7 +291,7 @@ def _publishers(log: headwater.Headwater, facts: _Facts) -> Iterator[Finding]:
             yield Finding(
                 "publishers",
                 "warn",
-                f"a prepared transaction holds readers at {publisher.position_bound}",
+                f"a prepared transaction holds readers of {_topics(publisher.topics)} at {publisher.position_bound}",
                 "Commit or roll it back: select * from pg_prepared_xacts",
             )
         elif publisher.age is not None and publisher.age > OLD_PUBLISHER:
@@ -174,8 +299,9 @@ def _publishers(log: headwater.Headwater, facts: _Facts) -> Iterator[Finding]:
                 "publishers",
                 "warn",
                 f"{who} published {output.shown(publisher.age)} ago and is still open ({publisher.state}); "
-                f"readers wait at {publisher.position_bound}",
-                f"Let it commit, or end it: select pg_terminate_backend({publisher.pid})",
+                f"readers of {_topics(publisher.topics)} wait at {publisher.position_bound}",
+                f"Let it commit, or end it: select pg_terminate_backend({publisher.pid}). "
+                "headwater settings set --max-publisher-seconds ends such by itself.",
             )
     if all(p.age is not None and p.age <= OLD_PUBLISHER for p in publishers):
         yield Finding(
@@ -185,27 +311,32 @@ def _publishers(log: headwater.Headwater, facts: _Facts) -> Iterator[Finding]:
         )
 
 
+def _topics(names: Sequence[str] | None) -> str:
+    if names is None:
+        return "all topics"
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more topics" if len(names) > 3 else "")
+
+
 def _cursors(log: headwater.Headwater, facts: _Facts) -> Iterator[Finding]:
-    retentions = [topic.retention for topic in log.topics() if topic.retention is not None]
-    shortest = min(retentions, default=None)
-    held = [
-        cursor
-        for cursor in log.cursors()
-        if cursor.must_not_lose
-        and shortest is not None
-        and cursor.oldest_unread_age is not None
-        and cursor.oldest_unread_age > shortest
-    ]
-    for cursor in held:
+    held = [hold for hold in ask(log, "doctor_retention") if hold[0] == "cursor"]
+    for _, name, *hold in held:
         yield Finding(
             "cursors",
             "warn",
-            f"cursor {cursor.name} must not lose and has not read for {output.shown(cursor.oldest_unread_age)}: "
-            "it holds retention back",
-            f"Run its reader, or give up what it has not read: headwater cursor delete {cursor.name}",
+            f"cursor {name} must not lose and holds retention back: {_held(facts, *hold)}",
+            f"Run its reader, or give up what it has not read: headwater cursor delete {name}",
         )
     if not held:
         yield Finding("cursors", "ok", "no cursor holds retention back")
+
+
+def _held(facts: _Facts, topic: str, position: int, oldest: datetime, events: int, more: bool, size_bytes: int) -> str:
+    """What a consumer holds of a topic, in words."""
+    counted = f"more than {events}" if more else str(events)
+    return (
+        f"topic {topic} after position {position}, for {output.shown(facts.server_time - oldest)}, "
+        f"{counted} events of {size_bytes} bytes that are older than its retention"
+    )
 
 
 def _archives(log: headwater.Headwater, facts: _Facts) -> Iterator[Finding]:
@@ -225,57 +356,104 @@ def _archives(log: headwater.Headwater, facts: _Facts) -> Iterator[Finding]:
 
 
 def _groups(log: headwater.Headwater, facts: _Facts) -> Iterator[Finding]:
-    reading = reading_groups(log)
-    queues = [group for group in log.groups() if group.name not in reading]
-    worrying = False
-    for group in queues:
-        if group.paused:
-            worrying = True
-            yield Finding(
-                "groups",
-                "warn",
-                f"group {group.name} is paused, {group.positions_behind} positions behind",
-                f"headwater group resume {group.name}",
-            )
-        if group.dead >= MANY_DEAD:
-            worrying = True
-            yield Finding(
-                "groups",
-                "warn",
-                f"group {group.name} has {group.dead} dead letters",
-                f"Look at why: headwater dead list {group.name}. Then headwater dead redrive, or discard.",
-            )
-    for name, events, overdue in ask(log, "doctor_leases", OVERDUE):
-        worrying = True
+    groups = log.groups()
+    overdue = {name: (events, late) for name, events, late in ask(log, "doctor_leases", OVERDUE)}
+    found = [finding for group in groups for finding in _group(group, overdue.get(group.name))]
+    found += [
+        Finding(
+            "groups",
+            "warn",
+            f"group {name} must not lose and holds retention back: {_held(facts, *hold)}",
+            f"Run its workers, or headwater group alter {name} --may-lose, or headwater group delete {name}.",
+        )
+        for kind, name, *hold in ask(log, "doctor_retention")
+        if kind in {"queue", "group"}
+    ]
+    yield from _bounded("groups", found)
+    if not found:
+        queues = sum(group.kind == "queue" for group in groups)
+        yield Finding(
+            "groups",
+            "ok",
+            f"{queues} queues: none paused, stalled or without workers, no lease overdue, few dead letters",
+        )
+
+
+def _group(group: GroupOverview, overdue: tuple[int, timedelta] | None) -> Iterator[Finding]:
+    """What is wrong with one group."""
+    behind = output.at_least(group.lag_events, group.lag_is_more)
+    age = "" if group.lag_seconds is None else f", the oldest of {_ago(group.lag_seconds)} ago"
+    if group.state == "paused":
         yield Finding(
             "groups",
             "warn",
-            f"group {name} has {events} events in leases that ran out {output.shown(overdue)} ago",
+            f"group {group.name} is paused, {behind} events behind",
+            f"headwater group resume {group.name}",
+        )
+    elif group.state == "no_workers" and (group.lag_events or group.lag_is_more):
+        seen = "never had one" if group.last_claimed_at is None else f"was last worked by {group.last_worker}"
+        yield Finding(
+            "groups",
+            "warn",
+            f"group {group.name} has no workers and {behind} events that wait{age}; it {seen}",
+            "Start its workers (headwater work MODULE:APP), or headwater group delete "
+            f"{group.name} if it is not needed any more.",
+        )
+    elif group.state == "no_reader" and (group.lag_events or group.lag_is_more):
+        yield Finding(
+            "groups",
+            "warn",
+            f"group {group.name} has subscriptions, no reader and {behind} events to read{age}",
+            "Start the program that reads for it (headwater work MODULE:APP, or headwater serve), or delete it: "
+            f"headwater group delete {group.name}",
+        )
+    elif group.state == "stalled":
+        yield Finding(
+            "groups",
+            "warn",
+            f"group {group.name} is stalled: workers ask, {behind} events wait{age}, and none is handed out",
+            "Look at the publishers above: an open one holds readers up. Else headwater group describe "
+            f"{group.name}: is something leased for long, or max_in_flight too low?",
+        )
+    if group.dead >= MANY_DEAD:
+        yield Finding(
+            "groups",
+            "warn",
+            f"group {group.name} has {group.dead} dead letters",
+            f"Look at why: headwater dead list {group.name}. Then headwater dead redrive, or discard.",
+        )
+    if overdue is not None:
+        events, late = overdue
+        yield Finding(
+            "groups",
+            "warn",
+            f"group {group.name} has {events} events in leases that ran out {output.shown(late)} ago",
             "Its workers are gone, and with the next one the events go on: headwater work MODULE:APP",
         )
-    retentions = [topic.retention for topic in log.topics() if topic.retention is not None]
-    for name, oldest in ask(log, "doctor_unworked") if retentions else []:
-        if oldest > min(retentions):
-            worrying = True
-            yield Finding(
-                "groups",
-                "warn",
-                f"group {name} must not lose and has not finished an event of {output.shown(oldest)} ago: "
-                "it holds retention back",
-                f"Run its workers, or headwater group alter {name} --may-lose, or headwater group delete {name}.",
-            )
-    if not worrying:
-        yield Finding("groups", "ok", f"{len(queues)} queues: none paused, no lease overdue, few dead letters")
+
+
+def _ago(seconds: float) -> str:
+    return output.shown(timedelta(seconds=round(seconds)))
 
 
 def _conditions(log: headwater.Headwater, facts: _Facts) -> Iterator[Finding]:
     yield from _condition_role(facts)
-    for expression, error, groups in ask(log, "doctor_conditions"):
+    for group, expression, position, stopped_at, error, expired, subscriptions in ask(log, "doctor_conditions"):
+        lost = "; retention has taken events that they have not had" if expired else ""
         yield Finding(
             "conditions",
             "warn",
-            f"a condition of {', '.join(groups)} is set aside, and matches nothing: {error}: {expression}",
-            "Subscribe to it again for another chance (headwater sub create), or to one that takes less time.",
+            f"{subscriptions} subscriptions of group {group} are stopped after position {position} since "
+            f"{output.shown(stopped_at)}: {error}: {expression}{lost}",
+            "Nothing is passed over. To go on from there: subscribe to the filter again (headwater sub create), or "
+            "resume it with `log.resume_filter(ID)`.",
+        )
+    for expression, error, errors in ask(log, "doctor_filter_errors"):
+        yield Finding(
+            "conditions",
+            "warn",
+            f"a filter failed on {errors} events, which do not match it; the last: {error}: {expression}",
+            "Write it so that it fits every event, for example with a case, and subscribe to that one.",
         )
 
 
@@ -290,13 +468,18 @@ def _condition_role(facts: _Facts) -> Iterator[Finding]:
     else:
         wrong = "there is no schema headwater_condition"
     effect = "no upgrade can renew how conditions run" if facts.takes_conditions else "no SQL conditions"
-    make_role = "" if facts.has_condition_role else "create role headwater_condition nologin; "
+    make_role = (
+        ""
+        if facts.has_condition_role
+        else "create role headwater_condition nologin; create role headwater_condition_owner nologin; "
+    )
     may_act = " with set true" if facts.server_version >= SET_OPTION_SERVER else ""
     yield Finding(
         "conditions",
         "warn",
         f"{wrong}: {effect}",
-        f'Have somebody who may create roles run: {make_role}grant headwater_condition to "{facts.owner}"{may_act}; '
+        f"Have somebody who may create roles run: {make_role}grant headwater_condition, headwater_condition_owner "
+        f'to "{facts.owner}"{may_act}; '
         f"Then run headwater migrate as {facts.owner}.",
     )
 
@@ -315,14 +498,42 @@ def _scheduled(log: headwater.Headwater, facts: _Facts) -> Iterator[Finding]:
         yield Finding("scheduled", "ok", "no scheduled event is overdue")
 
 
+def _clock(log: headwater.Headwater, facts: _Facts) -> Iterator[Finding]:
+    steps = ask(log, "doctor_clock", CLOCK_STEPS_TOLD)
+    for seen_at, seconds, position in steps:
+        yield Finding(
+            "clock",
+            "warn",
+            f"the database clock went back by {-seconds:.0f} seconds or more; seen at {output.shown(seen_at)}, "
+            f"when the log was at position {position}",
+            "Leases and retries are counted from then on. Have the clock slewed, not stepped (chrony, ntpd), and look "
+            "at what reads by time: scheduled events, cron schedules, retention.",
+        )
+    apart = facts.server_time - facts.asked_at
+    if abs(apart) > CLOCKS_APART:
+        steps.append(())
+        yield Finding(
+            "clock",
+            "warn",
+            f"the database clock and that of this machine are {output.shown(abs(apart))} apart",
+            "Set the one that is wrong. Events are dated, scheduled and expired by the database clock.",
+        )
+    if not steps:
+        yield Finding("clock", "ok", "the database clock was not set back lately, and agrees with this machine's")
+
+
 LOG_CHECKS: Final[tuple[tuple[str, Callable[[headwater.Headwater, _Facts], Iterator[Finding]]], ...]] = (
     ("segments", _segments),
+    ("positions", _positions),
     ("publishers", _publishers),
     ("cursors", _cursors),
     ("archives", _archives),
     ("groups", _groups),
+    ("pipelines", _pipelines),
+    ("slots", _slots),
     ("conditions", _conditions),
     ("scheduled", _scheduled),
+    ("clock", _clock),
 )
 
 
@@ -330,7 +541,7 @@ def _facts(connection: psycopg.Connection[Any]) -> _Facts:
     with connection.cursor(row_factory=namedtuple_row) as cursor:
         row = cursor.execute(query("doctor")).fetchone()
     assert row is not None
-    return _Facts(*row)
+    return _Facts._make([*row, datetime.now(UTC)])
 
 
 def _tell(finding: Finding) -> None:

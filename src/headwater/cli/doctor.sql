@@ -10,17 +10,20 @@ select
         from unnest(array['headwater_publisher', 'headwater_consumer', 'headwater_admin']) as r (name)
         where not exists (select from pg_roles p where p.rolname = r.name)
     ) as missing_roles,
-    exists (select from pg_roles r where r.rolname = 'headwater_condition') as has_condition_role,
+    (
+        select count(*) = 2 from pg_roles r
+        where r.rolname in ('headwater_condition', 'headwater_condition_owner')
+    ) as has_condition_role,
     -- Whose upgrades put conditions in place; a role that is not there yet has no members. Since Postgres 16 a member
     -- may lack the right to act as the role, as the one who made it does.
     (
-        select pg_has_role(
+        select bool_and(pg_has_role(
             n.nspowner, r.oid,
             case when current_setting('server_version_num')::integer >= 160000 then 'set' else 'member' end
-        )
+        ))
         from pg_namespace n
         cross join pg_roles r
-        where n.nspname = 'headwater' and r.rolname = 'headwater_condition'
+        where n.nspname = 'headwater' and r.rolname in ('headwater_condition', 'headwater_condition_owner')
     ) as owner_may_act,
     (select pg_get_userbyid(n.nspowner) from pg_namespace n where n.nspname = 'headwater') as owner,
     exists (

@@ -68,6 +68,7 @@ BY_ERROR: Final[Mapping[type[HeadwaterError], int]] = {
     errors.SchemaInUse: CONFLICT,
     errors.SchemaNotDeleted: CONFLICT,
     errors.CursorMoved: CONFLICT,
+    errors.EpochChanged: CONFLICT,
     errors.AppendConflict: CONFLICT,
     errors.StoreBusy: CONFLICT,
     errors.OrderBroken: CONFLICT,

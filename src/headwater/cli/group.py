@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -110,19 +110,30 @@ def create(
 def list_groups(context: typer.Context, dsn: Dsn = None, as_json: Json = False) -> None:
     """List every group with how far it has come: queues, then groups that read for subscriptions."""
     with session(context).log(dsn) as log:
-        reading = reading_groups(log)
-        queues = [group for group in log.groups() if group.name not in reading]
+        groups = log.groups()
+        queues = [group for group in groups if group.kind == "queue"]
+        reading = reading_groups(log, [group for group in groups if group.kind == "cursor"])
     if as_json:
         output.emit(
-            [{"kind": "queue", **output.plain(group)} for group in queues]
+            [output.plain(group) for group in queues]
             + [{"kind": "cursor", **output.plain(group)} for group in reading.values()]
         )
         return
     if queues or not reading:
         output.table(
-            ("group", "ready", "processing", "retrying", "dead", "done", "behind", "state"),
+            ("group", "ready", "processing", "retrying", "dead", "done", "behind", "oldest", "state"),
             (
-                (g.name, _ready(g), g.processing, g.retrying, g.dead, g.done, g.positions_behind, _state(g))
+                (
+                    g.name,
+                    output.at_least(g.ready, g.ready_is_more),
+                    g.processing,
+                    g.retrying,
+                    g.dead,
+                    g.done,
+                    output.at_least(g.lag_events, g.lag_is_more),
+                    None if g.lag_seconds is None else timedelta(seconds=round(g.lag_seconds)),
+                    _state(g.state),
+                )
                 for g in queues
             ),
             empty="no groups: headwater group create NAME --topic TOPIC",
@@ -133,7 +144,15 @@ def list_groups(context: typer.Context, dsn: Dsn = None, as_json: Json = False) 
         output.table(
             ("group", "position", "behind", "reader", "subscriptions", "retrying", "given up"),
             (
-                (g.name, g.position, g.positions_behind, g.reader, g.subscriptions, g.retrying, g.given_up)
+                (
+                    g.name,
+                    g.position,
+                    output.at_least(g.lag_events, g.lag_is_more),
+                    g.reader,
+                    g.subscriptions,
+                    g.retrying,
+                    g.given_up,
+                )
                 for g in reading.values()
             ),
         )
@@ -346,18 +365,15 @@ def deliveries(
 
 
 def _overview(log: headwater.Headwater, name: str) -> GroupOverview:
-    found = [one for one in log.groups() if one.name == name]
+    found = log.groups([name])
     if not found:
         raise NotThere(f'group "{name}" was deleted just now')
     return found[0]
 
 
-def _ready(group: GroupOverview) -> str:
-    return f"{group.ready}+" if group.ready_is_more else str(group.ready)
-
-
-def _state(group: GroupOverview) -> str:
-    return "paused" if group.paused else "running"
+def _state(state: str) -> str:
+    """As people read it: no_workers is "no workers"."""
+    return state.replace("_", " ")
 
 
 def _print_bindings(bindings: list[Binding]) -> None:

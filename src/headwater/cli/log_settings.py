@@ -41,6 +41,10 @@ def set_settings(
             parser=duration, metavar="DURATION", help="How long offsets of a Kafka group without members are kept."
         ),
     ] = None,
+    max_publisher_seconds: Annotated[
+        float | None,
+        typer.Option(help="End a publishing transaction that stays open longer; 0: never."),
+    ] = None,
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:
@@ -50,6 +54,7 @@ def set_settings(
         "segments_ahead": segments_ahead,
         "auto_create_topics": auto_create_topics,
         "kafka_offsets_kept": kafka_offsets_kept,
+        "max_publisher_seconds": max_publisher_seconds,
     }
     with session(context).log(dsn) as log, acting(log, "settings.set", "log", changes) as log:
         changed = log.change_settings(
@@ -57,6 +62,7 @@ def set_settings(
             segments_ahead=segments_ahead,
             auto_create_topics=auto_create_topics,
             kafka_offsets_kept=kafka_offsets_kept,
+            max_publisher_seconds=max_publisher_seconds,
         )
         _tell(changed, as_json=as_json)
 

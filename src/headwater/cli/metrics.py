@@ -15,7 +15,7 @@ from headwater.cli.arguments import Dsn, Json, examples
 from headwater.cli.connection import CONNECT_SECONDS, connect, session, translated
 from headwater.cli.exit_codes import ChecksFailed
 from headwater.errors import HeadwaterError, LogUnavailable
-from headwater.server.metrics import Check, is_ready, readiness, render
+from headwater.server.metrics import POSITIONS, Check, is_ready, readiness, render
 
 app = typer.Typer()
 T = TypeVar("T")
@@ -47,12 +47,12 @@ def check(
     `headwater doctor` looks at more, and takes longer.
     """
     found = _checks(session(context).dsn(dsn))
-    failed = [one.name for one in found if not one.ok and (one.required or strict)]
+    failed = [one.name for one in found if not one.ok and (one.required or strict or one.name == POSITIONS)]
     if as_json:
         output.emit({"ready": is_ready(found), "checks": found})
     else:
         for one in found:
-            outcome = "ok" if one.ok else "fail" if one.required else "warn"
+            outcome = "ok" if one.ok else "fail" if one.name in failed else "warn"
             output.say(f"{outcome:<4}  {one.name}: {output.visible(one.message)}")
             if not one.ok and one.action:
                 output.say(f"      {output.visible(one.action)}")

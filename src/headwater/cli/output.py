@@ -190,9 +190,19 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, empty: str =
         typer.secho(line, bold=number == 0)
 
 
+def at_least(count: int, is_more: bool) -> str:
+    """A count that may be a lower bound: 1000+ says that there are more."""
+    return f"{count}+" if is_more else str(count)
+
+
 def facts(value: Any) -> None:
-    """One value, a line for each of its fields."""
-    pairs = [(field.name, getattr(value, field.name)) for field in fields(value)]
+    """One value, a line for each of its fields. A count and what says that it is a lower bound are one line."""
+    found = {field.name: getattr(value, field.name) for field in fields(value)}
+    for name in [name for name in found if name.endswith("_is_more")]:
+        is_more, counted = found.pop(name), name.removesuffix("_is_more")
+        counted = counted if counted in found else f"{counted}_events"
+        found[counted] = at_least(found[counted], is_more)
+    pairs = list(found.items())
     width = max(len(name) for name, _ in pairs)
     for name, item in pairs:
         print(f"{name.replace('_', ' '):<{width}}  {shown(item)}")

@@ -249,12 +249,14 @@ def _row(one: PipelineStatus) -> tuple[Any, ...]:
         one.name,
         one.state,
         place_text(one.source, one.place),
-        "-" if one.behind is None else f"{max(0, one.behind):,}{' B' if one.source == 'changes' else ''}",
+        "-"
+        if one.behind is None
+        else f"{max(0, one.behind):,}{'+' * one.behind_is_more}{' B' if one.source == 'changes' else ''}",
         f"{one.rows:,}",
         one.batches,
         one.last_batch_at,
         one.runner or "-",
-        _first_line(one.last_error or "-") if one.failures or one.state == "lost" else "-",
+        _first_line(one.last_error or "-") if one.failures or one.state in ("lost", "failed") else "-",
     )
 
 

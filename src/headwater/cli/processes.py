@@ -22,7 +22,8 @@ P = TypeVar("P")
 Tell = Callable[[dict[str, str]], object]
 Run = Callable[[P, Connection], None]
 
-START_SECONDS: Final = 30.0
+START_SECONDS: Final = 180.0
+"""A process that ends is noticed at once. One that lives may be slow where many start on a busy machine."""
 RESTART_SECONDS: Final = 1.0
 
 
@@ -56,7 +57,7 @@ def supervise(
     children: list[_Child[P]] = []
     try:
         children = [_start(plan, run) for plan in plans]
-        addresses = [_first_word(child) for child in children]
+        addresses = [_first_word(child, lambda: stopping) for child in children]
         tell(addresses)
         while not stopping:
             ended = wait([child.process.sentinel for child in children], timeout=RESTART_SECONDS)
@@ -69,7 +70,7 @@ def supervise(
                 output.note(f"a process ended with code {child.process.exitcode} and is started again")
                 children[place] = _start(again(child.plan, addresses[place]), run)
                 try:
-                    _first_word(children[place])
+                    _first_word(children[place], lambda: stopping)
                 except HeadwaterError as error:
                     output.note(error.message)
     finally:
@@ -93,16 +94,25 @@ def _start(plan: P, run: Run[P]) -> _Child[P]:
     return _Child(plan, process, here)
 
 
-def _first_word(child: _Child[P]) -> dict[str, str]:
+def _first_word(child: _Child[P], is_stopping: Callable[[], bool]) -> dict[str, str]:
+    deadline = time.monotonic() + START_SECONDS
     try:
-        if child.pipe.poll(START_SECONDS):
+        while not (spoke := child.pipe.poll(RESTART_SECONDS)) and time.monotonic() < deadline:
+            if is_stopping():
+                raise LogUnavailable("told to stop before all processes served")
+        if spoke:
             told: dict[str, str] | HeadwaterError = child.pipe.recv()
             if isinstance(told, HeadwaterError):
                 raise told
             return told
     except EOFError:
-        pass
-    raise LogUnavailable("a process did not start to serve", hint="Its own message is above.")
+        raise LogUnavailable(
+            "a process ended before it served", hint="Its own message is above, if it had time for one."
+        ) from None
+    raise LogUnavailable(
+        f"a process does not serve after {START_SECONDS:g} seconds",
+        hint="Look whether the machine is overloaded and whether Postgres answers; start fewer processes.",
+    )
 
 
 def _last_word(child: _Child[P]) -> HeadwaterError | None:

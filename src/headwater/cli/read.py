@@ -94,9 +94,11 @@ def tail(
         show = _print_json if as_json else _print_lines
         if since is not None:
             after, skip_expired = log.position_before(since, topics or None), True
+        epoch: int | None = None
         if cursor is None and after is None:
             # The end of the log is looked up first: what settles meanwhile is then printed once, not never.
-            end = log.state().settled
+            state = log.state(topics or None)
+            end, epoch = state.settled, state.epoch
             last = log.read_backwards(topics or None, batch_size=lines)[::-1] if lines else []
             last = last[: limit or None]
             show(last)
@@ -104,7 +106,17 @@ def tail(
                 return
             limit = None if limit is None else limit - len(last)
             after = max([end, *(event.position for event in last)])
-        _follow(log, topics, show, after=after, cursor=cursor, limit=limit, skip_expired=skip_expired, stay=follow)
+        _follow(
+            log,
+            topics,
+            show,
+            after=after,
+            epoch=epoch,
+            cursor=cursor,
+            limit=limit,
+            skip_expired=skip_expired,
+            stay=follow,
+        )
 
 
 def _follow(
@@ -113,6 +125,7 @@ def _follow(
     show: _Show,
     *,
     after: int | None,
+    epoch: int | None,
     cursor: str | None,
     limit: int | None,
     skip_expired: bool,
@@ -121,24 +134,27 @@ def _follow(
     saved = 0
     if cursor is not None:
         saved = log.open_cursor(cursor, topics=topics or None, start_after=after)
-    batches = log.follow_batches(
+    batches = log.follow_deliveries(
         topics or None,
         after=after,
+        epoch=epoch,
         cursor=cursor,
         batch_size=min(limit or PAGE_SIZE, PAGE_SIZE),
         skip_expired=skip_expired,
         stop_when_caught_up=not stay,
     )
     remaining = limit
-    for batch in batches:
-        events = batch if remaining is None else batch[:remaining]
+    for delivery in batches:
+        events = delivery.events if remaining is None else delivery.events[:remaining]
         show(events)
         if remaining is not None:
             remaining -= len(events)
             if remaining == 0:
                 if cursor is not None:
                     # The follower would save this only when asked for the next batch.
-                    log.advance_cursor(cursor, from_position=saved, to_position=events[-1].position)
+                    log.advance_cursor(
+                        cursor, from_position=saved, to_position=events[-1].position, epoch=delivery.epoch
+                    )
                 return
         saved = events[-1].position
 
@@ -147,14 +163,15 @@ def _pages(
     log: headwater.Headwater, topics: list[str] | None, *, after: int | None, limit: int, skip_expired: bool
 ) -> Iterator[list[Event]]:
     # Only what is settled now: a reader that prints more slowly than others publish would never end.
-    end = log.state().settled
+    state = log.state(topics or None)
     # Who starts at the first event that is kept has lost nothing, whatever is gone between topics.
     skip_expired = skip_expired or after is None
     while limit > 0:
         page = log.read(
             topics or None,
             after=after,
-            up_to=end,
+            up_to=state.settled,
+            epoch=state.epoch,
             batch_size=min(limit, PAGE_SIZE),
             skip_expired=skip_expired,
         )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import headwater
 from headwater.cli.queries import ask
 from headwater.errors import InvalidRequest
+from headwater.model import GroupOverview
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +17,10 @@ class ReadingGroup:
 
     name: str
     position: int
-    positions_behind: int
+    state: str
+    lag_events: int
+    lag_is_more: bool
+    lag_seconds: float | None
     topics: tuple[str, ...] | None
     reader: str | None
     subscriptions: int
@@ -23,19 +28,30 @@ class ReadingGroup:
     given_up: int
 
 
-def reading_groups(log: headwater.Headwater) -> dict[str, ReadingGroup]:
-    """All of them, by name."""
-    found = [
-        ReadingGroup(name, position, behind, None if topics is None else tuple(topics), *rest)
-        for name, position, behind, topics, *rest in ask(log, "reading_groups")
-    ]
-    return {group.name: group for group in found}
+def reading_groups(log: headwater.Headwater, groups: Sequence[GroupOverview]) -> dict[str, ReadingGroup]:
+    """What is to be said of these, by name."""
+    known = {group.name: group for group in groups}
+    if not known:
+        return {}
+    return {
+        name: ReadingGroup(
+            name,
+            position,
+            known[name].state,
+            known[name].lag_events,
+            known[name].lag_is_more,
+            known[name].lag_seconds,
+            None if topics is None else tuple(topics),
+            *rest,
+        )
+        for name, position, topics, *rest in ask(log, "reading_groups", list(known))
+    }
 
 
 def reading_group(log: headwater.Headwater, name: str) -> ReadingGroup | None:
     """The one of that name; None if the group is a queue. GroupNotFound if there is no such group."""
     log.group(name)
-    return reading_groups(log).get(name)
+    return reading_groups(log, [group for group in log.groups([name]) if group.kind == "cursor"]).get(name)
 
 
 def refuse_reading_group(log: headwater.Headwater, name: str, *, cannot: str) -> None:

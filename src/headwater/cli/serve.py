@@ -29,6 +29,7 @@ from headwater.cli.log_lines import LogLines
 from headwater.cli.stopping import first_of, stop_on_signals
 from headwater.cli.webhook import AllowNetwork
 from headwater.errors import HeadwaterError, InvalidRequest
+from headwater.password_checks import PasswordChecks
 from headwater.server.door import Limits, Opening
 from headwater.server.webhook_addresses import Network, networks
 
@@ -476,20 +477,19 @@ async def _open_doors(stack: AsyncExitStack, plan: Plan) -> tuple[dict[str, str]
         await aio.connect(plan.dsn, pool_size=pool_size, application_name="headwater serve")
     )
     doors = await stack.enter_async_context(_Doors())
+    passwords = PasswordChecks()
     if plan.kafka is not None:
-        addresses["kafka"], failed = await _open_kafka(doors, log, plan.kafka)
-        failures.append(failed)
+        addresses["kafka"] = await _open_kafka(doors, log, plan.kafka, passwords)
     if plan.http is not None:
-        door = await doors.open(serving_http(log, plan.http))
+        door = await doors.open(serving_http(log, plan.http, passwords=passwords))
         addresses["http"] = door.address
         failures.append(door.failed)
     if plan.grpc is not None:
-        door = await doors.open(serving_grpc(log, plan.grpc))
+        door = await doors.open(serving_grpc(log, plan.grpc, passwords=passwords))
         addresses["grpc"] = door.address
         failures.append(door.failed)
     if plan.webhooks:
-        dispatcher = await doors.open(dispatching(log, allowed=plan.webhook_networks, grace_seconds=plan.grace_seconds))
-        failures.append(dispatcher.failed)
+        await doors.open(dispatching(log, allowed=plan.webhook_networks, grace_seconds=plan.grace_seconds))
     return addresses, failures
 
 
@@ -508,7 +508,7 @@ async def _open_stores(stack: AsyncExitStack, plan: Plan) -> tuple[dict[str, str
     return {"grpc": door.address}, [door.failed]
 
 
-async def _open_kafka(doors: _Doors, log: aio.AsyncHeadwater, plan: KafkaPlan) -> tuple[str, asyncio.Event]:
+async def _open_kafka(doors: _Doors, log: aio.AsyncHeadwater, plan: KafkaPlan, passwords: PasswordChecks) -> str:
     from headwater.kafka.server import serving
 
     opening = plan.opening
@@ -527,13 +527,14 @@ async def _open_kafka(doors: _Doors, log: aio.AsyncHeadwater, plan: KafkaPlan) -
                 authenticate=opening.authenticate,
                 loopback=opening.loopback,
                 grace_seconds=opening.limits.grace_seconds,
+                passwords=passwords,
             )
         )
     except OSError as error:
         raise InvalidRequest(
             f"{opening.host}:{opening.port} cannot be listened on: {error}", hint="Choose another port, or 0 for any."
         ) from error
-    return f"{broker.settings.host}:{broker.settings.port}", broker.failed
+    return f"{broker.settings.host}:{broker.settings.port}"
 
 
 def _run_child(plan: Plan, parent: Connection) -> None:

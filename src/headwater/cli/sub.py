@@ -10,7 +10,7 @@ import typer
 
 from headwater.cli import output
 from headwater.cli.acting import acting
-from headwater.cli.arguments import After, Dsn, Json, Yes, duration, examples
+from headwater.cli.arguments import After, Dsn, Json, Yes, duration, examples, json_object
 from headwater.cli.connection import session
 from headwater.cli.exit_codes import NotThere
 from headwater.cli.reading_group import reading_group
@@ -20,16 +20,6 @@ from headwater.model import Subscription
 app = typer.Typer(help="Subscriptions: SQL conditions over events, owned by a group.", no_args_is_help=True)
 
 Group = Annotated[str, typer.Argument(metavar="GROUP", help="The group.", show_default=False)]
-
-
-def _params(text: str) -> Any:
-    try:
-        parsed = output.parse_json(text)
-    except ValueError as error:
-        raise typer.BadParameter(f"not JSON: {error}") from None
-    if not isinstance(parsed, dict):
-        raise typer.BadParameter("params are a JSON object")
-    return parsed
 
 
 @app.command(
@@ -43,7 +33,7 @@ def create(
     group: Group,
     condition: Annotated[str, typer.Argument(help="A boolean SQL expression over e and s.", show_default=False)],
     params: Annotated[
-        Any, typer.Option(parser=_params, metavar="JSON", help="What the condition sees as s.params.")
+        Any, typer.Option(parser=json_object, metavar="JSON", help="What the condition sees as s.params.")
     ] = None,
     expires_after: Annotated[
         timedelta | None, typer.Option(parser=duration, metavar="DURATION", help="End it when not in use for so long.")
@@ -147,7 +137,10 @@ def delete(
 
 def print_subscriptions(found: list[Subscription]) -> None:
     output.table(
-        ("id", "group", "condition", "params", "last active", "set aside", "last error"),
-        ((s.id, s.group, s.condition, json.dumps(s.params), s.last_active_at, s.broken, s.last_error) for s in found),
+        ("id", "group", "condition", "params", "last active", "stopped after", "last error"),
+        (
+            (s.id, s.group, s.condition, json.dumps(s.params), s.last_active_at, s.stopped_position, s.last_error)
+            for s in found
+        ),
         empty="no subscriptions: headwater sub create",
     )

@@ -10,6 +10,6 @@ select
 from pg_trigger t
 join pg_class c on c.oid = t.tgrelid
 join pg_namespace n on n.oid = c.relnamespace
-where t.tgname in ('headwater_watch', 'headwater_watch_truncate') and not t.tgisinternal and t.tgparentid = 0
+where t.tgname ~ '^headwater_watch(_insert|_update|_delete|_truncate)?$' and not t.tgisinternal and t.tgparentid = 0
 group by n.nspname, c.relname
 order by 1;

@@ -12,12 +12,12 @@ import typer
 from headwater import aio
 from headwater.cli import output
 from headwater.cli.acting import acting
-from headwater.cli.arguments import Dsn, Json, Yes, examples, header, past_instant
+from headwater.cli.arguments import Dsn, Json, Yes, examples, header, json_object, past_instant
 from headwater.cli.connection import connect, session, translated
 from headwater.cli.exit_codes import NotThere
 from headwater.cli.extras import needs
-from headwater.cli.stopping import first_of, stop_on_signals
-from headwater.errors import HeadwaterError, InvalidRequest
+from headwater.cli.stopping import stop_on_signals
+from headwater.errors import InvalidRequest
 from headwater.model import GroupOverview, Webhook, WebhookTest
 
 app = typer.Typer(help="Webhooks: groups whose events are sent to a URL.", no_args_is_help=True)
@@ -66,6 +66,7 @@ AllowNetwork = Annotated[
         "headwater webhook create shop https://shop.example/hooks --topic orders",
         "headwater webhook create audit https://audit.example/in --topic orders --body raw --rate-per-second 20",
         "headwater webhook create mail https://mail.example/in --group mailer",
+        "headwater webhook create big https://audit.example/in --filter \"(e.data ->> 'cents')::int > 500\"",
     )
 )
 def create(
@@ -74,6 +75,12 @@ def create(
     url: Url,
     topic: Annotated[list[str] | None, typer.Option(metavar="TOPIC", help="Send these events; again for more.")] = None,
     group: Annotated[str | None, typer.Option(help="Send the events of a group that is there.")] = None,
+    filter: Annotated[
+        str | None, typer.Option(metavar="SQL", help="Send what this SQL filter over e and s matches, from now on.")
+    ] = None,
+    params: Annotated[
+        Any, typer.Option(parser=json_object, metavar="JSON", help="What the filter sees as s.params.")
+    ] = None,
     after: Annotated[int | None, typer.Option(metavar="POSITION", min=0, help="Start after this position.")] = None,
     since: Annotated[
         datetime | None, typer.Option(parser=past_instant, metavar="TIME", help="Start at this time.")
@@ -104,6 +111,7 @@ def create(
         "url": url,
         "topics": topic or None,
         "group": group,
+        "filter": filter,
         "headers": sorted(name for name, _ in headers) if headers else None,
         "timeout_seconds": timeout_seconds,
         "max_concurrency": max_concurrency,
@@ -116,6 +124,8 @@ def create(
             url,
             topic or None,
             group=group,
+            filter=filter,
+            params=params,
             after=after,
             since=since,
             from_end=from_end,
@@ -132,7 +142,7 @@ def create(
             backoff_max_seconds=backoff_max_seconds,
             ordered_keys=ordered_keys,
         )
-        bound = bool(log.bindings(created.group))
+        bound = filter is not None or group is not None or bool(log.bindings(created.group))
     if as_json:
         output.emit({**_document(created), "secret": created.secrets[0]})
         return
@@ -269,7 +279,7 @@ def delete(
     """Forget a webhook. Its group stays, and keeps what was not sent. Asks first."""
     with session(context).log(dsn) as log:
         found = log.webhook(name)
-        (progress,) = [one for one in log.groups() if one.name == found.group]
+        (progress,) = log.groups([found.group])
         unsent = f"{progress.ready}{'+' * progress.ready_is_more} events are not sent yet"
         what = f"webhook {name} and group {found.group}" if with_group else f"webhook {name}"
         output.confirm(f"forget {what}? {unsent}", yes=yes)
@@ -371,27 +381,21 @@ def deliver(
     with translated():
         connect(database).close()
 
-    async def run() -> bool:
+    async def run() -> None:
         stop = stop_on_signals()
         log = await aio.connect(database, pool_size=found.settings.pool_size, application_name="headwater webhooks")
-        async with log, dispatching(log, allowed=allowed, grace_seconds=grace_seconds) as dispatcher:
+        async with log, dispatching(log, allowed=allowed, grace_seconds=grace_seconds):
             if as_json:
                 output.emit({"delivering": True})
             else:
                 output.note("delivering webhooks; Ctrl-C stops")
-            await first_of(stop, dispatcher.failed)
-            return stop.is_set()
+            await stop.wait()
 
-    if not asyncio.run(run()):
-        raise DeliveryFailed("delivery stopped working; what went wrong is in its log")
+    asyncio.run(run())
     if as_json:
         output.emit({"stopped": True})
     else:
         output.note("stopped; what was not answered was given back")
-
-
-class DeliveryFailed(HeadwaterError):
-    """Something that delivery cannot do without came to an end: a bug of ours."""
 
 
 def _document(webhook: Webhook) -> dict[str, Any]:
@@ -402,8 +406,7 @@ def _document(webhook: Webhook) -> dict[str, Any]:
 def _figures(group: GroupOverview | None) -> tuple[Any, ...]:
     if group is None:
         return ("-",) * 5
-    ready = f"{group.ready}+" if group.ready_is_more else str(group.ready)
-    return ready, group.processing, group.retrying, group.dead, group.done
+    return output.at_least(group.ready, group.ready_is_more), group.processing, group.retrying, group.dead, group.done
 
 
 def _tell(document: Any, sentence: str, *, as_json: bool) -> None:

@@ -10,7 +10,7 @@ from headwater.client.administration import Administration
 from headwater.client.following import Following
 from headwater.client.groups import Groups
 from headwater.client.publishing import Publishing
-from headwater.client.shell import PooledConnection, keep_memory
+from headwater.client.shell import PooledConnection, prepare_session
 from headwater.client.store import Stores
 from headwater.client.subscriptions import Subscriptions
 from headwater.client.webhooks import Webhooks
@@ -43,7 +43,7 @@ def connect(
         kwargs={"autocommit": True, "application_name": application_name},
         open=False,
         connection_class=PooledConnection,
-        configure=keep_memory,
+        configure=prepare_session,
         name="headwater",
     )
     log = Headwater(pool)

@@ -13,7 +13,7 @@ from psycopg import Connection
 from headwater import calls
 from headwater.calls import Call
 from headwater.calls.audit import audit
-from headwater.client.shell import Shell
+from headwater.client.shell import Shell, Topics, as_names
 from headwater.model import (
     LogHealth,
     LogSettings,
@@ -90,9 +90,9 @@ class Administration(Shell):
         """Every topic with what it holds."""
         return self._run(calls.topics())
 
-    def state(self) -> LogState:
-        """How far the log goes and how far it is settled."""
-        return self._run(calls.log_state())
+    def state(self, topics: Topics = None) -> LogState:
+        """How far the log goes, how far readers of these topics may read, or of the whole log, and in which epoch."""
+        return self._run(calls.log_state(as_names(topics)))
 
     def publishers_in_flight(self) -> list[Publisher]:
         """The open transactions that have published: what readers wait for."""
@@ -109,13 +109,15 @@ class Administration(Shell):
         segments_ahead: int | None = None,
         auto_create_topics: bool | None = None,
         kafka_offsets_kept: timedelta | None = None,
+        max_publisher_seconds: float | None = None,
     ) -> LogSettings:
-        """Change settings of the whole log; None leaves one as it is."""
+        """Change settings of the whole log; None leaves one as it is; 0 for max_publisher_seconds removes the limit."""
         call = calls.change_log_settings(
             segment_interval=segment_interval,
             segments_ahead=segments_ahead,
             auto_create_topics=auto_create_topics,
             kafka_offsets_kept=kafka_offsets_kept,
+            max_publisher_seconds=max_publisher_seconds,
         )
         return self._run(call)
 

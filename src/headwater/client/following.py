@@ -18,12 +18,14 @@ from psycopg import Connection
 
 from headwater import calls, subscription, tracing
 from headwater.client.shell import Shell, Topics, as_names
+from headwater.counters import COUNTERS
 from headwater.errors import HeadwaterError, InvalidRequest
 from headwater.model import (
     Cursor,
     Event,
 )
-from headwater.subscription import Apply, Deliver, FollowStep, Wait
+from headwater.subscription import Apply, Deliver, FollowStep, OnEpochChange, Rewound, Wait
+from headwater.telemetry import EPOCH, EPOCH_CHANGED, POSITION, READ_TO, logger
 
 Handler = Callable[[Connection[Any], Sequence[Event]], None]
 
@@ -41,11 +43,14 @@ class Following(Shell):
         batch_size: int = 100,
         max_bytes: int = 16_777_216,
         skip_expired: bool = False,
+        epoch: int | None = None,
         connection: Connection[Any] | None = None,
     ) -> list[Event]:
         """Settled events after a position or since a time, in order. Empty: nothing more is settled.
 
-        Raises PositionExpired if retention took events after the position, unless `skip_expired`.
+        Raises PositionExpired if retention took events after the position, unless `skip_expired`. Raises EpochChanged
+        for a position that this log never issued; with `epoch`, the one in which the position was read, also if the
+        log is in another by now.
         """
         names = as_names(topics)
         if since is not None:
@@ -60,6 +65,7 @@ class Following(Shell):
             max_bytes=max_bytes,
             up_to=up_to,
             skip_expired=skip_expired,
+            epoch=epoch,
         )
         return self._run(call, connection)
 
@@ -86,6 +92,7 @@ class Following(Shell):
         *,
         cursor: str | None = None,
         after: int | None = None,
+        epoch: int | None = None,
         since: datetime | None = None,
         from_end: bool = False,
         must_not_lose: bool | None = None,
@@ -94,6 +101,7 @@ class Following(Shell):
         skip_expired: bool = False,
         poll_seconds: float = 0.01,
         stop_when_caught_up: bool = False,
+        on_epoch_change: OnEpochChange = "rewind",
         patience_seconds: float | None = 60.0,
     ) -> Iterator[Event]:
         """Every event, one by one: catches up, then stays live. See follow_batches."""
@@ -101,6 +109,7 @@ class Following(Shell):
             topics,
             cursor=cursor,
             after=after,
+            epoch=epoch,
             since=since,
             from_end=from_end,
             must_not_lose=must_not_lose,
@@ -109,6 +118,7 @@ class Following(Shell):
             skip_expired=skip_expired,
             poll_seconds=poll_seconds,
             stop_when_caught_up=stop_when_caught_up,
+            on_epoch_change=on_epoch_change,
             patience_seconds=patience_seconds,
         ):
             for event in events:
@@ -120,6 +130,7 @@ class Following(Shell):
         *,
         cursor: str | None = None,
         after: int | None = None,
+        epoch: int | None = None,
         since: datetime | None = None,
         from_end: bool = False,
         must_not_lose: bool | None = None,
@@ -128,16 +139,61 @@ class Following(Shell):
         skip_expired: bool = False,
         poll_seconds: float = 0.01,
         stop_when_caught_up: bool = False,
+        on_epoch_change: OnEpochChange = "rewind",
         patience_seconds: float | None = 60.0,
     ) -> Iterator[Sequence[Event]]:
         """Every event, in batches: catches up, then stays live.
 
         A named cursor is where to start if it exists, and is saved when the next batch is asked for: a crash
         repeats at most the batch in hand. A lost database is waited for, up to `patience_seconds`.
+
+        If positions may have been issued again (Postgres crashed, failed over or was restored), it goes on from the
+        cursor, or without one from the last common position, and skips nothing; with `on_epoch_change="error"` it
+        raises EpochChanged. `epoch` is the one in which the caller got `after`: see LogState.
         """
+        deliveries = self.follow_deliveries(
+            topics,
+            cursor=cursor,
+            after=after,
+            epoch=epoch,
+            since=since,
+            from_end=from_end,
+            must_not_lose=must_not_lose,
+            batch_size=batch_size,
+            max_bytes=max_bytes,
+            skip_expired=skip_expired,
+            poll_seconds=poll_seconds,
+            stop_when_caught_up=stop_when_caught_up,
+            on_epoch_change=on_epoch_change,
+            patience_seconds=patience_seconds,
+        )
+        for delivery in deliveries:
+            yield delivery.events
+
+    def follow_deliveries(
+        self,
+        topics: Topics = None,
+        *,
+        cursor: str | None = None,
+        after: int | None = None,
+        epoch: int | None = None,
+        since: datetime | None = None,
+        from_end: bool = False,
+        must_not_lose: bool | None = None,
+        batch_size: int = 1000,
+        max_bytes: int = 16_777_216,
+        skip_expired: bool = False,
+        poll_seconds: float = 0.01,
+        stop_when_caught_up: bool = False,
+        on_epoch_change: OnEpochChange = "rewind",
+        patience_seconds: float | None = 60.0,
+    ) -> Iterator[Deliver]:
+        """The same, each batch with the epoch that its positions are of: for readers that remember them themselves."""
+        start_after, epoch = self._start(topics, after, since, from_end, epoch)
         steps = subscription.follow(
             as_names(topics),
-            start_after=self._start(topics, after, since, from_end),
+            start_after=start_after,
+            epoch=epoch,
             cursor=cursor,
             must_not_lose=must_not_lose,
             batch_size=batch_size,
@@ -145,6 +201,7 @@ class Following(Shell):
             skip_expired=skip_expired or since is not None,
             poll_seconds=poll_seconds,
             stop_when_caught_up=stop_when_caught_up,
+            rewind_on_epoch_change=on_epoch_change == "rewind",
         )
         for delivery in self._drive(steps, patience_seconds=patience_seconds):
             yield delivery
@@ -156,6 +213,7 @@ class Following(Shell):
         *,
         cursor: str,
         after: int | None = None,
+        epoch: int | None = None,
         since: datetime | None = None,
         from_end: bool = False,
         must_not_lose: bool | None = None,
@@ -164,6 +222,7 @@ class Following(Shell):
         skip_expired: bool = False,
         poll_seconds: float = 0.01,
         stop_when_caught_up: bool = False,
+        on_epoch_change: OnEpochChange = "rewind",
         patience_seconds: float | None = 60.0,
     ) -> None:
         """Run `handler(connection, events)` on every batch, its transaction moving the cursor too.
@@ -171,9 +230,11 @@ class Following(Shell):
         What the handler writes on that connection and the position commit together, so each event has its
         effect exactly once.
         """
+        start_after, epoch = self._start(topics, after, since, from_end, epoch)
         steps = subscription.follow(
             as_names(topics),
-            start_after=self._start(topics, after, since, from_end),
+            start_after=start_after,
+            epoch=epoch,
             cursor=cursor,
             must_not_lose=must_not_lose,
             batch_size=batch_size,
@@ -182,6 +243,7 @@ class Following(Shell):
             poll_seconds=poll_seconds,
             stop_when_caught_up=stop_when_caught_up,
             in_transaction=True,
+            rewind_on_epoch_change=on_epoch_change == "rewind",
         )
 
         def traced(connection: Connection[Any], events: Sequence[Event]) -> None:
@@ -197,7 +259,7 @@ class Following(Shell):
         *,
         patience_seconds: float | None,
         handler: Handler | None = None,
-    ) -> Iterator[Sequence[Event]]:
+    ) -> Iterator[Deliver]:
         """Carry out the steps of a consumer, doing the log's upkeep between them."""
         outcome: Any = None
         failure: HeadwaterError | None = None
@@ -209,7 +271,14 @@ class Following(Shell):
                     return
                 outcome = failure = None
                 if isinstance(step, Deliver):
-                    yield step.events
+                    yield step
+                    continue
+                if isinstance(step, Rewound):
+                    COUNTERS.add(EPOCH_CHANGED)
+                    logger.warning(
+                        "epoch changed",
+                        extra={EPOCH: step.epoch, READ_TO: step.read_to, POSITION: step.position},
+                    )
                     continue
                 try:
                     self.do_upkeep()
@@ -249,10 +318,14 @@ class Following(Shell):
         *,
         from_position: int,
         to_position: int,
+        epoch: int | None = None,
         connection: Connection[Any] | None = None,
     ) -> None:
-        """Move a cursor on from where it was read; CursorMoved if somebody else did. For your own transaction."""
-        call = calls.advance_cursor(name, from_position=from_position, to_position=to_position)
+        """Move a cursor on from where it was read; CursorMoved if it is elsewhere. For your own transaction.
+
+        With `epoch`, the one in which the events were read, EpochChanged if the log is in another by now.
+        """
+        call = calls.advance_cursor(name, from_position=from_position, to_position=to_position, epoch=epoch)
         self._run(call, connection)
 
     def set_cursor(
@@ -263,14 +336,20 @@ class Following(Shell):
         since: datetime | None = None,
         topics: Topics = None,
         must_not_lose: bool | None = None,
+        epoch: int | None = None,
         connection: Connection[Any] | None = None,
     ) -> int:
-        """Set a cursor to a position or a time, back or forth, making it if need be; returns the position."""
+        """Set a cursor to a position or a time, back or forth, making it if need be; returns the position.
+
+        A position of an older `epoch` is taken back to the last one that both epochs share.
+        """
         if (position is None) == (since is None):
             raise InvalidRequest("say where to once: position or since")
         if since is not None:
             position = self._run(calls.position_before(as_names(topics), since), connection)
         assert position is not None
+        if epoch is not None:
+            position = self._run(calls.common_position(epoch, position), connection)
         self._run(calls.set_cursor(name, position, topics=as_names(topics), must_not_lose=must_not_lose), connection)
         return position
 

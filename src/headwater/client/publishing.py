@@ -117,7 +117,7 @@ class Publishing(Shell):
         total = 0
         chunk = list(islice(events, _within(chunk_size, limit, total)))
         while chunk:
-            if not calls.can_copy(destination, chunk):
+            if not calls.can_copy(destination, chunk) or not self._run(calls.begin_copy(topic), connection):
                 self._run(calls.publish_batch(topic, chunk), connection)
                 total += len(chunk)
                 chunk = list(islice(events, _within(chunk_size, limit, total)))
@@ -132,6 +132,7 @@ class Publishing(Shell):
                     copy.write(calls.COPY_END)
             except psycopg.Error as error:
                 raise translated(error) from error
+            self._run(calls.end_copy(), connection)
         COUNTERS.add(PUBLISHED, topic, by=total)
         return total
 

@@ -17,9 +17,12 @@ from headwater.calls import EncodedAppend
 from headwater.client.appending import Lane, Verdicts
 from headwater.client.tailing import Feed, StoreEvents
 from headwater.competing import refuse_bad_competitor
-from headwater.errors import CursorMoved, InvalidRequest, LeaseLost
-from headwater.query import EVERYTHING, Query, StoreEvent, StoreLease, refuse_beyond
+from headwater.counters import COUNTERS
+from headwater.errors import CursorMoved, EpochChanged, InvalidRequest, LeaseLost, epoch_changed
+from headwater.query import EVERYTHING, Query, StoreEvent, StoreLease, StorePage, refuse_beyond
+from headwater.subscription import OnEpochChange
 from headwater.tail import MAX_BYTES
+from headwater.telemetry import EPOCH, EPOCH_CHANGED, POSITION, READ_TO, logger
 
 T = TypeVar("T")
 # A connection of the kind that the store has, in a transaction, and the events.
@@ -46,18 +49,32 @@ class Subscribing(ABC):
         """Append a group in one transaction."""
 
     @abstractmethod
-    def _read_after(self, position: int, batch_size: int) -> StoreEvents:
-        """The next events of the store, whatever they are. Asks for little while there can be none."""
+    def _read_after(self, position: int, batch_size: int, epoch: int) -> StoreEvents:
+        """The next events of the store, whatever they are. Asks for little while there can be none.
+
+        EpochChanged if the log is in another epoch than this one, which the position is of.
+        """
 
     @abstractmethod
     def _read_batch(
-        self, query: Query, after: int, before: int | None, backwards: bool, batch_size: int, max_bytes: int = MAX_BYTES
+        self,
+        query: Query,
+        after: int,
+        before: int | None,
+        backwards: bool,
+        batch_size: int,
+        max_bytes: int = MAX_BYTES,
+        epoch: int | None = None,
     ) -> StoreEvents:
-        """Events that match, between two positions; one of them whatever its size."""
+        """Events that match, between two positions; one of them whatever its size. EpochChanged as above."""
 
     @abstractmethod
-    def _last_position(self) -> int:
-        """The position of the last event; 0 if there is none."""
+    def _end(self) -> tuple[int, int]:
+        """The position of the last event, 0 if there is none, and the present epoch."""
+
+    @abstractmethod
+    def _resume(self, epoch: int | None, position: int) -> tuple[int, int]:
+        """Where a reader from this epoch goes on, and the present epoch; EpochChanged if there was no such position."""
 
     @abstractmethod
     def _open_cursor(self, name: str, start_after: int) -> int:
@@ -68,14 +85,20 @@ class Subscribing(ABC):
         """Where the cursor stands; None if there is none."""
 
     @abstractmethod
-    def _move_cursor(self, name: str, from_position: int, to_position: int) -> None:
-        """Move the cursor on; CursorMoved if it is elsewhere."""
+    def _move_cursor(self, name: str, from_position: int, to_position: int, epoch: int | None = None) -> None:
+        """Move the cursor on; CursorMoved if it is elsewhere, EpochChanged if the log is in another epoch."""
 
     @abstractmethod
     def _apply(
-        self, handler: StoreHandler, events: Sequence[StoreEvent], cursor: str, from_position: int, to_position: int
+        self,
+        handler: StoreHandler,
+        events: Sequence[StoreEvent],
+        cursor: str,
+        from_position: int,
+        to_position: int,
+        epoch: int,
     ) -> None:
-        """Run a handler and move the cursor, both in one transaction; CursorMoved if it is elsewhere."""
+        """Run a handler and move the cursor, both in one transaction; errors as those of moving."""
 
     @abstractmethod
     def _has_group(self, group: str) -> bool:
@@ -117,10 +140,11 @@ class Subscribing(ABC):
         batch_size: int = 1000,
     ) -> Iterator[StoreEvent]:
         """All events that match and are there now, batch by batch."""
+        end, epoch = self._end()
         if before is None:
-            before = self._last_position() + 1
+            before = end + 1
         while True:
-            events = self._read_batch(query, after, before, backwards, batch_size)
+            events = self._read_batch(query, after, before, backwards, batch_size, epoch=epoch)
             for event in events:
                 yield event
             if not events:
@@ -135,20 +159,24 @@ class Subscribing(ABC):
         query: Query = EVERYTHING,
         *,
         after: int | None = None,
+        epoch: int | None = None,
         from_end: bool = False,
         cursor: str | None = None,
         batch_size: int = 1000,
         stop_when_caught_up: bool = False,
+        on_epoch_change: OnEpochChange = "rewind",
         patience_seconds: float | None = 60.0,
     ) -> Iterator[StoreEvent]:
         """Every event that matches, one by one: catches up, then stays live. See subscribe_batches."""
         for events in self.subscribe_batches(
             query,
             after=after,
+            epoch=epoch,
             from_end=from_end,
             cursor=cursor,
             batch_size=batch_size,
             stop_when_caught_up=stop_when_caught_up,
+            on_epoch_change=on_epoch_change,
             patience_seconds=patience_seconds,
         ):
             for event in events:
@@ -159,11 +187,13 @@ class Subscribing(ABC):
         query: Query = EVERYTHING,
         *,
         after: int | None = None,
+        epoch: int | None = None,
         from_end: bool = False,
         cursor: str | None = None,
         batch_size: int = 1000,
         max_bytes: int = MAX_BYTES,
         stop_when_caught_up: bool = False,
+        on_epoch_change: OnEpochChange = "rewind",
         patience_seconds: float | None = 60.0,
     ) -> Iterator[Sequence[StoreEvent]]:
         """Every event that matches, in order, in batches: catches up, then stays live.
@@ -171,25 +201,71 @@ class Subscribing(ABC):
         A named cursor is where to start if it exists, and is saved when the next batch is asked for: a crash
         repeats at most the batch in hand. However many subscribe, one of them reads for all; one that is slow
         reads the log by itself.
+
+        If positions may have been issued again (Postgres crashed, failed over or was restored), it goes on from the
+        cursor, or without one from the last common position, and skips nothing; with `on_epoch_change="error"` it
+        raises EpochChanged. `epoch` is the one that `after` is of: see read_page.
         """
-        place = saved = self._begin(after, from_end, cursor)
+        pages = self.subscribe_pages(
+            query,
+            after=after,
+            epoch=epoch,
+            from_end=from_end,
+            cursor=cursor,
+            batch_size=batch_size,
+            max_bytes=max_bytes,
+            stop_when_caught_up=stop_when_caught_up,
+            on_epoch_change=on_epoch_change,
+            patience_seconds=patience_seconds,
+        )
+        for page in pages:
+            yield page.events
+
+    def subscribe_pages(
+        self,
+        query: Query = EVERYTHING,
+        *,
+        after: int | None = None,
+        epoch: int | None = None,
+        from_end: bool = False,
+        cursor: str | None = None,
+        batch_size: int = 1000,
+        max_bytes: int = MAX_BYTES,
+        stop_when_caught_up: bool = False,
+        on_epoch_change: OnEpochChange = "rewind",
+        patience_seconds: float | None = 60.0,
+    ) -> Iterator[StorePage]:
+        """The same, each batch with the epoch that its positions are of: for those who remember them themselves."""
+        place, present = self._patiently(
+            partial(self._begin, after, epoch, from_end, cursor, on_epoch_change), patience_seconds
+        )
+        saved = place
         save_at = time.monotonic() + IDLE_SAVE_SECONDS
         while True:
-            place, events = self._next(query, place, batch_size, stop_when_caught_up, patience_seconds, max_bytes)
-            if events:
-                yield events
-            if cursor is not None:
-                try:
+            try:
+                place, events = self._next(
+                    query, place, present, batch_size, stop_when_caught_up, patience_seconds, max_bytes
+                )
+                if events:
+                    yield StorePage(events, present)
+                if cursor is not None:
                     # A cursor that sees no match still moves on, or the next start would read all of it again.
                     if events or stop_when_caught_up or time.monotonic() > save_at:
-                        self._patiently(partial(self._move_cursor, cursor, saved, place), patience_seconds)
+                        move = partial(self._move_cursor, cursor, saved, place, present)
+                        self._patiently(move, patience_seconds)
                         saved = place
                         save_at = time.monotonic() + IDLE_SAVE_SECONDS
                     elif (found := self._look_at(cursor, patience_seconds)) != saved:
                         place = saved = found
-                except CursorMoved:
-                    # Somebody set it, or our own move was done and its answer lost.
-                    place = saved = self._look_at(cursor, patience_seconds)
+            except CursorMoved:
+                if cursor is None:
+                    raise
+                # Somebody set it, or our own move was done and its answer lost.
+                place = saved = self._look_at(cursor, patience_seconds)
+            except EpochChanged as error:
+                place, present = self._rewound(error, place, present, cursor, on_epoch_change, patience_seconds)
+                saved = place
+                continue
             if stop_when_caught_up and not events:
                 return
             self._do_upkeep()
@@ -201,9 +277,11 @@ class Subscribing(ABC):
         *,
         cursor: str,
         after: int | None = None,
+        epoch: int | None = None,
         from_end: bool = False,
         batch_size: int = 1000,
         stop_when_caught_up: bool = False,
+        on_epoch_change: OnEpochChange = "rewind",
         patience_seconds: float | None = 60.0,
     ) -> None:
         """Run `handler(connection, events)` on every batch that matches, its transaction moving the cursor too.
@@ -211,12 +289,16 @@ class Subscribing(ABC):
         What the handler writes on that connection and the position commit together, so each event has its
         effect exactly once. On SQLite that is a connection to the store's own file, and nobody appends meanwhile.
         """
-        place = saved = self._begin(after, from_end, cursor)
+        place, present = self._patiently(
+            partial(self._begin, after, epoch, from_end, cursor, on_epoch_change), patience_seconds
+        )
+        saved = place
         while True:
-            place, events = self._next(query, place, batch_size, stop_when_caught_up, patience_seconds)
             try:
+                place, events = self._next(query, place, present, batch_size, stop_when_caught_up, patience_seconds)
                 if events:
-                    self._patiently(partial(self._apply, handler, events, cursor, saved, place), patience_seconds)
+                    apply = partial(self._apply, handler, events, cursor, saved, place, present)
+                    self._patiently(apply, patience_seconds)
                     saved = place
                 elif stop_when_caught_up:
                     return
@@ -225,6 +307,10 @@ class Subscribing(ABC):
             except CursorMoved:
                 # Another one is at it, or our own commit was done and its answer lost.
                 place = saved = self._look_at(cursor, patience_seconds)
+            except EpochChanged as error:
+                place, present = self._rewound(error, place, present, cursor, on_epoch_change, patience_seconds)
+                saved = place
+                continue
             self._do_upkeep()
 
     def compete(
@@ -272,17 +358,48 @@ class Subscribing(ABC):
                 # Too late: the events are another's now.
                 continue
 
-    def _begin(self, after: int | None, from_end: bool, cursor: str | None) -> int:
+    def _begin(
+        self,
+        after: int | None,
+        epoch: int | None,
+        from_end: bool,
+        cursor: str | None,
+        on_epoch_change: OnEpochChange,
+    ) -> tuple[int, int]:
+        """Where to start, and the present epoch, which that is of: it is asked for before the cursor is."""
         if after is not None and from_end:
             raise InvalidRequest("say where to start once: after or from_end")
         refuse_beyond(after)
-        start = self._last_position() if from_end else after or 0
-        return start if cursor is None else self._open_cursor(cursor, start)
+        start, present = self._end() if from_end else self._resume(epoch, after or 0)
+        if epoch is not None and epoch != present and cursor is None and on_epoch_change == "error":
+            raise epoch_changed(epoch, after or 0, present, start)
+        return (start if cursor is None else self._open_cursor(cursor, start)), present
+
+    def _rewound(
+        self,
+        error: EpochChanged,
+        place: int,
+        epoch: int,
+        cursor: str | None,
+        on_epoch_change: OnEpochChange,
+        patience_seconds: float | None,
+    ) -> tuple[int, int]:
+        """Where to go on in another epoch: at the cursor, which lives beside the events, or at the common position."""
+        common, present = self._patiently(partial(self._resume, epoch, place), patience_seconds)
+        if present == epoch or on_epoch_change == "error":
+            # In the same epoch it would be refused for ever.
+            raise error
+        if cursor is not None:
+            common = self._look_at(cursor, patience_seconds)
+        COUNTERS.add(EPOCH_CHANGED)
+        logger.warning("epoch changed", extra={EPOCH: present, READ_TO: place, POSITION: common})
+        return common, present
 
     def _next(
         self,
         query: Query,
         place: int,
+        epoch: int,
         batch_size: int,
         only_caught_up: bool,
         patience_seconds: float | None,
@@ -290,11 +407,13 @@ class Subscribing(ABC):
     ) -> tuple[int, Sequence[StoreEvent]]:
         """How far it is read now, and what matched on the way. None: none came in time, or the end is reached."""
         end = place
-        if only_caught_up or not self._feed.holds(place):
+        if only_caught_up or not self._feed.holds(place, epoch):
             # Not at hand: look in the log, and wait only at its end.
-            head = self._patiently(self._last_position, patience_seconds)
+            head, present = self._patiently(self._end, patience_seconds)
+            if present != epoch:
+                raise epoch_changed(epoch, place, present, min(place, head))
             if head > place:
-                read = partial(self._read_batch, query, place, head + 1, False, batch_size, max_bytes)
+                read = partial(self._read_batch, query, place, head + 1, False, batch_size, max_bytes, epoch)
                 events = self._patiently(read, patience_seconds)
                 return (events[-1].position if events else head), events
             if only_caught_up:
@@ -302,14 +421,14 @@ class Subscribing(ABC):
             # Whoever is ahead of the log waits at its end with the others, and passes over what comes up to its place.
             end = head
             self._feed.forget_above(head)
-        live = self._patiently(partial(self._live, end, batch_size, max_bytes), patience_seconds)
+        live = self._patiently(partial(self._live, end, epoch, batch_size, max_bytes), patience_seconds)
         if not live:
             return place, ()
         events = [event for event in live if event.position > place and query.matches(event)]
         return max(place, live[-1].position), events
 
-    def _live(self, place: int, batch_size: int, max_bytes: int) -> Sequence[StoreEvent] | None:
-        return self._feed.after(place, limit=batch_size, seconds=LIVE_SECONDS, max_bytes=max_bytes)
+    def _live(self, place: int, epoch: int, batch_size: int, max_bytes: int) -> Sequence[StoreEvent] | None:
+        return self._feed.after(place, epoch=epoch, limit=batch_size, seconds=LIVE_SECONDS, max_bytes=max_bytes)
 
     def _look_at(self, cursor: str, patience_seconds: float | None) -> int:
         """Where the cursor stands. One that was deleted ends its subscriber, which must not make it anew."""

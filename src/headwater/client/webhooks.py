@@ -13,9 +13,10 @@ from typing import Any
 from psycopg import Connection
 
 from headwater import calls
+from headwater.calls import overview
 from headwater.calls import webhooks as webhook_calls
 from headwater.client.shell import Shell, Topics, as_names
-from headwater.errors import InvalidRequest
+from headwater.errors import GroupExists, InvalidRequest
 from headwater.model import Webhook
 
 # A receiver may be away for a day: tries after 5 s, 20 s, 80 s, ..., at last every 10 hours, 27 hours in all.
@@ -32,7 +33,7 @@ def new_secret() -> str:
 
 
 class Webhooks(Shell):
-    """Webhooks: queues whose events are sent to a URL."""
+    """Webhooks: groups whose events are sent to a URL."""
 
     def create_webhook(
         self,
@@ -41,6 +42,8 @@ class Webhooks(Shell):
         topics: Topics = None,
         *,
         group: str | None = None,
+        filter: str | None = None,
+        params: Mapping[str, Any] | None = None,
         after: int | None = None,
         since: datetime | None = None,
         from_end: bool = False,
@@ -59,7 +62,8 @@ class Webhooks(Shell):
         connection: Connection[Any] | None = None,
     ) -> Webhook:
         """Send the events of topics to a URL: a group of the webhook's name is made for it, at the beginning of the
-        log, after a position, since a time, or at the end. Or send those of a group that is there.
+        log, after a position, since a time, or at the end. Or send those of a group that is there. Or send those that
+        a SQL filter with its parameters matches (see subscribe): from now on, after a position, or since a time.
 
         `secret` (made if not given) signs what is sent. `body`: 'envelope' is JSON with everything about the event,
         'raw' is its payload alone. `client_errors`: whether an answer of 4xx means 'retry' or 'dead'.
@@ -70,9 +74,27 @@ class Webhooks(Shell):
                 "a group that is there has its topics and its place already",
                 hint="Leave out the group to have one made, or bind the group itself.",
             )
-        start_position = self._start(topics, after, since, from_end)
+        if filter is not None and (not ours or ordered_keys):
+            raise InvalidRequest(
+                "a webhook by filter has a group of its own, without ordered keys",
+                hint="Leave out group and ordered_keys, or bind a queue.",
+            )
+        if filter is None and params is not None:
+            raise InvalidRequest("params belong to a filter: give one")
+        start_position, _ = self._start(topics, after, since, from_end)
         with self.transaction() if connection is None else nullcontext(connection) as inside:
-            if ours:
+            if filter is not None:
+                self._make_filter_group(name, filter, params, as_names(topics), start_position, inside)
+                made = calls.alter_group(
+                    name,
+                    max_attempts=MAX_ATTEMPTS if max_attempts is None else max_attempts,
+                    backoff_seconds=BACKOFF_SECONDS if backoff_seconds is None else backoff_seconds,
+                    backoff_factor=BACKOFF_FACTOR,
+                    backoff_max_seconds=BACKOFF_MAX_SECONDS if backoff_max_seconds is None else backoff_max_seconds,
+                    max_in_flight=MAX_CONCURRENCY if max_concurrency is None else max_concurrency,
+                    must_not_lose=True,
+                )
+            elif ours:
                 made = calls.create_group(
                     name,
                     topics=as_names(topics),
@@ -106,6 +128,26 @@ class Webhooks(Shell):
                 client_errors=client_errors,
             )
             return self._run(call, inside)
+
+    def _make_filter_group(
+        self,
+        name: str,
+        filter: str,
+        params: Mapping[str, Any] | None,
+        topics: list[str] | None,
+        start_position: int | None,
+        connection: Connection[Any],
+    ) -> None:
+        """A group that reads for one subscription, from now on or after a position."""
+        if self._run(overview.group_exists(name), connection):
+            raise GroupExists(
+                f'there is a group "{name}" already', hint="Give the webhook another name: it has a group of its own."
+            )
+        subscribed = calls.subscribe(name, filter, params, from_position=start_position, topics=topics)
+        self._run(subscribed, connection)
+        if start_position is not None:
+            move = calls.set_reading(name, start_position, reader="headwater webhook", release=True)
+            self._run(move, connection)
 
     def alter_webhook(
         self,

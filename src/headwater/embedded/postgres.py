@@ -77,8 +77,8 @@ class Postgres:
 
     Without `port` it is reached through a socket that only the owner can open; with one, on the
     loopback address with a generated password; `port=0` takes a free one. `settings` are server
-    settings that go before `DEFAULTS`. They apply when this object starts the server, not when it
-    attaches to a running one.
+    settings that go before `DEFAULTS`, `environment` are variables of the server process. They apply
+    when this object starts the server, not when it attaches to a running one.
     """
 
     def __init__(
@@ -87,6 +87,7 @@ class Postgres:
         *,
         port: int | None = None,
         settings: Mapping[str, str] | None = None,
+        environment: Mapping[str, str] | None = None,
         binaries: Binaries | None = None,
         start_seconds: float = 120.0,
         stop_seconds: float = 60.0,
@@ -102,6 +103,7 @@ class Postgres:
         self._password_file: Final = self.data_dir / "password"
         self._wanted_port: Final = port
         self._settings: Final = {**DEFAULTS, **(settings or {})}
+        self._server_environment: Final = dict(environment or {})
         self._binaries = binaries
         self._start_seconds: Final = start_seconds
         self._stop_seconds: Final = stop_seconds
@@ -207,6 +209,53 @@ class Postgres:
         self._process = None
         self._end_children(time.monotonic() + self._stop_seconds)
 
+    def make_standby(self, data_dir: Path) -> "Postgres":
+        """Copy this running server to `data_dir`, as a standby that streams from it once it is started.
+
+        Replication is asynchronous. Promote it with `select pg_promote()`.
+        """
+        postmaster = self._postmaster()
+        if postmaster is None:
+            raise EmbeddedError(f"no server runs on {self.data_dir}. Start it first.")
+        binaries = self._binaries or find_binaries(major=self._major_of_data())
+        standby = Postgres(
+            data_dir,
+            port=None if self._wanted_port is None else 0,
+            settings=self._settings,
+            binaries=binaries,
+            start_seconds=self._start_seconds,
+            stop_seconds=self._stop_seconds,
+        )
+        standby.data_dir.mkdir(parents=True, mode=0o700)
+        shutil.copy2(self._password_file, standby._password_file)
+        command = [
+            binaries.program("pg_basebackup"),
+            f"--dbname={self._socket_dsn(postmaster, 'postgres')}",
+            f"--pgdata={standby._pgdata}",
+            "--checkpoint=fast",
+            "--wal-method=stream",
+            "--write-recovery-conf",
+        ]
+        try:
+            subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                env=_environment(),
+                cwd="/",
+                timeout=self._start_seconds,
+                check=True,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise EmbeddedError(f"pg_basebackup took longer than {self._start_seconds:.0f} seconds.") from error
+        except (OSError, subprocess.CalledProcessError) as error:
+            said = getattr(error, "stdout", None) or str(error)
+            raise EmbeddedError(f"pg_basebackup failed on {self.data_dir}:\n{_tail(said)}") from error
+        return standby
+
     def __enter__(self) -> Self:
         self.start()
         return self
@@ -244,7 +293,8 @@ class Postgres:
             port=int(field.get(3) or 0),
             socket_dir=field.get(4, ""),
             listens=bool(field.get(5)),
-            ready=field.get(7) == "ready",
+            # A standby that takes connections says so in another word.
+            ready=field.get(7) in ("ready", "standby"),
         )
 
     def _socket_dsn(self, postmaster: _Postmaster, database: str) -> str:
@@ -398,7 +448,7 @@ class Postgres:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    env=_environment(),
+                    env={**_environment(), **self._server_environment},
                     cwd="/",
                     start_new_session=True,
                 )

@@ -18,6 +18,7 @@ from headwater.kafka.security import Acls, Credentials
 from headwater.kafka.topics import Topics
 from headwater.kafka.transactions import FIRST_PRODUCE_THAT_BEGINS, Transactions
 from headwater.kafka.wire import API_VERSIONS, PRODUCE, ErrorCode, Request
+from headwater.supervisor import supervise
 
 OFFERED: Final[Mapping[int, tuple[int, int]]] = {
     # Versions below 3 are refused when used; yet without them old librdkafka would quietly stop compressing.
@@ -147,8 +148,8 @@ class Apis:
         """What runs beside the answers, until it is cancelled."""
         return [
             *self._producing.tasks(),
-            asyncio.create_task(self._groups.run(), name="kafka groups"),
-            asyncio.create_task(self._heartbeats.run(), name="kafka heartbeats"),
+            supervise("kafka groups", self._groups.run),
+            supervise("kafka heartbeats", self._heartbeats.run),
         ]
 
     async def begin(self, request: Request, client_host: str) -> Awaitable[Answer]:

@@ -23,6 +23,8 @@ from headwater.calls.kafka import KafkaBroker, KafkaTopic, Lane
 from headwater.errors import HeadwaterError
 from headwater.kafka.kept import Kept
 from headwater.kafka.tails import Tails
+from headwater.password_checks import PasswordChecks
+from headwater.supervisor import supervise
 from headwater.telemetry import ERROR, logger
 
 LEASE_SECONDS: Final = 6.0
@@ -43,7 +45,11 @@ class Settings(NamedTuple):
     default_partitions: int = 1
     max_frame_bytes: int = 104_857_600
     max_connections: int = 2_000
+    # A client has this long to authenticate, or without authentication to send a first valid request.
+    admission_seconds: float = 15.0
     rebalance_delay_seconds: float = 0.2
+    # After how long without a heartbeat a member of a group of the server-side protocol is put out.
+    session_seconds: float = 45.0
     # How much of what was just written or read is kept in memory, for those who read it next.
     kept_bytes: int = 64 * 1024 * 1024
     # Whether clients must say who they are, and whether only those of this machine come at all.
@@ -64,13 +70,15 @@ async def end_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
 class Broker:
     """This process among the brokers of the log."""
 
-    def __init__(self, log: AsyncHeadwater, settings: Settings) -> None:
+    def __init__(self, log: AsyncHeadwater, settings: Settings, *, passwords: PasswordChecks | None = None) -> None:
         self.log = log
+        self.passwords = passwords or PasswordChecks()
         self.settings = settings
         self.cluster_id = UUID(int=0)
         self.node_id = 0
         self.incarnation = 0
         self.brokers: list[KafkaBroker] = []
+        self.leader_epoch = -1
         self.tails = Tails(log)
         self.kept = Kept(settings.kept_bytes)
         self.access = Access((), ())
@@ -82,8 +90,6 @@ class Broker:
         self._topics_read_at = -TOPICS_AGE_SECONDS
         self._refreshing = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
-        # Set when something that must run for ever ended: then the broker is of no use any more.
-        self.failed = asyncio.Event()
 
     async def start(self) -> None:
         """Register with the others and keep the lease until `stop`."""
@@ -92,25 +98,14 @@ class Broker:
         await self.refresh_topics()
         await self.refresh_access()
         self._tasks = [
-            asyncio.create_task(self._keep_lease(), name="kafka lease"),
-            asyncio.create_task(self.tails.watch(), name="kafka tails"),
+            supervise("kafka lease", self._keep_lease),
+            supervise("kafka tails", self.tails.watch),
             # Apart from the lease and from each other: any of them may take longer than the lease lasts.
             self._repeat("compaction", COMPACT_SECONDS, self._compact),
             self._repeat("timeouts", REAP_SECONDS, partial(self._call, calls.kafka_reap_transactions())),
             self._repeat("upkeep", UPKEEP_SECONDS, partial(self._call, calls.kafka_upkeep())),
             self._repeat("upkeep of the log", REAP_SECONDS, self.log.do_upkeep),
         ]
-        self.watch_over(self._tasks)
-
-    def watch_over(self, tasks: Iterable[asyncio.Task[None]]) -> None:
-        """Notice if one of these ends, which only a bug of ours can bring about."""
-        for task in tasks:
-            task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled():
-            logger.error("kafka task ended", exc_info=task.exception(), extra={ERROR: task.get_name()})
-            self.failed.set()
 
     async def stop(self) -> None:
         """Give up the lease, so that others take over at once."""
@@ -136,9 +131,12 @@ class Broker:
         await self.refresh_brokers(connection)
 
     async def refresh_brokers(self, connection: AsyncConnection[Any] | None = None) -> None:
-        """Learn who lives. Never from memory: a client that hears of fewer brokers from one than from another lets go
-        of the others, whatever it has just asked them, and may wait for that answer for ever."""
-        self.brokers = await self.log.run(calls.kafka_brokers(), patience_seconds=5, connection=connection)
+        """Learn who lives, and the epoch of the log, which is the leader epoch of every partition. Never from memory: a
+        client that hears of fewer brokers from one than from another lets go of the others, whatever it has just asked
+        them, and may wait for that answer for ever."""
+        epoch, self.brokers = await self.log.run(calls.kafka_cluster(), patience_seconds=5, connection=connection)
+        # Answers can overtake each other; epochs only grow.
+        self.leader_epoch = max(self.leader_epoch, epoch)
 
     async def _keep_lease(self) -> None:
         while True:
@@ -166,7 +164,7 @@ class Broker:
     # What is done now and then
 
     def _repeat(self, name: str, seconds: float, act: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
-        return asyncio.create_task(self._repeated(name, seconds, act), name=f"kafka {name}")
+        return supervise(f"kafka {name}", partial(self._repeated, name, seconds, act))
 
     async def _repeated(self, name: str, seconds: float, act: Callable[[], Awaitable[None]]) -> None:
         while True:

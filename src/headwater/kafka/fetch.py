@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple
 
 from headwater.calls.kafka import Bounds, KafkaTopic, Lane
 from headwater.kafka.broker import Broker
+from headwater.kafka.epochs import epoch_refused
 from headwater.kafka.reading import Asked, Reading
 from headwater.kafka.wire import ErrorCode, Request
 
@@ -27,6 +28,7 @@ class _Asked(NamedTuple):
     missing: ErrorCode
     offset: int
     max_bytes: int
+    leader_epoch: int
 
     @property
     def lane(self) -> Lane:
@@ -103,7 +105,14 @@ class Fetching:
                 (
                     named,
                     [
-                        _Asked(part.partition, known, code, part.fetch_offset, part.partition_max_bytes)
+                        _Asked(
+                            part.partition,
+                            known,
+                            code,
+                            part.fetch_offset,
+                            part.partition_max_bytes,
+                            getattr(part, "current_leader_epoch", -1),
+                        )
                         for part in topic.partitions or ()
                     ],
                 )
@@ -122,7 +131,9 @@ class Fetching:
             read = None if one.topic is None else next(reads)
             if read is None:
                 found.append(_Found(one.missing))
-            elif not read.bounds.start <= one.offset <= read.bounds.end:
+            elif (refused := epoch_refused(one.leader_epoch, read.present_epoch)) is not None:
+                found.append(_Found(refused))
+            elif not read.bounds.start <= one.offset <= read.max_offset:
                 found.append(_Found(ErrorCode.offset_out_of_range, read.bounds))
             else:
                 found.append(_Found(ErrorCode.none, read.bounds, read.records))

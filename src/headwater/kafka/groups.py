@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import psycopg
@@ -15,6 +17,7 @@ from headwater.kafka.broker import Broker
 from headwater.kafka.coordinator import Group, Join, Joined, Reply, State, Sync, Synced
 from headwater.kafka.heartbeats import Heartbeats
 from headwater.kafka.wire import ErrorCode, Request
+from headwater.supervisor import Contained
 from headwater.telemetry import ERROR, GROUP, logger
 
 SHORTEST_SESSION_SECONDS: Final = 0.1
@@ -58,7 +61,7 @@ class Groups:
                     await self.note_alive()
                 except (HeadwaterError, psycopg.Error) as error:
                     logger.warning("groups not noted as alive", extra={ERROR: str(error)})
-            due = [group.next_tick() for group in self._groups.values()]
+            due = [self._next_tick(name, group) for name, group in list(self._groups.items())]
             soonest = min((at for at in due if at is not None), default=now + LONGEST_TICK_SECONDS)
             self._ticking.clear()
             try:
@@ -70,10 +73,13 @@ class Groups:
                 self._dissolve_all()
             now = time.monotonic()
             for name, group in list(self._groups.items()):
-                at = group.next_tick()
+                at = self._next_tick(name, group)
                 if at is not None and at <= now:
-                    async with self._lock(name):
-                        await self._deliver(group, group.tick(time.monotonic()))
+                    with suppress(Refused):
+                        async with self._lock(name):
+                            with self._deciding(name):
+                                replies = group.tick(time.monotonic())
+                            await self._deliver(group, replies)
                 if not group.members and not group.pending and self._groups.get(name) is group:
                     # What matters of it is in Postgres.
                     self._forget(name)
@@ -81,6 +87,24 @@ class Groups:
             for name, lock in list(self._locks.items()):
                 if name not in self._groups and not lock.locked():
                     del self._locks[name]
+
+    def _next_tick(self, name: str, group: Group) -> float | None:
+        with suppress(Refused), self._deciding(name):
+            return group.next_tick()
+        return None
+
+    @contextmanager
+    def _deciding(self, name: str) -> Iterator[None]:
+        """Around a decision of a group. One that fails drops what is in memory of the group: its row stays, its
+        members get an error and join again, and the other groups go on."""
+        with Contained("kafka group", **{GROUP: name}) as decision:
+            yield
+        if decision.failed:
+            group = self._groups.pop(name, None)
+            self._noted.pop(name, None)
+            if group is not None:
+                _answer(group.dissolve(ErrorCode.coordinator_not_available))
+            raise Refused(ErrorCode.coordinator_not_available)
 
     def _lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())
@@ -238,9 +262,11 @@ class Groups:
         async with self._lock(name):
             try:
                 group = await self._group(name)
+                with self._deciding(name):
+                    replies = decide(group, waiter)
             except Refused as refused:
                 return refused.code
-            await self._deliver(group, decide(group, waiter))
+            await self._deliver(group, replies)
         self._ticking.set()
         try:
             return await waiter
@@ -254,9 +280,10 @@ class Groups:
         async with self._lock(fields.group_id):
             try:
                 group = await self._group(fields.group_id)
+                with self._deciding(fields.group_id):
+                    code = group.heartbeat(time.monotonic(), fields.member_id, instance, fields.generation_id)
             except Refused as refused:
                 return {"error_code": refused.code}
-            code = group.heartbeat(time.monotonic(), fields.member_id, instance, fields.generation_id)
         return {"error_code": code}
 
     async def leave(self, request: Request) -> dict[str, Any]:
@@ -271,12 +298,13 @@ class Groups:
         async with self._lock(fields.group_id):
             try:
                 group = await self._group(fields.group_id)
+                for member_id, instance in leaving:
+                    with self._deciding(fields.group_id):
+                        code, replies = group.leave(time.monotonic(), member_id, instance)
+                    await self._deliver(group, replies)
+                    answers.append({"member_id": member_id, "group_instance_id": instance, "error_code": code})
             except Refused as refused:
                 return {"error_code": refused.code, "members": ()}
-            for member_id, instance in leaving:
-                code, replies = group.leave(time.monotonic(), member_id, instance)
-                await self._deliver(group, replies)
-                answers.append({"member_id": member_id, "group_instance_id": instance, "error_code": code})
         return {"error_code": ErrorCode.none if several else answers[0]["error_code"], "members": answers}
 
     async def commit_refused(
@@ -289,11 +317,12 @@ class Groups:
         async with self._lock(name):
             try:
                 group = await self._group(name)
+                with self._deciding(name):
+                    return group.commit_refused(
+                        time.monotonic(), member_id, instance_id, generation, transactional=transactional
+                    )
             except Refused as refused:
                 return refused.code
-            return group.commit_refused(
-                time.monotonic(), member_id, instance_id, generation, transactional=transactional
-            )
 
     def has_members(self, name: str) -> bool:
         """Whether the group has members of the classic protocol, here."""

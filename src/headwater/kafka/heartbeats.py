@@ -18,10 +18,10 @@ from headwater.errors import HeadwaterError
 from headwater.kafka.assignment import ASSIGNORS, AssignedGroup, Beaten, Heartbeat
 from headwater.kafka.broker import TOPICS_AGE_SECONDS, Broker
 from headwater.kafka.wire import ErrorCode, Request
+from headwater.supervisor import Contained
 from headwater.telemetry import ERROR, GROUP, logger
 
 INTERVAL_MS: Final = 1_000
-SESSION_SECONDS: Final = 45.0
 TICK_SECONDS: Final = 0.5
 LONGEST_PATTERN: Final = 1_000
 KEPT_PATTERNS: Final = 1_000
@@ -50,11 +50,21 @@ class Heartbeats:
             async with self._deciding:
                 self._forget_if_fenced()
                 for name, group in list(self._groups.items()):
-                    group.tick(time.monotonic())
+                    with Contained("kafka group", **{GROUP: name}) as decision:
+                        group.tick(time.monotonic())
+                    if decision.failed:
+                        self._drop_failed(name)
+                        continue
                     if not group.members:
                         # What matters of it is in Postgres, but for the epoch that its end was.
                         await self._note(group)
                         self._groups.pop(name, None)
+
+    def _drop_failed(self, name: str) -> None:
+        """Drop what is in memory of a group whose state makes its coordinator fail. Its row stays, and the other
+        groups go on; its members are unknown at their next heartbeat, and join again."""
+        self._groups.pop(name, None)
+        self._noted.pop(name, None)
 
     def _forget_if_fenced(self) -> None:
         if not self._broker.holds_lease or self._incarnation != self._broker.incarnation:
@@ -107,7 +117,11 @@ class Heartbeats:
             except psycopg.errors.InvalidRegularExpression as error:
                 code, message = ErrorCode.invalid_regular_expression, error.diag.message_primary
                 return {"error_code": code, "error_message": message, "heartbeat_interval": INTERVAL_MS}
-            answer = group.heartbeat(time.monotonic(), beat, topics)
+            with Contained("kafka group", **{GROUP: group.name}) as decision:
+                answer = group.heartbeat(time.monotonic(), beat, topics)
+            if decision.failed:
+                self._drop_failed(group.name)
+                return {"error_code": ErrorCode.coordinator_not_available, "heartbeat_interval": INTERVAL_MS}
             if not await self._note(group):
                 return {"error_code": ErrorCode.not_coordinator, "heartbeat_interval": INTERVAL_MS}
         return await self._told(answer)
@@ -133,7 +147,7 @@ class Heartbeats:
             epoch = await self._broker.log.run(calls.kafka_take_up(name, self._broker.incarnation), patience_seconds=2)
             if epoch is None:
                 return None
-            self._groups[name] = AssignedGroup(name, epoch, SESSION_SECONDS)
+            self._groups[name] = AssignedGroup(name, epoch, self._broker.settings.session_seconds)
             self._noted[name] = epoch
         return self._groups[name]
 

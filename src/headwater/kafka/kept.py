@@ -2,7 +2,8 @@
 
 Nothing here is true by itself. Whoever takes batches from here asks Postgres whether the last record of each is still
 the one that was published when the batch says. Since a lane is written in the order of its offsets, and loses from its
-end (a crash without synchronous commits) or from its beginning (retention) only, then so are the others of the batch.
+end (a crash, a failover) or from its beginning (retention) only, then so are the others of the batch. All that was kept
+in one epoch of the log is dropped when another is seen: offsets may then be issued again.
 """
 
 from __future__ import annotations
@@ -43,10 +44,22 @@ class Kept:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.bytes = 0
+        self.epoch = -1
         self._batches: OrderedDict[tuple[Lane, int], Batch] = OrderedDict()
         self._firsts: dict[Lane, list[int]] = {}
 
-    def keep(self, lane: Lane, batch: Batch) -> None:
+    def enter_epoch(self, epoch: int) -> None:
+        """Drop all that was kept in earlier epochs, if this is a later one."""
+        if epoch > self.epoch:
+            self.epoch = epoch
+            for lane in list(self._firsts):
+                self.forget(lane)
+
+    def keep(self, lane: Lane, batch: Batch, *, epoch: int) -> None:
+        """Keep a batch that was written or read while the log was in an epoch."""
+        self.enter_epoch(epoch)
+        if epoch < self.epoch:
+            return
         # Of two from the same offset the newer: the other may be of a past that is no more.
         self._drop(lane, batch.first)
         size = len(batch.records) + BESIDES_BYTES

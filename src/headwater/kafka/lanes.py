@@ -7,11 +7,13 @@ from typing import Any, Final
 
 import psycopg
 
+from headwater import calls as log_calls
 from headwater.calls import kafka as calls
 from headwater.calls import kafka_admin
 from headwater.calls.kafka import KafkaTopic, Lane
 from headwater.errors import HeadwaterError, InvalidRequest, TopicNotFound
 from headwater.kafka.broker import Broker
+from headwater.kafka.epochs import epoch_refused
 from headwater.kafka.wire import ErrorCode, Request
 from headwater.telemetry import ERROR, logger
 
@@ -31,16 +33,18 @@ class Lanes:
 
     async def list_offsets(self, request: Request) -> dict[str, Any]:
         topics = []
+        # The epoch before the offsets: an offset of a later epoch with an earlier one is only read again.
+        epoch = await self._broker.log.run(log_calls.current_epoch(), patience_seconds=5)
         for asked in request.fields.topics or ():
             topic = await self._broker.topic_named(asked.name)
             denied = not request.allowed("describe", "topic", asked.name)
-            offsets = [await self._offset(None if denied else topic, part) for part in asked.partitions or ()]
+            offsets = [await self._offset(None if denied else topic, part, epoch) for part in asked.partitions or ()]
             if denied:
                 offsets = [{**one, "error_code": ErrorCode.topic_authorization_failed} for one in offsets]
             topics.append({"name": asked.name, "partitions": offsets})
         return {"topics": topics}
 
-    async def _offset(self, topic: KafkaTopic | None, part: Any) -> dict[str, Any]:
+    async def _offset(self, topic: KafkaTopic | None, part: Any, epoch: int) -> dict[str, Any]:
         answer: dict[str, Any] = {
             "partition_index": part.partition_index,
             "error_code": ErrorCode.none,
@@ -52,42 +56,48 @@ class Lanes:
         bounds = (await self._broker.log.run(calls.kafka_bounds([lane]), patience_seconds=5)).get(lane)
         if bounds is None:
             answer["error_code"] = ErrorCode.unknown_topic_or_partition
+        elif (refused := epoch_refused(getattr(part, "current_leader_epoch", -1), epoch)) is not None:
+            answer["error_code"] = refused
         elif part.timestamp == LATEST:
-            answer.update(offset=bounds.end, leader_epoch=0)
+            answer.update(offset=bounds.end, leader_epoch=epoch)
         elif part.timestamp in (EARLIEST, EARLIEST_LOCAL):
-            answer.update(offset=bounds.start, leader_epoch=0)
+            answer.update(offset=bounds.start, leader_epoch=min(await self._epoch_at(lane, bounds.start), epoch))
         elif part.timestamp == MAX_TIMESTAMP or part.timestamp >= 0:
             at_ms = None if part.timestamp == MAX_TIMESTAMP else part.timestamp
             call = calls.kafka_offset_at(lane, at_ms, before_offset=bounds.end)
             async with self._scans:
                 found = await self._broker.log.run(call, patience_seconds=5)
             if found is not None:
-                answer.update(offset=found[0], timestamp=found[1], leader_epoch=0)
+                found_epoch = min(await self._epoch_at(lane, found[0]), epoch)
+                answer.update(offset=found[0], timestamp=found[1], leader_epoch=found_epoch)
         elif part.timestamp < LATEST_TIERED:
             answer["error_code"] = ErrorCode.unsupported_version
         return answer
 
+    async def _epoch_at(self, lane: Lane, offset: int) -> int:
+        return await self._broker.log.run(calls.kafka_epoch_at(lane, offset), patience_seconds=5)
+
     async def offset_for_leader_epoch(self, request: Request) -> dict[str, Any]:
-        """There is one epoch, 0, and it ends where the lane does."""
+        """Where epochs end, by which clients see whether their offsets are still those of the same events."""
         topics = []
         for asked in request.fields.topics or ():
             topic = await self._broker.topic_named(asked.topic)
             if not request.allowed("describe", "topic", asked.topic):
                 topic = None
-            lanes = [Lane(topic.id if topic else 0, part.partition) for part in asked.partitions or ()]
-            bounds = await self._broker.log.run(calls.kafka_bounds(lanes), patience_seconds=5)
-            partitions = []
-            for lane, part in zip(lanes, asked.partitions or (), strict=True):
-                known = bounds.get(lane)
-                if known is None:
-                    answer = {"error_code": ErrorCode.unknown_topic_or_partition}
-                elif part.leader_epoch == 0:
-                    answer = {"leader_epoch": 0, "end_offset": known.end}  # type: ignore[dict-item]
-                else:
-                    answer = {"leader_epoch": -1, "end_offset": -1}  # type: ignore[dict-item]
-                partitions.append({"error_code": ErrorCode.none, "partition": part.partition, **answer})
+            partitions = [await self._epoch_end(topic, part) for part in asked.partitions or ()]
             topics.append({"topic": asked.topic, "partitions": partitions})
         return {"topics": topics}
+
+    async def _epoch_end(self, topic: KafkaTopic | None, part: Any) -> dict[str, Any]:
+        answer = {"error_code": ErrorCode.none, "partition": part.partition, "leader_epoch": -1, "end_offset": -1}
+        lane = Lane(topic.id if topic is not None else 0, part.partition)
+        end = await self._broker.log.run(calls.kafka_epoch_end(lane, part.leader_epoch), patience_seconds=5)
+        if end.present is None:
+            return answer | {"error_code": ErrorCode.unknown_topic_or_partition}
+        refused = epoch_refused(getattr(part, "current_leader_epoch", -1), end.present)
+        if refused is not None:
+            return answer | {"error_code": refused}
+        return answer | {"leader_epoch": end.epoch, "end_offset": end.end_offset}
 
     # Deleting and measuring
 

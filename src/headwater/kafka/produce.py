@@ -13,7 +13,14 @@ import psycopg
 from headwater.calls import kafka as calls
 from headwater.calls.kafka import AppendBatch, Appended, KafkaTopic, Lane
 from headwater.counters import COUNTERS
-from headwater.errors import EventTooLarge, HeadwaterError, InvalidRequest, LogUnavailable, TransactionAborted
+from headwater.errors import (
+    EventTooLarge,
+    HeadwaterError,
+    InvalidRequest,
+    LogUnavailable,
+    StorageFull,
+    TransactionAborted,
+)
 from headwater.kafka.broker import Broker
 from headwater.kafka.compression import codecs_for
 from headwater.kafka.events import NO_PARTS, Parts, parts_of
@@ -29,6 +36,7 @@ from headwater.kafka.records import (
 )
 from headwater.kafka.validation import CHECKING, Unfitting, Validation
 from headwater.kafka.wire import ErrorCode, Request
+from headwater.supervisor import supervise
 from headwater.telemetry import ERROR, PUBLISHED, logger
 
 MAX_RECORDS: Final = 20_000
@@ -47,6 +55,7 @@ SMALL_BYTES: Final = 1024 * 1024
 TURN_RECORDS: Final = 2_000
 """After so many that were unpacked on the event loop others have a turn."""
 _INT64: Final = 2**63
+RESERVED_PREFIX: Final = "headwater."
 
 OUTCOMES: Final = {
     "appended": ErrorCode.none,
@@ -55,6 +64,7 @@ OUTCOMES: Final = {
     "out of order": ErrorCode.out_of_order_sequence_number,
     "fenced": ErrorCode.invalid_producer_epoch,
     "no topic": ErrorCode.unknown_topic_or_partition,
+    "reserved": ErrorCode.topic_authorization_failed,
     "no transaction": ErrorCode.invalid_txn_state,
     "unknown": ErrorCode.invalid_producer_id_mapping,
 }
@@ -199,9 +209,9 @@ class Appender:
             answer.after_position,
             arrived.codec,
             arrived.by_log_time,
-            as_appended(arrived.as_it_came, first, log_append_ms=log_append_ms),
+            as_appended(arrived.as_it_came, first, log_append_ms=log_append_ms, leader_epoch=answer.epoch),
         )
-        self._broker.kept.keep(arrived.batch.lane, kept)
+        self._broker.kept.keep(arrived.batch.lane, kept, epoch=answer.epoch)
 
     async def _append_apart(self, lane: Lane, taken: Sequence[_Pending]) -> None:
         # A few at a time: the lease and others who read need connections too.
@@ -266,7 +276,7 @@ class Producing:
         self._in_turn = 0
 
     def tasks(self) -> list[asyncio.Task[None]]:
-        return [asyncio.create_task(appender.run(), name="kafka appender") for appender in self._appenders]
+        return [supervise("kafka appender", appender.run) for appender in self._appenders]
 
     async def begin(self, request: Request, stage: Staging) -> Awaitable[dict[str, Any] | None]:
         """Queue the batches of a request, in order, and return what waits for them; that gives the answer."""
@@ -302,6 +312,12 @@ class Producing:
             raise Refused(ErrorCode.topic_authorization_failed, f'topic "{topic.name}" may not be written to')
         if topic is None or not 0 <= part.index < topic.partitions:
             raise Refused(missing, "there is no such topic or partition")
+        if topic.name.startswith(RESERVED_PREFIX):
+            raise Refused(
+                ErrorCode.topic_authorization_failed,
+                f'topic "{topic.name}" is written by Headwater alone: names that begin with "{RESERVED_PREFIX}" are '
+                "reserved",
+            )
         if not topic.writable:
             kind = "open" if topic.kind == "open" else "an event store"
             raise Refused(
@@ -375,6 +391,9 @@ async def _answered(waiting: Sequence[_OfTopic], *, silent: bool) -> dict[str, A
 async def _landed(index: int, landing: Awaitable[Appended], log_append: bool) -> _Answer:
     try:
         appended = await landing
+    except StorageFull as error:
+        # Nothing was written, and the code makes clients send it again.
+        return _Answer(index, ErrorCode.kafka_storage_error, error.message)
     except LogUnavailable:
         raise
     except EventTooLarge as error:

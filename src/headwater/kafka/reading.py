@@ -16,6 +16,7 @@ from headwater.calls.kafka import Bounds, FetchedRows, KafkaTopic, Lane, Page, S
 from headwater.errors import HeadwaterError
 from headwater.kafka.broker import Broker
 from headwater.kafka.compression import codec_for, codecs_for
+from headwater.kafka.epochs import Epochs
 from headwater.kafka.events import section_of
 from headwater.kafka.kept import Batch
 from headwater.kafka.records import MAX_DELTA, Columns, build_batch
@@ -53,11 +54,24 @@ class Asked(NamedTuple):
 
 
 class Read(NamedTuple):
-    """What there is of a lane: its bounds, and records that go up to, not including, `end`."""
+    """What there is of a lane, as Postgres told of it, and records that go up to, not including, `end`."""
 
-    bounds: Bounds
+    seen: Seen
     records: bytes = b""
     end: int = 0
+
+    @property
+    def bounds(self) -> Bounds:
+        return self.seen.bounds
+
+    @property
+    def max_offset(self) -> int:
+        """Up to where a consumer may be."""
+        return self.seen.max_offset
+
+    @property
+    def present_epoch(self) -> int:
+        return self.seen.present_epoch
 
 
 class Records(NamedTuple):
@@ -81,6 +95,8 @@ class Reading:
         self._sizes: OrderedDict[Lane, int] = OrderedDict()
         # How many more pages of a lane are looked at before they are read.
         self._varied: OrderedDict[Lane, int] = OrderedDict()
+        # The epochs of the log as of the last one that was seen.
+        self._epochs = Epochs(-1)
         self._ahead: dict[tuple[Lane, int], asyncio.Task[None]] = {}
         self._turns = asyncio.Semaphore(AT_A_TIME)
 
@@ -89,6 +105,8 @@ class Reading:
         # What is just being read ahead is waited for: a second reading would cost as much again, and come later.
         if under_way := [task for one in asked if (task := self._ahead.get((one.lane, one.offset))) is not None]:
             await asyncio.wait(under_way, timeout=PATIENCE_SECONDS)
+        if self._epochs.present < 0:
+            self._enter_epoch(self._broker.leader_epoch)
         remembered = [self._remembered(one) for one in asked]
         # The bounds of all; but where to read up to only for as many as may fit.
         fitting = max(bisect_right(list(accumulate(one.max_bytes for one in asked)), max_bytes), 1)
@@ -107,7 +125,7 @@ class Reading:
             )
             for place, answer in zip(places, answers, strict=True):
                 fits = len(answer.records) <= left or left == max_bytes
-                found[place] = answer if fits else Read(answer.bounds)
+                found[place] = answer if fits else Read(answer.seen)
                 left -= len(answer.records) if fits else 0
         self._read_ahead(asked, found)
         return found
@@ -130,11 +148,19 @@ class Reading:
         """What Postgres says of lanes, by their place. What is remembered, and is not so, is forgotten."""
         if not asked:
             return {}
+        epoch = self._epochs.present
         wanted = [
             self._wanted(one, kept, page=place in pages)
             for place, (one, kept) in enumerate(zip(asked, remembered, strict=True))
         ]
         seen = await self._broker.log.run(calls.kafka_look(wanted), patience_seconds=PATIENCE_SECONDS)
+        present = max((one.present_epoch for one in seen.values()), default=epoch)
+        if present > epoch:
+            # What was remembered, and asked by, is of an earlier epoch.
+            self._enter_epoch(present)
+            for kept in remembered:
+                kept.clear()
+            return await self._look(asked, remembered, pages=pages)
         untrue = [
             place for place, kept in enumerate(remembered) if kept and place in seen and not _holds(kept, seen[place])
         ]
@@ -145,6 +171,26 @@ class Reading:
                 del seen[place]
             seen |= await self._look_again(asked, untrue)
         return seen
+
+    def _enter_epoch(self, epoch: int) -> None:
+        """Forget all that is remembered of lanes, if this is a later epoch: offsets may be those of other events."""
+        self._kept.enter_epoch(epoch)
+        if epoch > self._epochs.present:
+            self._epochs = Epochs(epoch)
+            self._places.clear()
+            self._barren.clear()
+            self._sizes.clear()
+            self._varied.clear()
+
+    async def _epochs_in(self, epoch: int) -> Epochs:
+        """The epochs of the log as they were in this one."""
+        epochs = self._epochs
+        if epochs.present != epoch or not epochs.complete:
+            found = await self._broker.log.run(calls.kafka_epochs(), patience_seconds=PATIENCE_SECONDS)
+            epochs = Epochs(epoch, found)
+            if self._epochs.present == epoch:
+                self._epochs = epochs
+        return epochs
 
     async def _look_again(self, asked: Sequence[Asked], places: Sequence[int]) -> dict[int, Seen]:
         """The same of some of the lanes, of which nothing is remembered."""
@@ -168,29 +214,34 @@ class Reading:
     async def _of_lane(self, asked: Asked, remembered: list[Batch], seen: Seen, left: int) -> Read:
         bounds = seen.bounds
         if not bounds.start <= asked.offset < bounds.end or left <= 0:
-            return Read(bounds)
+            return Read(seen)
         if remembered:
-            return Read(bounds, b"".join([batch.records for batch in remembered]), remembered[-1].end)
+            return Read(seen, b"".join([batch.records for batch in remembered]), remembered[-1].end)
         page: Page | None = None
+        # What is read in a later epoch than it was looked for is of the one in which it was looked for: its reader then
+        # goes back and reads it again, and misses nothing.
         if asked.topic.kind == "open":
-            records = await self._open_records(asked, bounds)
+            epochs = await self._epochs_in(seen.present_epoch)
+            records = await self._open_records(asked, seen)
         else:
-            records, page = await self._page_records(asked, seen.page)
+            records, page = await self._page_records(asked, seen)
+            epochs = Epochs(seen.present_epoch if page is None else page.epoch)
         if records is None:
-            return Read(bounds)
-        packed = as_batches(asked.topic, records, zstd=asked.zstd)
+            return Read(seen)
+        packed = as_batches(asked.topic, records, epochs, zstd=asked.zstd)
         while page is not None and page.plain and len(packed) > asked.max_bytes and len(records.offsets) > 1:
             # They are larger than those before. Not for long: their size is remembered.
             records = _part(records, 0, max(len(records.offsets) * asked.max_bytes // len(packed), 1))
-            packed = as_batches(asked.topic, records, zstd=asked.zstd)
+            packed = as_batches(asked.topic, records, epochs, zstd=asked.zstd)
         _remember(self._sizes, asked.lane, max(len(packed) // len(records.offsets), 1))
         last = records.offsets[-1]
         if page is not None and last == page.last_offset:
-            _remember(self._places, (asked.lane, last + 1), page.last_position)
-            self._keep(asked, records.offsets, packed, page)
-        return Read(bounds, packed, last + 1)
+            if seen.present_epoch == self._epochs.present:
+                _remember(self._places, (asked.lane, last + 1), page.last_position)
+            self._keep(asked, records.offsets, packed, page, epoch=seen.present_epoch)
+        return Read(seen, packed, last + 1)
 
-    def _keep(self, asked: Asked, offsets: Sequence[int], packed: bytes, page: Page) -> None:
+    def _keep(self, asked: Asked, offsets: Sequence[int], packed: bytes, page: Page, *, epoch: int) -> None:
         # What has gaps may be of a topic that was compacted once: memory has whole stretches only.
         whole = offsets[-1] - offsets[0] == len(offsets) - 1 and not asked.topic.compacted
         if whole and page.last_ms is not None:
@@ -203,17 +254,21 @@ class Reading:
                 _by_log_time(asked.topic),
                 packed,
             )
-            self._kept.keep(asked.lane, kept)
+            self._kept.keep(asked.lane, kept, epoch=epoch)
 
-    async def _page_records(self, asked: Asked, page: Page | None) -> tuple[Records | None, Page | None]:
+    async def _page_records(self, asked: Asked, first_seen: Seen) -> tuple[Records | None, Page | None]:
         """The records of a page, or of one that is looked at first, where this one is not as plain as was believed."""
+        page = first_seen.page
         if (page is None or page.plain) and not self._varied.get(asked.lane):
             records = None if page is None else await self._plain_records(asked, page)
             if records is not None:
                 return records, page
             _remember(self._varied, asked.lane, PAGES_LOOKED_AT)
             seen = (await self._look([asked], [[]], pages=(0,))).get(0)
-            page = None if seen is None else seen.page
+            if seen is None or seen.present_epoch != first_seen.present_epoch:
+                # Whether the reader may go on from its offset is for it to find out first.
+                return None, None
+            page = seen.page
         if page is None or page.plain:
             return None, None
         if self._varied.get(asked.lane):
@@ -238,7 +293,8 @@ class Reading:
         times, keys, payloads = zip(*rows, strict=True)
         return Records(offsets, Columns(times, keys, payloads, (None,) * len(rows)))
 
-    async def _open_records(self, asked: Asked, bounds: Bounds) -> Records | None:
+    async def _open_records(self, asked: Asked, seen: Seen) -> Records | None:
+        bounds = seen.bounds
         place = (asked.lane, asked.offset)
         if self._barren.get(place, 0) >= bounds.end:
             return None
@@ -252,7 +308,7 @@ class Reading:
             ),
             patience_seconds=PATIENCE_SECONDS,
         )
-        if not rows:
+        if not rows and seen.present_epoch == self._epochs.present:
             _remember(self._barren, place, bounds.end)
         return _records(rows)
 
@@ -319,8 +375,9 @@ def _records(rows: FetchedRows) -> Records | None:
     return Records(offsets, Columns(times, keys, payloads, sections))
 
 
-def as_batches(topic: KafkaTopic, records: Records, *, zstd: bool) -> bytes:
-    """Events as record batches: one, unless offsets are too far apart or, by the log's time, times differ."""
+def as_batches(topic: KafkaTopic, records: Records, epochs: Epochs, *, zstd: bool) -> bytes:
+    """Events as record batches: one, unless offsets are too far apart, they are of several epochs or, by the log's
+    time, times differ."""
     codec = codec_for(topic.compression_type, zstd=zstd)
     by_log_time = _by_log_time(topic)
     offsets, columns = records
@@ -329,9 +386,20 @@ def as_batches(topic: KafkaTopic, records: Records, *, zstd: bool) -> bytes:
         cuts = list(range(len(offsets) + 1))
     elif by_log_time:
         cuts = [0, *(place for place, (a, b) in enumerate(pairwise(columns.times_ms), 1) if a != b), len(offsets)]
+    if between := epochs.cuts(offsets):
+        cuts = sorted({*cuts, *between})
     parts = [records] if len(cuts) == 2 else [_part(records, start, stop) for start, stop in pairwise(cuts)]
     return b"".join(
-        [build_batch(part.offsets, part.columns, codec=codec, log_append_time=by_log_time) for part in parts]
+        [
+            build_batch(
+                part.offsets,
+                part.columns,
+                codec=codec,
+                log_append_time=by_log_time,
+                leader_epoch=epochs.of(part.offsets[0]),
+            )
+            for part in parts
+        ]
     )
 
 

@@ -213,6 +213,7 @@ def build_batch(
     *,
     codec: int = 0,
     log_append_time: bool = False,
+    leader_epoch: int = 0,
 ) -> bytes:
     """A batch of these records, in this order. Offsets may have gaps."""
     base = offsets[0]
@@ -225,7 +226,7 @@ def build_batch(
     header = _HEADER.pack(
         base,
         len(records) + _HEADER.size - _AFTER_LENGTH,
-        0,
+        leader_epoch,
         2,
         0,
         codec | (LOG_APPEND_TIME if log_append_time else 0),
@@ -292,11 +293,14 @@ def _written(offsets: Sequence[int], columns: Columns) -> bytes:
     return b"".join(parts)
 
 
-def as_appended(batch: bytes | memoryview, base_offset: int, *, log_append_ms: int | None) -> bytes:
-    """A batch as it came, with the offset that it got and, where the topic is by the log's time, with that."""
+def as_appended(
+    batch: bytes | memoryview, base_offset: int, *, log_append_ms: int | None, leader_epoch: int = 0
+) -> bytes:
+    """A batch as it came, with the offset and the leader epoch that it got and, where the topic is by the log's time,
+    with that."""
     appended = bytearray(batch)
-    # Neither this nor the leader's epoch, always 0, is under the CRC.
-    _PLACE.pack_into(appended, 0, base_offset, len(batch) - _AFTER_LENGTH, 0)
+    # None of these is under the CRC.
+    _PLACE.pack_into(appended, 0, base_offset, len(batch) - _AFTER_LENGTH, leader_epoch)
     if log_append_ms is not None:
         (attributes,) = _ATTRIBUTES.unpack_from(appended, _UNDER_CRC)
         _ATTRIBUTES.pack_into(appended, _UNDER_CRC, attributes | LOG_APPEND_TIME)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import secrets
 from typing import Any, Final
@@ -22,8 +21,9 @@ _SECRET: Final = secrets.token_bytes(32)
 class Session:
     """One connection: whose it is, and where it stands in telling so."""
 
-    def __init__(self, broker: Broker, *, encrypted: bool) -> None:
+    def __init__(self, broker: Broker, *, address: str, encrypted: bool) -> None:
         self._broker = broker
+        self._address = address
         # A password in clear goes over an encrypted connection, or within one machine.
         self._mechanisms = (*access.MECHANISMS, *(("PLAIN",) if encrypted or broker.settings.loopback else ()))
         self._mechanism: str | None = None
@@ -73,9 +73,11 @@ class Session:
             raise AuthenticationFailed("the message is not PLAIN") from None
         if authorized not in ("", name):
             raise AuthenticationFailed("acting for others is not offered")
-        # Made slow on purpose, so not among what other connections wait for.
-        if not await asyncio.to_thread(access.password_fits, password, await self._verifiers(name)):
-            raise AuthenticationFailed("the name or the password is wrong")
+        passwords = self._broker.passwords
+        async with passwords.turn(self._address, name):
+            kept = await self._verifiers(name)
+            if not await passwords.fits(password, kept, address=self._address, name=name):
+                raise AuthenticationFailed("the name or the password is wrong")
         self.account = name
         return b""
 
@@ -89,8 +91,11 @@ class Session:
             self._kept = known or access.stranger(name, _SECRET).credential(self._mechanism)
             assert self._kept is not None
             return self._scram.challenge(self._kept)
+        # Cheap to check here, but a wrong proof is a wrong password like any other.
+        self._broker.passwords.count_try(self._address, self._scram.account)
         answer = self._scram.finish(token, self._kept)
         self.account = self._scram.account
+        self._broker.passwords.count_right(self._address, self.account)
         return answer
 
     async def _verifiers(self, name: str) -> Verifiers:

@@ -14,6 +14,7 @@ from typing import Any, Final, cast
 
 import psycopg
 
+from headwater.admission import Admission
 from headwater.aio import AsyncHeadwater
 from headwater.errors import HeadwaterError
 from headwater.kafka.apis import OFFERED, Answer, Apis, api_versions
@@ -29,6 +30,7 @@ from headwater.kafka.wire import (
     encode_response,
     read_request,
 )
+from headwater.password_checks import PasswordChecks
 from headwater.telemetry import ERROR, logger
 
 FIRST_BUFFER_BYTES: Final = 64 * 1024
@@ -71,6 +73,8 @@ class Connection(asyncio.BufferedProtocol):
         self._sent = asyncio.Event()
         # Ends a connection that is closed and whose client does not take what is still to be sent.
         self._abort: asyncio.TimerHandle | None = None
+        # Runs until the client has proven itself.
+        self._deadline: asyncio.TimerHandle | None = None
         self.host = ""
         self._session: Session | None = None
         # Set when the client is gone.
@@ -89,11 +93,12 @@ class Connection(asyncio.BufferedProtocol):
         peer = transport.get_extra_info("peername")
         self.host = f"/{peer[0]}" if isinstance(peer, tuple) else "/"
         encrypted = transport.get_extra_info("ssl_object") is not None
-        self._session = Session(self._server.broker, encrypted=encrypted)
+        self._session = Session(self._server.broker, address=self.host.strip("/"), encrypted=encrypted)
         if not self._server.admit(self):
             transport.abort()
             return
         loop = asyncio.get_running_loop()
+        self._deadline = loop.call_later(self._server.broker.settings.admission_seconds, self._too_late)
         self._tasks = [loop.create_task(self._serve()), loop.create_task(self._write())]
         for task in self._tasks:
             task.add_done_callback(self._stopped)
@@ -111,6 +116,7 @@ class Connection(asyncio.BufferedProtocol):
             serving[0].add_done_callback(self._stopped)
         self._server.keep(serving)
         # Nothing is kept for a client that is gone, and nothing that would keep this in a circle.
+        self._stop_deadline()
         if self._abort is not None:
             self._abort.cancel()
         self._account(-self._unsent_bytes)
@@ -194,6 +200,27 @@ class Connection(asyncio.BufferedProtocol):
                 self._transport.resume_reading()
         return frame
 
+    # Admission
+
+    def _too_late(self) -> None:
+        self._end(Malformed("the client did not authenticate, or send a valid request, in time"))
+        self.abort()
+
+    def _prove(self) -> None:
+        if self._deadline is not None:
+            self._stop_deadline()
+            self._server.prove(self)
+
+    def _stop_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def abort(self) -> None:
+        """Close at once, without what is still to be sent."""
+        if self._transport is not None:
+            self._transport.abort()
+
     # Requests and answers
 
     async def _introduced(self, request: Request) -> Answer:
@@ -228,7 +255,11 @@ class Connection(asyncio.BufferedProtocol):
                 await self._sent.wait()
         if request.api in (HANDSHAKE, AUTHENTICATE):
             await self._answer(request, await self._introduced(request))
+            if session.admitted:
+                self._prove()
             return True
+        if session.admitted:
+            self._prove()
         if not session.admitted and request.api != API_VERSIONS:
             raise Malformed("the client did not say who it is")
         # Begun one after the other: records of one connection are queued in the order they came.
@@ -334,24 +365,32 @@ def _refusal(request: Unsupported) -> Answer:
     return None
 
 
+def _evict(connection: Connection) -> None:
+    logger.info("kafka connection ended", extra={ERROR: "a newer one takes its place: it had not authenticated"})
+    connection.abort()
+
+
 class Server:
     """The listening side of a broker."""
 
     def __init__(self, broker: Broker) -> None:
         self.broker = broker
         self.apis = Apis(broker)
-        self._connections: set[Connection] = set()
+        self._connections: Admission[Connection] = Admission(broker.settings.max_connections, _evict)
         self._last_tasks: set[asyncio.Task[None]] = set()
 
     def admit(self, connection: Connection) -> bool:
-        if len(self._connections) >= self.broker.settings.max_connections:
+        if not self._connections.enter(connection, connection.host):
             logger.warning("kafka connection refused", extra={ERROR: "there are too many"})
             return False
-        self._connections.add(connection)
         return True
 
+    def prove(self, connection: Connection) -> None:
+        """The client of a connection has authenticated, or sent a valid request where nobody has to."""
+        self._connections.prove(connection)
+
     def dismiss(self, connection: Connection) -> None:
-        self._connections.discard(connection)
+        self._connections.leave(connection)
 
     def keep(self, tasks: list[asyncio.Task[None]]) -> None:
         """What a connection that is gone still has to do. Without somebody who holds it, it could vanish."""
@@ -385,6 +424,7 @@ async def serving(
     advertised_host: str | None = None,
     context: ssl.SSLContext | None = None,
     grace_seconds: float = 20.0,
+    passwords: PasswordChecks | None = None,
     **settings: Any,
 ) -> AsyncIterator[Broker]:
     """A broker that listens, until the block is left. Port 0: any free one; the broker's settings say which.
@@ -403,12 +443,11 @@ async def serving(
     tasks: list[asyncio.Task[None]] = []
     try:
         bound: int = listener.sockets[0].getsockname()[1]
-        broker = Broker(log, Settings(advertised_host or listen_host, bound, **settings))
+        broker = Broker(log, Settings(advertised_host or listen_host, bound, **settings), passwords=passwords)
         await broker.start()
         try:
             server = Server(broker)
             tasks = server.apis.tasks()
-            broker.watch_over(tasks)
             await listener.start_serving()
             yield broker
         finally:

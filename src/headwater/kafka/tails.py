@@ -35,7 +35,7 @@ class Tails:
         self._asked_anew = False
 
     async def wait(self, seen: Mapping[Lane, int], *, seconds: float) -> bool:
-        """Until a lane ends beyond where it was seen to end; False: the time is up."""
+        """Until a lane ends elsewhere than it was seen to, or the log is in another epoch; False: the time is up."""
         if not seen or seconds <= 0:
             await asyncio.sleep(max(seconds, 0))
             return False
@@ -65,7 +65,7 @@ class Tails:
 
     async def watch(self) -> None:
         """Look after those who wait, for ever."""
-        drawn = -1
+        drawn = epoch = -1
         unsettled = False
         pause = SHORTEST_POLL_SECONDS
         while True:
@@ -76,6 +76,10 @@ class Tails:
             try:
                 # The state before the ends: what is settled now was committed, so the ends show it.
                 state = await self._log.run(log_calls.log_state(), patience_seconds=0)
+                if state.epoch != epoch:
+                    # Ends may be where they were, of other events: all who wait look again.
+                    epoch = state.epoch
+                    self._wake_all()
                 if state.drawn != drawn or unsettled or self._asked_anew:
                     pause = SHORTEST_POLL_SECONDS if state.drawn != drawn else pause
                     drawn = state.drawn
@@ -88,9 +92,17 @@ class Tails:
             await asyncio.sleep(pause)
             pause = min(pause * 1.5, LONGEST_POLL_SECONDS)
 
+    def _wake_all(self) -> None:
+        for waiters in self._waiters.values():
+            for waiter in waiters:
+                waiter.moved.set()
+
     async def _look(self) -> None:
         self._asked_anew = False
         lanes = list(self._waiters)
         if lanes:
             for lane, bounds in (await self._log.run(calls.kafka_bounds(lanes), patience_seconds=0)).items():
-                self.advance(lane, bounds.end)
+                for waiter in self._waiters.get(lane, ()):
+                    # Also if it is less: a crash can take back what was seen.
+                    if waiter.seen[lane] != bounds.end:
+                        waiter.moved.set()

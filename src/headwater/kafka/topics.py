@@ -112,8 +112,8 @@ class Topics:
             "error_code": ErrorCode.none,
             "partition_index": index,
             "leader_id": leader,
-            # Any broker may serve any lane, so there is only ever one epoch.
-            "leader_epoch": 0,
+            # Any broker may serve any lane. Epochs change when offsets may be issued again, as in Kafka.
+            "leader_epoch": self._broker.leader_epoch,
             "replica_nodes": (leader,),
             "isr_nodes": (leader,),
             "eligible_leader_replicas": (),
@@ -150,6 +150,7 @@ class Topics:
 
     async def describe_topic_partitions(self, request: Request) -> dict[str, Any]:
         fields = request.fields
+        await self._broker.refresh_brokers()
         asked = {one.name for one in fields.topics or ()}
         names = sorted(asked or {topic.name for topic in await self._broker.topics(as_of_now=True)})
         left = min(max(fields.response_partition_limit, 1), 2000)

@@ -207,13 +207,17 @@ def _field_reader(shape: _Shape, flexible: bool) -> Read:
             return _nullable_entity_reader(element) if shape.nullable and shape.tag is None else element
     else:
         element = _element_reader(str(shape.kind), flexible)
+    sized = shape.kind in ("string", "bytes", "records")
     if shape.array:
-        return _array_reader(element, flexible)
-    must_be = not shape.nullable and shape.kind in ("string", "bytes")
-    return _present_reader(element, shape.name) if must_be else element
+        # No schema of Kafka has an array whose elements may be null.
+        element, sized = (_present_reader(element, f"an element of {shape.name}") if sized else element), True
+        element = _array_reader(element, flexible)
+    return _present_reader(element, shape.name) if sized and not shape.nullable else element
 
 
 def _present_reader(element: Read, name: str) -> Read:
+    """Refuses null. Every field that may not be null is read through this, so handlers need not ask."""
+
     def read(frame: memoryview, place: int) -> tuple[Any, int]:
         value, place = element(frame, place)
         if value is None:

@@ -64,25 +64,39 @@ def app_directory(app: str) -> str:
     return f"{BATCHES}/{directory_name(app)}"
 
 
-def attempt_directory(app: str, version: int) -> str:
+def attempt_directory(app: str, version: int, *, epoch: int | None = None) -> str:
     """A new directory for one try to write one batch, below the table.
 
     Each try has its own: whoever comes late, with a lease that ran out, can neither overwrite nor delete what another
-    try has committed.
+    try has committed. The epoch of the version is in its name, so that it is not taken for one of another epoch.
     """
-    return f"{app_directory(app)}/{version:020d}-{uuid4().hex[:12]}"
+    return f"{app_directory(app)}/{_number(version, epoch)}-{uuid4().hex[:12]}"
 
 
-def remove_leftovers(table: DeltaTable, app: str, *, after: int, up_to: int, keep: str) -> int:
+def _number(version: int, epoch: int | None) -> str:
+    return f"{version:020d}" if epoch is None else f"{epoch:010d}.{version:020d}"
+
+
+def remove_leftovers(
+    table: DeltaTable, app: str, *, after: int, up_to: int, keep: str, epoch: int | None = None
+) -> int:
     """Remove what tries left behind that never came to their commit: those for a version in (after, up_to] but `keep`.
 
     Only for the writer that has just noted `up_to`, having found `after`: nothing between can be committed any more.
+    Only those of the same epoch: of another, what is between may be committed.
     """
     files = filesystem(table)
     removed = 0
     for info in files.get_file_info(pafs.FileSelector(app_directory(app), allow_not_found=True)):
         number, _, attempt = info.base_name.partition("-")
-        if attempt and number.isdecimal() and after < int(number) <= up_to and not keep.endswith(info.base_name):
+        version = number.rpartition(".")[2]
+        if (
+            attempt
+            and version.isdecimal()
+            and number == _number(int(version), epoch)
+            and after < int(version) <= up_to
+            and not keep.endswith(info.base_name)
+        ):
             files.delete_dir(info.path)
             removed += 1
     return removed

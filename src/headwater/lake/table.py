@@ -114,24 +114,37 @@ def version_of(table: DeltaTable, app: str) -> int | None:
     return table.transaction_version(app)
 
 
+def epoch_of(table: DeltaTable, app: str) -> int | None:
+    """The epoch that `app` noted with its version; None if it never did. Ask version_of() first: that refreshes it."""
+    return table.transaction_version(_epoch_app(app))
+
+
+def _epoch_app(app: str) -> str:
+    return f"{app}/epoch"
+
+
 def commit_files(
     table: DeltaTable,
     files: Sequence[DataFile],
     *,
     app: str,
     version: int,
+    epoch: int | None = None,
     expected: int | Literal["any"] | None = "any",
 ) -> bool:
     """Make files that were written below the table part of it, in one commit that notes `version` for `app`.
 
     False, with nothing changed, if that version or a later one is noted already. Who deletes the files then must be
     sure that they are not those of the first time: give every try a directory of its own. Whoever chose the rows by
-    what was noted says so in `expected`; LakeBusy if something else is noted by now.
+    what was noted says so in `expected`; LakeBusy if something else is noted by now. A version with an epoch is
+    compared with those of the same epoch only: a caller that found another one has dealt with it, and says so by
+    `expected`.
     """
 
     def commit() -> bool:
         noted = version_of(table, app)
-        if noted is not None and noted >= version:
+        comparable = epoch is None or expected == "any" or epoch_of(table, app) in (None, epoch)
+        if noted is not None and noted >= version and comparable:
             return False
         if expected != "any" and noted != expected:
             raise LakeBusy(
@@ -143,12 +156,33 @@ def commit_files(
             "append",
             table.schema(),
             partition_by=list(table.metadata().partition_columns),
-            commit_properties=noting({app: version}),
+            commit_properties=noting(_with_epoch(app, version, epoch)),
         )
         table.update_incremental()
         return True
 
     return despite_others(commit)
+
+
+def _with_epoch(app: str, version: int, epoch: int | None) -> dict[str, int]:
+    return {app: version} if epoch is None else {app: version, _epoch_app(app): epoch}
+
+
+def remove_after(table: DeltaTable, column: str, *, after: int, up_to: int, app: str, epoch: int) -> int:
+    """Remove the rows with `after < column <= up_to` and note `after` for `app`, in one commit; says how many it were.
+
+    What was removed can be read from the table's history until it is vacuumed.
+    """
+    name = '"' + column.replace('"', '""') + '"'
+
+    def remove() -> int:
+        table.update_incremental()
+        noted = noting(_with_epoch(app, after, epoch))
+        removed = table.delete(f"{name} > {int(after)} and {name} <= {int(up_to)}", commit_properties=noted)
+        table.update_incremental()
+        return int(removed["num_deleted_rows"] or 0)
+
+    return despite_others(remove)
 
 
 def add_actions(files: Sequence[DataFile]) -> list[Any]:

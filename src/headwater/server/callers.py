@@ -19,18 +19,15 @@ from headwater import access
 from headwater.access import Access, Verifiers
 from headwater.aio import AsyncHeadwater
 from headwater.calls import access as calls
-from headwater.errors import HeadwaterError, InvalidRequest, LogUnavailable, NotAllowed
-from headwater.server.buckets import Buckets
+from headwater.errors import HeadwaterError, InvalidRequest, NotAllowed
+from headwater.password_checks import PasswordChecks, TooManyPasswords
+from headwater.supervisor import supervise
 from headwater.telemetry import ERROR, logger
 
 SESSION: Final = timedelta(hours=24)
 # How long what was looked up holds. Whoever is shut out is shut out after as many seconds.
 TRUSTED_SECONDS: Final = 5.0
 MAX_REMEMBERED: Final = 10_000
-# Passwords are slow to check, on purpose: who sends wrong ones gets this many at once, and then one a second.
-WRONG_PASSWORDS: Final = 20
-# So many are checked at once, whoever sends them: the processors are for others, too.
-CHECKED_AT_ONCE: Final = 4
 PATIENCE_SECONDS: Final = 5.0
 
 
@@ -87,16 +84,16 @@ class Caller:
 class Callers:
     """Finds out who calls. Holds nothing but what it has just looked up."""
 
-    def __init__(self, log: AsyncHeadwater, *, authenticate: bool) -> None:
+    def __init__(self, log: AsyncHeadwater, *, authenticate: bool, passwords: PasswordChecks | None = None) -> None:
         self._log = log
+        # Shared by all protocols of the process, where there are several.
+        self._passwords = passwords or PasswordChecks()
         self._authenticate = authenticate
         self._rights = Access((), ())
         # Makes what is remembered of a password useless elsewhere, and the challenge for a name that nobody has.
         self._secret = secrets.token_bytes(32)
         # What was shown, hashed -> what it is and until when that is trusted.
         self._remembered: OrderedDict[bytes, tuple[Credential, float]] = OrderedDict()
-        self._wrong = Buckets(1.0, WRONG_PASSWORDS)
-        self._checking = asyncio.Semaphore(CHECKED_AT_ONCE)
         # What those came with whose calls go on.
         self._watched: weakref.WeakSet[Credential] = weakref.WeakSet()
 
@@ -107,7 +104,7 @@ class Callers:
             yield
             return
         await self.refresh()
-        task = asyncio.create_task(self._refresh_for_ever())
+        task = supervise("rights of accounts", self._refresh_for_ever)
         try:
             yield
         finally:
@@ -171,26 +168,19 @@ class Callers:
         shown = hmac.digest(self._secret, b"\0".join((name.encode(), password.encode())), "sha256")
         credential = self._recall(shown)
         if credential is None:
-            async with self._checking:
-                # Others who sent the same may have waited in front.
-                credential = self._recall(shown) or await self._checked(name, password, address)
-                self._remember(shown, credential)
+            try:
+                async with self._passwords.turn(address, name):
+                    # Others who sent the same may have waited in front.
+                    credential = self._recall(shown) or await self._checked(name, password, address)
+                    self._remember(shown, credential)
+            except TooManyPasswords as error:
+                raise TooManyRequests(error.message, hint=error.hint) from None
         return self._holder(credential)
 
     async def _checked(self, name: str, password: str, address: str) -> Credential:
-        # Taken before it is checked, which is what costs: many at once are no way around. Given back if it is right.
-        if not self._wrong.take(address, time.monotonic()):
-            raise TooManyRequests("too many wrong passwords from this address")
-        try:
-            kept = await self._verifiers(name)
-            # Made slow on purpose, so not among what others wait for.
-            fits = await asyncio.to_thread(access.password_fits, password, kept)
-        except LogUnavailable:
-            self._wrong.give_back(address, time.monotonic())
-            raise
-        if not fits:
+        kept = await self._verifiers(name)
+        if not await self._passwords.fits(password, kept, address=address, name=name):
             raise NotAuthenticated("the name or the password is wrong")
-        self._wrong.give_back(address, time.monotonic())
         return Credential(name, verifiers=kept)
 
     async def by_key(self, key: str) -> Caller:

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from headwater.counters import COUNTERS, Counters
 from headwater.model import Sample
+from headwater.supervisor import supervise
 from headwater.telemetry import ERROR, logger
 
 NOTE_SECONDS: Final = 1.0
@@ -41,7 +42,7 @@ class Counts:
         if self._directory is None:
             yield
             return
-        task = asyncio.create_task(self._keep())
+        task = supervise("counts", self._keep)
         try:
             yield
         finally:

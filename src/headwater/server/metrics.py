@@ -18,9 +18,10 @@ import psycopg
 
 from headwater import calls, schema
 from headwater.aio import AsyncHeadwater
+from headwater.calls import overview
 from headwater.counters import COUNTERS
 from headwater.errors import HeadwaterError, SchemaMismatch
-from headwater.model import LogHealth, Sample
+from headwater.model import LogFault, LogHealth, Sample
 from headwater.server.counts import Counts
 from headwater.telemetry import ERROR, METRICS, SCRAPES_FAILED, logger
 
@@ -30,8 +31,10 @@ ASK_SECONDS: Final = 5.0
 SOON_SECONDS: Final = 0.5
 # Upkeep runs once a minute wherever anything consumes.
 MAINTENANCE_SECONDS: Final = 600.0
-OLD_PUBLISHER_SECONDS: Final = 300.0
+OLD_PUBLISHER_SECONDS: Final = 60.0
 FEW_POSITIONS: Final = 1_000_000
+# The check that is a warning to a server, since all serve the same log, and a failure to a monitor.
+POSITIONS: Final = "positions"
 
 
 # --- metrics -------------------------------------------------------------------------------------------------
@@ -118,13 +121,13 @@ async def readiness(log: AsyncHeadwater) -> list[Check]:
     """Whether the log can be worked with: each of these in turn, up to the first that the others need.
 
     database: it answers in time. schema: it fits this program. primary: it is no standby and takes writes. room:
-    positions are left to draw. And as warnings: settling (no publisher holds readers up for long), maintenance
-    (somebody does the log's upkeep).
+    positions are left to draw. storage: the disk is not full. And as warnings: settling (no publisher holds readers up
+    for long), maintenance (somebody does the log's upkeep).
     """
     answers = Check("database", True, "the database answers")
     try:
         async with asyncio.timeout(ASK_SECONDS):
-            health = await _health(log)
+            health, faults = await _health(log)
     except SchemaMismatch as error:
         return [answers, Check("schema", False, error.message, error.hint)]
     except (HeadwaterError, psycopg.Error, TimeoutError) as error:
@@ -136,13 +139,29 @@ async def readiness(log: AsyncHeadwater) -> list[Check]:
         answers,
         Check("schema", True, f"the schema fits Headwater {schema.VERSION}"),
         *_judged(health),
+        *_faulty(health, faults),
+        await _storage(log),
     ]
 
 
-async def _health(log: AsyncHeadwater) -> LogHealth:
-    async def ask() -> LogHealth:
+async def _storage(log: AsyncHeadwater) -> Check:
+    """Whether the disk has room. A probe is written only after a call found the disk full, until one succeeds."""
+    if log.is_storage_full:
+        try:
+            async with asyncio.timeout(ASK_SECONDS):
+                await log.run(calls.probe_storage(), patience_seconds=0)
+            log.is_storage_full = False
+        except (HeadwaterError, psycopg.Error, TimeoutError) as error:
+            message = error.message if isinstance(error, HeadwaterError) else str(error)
+            return Check("storage", False, message or "a probe was not written in time", "Give the disk room.")
+    return Check("storage", True, "the disk takes writes")
+
+
+async def _health(log: AsyncHeadwater) -> tuple[LogHealth, list[LogFault]]:
+    async def ask() -> tuple[LogHealth, list[LogFault]]:
         schema.refuse_misfit(await log.run(calls.installed(), patience_seconds=0))
-        return await log.health()
+        health = await log.health()
+        return health, await log.run(overview.log_faults()) if health.primary_server else []
 
     asking = asyncio.create_task(ask())
     try:
@@ -154,6 +173,43 @@ async def _health(log: AsyncHeadwater) -> LogHealth:
     finally:
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
+
+
+def _faulty(health: LogHealth, faults: Sequence[LogFault]) -> list[Check]:
+    """What stops publishing or delivery. Every process serves the same log: a reader that is wrong is a warning."""
+    if not health.primary_server:
+        return []
+    missing = [fault.name for fault in faults if fault.kind == "segment"]
+    register = [fault for fault in faults if fault.kind == "register"]
+    beyond = [f"{fault.kind} {fault.name}" for fault in faults if fault.kind in ("cursor", "group")]
+    return [
+        Check(
+            "segments",
+            not missing,
+            f"tables of segments are missing: {_some(missing)}" if missing else "every segment has its table",
+            "Events cannot be published or are gone; restore the database from a backup. See headwater doctor.",
+        ),
+        Check(
+            "register",
+            not register,
+            f"the settled position is noted at {register[0].position}, beyond the head at {register[0].head}"
+            if register
+            else "the settled position is not beyond the head",
+            "Queues would skip events. Stop all workers, then run headwater migrate.",
+        ),
+        Check(
+            POSITIONS,
+            not beyond,
+            f"beyond the head of the log: {_some(beyond)}" if beyond else "no cursor or group is beyond the head",
+            "They get no events until the log has come there; see headwater doctor.",
+            required=False,
+        ),
+    ]
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
 
 
 def _judged(health: LogHealth) -> list[Check]:

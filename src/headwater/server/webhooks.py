@@ -30,6 +30,8 @@ from headwater.model import ClaimedEvent, Event, Outcome, Retry, Snooze, Webhook
 from headwater.server.webhook_addresses import Network
 from headwater.server.webhook_requests import Gone, judged, message_id, request_for
 from headwater.server.webhook_sender import Sender
+from headwater.subscriber import GroupReader, Subscriber
+from headwater.supervisor import supervise
 from headwater.telemetry import ERROR, GROUP, WEBHOOK, WEBHOOK_REQUESTS, logger
 from headwater.worker import Process, Worker
 
@@ -38,6 +40,10 @@ LARGE_BYTES: Final = 1_048_576
 # A receiver that asks for a pause is given one for all events, up to so long at a time.
 LONGEST_HOLD_SECONDS: Final = 60.0
 DEFAULT_CONCURRENCY: Final = 10
+# How its retries and dead letters name the handler of a webhook by filter, and how long one event may take in all:
+# waiting for its turn, and for the receiver, which has a timeout of its own.
+HANDLER: Final = "webhook"
+LONGEST_SECONDS: Final = 3600.0
 # Ended by an error, a route is not taken up again at once.
 REST_SECONDS: Final = 5.0
 # Each webhook asks the log for its events; with many of them each asks less often.
@@ -62,6 +68,12 @@ class _Route:
         """Claim, send and settle until told to stop: then what was answered is settled, and the rest given back."""
         webhook = self.route.webhook
         concurrency = webhook.max_concurrency or DEFAULT_CONCURRENCY
+        if self.route.kind == "cursor":
+            try:
+                await self._reader(concurrency).run()
+            finally:
+                self.sender.close()
+            return
         worker = Worker(
             handler=self.deliver,
             group=webhook.group,
@@ -93,12 +105,40 @@ class _Route:
         finally:
             self.sender.close()
 
+    def _reader(self, concurrency: int) -> GroupReader:
+        """Sends what the subscriptions of the group match."""
+        webhook = self.route.webhook
+        subscriber = Subscriber(
+            name=HANDLER,
+            handler=self.send,
+            group=webhook.group,
+            condition="",
+            params={},
+            concurrency=concurrency,
+            timeout_seconds=LONGEST_SECONDS,
+            takes_all=True,
+        )
+        return GroupReader(
+            log=self.log,
+            group=webhook.group,
+            subscribers=[subscriber],
+            reader=f"{self.name}/{webhook.name}"[:200],
+            stopping=self.stop,
+            grace_seconds=self.grace_seconds,
+            read_ahead=2,
+            batch_size=max(100, concurrency),
+            poll_seconds=self.poll_seconds,
+        )
+
     async def deliver(self, event: ClaimedEvent) -> Outcome:
+        return await self.send(event.event)
+
+    async def send(self, event: Event) -> Outcome:
         webhook = self.route.webhook
         if not await self._turn():
             return Snooze()
         now = datetime.now(UTC)
-        make = partial(request_for, webhook, event.event, message_id(webhook, event.position), now=now)
+        make = partial(request_for, webhook, event, message_id(webhook, event.position), now=now)
         large = len(event.payload or b"") > LARGE_BYTES
         answer = await self.sender.send(await asyncio.to_thread(make) if large else make())
         COUNTERS.add(WEBHOOK_REQUESTS, webhook.name, "none" if answer.status is None else f"{answer.status // 100}xx")
@@ -150,23 +190,18 @@ class Dispatcher:
     tls: ssl.SSLContext
     grace_seconds: float
     refresh_seconds: float
-    # Set when it can go on no longer: a bug of ours.
-    failed: asyncio.Event = field(default_factory=asyncio.Event)
     running: dict[int, tuple[_Route, asyncio.Task[None]]] = field(default_factory=dict)
     resting: dict[int, float] = field(default_factory=dict)
 
     async def keep(self) -> None:
         """Take up webhooks that are new, leave those that are not to be sent any more, until cancelled."""
-        try:
-            while True:
-                try:
-                    routes = await self.log.run(calls.webhook_routes())
-                    self.refresh({one.webhook.id: one for one in routes})
-                except (HeadwaterError, psycopg.Error) as error:
-                    logger.warning("webhooks not looked at", extra={ERROR: str(error)})
-                await asyncio.sleep(self.refresh_seconds)
-        finally:
-            self.failed.set()
+        while True:
+            try:
+                routes = await self.log.run(calls.webhook_routes())
+                self.refresh({one.webhook.id: one for one in routes})
+            except (HeadwaterError, psycopg.Error) as error:
+                logger.warning("webhooks not looked at", extra={ERROR: str(error)})
+            await asyncio.sleep(self.refresh_seconds)
 
     def refresh(self, wanted: Mapping[int, WebhookRoute]) -> None:
         now = asyncio.get_running_loop().time()
@@ -242,7 +277,7 @@ async def dispatching(
         grace_seconds=grace_seconds,
         refresh_seconds=refresh_seconds,
     )
-    keeping = asyncio.create_task(dispatcher.keep())
+    keeping = supervise("webhooks", dispatcher.keep)
     try:
         yield dispatcher
     finally:

@@ -2,6 +2,10 @@
 
 Its sink registers before the first batch, which fixes from where on the archive is complete, and notes each batch
 after it is durable: what is not noted, retention does not take.
+
+Readers look in an archive only for what retention took, so never beyond the note. The note is in the database, so after
+a failover or a restore it is not beyond the log. Rows of events that the log has lost are therefore never read; they
+are removed before the archive gets its next batch.
 """
 
 from __future__ import annotations
@@ -69,7 +73,9 @@ def register(
         return log.run(call)
 
 
-def on_committed(dsn: str, pipeline: str, end: int) -> None:
-    """Note that the archive of a pipeline durably has everything up to `end`. Harmless when repeated."""
+def on_committed(dsn: str, pipeline: str, end: int, epoch: int | None = None) -> None:
+    """Note that the archive of a pipeline durably has everything up to `end`. Harmless when repeated.
+
+    EpochChanged if `end` is of an epoch whose events the log has lost since."""
     with headwater.connect(dsn, pool_size=1) as log:
-        log.run(calls.note_archived(pipeline, to_position=end))
+        log.run(calls.note_archived(pipeline, to_position=end, epoch=epoch))

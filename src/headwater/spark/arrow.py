@@ -72,7 +72,9 @@ def text_of(call: Call[Any]) -> str:
 def connect(dsn: str, *, autocommit: bool = True) -> Iterator[AdbcConnection]:
     """A connection for Arrow, with errors told as ours. What is not committed when it ends is undone."""
     # ADBC takes conninfo as well as URLs; the name is what `pg_stat_activity` shows.
-    conninfo = psycopg.conninfo.make_conninfo(dsn, application_name="headwater spark")
+    given = psycopg.conninfo.conninfo_to_dict(dsn).get("options") or ""
+    options = f"{given} -c default_transaction_isolation=read\\ committed".strip()
+    conninfo = psycopg.conninfo.make_conninfo(dsn, application_name="headwater spark", options=options)
     try:
         with AdbcConnection(arrow_database(conninfo, os.getpid())) as connection:
             connection.set_autocommit(autocommit)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 Source = Literal["log", "changes"]
+OnEpochChange = Literal["stop", "rewind"]
+ON_EPOCH_CHANGE: Final[tuple[OnEpochChange, ...]] = ("stop", "rewind")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +23,11 @@ class Batch:
     number: int
     """Spark's number of the micro-batch: starts again at 0 with a new checkpoint."""
     end: int
-    """Where the source stands after it: the settled position of the log, or the LSN before which all is read.
+    """Where the source stands after it: the position of its last event, or the LSN before which all is read.
 
-    Never goes back in the life of a pipeline, so it is what a sink notes to know a batch that it has already."""
+    Never goes back within an epoch, so it is what a sink notes, with the epoch, to know a batch that it has already."""
+    epoch: int | None = None
+    """The epoch in which `end` is a position of the log; None for an LSN."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,10 @@ class Context:
     """Relative paths in the pipeline's file are meant from here."""
     sink_number: int = 0
     """Which of the pipeline's sinks it is: two of one kind keep apart by it what they note."""
+    on_epoch_change: OnEpochChange = "stop"
+    """What a sink outside of the database does that holds events which the log has lost."""
+    rewound_in: int | None = None
+    """The epoch in which the pipeline was last set back from a history that the log lost."""
     ask_to_stop: Callable[[], None] = field(default=lambda: None)
     """Asks the runner to end this pipeline after the current batch."""
 

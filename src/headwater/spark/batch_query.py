@@ -15,6 +15,7 @@ from headwater import errors
 from headwater.errors import HeadwaterError
 from headwater.spark.batch import Batch, Sink
 from headwater.spark.checkpoint import Checkpoint
+from headwater.spark.epochs import Offset
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -35,6 +36,8 @@ class Done:
     seconds: float
     place: int
     milliseconds: Mapping[str, int]
+    epoch: int | None = None
+    """The epoch of the place, where that is a position of the log."""
 
 
 class Batches:
@@ -69,7 +72,8 @@ class Batches:
 
     def _write(self, rows: DataFrame, number: int) -> None:
         try:
-            write_to_all(self._sinks, rows, Batch(self._pipeline, number, self._checkpoint.end_of(number)))
+            end, epoch = self._checkpoint.end_of(number)
+            write_to_all(self._sinks, rows, Batch(self._pipeline, number, end, epoch))
         except BaseException as error:
             # Spark hands on only the text of it.
             self._failure = error
@@ -108,14 +112,16 @@ def watched(query: StreamingQuery, *, place: int | None) -> Iterator[Done | None
         ended = query.awaitTermination(POLL_SECONDS)  # type: ignore[arg-type]
         for progress in query.recentProgress:
             reached = place_in(progress)
-            if progress["batchId"] <= last or not (progress["numInputRows"] or reached != place):
+            if progress["batchId"] <= last or not (
+                progress["numInputRows"] or reached is None or reached.position != place
+            ):
                 continue
             last = progress["batchId"]
             if reached is not None:
-                place = reached
+                place = reached.position
                 milliseconds = dict(progress["durationMs"])
                 seconds = milliseconds.get("triggerExecution", 0) / 1000
-                yield Done(last, progress["numInputRows"], seconds, reached, milliseconds)
+                yield Done(last, progress["numInputRows"], seconds, place, milliseconds, reached.epoch)
         if ended:
             failure = query.exception()
             if failure is not None:
@@ -124,7 +130,7 @@ def watched(query: StreamingQuery, *, place: int | None) -> Iterator[Done | None
         yield None
 
 
-def place_in(progress: Mapping[str, Any]) -> int | None:
+def place_in(progress: Mapping[str, Any]) -> Offset | None:
     """Where the source stands after a batch."""
     sources = progress.get("sources") or []
     offset = sources[0].get("endOffset") if sources else None
@@ -133,8 +139,8 @@ def place_in(progress: Mapping[str, Any]) -> int | None:
             offset = json.loads(offset)
     if not isinstance(offset, Mapping):
         return None
-    value = offset.get("position", offset.get("lsn"))
-    return value if isinstance(value, int) else None
+    value, epoch = offset.get("position", offset.get("lsn")), offset.get("epoch")
+    return Offset(value, epoch if isinstance(epoch, int) else None) if isinstance(value, int) else None
 
 
 def explained(text: str) -> HeadwaterError:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from headwater.errors import HeadwaterError
+from headwater.spark.epochs import Offset
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -21,22 +22,36 @@ class Checkpoint:
     spark: SparkSession
     directory: str
 
-    def end_of(self, batch: int) -> int:
+    def end_of(self, batch: int) -> Offset:
         """Where a batch ends that Spark has planned: it writes that down before it runs the batch."""
         end = end_in(self._text(f"offsets/{batch}"))
         if end is None:
             raise HeadwaterError(f"the checkpoint {self.directory} does not say where batch {batch} ends")
         return end
 
-    def last_end(self) -> int | None:
+    def last_end(self) -> Offset | None:
         """Where the last batch that was planned ends; None if there is none."""
-        path = self._path("offsets")
+        number = self._last_number("offsets")
+        return None if number is None else self.end_of(number)
+
+    def last_done(self) -> Offset | None:
+        """Where the last batch ends that is in all sinks, as Spark has noted; None if there is none."""
+        number = self._last_number("commits")
+        return None if number is None else self.end_of(number)
+
+    def _last_number(self, directory: str) -> int | None:
+        path = self._path(directory)
         files = path.getFileSystem(self._configuration())
         if not files.exists(path):
             return None
         names = [status.getPath().getName() for status in files.listStatus(path)]
         numbers = [int(name) for name in names if name.isdecimal()]
-        return self.end_of(max(numbers)) if numbers else None
+        return max(numbers, default=None)
+
+    def delete(self) -> None:
+        """Remove what lies under this name, of a history in which the name was given before."""
+        own = self._path()
+        own.getFileSystem(self._configuration()).delete(own, True)
 
     def delete_older(self) -> None:
         """Remove the checkpoints of earlier generations, which lie beside this one."""
@@ -70,7 +85,7 @@ class Checkpoint:
         return self.spark.sparkContext._jsc.hadoopConfiguration()
 
 
-def end_in(text: str) -> int | None:
+def end_in(text: str) -> Offset | None:
     """The end that a file of offsets names: its last line is the source's offset."""
     for line in reversed(text.strip().splitlines()):
         try:
@@ -80,5 +95,6 @@ def end_in(text: str) -> int | None:
         if isinstance(offset, dict):
             for name in _OFFSET_NAMES:
                 if isinstance(offset.get(name), int):
-                    return int(offset[name])
+                    epoch = offset.get("epoch")
+                    return Offset(offset[name], epoch if isinstance(epoch, int) else None)
     return None

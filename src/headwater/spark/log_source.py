@@ -2,6 +2,10 @@
 
 What retention took and an archive has is read from there. Where the one ends and the other begins is found out by each
 task when it starts, and looked at again when it ends: who was overtaken by retention says so, and is run again.
+
+Offsets of a stream are kept in Spark's checkpoint: each is the position of an event that was read, with its epoch. In
+a later epoch, the batch between two offsets has the events between the last positions that both epochs share, which are
+the same whenever it is repeated. If those are below the offsets, the log has lost events: see headwater.spark.epochs.
 """
 
 from __future__ import annotations
@@ -22,9 +26,11 @@ from pyspark.sql.types import StructType
 import headwater
 from headwater import calls
 from headwater.calls import Conditions, KeptTopic
-from headwater.errors import InvalidRequest, PositionExpired
+from headwater.errors import EpochChanged, InvalidRequest, PositionExpired
+from headwater.model import LogState
 from headwater.spark import archive_reader, arrow
 from headwater.spark.archive_reader import Wanted, archived_ranges, merged
+from headwater.spark.epochs import Offset, common_position, other_epoch
 from headwater.spark.log_ranges import Range, Stretch, common, divide, united, windows
 from headwater.spark.log_sink import LogStreamWriter, LogWriter
 from headwater.spark.read_options import Pushed, ReadOptions, push, within
@@ -54,6 +60,8 @@ class PositionRanges(InputPartition):
     span: Range | None = None
     """All that is this task's to read, in the log or in an archive; None: no more than the ranges."""
     archive: bool = True
+    epoch: int | None = None
+    """The epoch in which this was planned: in another one it may stand for other events. None: whichever it is."""
 
     @property
     def whole(self) -> Range | None:
@@ -88,6 +96,13 @@ def read_part(dsn: str, part: PositionRanges, schema: StructType) -> Iterator[pa
 def _kept(connection: AdbcConnection, part: PositionRanges) -> list[KeptTopic]:
     """What there is of the topics now, or PositionExpired if something that this task is to read is nowhere."""
     assert part.whole is not None
+    present = arrow.answer(connection, calls.current_epoch())
+    if part.epoch is not None and part.epoch != present:
+        raise EpochChanged(
+            f"the log is in epoch {present}, and this read was planned in epoch {part.epoch}",
+            hint="Postgres crashed, failed over or was restored meanwhile. Read again.",
+            detail={"epoch": present, "requested_epoch": part.epoch, "common_position": part.whole[0]},
+        )
     kept = known_archives(arrow.answer(connection, calls.kept_topics(part.topics)), use=part.archive)
     refuse_lost(kept, after=max(part.whole[0], part.gone_to))
     return kept
@@ -198,9 +213,10 @@ class LogReader(DataSourceReader):
             if topics == ():
                 return [PositionRanges((), (), 0)]
             # Before what is kept, since retention may go on meanwhile: a task looks again.
-            up_to = log.run(calls.log_state()).settled
+            state = log.run(calls.log_state(topics))
+            up_to = state.settled
             kept = known_archives(log.run(calls.kept_topics(topics)), use=options.archive)
-            after, gone_to = start_of(log, options, topics, kept)
+            after, gone_to = start_of(log, options, topics, kept, state)
             if options.after is not None and not options.skip_expired:
                 refuse_lost(kept, after=after)
             conditions = within(pushed.conditions, options.since, options.until)
@@ -213,7 +229,7 @@ class LogReader(DataSourceReader):
             up_to = min(limit for limit in (up_to, options.up_to, pushed.up_to) if limit is not None)
             return plan(
                 log,
-                PositionRanges(topics, (), gone_to, conditions, archive=options.archive),
+                PositionRanges(topics, (), gone_to, conditions, archive=options.archive, epoch=state.epoch),
                 kept,
                 after=after,
                 up_to=up_to,
@@ -238,14 +254,25 @@ def chosen_topics(
 
 
 def start_of(
-    log: Headwater, options: ReadOptions, topics: Sequence[str] | None, kept: Sequence[KeptTopic]
+    log: Headwater, options: ReadOptions, topics: Sequence[str] | None, kept: Sequence[KeptTopic], state: LogState
 ) -> tuple[int, int]:
     """Where a read begins, and up to where it knows that events are gone."""
     if options.from_end:
-        settled = log.run(calls.log_state()).settled
-        return settled, settled
+        return state.settled, state.settled
     if options.after is not None:
-        return options.after, EVERYTHING if options.skip_expired else 0
+        after = options.after
+        if options.epoch is not None and options.epoch != state.epoch:
+            # A reader's own position, which need not be that of an event.
+            after = log.run(calls.common_position(options.epoch, options.after))
+            if after < options.after and options.on_epoch_change == "stop":
+                raise other_epoch(Offset(options.after, options.epoch), present=state.epoch, common=after)
+        if after > state.drawn:
+            raise EpochChanged(
+                f"position {after} was never issued in epoch {state.epoch}: the head of the log is {state.drawn}",
+                hint="It is of another log, or of a history that was lost. Read from a position of this log.",
+                detail={"epoch": state.epoch, "requested_epoch": options.epoch, "common_position": state.drawn},
+            )
+        return after, EVERYTHING if options.skip_expired else 0
     gone_to = EVERYTHING if options.skip_expired else max((topic.lost_to for topic in kept), default=0)
     after = 0 if options.since is None else position_before(log, topics, kept, options.since)
     return after, gone_to
@@ -262,7 +289,7 @@ def position_before(log: Headwater, topics: Sequence[str] | None, kept: Sequence
 
 
 class LogStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """A stream read. Its offsets are settled positions, so nothing can appear below one later."""
+    """A stream read. Its offsets are positions of events that were stable, so nothing can appear below one later."""
 
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
         if options.up_to is not None or options.until is not None:
@@ -270,6 +297,7 @@ class LogStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self.options = options
         self.schema = schema
         self.target: int | None = None
+        self._target_epoch: int | None = None
         self._log: Headwater | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -283,15 +311,40 @@ class LogStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _kept(self) -> list[KeptTopic]:
         return known_archives(self._connected().run(calls.kept_topics(self.options.topics)), use=self.options.archive)
 
+    def _state(self) -> LogState:
+        """How far this stream may read; EpochChanged if the query was to run in another epoch."""
+        state = self._connected().run(calls.log_state(self.options.topics))
+        if self.options.in_epoch is not None and state.epoch != self.options.in_epoch:
+            raise EpochChanged(
+                f"the log is in epoch {state.epoch}, and the query was started in epoch {self.options.in_epoch}",
+                hint="Postgres crashed, failed over or was restored. Start the query again.",
+                detail={"epoch": state.epoch, "requested_epoch": self.options.in_epoch, "common_position": 0},
+            )
+        return state
+
+    def _resolved(self, offset: dict[str, int], state: LogState) -> int:
+        """An offset as a position of the present epoch; EpochChanged if its event is lost, unless to be rewound."""
+        kept = Offset(offset["position"], offset.get("epoch"))
+        if kept.epoch in (None, state.epoch):
+            return kept.position
+        common = common_position(self._connected(), kept, self.options.topics)
+        if common < kept.position and self.options.on_epoch_change == "stop":
+            raise other_epoch(kept, present=state.epoch, common=common)
+        return common
+
     def initialOffset(self) -> dict[str, int]:
-        position, gone_to = start_of(self._connected(), self.options, self.options.topics, self._kept())
-        return {"position": position, "gone_to": gone_to}
+        log, topics, state = self._connected(), self.options.topics, self._state()
+        position, gone_to = start_of(log, self.options, topics, self._kept(), state)
+        if position <= state.settled:
+            # The same place, said by an event: see above.
+            position = log.run(calls.last_event_position(topics, up_to=position))
+        return {"position": position, "gone_to": gone_to, "epoch": state.epoch}
 
     def getDefaultReadLimit(self) -> ReadLimit:
         return ReadMaxRows(self.options.max_events)
 
     def prepareForTriggerAvailableNow(self) -> None:
-        self.target = self._connected().run(calls.log_state()).settled
+        _, self.target, self._target_epoch = self._state()
 
     def latestOffset(self, start: dict[str, int], limit: ReadLimit) -> dict[str, int]:
         """The end of the next batch; waits a while for one to begin, since Spark would ask again at once."""
@@ -300,18 +353,22 @@ class LogStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         deadline = time.monotonic() + (0 if self.target is not None else self.options.wait_seconds)
         pause = 0.01
         while True:
-            state = log.run(calls.log_state())
-            settled = state.settled if self.target is None else min(state.settled, self.target)
-            if settled > start["position"]:
-                end = self._batch_end(log, after=start["position"], settled=settled, max_events=max_events)
+            state = self._state()
+            after = self._resolved(start, state)
+            settled = state.settled
+            if self.target is not None and self._target_epoch in (None, state.epoch):
+                settled = min(settled, self.target)
+            if settled > after:
+                end = self._batch_end(log, after=after, settled=settled, max_events=max_events)
                 if end is not None:
-                    return {**start, "position": end}
+                    return {**start, "position": end, "epoch": state.epoch}
             # Only the head is asked for while nothing is in flight: that takes no snapshot and looks at no lock.
             while (left := deadline - time.monotonic()) > 0:
                 log.do_upkeep()
                 time.sleep(min(pause, left))
                 pause = min(pause * 1.5, 0.1)
-                if state.settled < state.drawn or log.run(calls.head()) > state.drawn:
+                # Not "above": a crash may take the head back.
+                if state.settled < state.drawn or log.run(calls.head()) != state.drawn:
                     break
             else:
                 return start
@@ -337,10 +394,12 @@ class LogStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return end
 
     def reportLatestOffset(self) -> dict[str, int]:
-        return {"position": self._connected().run(calls.log_state()).settled}
+        state = self._state()
+        return {"position": state.settled, "epoch": state.epoch}
 
     def partitions(self, start: dict[str, int], end: dict[str, int]) -> Sequence[InputPartition]:
-        after, up_to = start["position"], end["position"]
+        state = self._state()
+        after, up_to = self._resolved(start, state), self._resolved(end, state)
         gone_to = EVERYTHING if self.options.skip_expired else start["gone_to"]
         kept = self._kept()
         refuse_lost(kept, after=max(after, gone_to))
@@ -348,7 +407,9 @@ class LogStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         conditions = within(Conditions(), self.options.since, None)
         return plan(
             self._connected(),
-            PositionRanges(self.options.topics, (), gone_to, conditions, archive=self.options.archive),
+            PositionRanges(
+                self.options.topics, (), gone_to, conditions, archive=self.options.archive, epoch=state.epoch
+            ),
             kept,
             after=after,
             up_to=up_to,

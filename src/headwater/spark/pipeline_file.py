@@ -10,15 +10,17 @@ from typing import Any, Final, cast
 import yaml
 
 from headwater.errors import InvalidRequest, PipelineNotFound
-from headwater.spark.batch import Source
+from headwater.spark.batch import ON_EPOCH_CHANGE, OnEpochChange, Source
 
 SOURCES: Final[Mapping[str, frozenset[str]]] = {
     "log": frozenset({"topics", "after", "since", "from_end", "skip_expired", "max_events", "max_bytes", "partitions"}),
     "changes": frozenset({"tables", "slot", "publication", "max_bytes", "snapshot"}),
 }
 SINKS: Final = ("topic", "nats", "lake", "table")
+# What these hold is in the same database as the log, and goes back with it.
+IN_DATABASE: Final = frozenset({"topic", "table"})
 FILE_KEYS: Final = frozenset({"postgres", "nats", "checkpoints", "spark", "pipelines"})
-PIPELINE_KEYS: Final = frozenset({"from", "transform", "to", "every_seconds"})
+PIPELINE_KEYS: Final = frozenset({"from", "transform", "to", "every_seconds", "on_epoch_change"})
 TRANSFORMS: Final = ("sql", "python")
 TRANSFORM_KEYS: Final = frozenset({*TRANSFORMS, "mode"})
 
@@ -45,6 +47,8 @@ class PipelineSpec:
     transform: Mapping[str, Any] | None
     sinks: tuple[SinkSpec, ...]
     every_seconds: float
+    on_epoch_change: OnEpochChange = "stop"
+    """What to do when the log has lost events that were read."""
 
     @property
     def definition(self) -> dict[str, Any]:
@@ -57,6 +61,7 @@ class PipelineSpec:
                 for sink in self.sinks
             ],
             "every_seconds": self.every_seconds,
+            "on_epoch_change": self.on_epoch_change,
         }
 
     @property
@@ -146,9 +151,15 @@ def _pipeline(name: str, body: Any, problems: list[str]) -> PipelineSpec | None:
     if isinstance(every, bool) or not isinstance(every, int | float) or not 0 <= every <= 86_400:
         problems.append(f"{where}.every_seconds: is {every!r}, not a number of seconds")
         every = DEFAULT_EVERY_SECONDS
+    # What only sinks in the same database have is lost with the events: they need not be looked after.
+    on_epoch_change = body.get("on_epoch_change", "rewind" if {sink.kind for sink in sinks} <= IN_DATABASE else "stop")
+    if on_epoch_change not in ON_EPOCH_CHANGE:
+        problems.append(f"{where}.on_epoch_change: is {on_epoch_change!r}, not one of {', '.join(ON_EPOCH_CHANGE)}")
     if len(problems) > before:
         return None
-    return PipelineSpec(name, cast(Source, source), source_options, transform, sinks, float(every))
+    return PipelineSpec(
+        name, cast(Source, source), source_options, transform, sinks, float(every), cast(OnEpochChange, on_epoch_change)
+    )
 
 
 def _source(declared: Any, where: str, problems: list[str]) -> tuple[str, Mapping[str, Any]]:

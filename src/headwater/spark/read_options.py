@@ -19,12 +19,14 @@ from pyspark.sql.datasource import (
 
 from headwater.calls import Conditions
 from headwater.errors import InvalidRequest
+from headwater.spark.batch import ON_EPOCH_CHANGE, OnEpochChange
 from headwater.spark.options import refuse_unknown_options
 
 READ_OPTIONS = (
     "dsn",
     "topics",
     "after",
+    "epoch",
     "since",
     "fromEnd",
     "upTo",
@@ -35,6 +37,8 @@ READ_OPTIONS = (
     "maxEventsPerTrigger",
     "maxBytesPerTrigger",
     "waitSeconds",
+    "onEpochChange",
+    "inEpoch",
 )
 
 
@@ -45,6 +49,8 @@ class ReadOptions:
     dsn: str
     topics: tuple[str, ...] | None
     after: int | None
+    epoch: int | None
+    """The epoch in which `after` was a position of the log; None: the present one."""
     since: datetime | None
     from_end: bool
     up_to: int | None
@@ -56,6 +62,10 @@ class ReadOptions:
     max_events: int
     max_bytes: int | None
     wait_seconds: float
+    on_epoch_change: OnEpochChange
+    """What to do if the log has lost events that were read: raise EpochChanged, or go on after the last one left."""
+    in_epoch: int | None
+    """End with EpochChanged in any other epoch than this, whether events were lost or not."""
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> ReadOptions:
@@ -66,6 +76,7 @@ class ReadOptions:
             dsn=required_dsn(options),
             topics=_names(given.get("topics")),
             after=_whole_number("after", given.get("after"), least=0),
+            epoch=_whole_number("epoch", given.get("epoch"), least=1),
             since=_time("since", given.get("since")),
             from_end=_truth("fromEnd", given.get("fromEnd")),
             up_to=_whole_number("upTo", given.get("upTo"), least=0),
@@ -76,10 +87,22 @@ class ReadOptions:
             max_events=_whole_number("maxEventsPerTrigger", given.get("maxEventsPerTrigger"), least=1) or 1_000_000,
             max_bytes=_whole_number("maxBytesPerTrigger", given.get("maxBytesPerTrigger"), least=1),
             wait_seconds=float(_whole_number("waitSeconds", given.get("waitSeconds"), least=0, default=5) or 0),
+            on_epoch_change=on_epoch_change(given.get("onEpochChange", "stop"), "the option onEpochChange"),
+            in_epoch=_whole_number("inEpoch", given.get("inEpoch"), least=1),
         )
+        if parsed.epoch is not None and parsed.after is None:
+            raise InvalidRequest("the option epoch belongs to a position", hint="Give it with the option after.")
         if (parsed.after is not None) + (parsed.since is not None) + parsed.from_end > 1:
             raise InvalidRequest("say where to start once: after, since or fromEnd")
         return parsed
+
+
+def on_epoch_change(given: object, where: str) -> OnEpochChange:
+    """The value of a setting that says what to do when the log has lost events; InvalidRequest for another value."""
+    for known in ON_EPOCH_CHANGE:
+        if given == known:
+            return known
+    raise InvalidRequest(f"{where} is {given!r}", hint=f"It is one of {', '.join(ON_EPOCH_CHANGE)}.")
 
 
 def required_dsn(options: Mapping[str, str]) -> str:

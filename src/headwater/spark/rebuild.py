@@ -61,10 +61,14 @@ def rebuild(
             raise PipelineNotFound(
                 f"{spec.name} was never run on this database", hint="Run it: there is nothing to rebuild."
             )
+        # In another one, what was built so far may be lost, and the rebuild ends with EpochChanged.
+        epoch = log.run(calls.current_epoch())
         generation = to_table.begin_rebuild(log, spec.name)
         checkpoint = Checkpoint(spark, settings.checkpoint_of(spec.name, generation))
-        catch_up(spark, spec, settings, checkpoint, generation, report)
-        return _switch(log, spark, spec, settings, checkpoint, generation, report)
+        # A number that was given in a lost history may be given again.
+        checkpoint.delete()
+        catch_up(spark, spec, settings, checkpoint, generation, report, epoch=epoch)
+        return _switch(log, spark, spec, settings, checkpoint, generation, report, epoch)
 
 
 def _switch(
@@ -75,17 +79,18 @@ def _switch(
     checkpoint: Checkpoint,
     generation: int,
     report: Callable[[Report], None],
+    epoch: int,
 ) -> Mapping[str, int]:
     token = log.run(calls.take_pipeline(spec.name, f"{settings.runner} (rebuild)", lease=settings.lease))
     lost = threading.Event()
     with kept_lease(log, spec.name, token, settings.lease, on_lost=lost.set):
-        # What is settled now, the last stretch will have read, whether it finds an event there or not.
-        read_to = log.run(calls.log_state()).settled
-        end = catch_up(spark, spec, settings, checkpoint, generation, report)
+        # What is stable now, the last stretch will have read, whether it finds an event there or not.
+        read_to = log.run(calls.log_state(spec.source_options.get("topics"))).settled
+        end = catch_up(spark, spec, settings, checkpoint, generation, report, epoch=epoch)
         if lost.is_set():
             raise LeaseLost(f"another took {spec.name} before its tables could be switched", hint="Rebuild it again.")
         # The lease ends with it: whoever stands by goes on with the checkpoint of the rebuild.
-        return to_table.switch(log, spec.name, generation=generation, caught_up_to=end, read_to=read_to)
+        return to_table.switch(log, spec.name, generation=generation, caught_up_to=end, read_to=read_to, epoch=epoch)
 
 
 def catch_up(
@@ -95,10 +100,12 @@ def catch_up(
     checkpoint: Checkpoint,
     generation: int,
     report: Callable[[Report], None],
+    *,
+    epoch: int | None = None,
 ) -> int:
     """Run the pipeline into its new tables until everything that is there now is through; says up to where."""
     stream = Transform.parse(spec.transform, directory=settings.directory).apply(
-        source_rows(spark, spec, settings.dsn), spec.source
+        source_rows(spark, spec, settings.dsn, epoch=epoch), spec.source
     )
     with ExitStack() as stack:
         sinks = []
@@ -108,7 +115,8 @@ def catch_up(
             sink.prepare()
             sinks.append(sink)
         batches = Batches(spec.name, checkpoint, sinks)
-        begun = checkpoint.last_end()
+        ended = checkpoint.last_end()
+        begun = None if ended is None else ended.position
         query = batches.start(stream, name=f"{spec.name} rebuild {generation} {begun}", trigger={"availableNow": True})
         stack.callback(query.stop)
         try:
@@ -117,4 +125,5 @@ def catch_up(
                     report(Report(spec.name, spec.source, "batch", asdict(done)))
         except PySparkException as error:
             raise batches.explained(error) from error
-    return checkpoint.last_end() or 0
+    last = checkpoint.last_end()
+    return 0 if last is None else last.position

@@ -277,8 +277,9 @@ def _request(selection: Selection, target: Target) -> dict[str, Any]:
 def _planned(log: Headwater, selection: Selection, target: Target) -> _Plan:
     """What to read of which topics, as things are now."""
     selection.refuse_nonsense()
-    settled = log.run(calls.log_state()).settled
     bound = _topics(log, selection, target)
+    # Kept in the database with the plan: in whichever epoch the replay goes on, all of it is in the log's history.
+    settled = log.run(calls.log_state(sorted(bound))).settled
     kept = log.run(calls.kept_topics(sorted(bound)))
     start = selection.after or 0
     if selection.since is not None:

@@ -267,6 +267,7 @@ def _insert(batches: Iterator[pa.RecordBatch], *, dsn: str, target: ToTable) -> 
     """Put the events of a task into the table, less those that are there: one transaction."""
     events = 0
     with psycopg.connect(dsn, application_name="headwater spark") as connection:
+        connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
         columns = target.columns(connection)
         connection.execute(_TEMPORARY)
         with connection.cursor() as cursor, cursor.copy(_COPY) as copy:

@@ -33,8 +33,9 @@ from headwater.errors import (
 from headwater.spark.batch import Context, Sink, Source
 from headwater.spark.batch_query import Batches, Done, watched
 from headwater.spark.checkpoint import Checkpoint
+from headwater.spark.epochs import HistoryLost, common_position, history_lost
 from headwater.spark.lease import kept_lease
-from headwater.spark.pipeline_file import PipelineSpec
+from headwater.spark.pipeline_file import IN_DATABASE, PipelineSpec
 from headwater.spark.snapshot_load import load_snapshots, unseen
 from headwater.spark.transform import Transform, Transformed
 
@@ -154,6 +155,7 @@ class PipelineRun:
         self._checkpoint = Checkpoint(spark, "")
         self._batches: Batches | None = None
         self._place: int | None = None
+        self._rewound_in: int | None = None
 
     def stop(self) -> None:
         self._stop.set()
@@ -216,7 +218,7 @@ class PipelineRun:
     # -- the query
 
     def _work(self, log: Headwater, claim: PipelineClaim, token: int) -> None:
-        self._place = claim.place
+        self._place, self._rewound_in = claim.place, claim.rewound_in
         self._use_checkpoint(claim.generation)
         in_a_row = 0
         while not self._ending():
@@ -253,6 +255,10 @@ class PipelineRun:
 
     def _run_query(self, log: Headwater, token: int) -> None:
         self._batches = None
+        # First: what is found out from here on holds in this epoch, and the source ends the query in any other.
+        epoch = log.run(calls.current_epoch()) if self._spec.source == "log" else None
+        begin = self._begin(log, epoch)
+        self._rewound_in = begin.rewound_in or self._rewound_in
         with ExitStack() as stack:
             sinks = []
             for number, spec in enumerate(self._spec.sinks):
@@ -263,7 +269,7 @@ class PipelineRun:
                 sink.prepare()
             # Still ours: what they have prepared for is what this claim's checkpoint belongs to.
             log.run(calls.renew_pipeline(self.name, token, lease=self._settings.lease))
-            stream = self._stream(log, token, sinks)
+            stream = self._stream(log, token, sinks, begin, epoch)
             self._batches = Batches(self.name, self._checkpoint, sinks)
             query = self._start(self._batches, stream)
             stack.callback(self._end, query)
@@ -275,18 +281,37 @@ class PipelineRun:
                 slot_of(self._spec, self._settings.dsn).advance(self._place)
 
     def _context(self, number: int) -> Context:
-        return context_of(self._spark, self._spec, self._settings, number, ask_to_stop=self.stop)
+        return context_of(
+            self._spark, self._spec, self._settings, number, rewound_in=self._rewound_in, ask_to_stop=self.stop
+        )
 
-    def _stream(self, log: Headwater, token: int, sinks: Sequence[Sink]) -> Transformed:
-        """What goes to the sinks, from where it was left; with a checkpoint that fits to that."""
+    def _begin(self, log: Headwater, epoch: int | None) -> Begin:
+        """Where the query goes on: with its checkpoint, if that fits to the database as it is now."""
         planned = self._checkpoint.last_end()
-        lacking = None
-        if self._place is not None and planned is None:
-            lacking = "its checkpoint is gone"
-        elif self._place is not None and planned is not None and planned < self._place:
+        if planned is None:
+            return Begin(self._place, None if self._place is None else "its checkpoint is gone")
+        if epoch is not None and planned.epoch not in (None, epoch):
+            done, in_database = self._checkpoint.last_done(), any(sink.kind in IN_DATABASE for sink in self._spec.sinks)
+            topics = self._spec.source_options.get("topics")
+            common = common_position(log, planned, topics)
+            if common < planned.position:
+                if self._spec.on_epoch_change == "stop":
+                    raise history_lost(self.name, "sinks", planned, present=epoch, common=common)
+                after = self._place if in_database or done is None else common_position(log, done, topics)
+                return Begin(after, "the log has lost events that it read", renew=True, rewound_in=epoch)
+            if in_database and done is not None and (self._place is None or self._place < done.position):
+                # The events are there, and what the sinks had made of them is perhaps not.
+                return Begin(self._place, "the database has lost what was done since", renew=True)
+        if self._place is not None and planned.position < self._place:
             # It is of an earlier run, before another machine took over.
-            lacking = "its checkpoint is older than what was done since"
-        rows = source_rows(self._spark, self._spec, self._settings.dsn, after=self._place if lacking else None)
+            return Begin(self._place, "its checkpoint is older than what was done since", renew=True)
+        return Begin(None, None)
+
+    def _stream(
+        self, log: Headwater, token: int, sinks: Sequence[Sink], begin: Begin, epoch: int | None
+    ) -> Transformed:
+        """What goes to the sinks, from where it was left; with a checkpoint that fits to that."""
+        rows = source_rows(self._spark, self._spec, self._settings.dsn, after=begin.after, epoch=epoch)
         if self._spec.source_options.get("snapshot"):
             slot = slot_of(self._spec, self._settings.dsn)
             snapshots = load_snapshots(
@@ -295,13 +320,15 @@ class PipelineRun:
             rows = rows.where(unseen(slot.dsn, snapshots))
         transform = Transform.parse(self._spec.transform, directory=self._settings.directory)
         result = transform.apply(rows, self._spec.source)
-        if lacking and result.stateful:
+        if begin.lacking and result.stateful:
             raise InvalidRequest(
-                f"{self.name} keeps state from batch to batch, and {lacking}",
+                f"{self.name} keeps state from batch to batch, and {begin.lacking}",
                 hint=f"Bring back {self._checkpoint.directory}, or run: headwater pipeline rebuild {self.name}",
             )
-        if lacking and planned is not None:
-            self._use_checkpoint(log.run(calls.renew_generation(self.name, token)))
+        if begin.renew:
+            self._use_checkpoint(log.run(calls.renew_generation(self.name, token, rewound_in=begin.rewound_in)))
+            # A number that was given in a lost history may be given again.
+            self._checkpoint.delete()
         return result
 
     def _start(self, batches: Batches, stream: Transformed) -> StreamingQuery:
@@ -328,7 +355,10 @@ class PipelineRun:
         self._place = done.place
         details = asdict(done)
         try:
-            log.run(calls.record_batch(self.name, token, place=done.place, rows=done.rows, details=details))
+            call = calls.record_batch(
+                self.name, token, place=done.place, rows=done.rows, details=details, epoch=done.epoch
+            )
+            log.run(call)
         except LeaseLost:
             self._lost.set()
         except HeadwaterError as error:
@@ -349,6 +379,18 @@ class PipelineRun:
 
     def _tell(self, what: What, **details: Any) -> None:
         self._report(Report(self.name, self._spec.source, what, details))
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Where a query begins: after a position instead of its checkpoint, if that is `lacking`."""
+
+    after: int | None
+    lacking: str | None
+    renew: bool = False
+    """Whether there is a checkpoint, which must not be used."""
+    rewound_in: int | None = None
+    """The present epoch, if the log has lost events that the pipeline has read."""
 
 
 class SparkGone(HeadwaterError):
@@ -378,6 +420,7 @@ def context_of(
     settings: Settings,
     number: int,
     *,
+    rewound_in: int | None = None,
     ask_to_stop: Callable[[], None] = lambda: None,
 ) -> Context:
     """What the sink of this number is made with."""
@@ -391,12 +434,18 @@ def context_of(
         nats_url=settings.nats_url,
         directory=settings.directory,
         sink_number=number,
+        on_epoch_change=spec.on_epoch_change,
+        rewound_in=rewound_in,
         ask_to_stop=ask_to_stop,
     )
 
 
-def source_rows(spark: SparkSession, spec: PipelineSpec, dsn: str, *, after: int | None = None) -> DataFrame:
-    """The stream of a pipeline's source: without a checkpoint it begins after a position, or where the file says."""
+def source_rows(
+    spark: SparkSession, spec: PipelineSpec, dsn: str, *, after: int | None = None, epoch: int | None = None
+) -> DataFrame:
+    """The stream of a pipeline's source: without a checkpoint it begins after a position, or where the file says.
+
+    In another epoch than this, the query ends."""
     given = spec.source_options
     if spec.source == "changes":
         slot = slot_of(spec, dsn)
@@ -404,7 +453,7 @@ def source_rows(spark: SparkSession, spec: PipelineSpec, dsn: str, *, after: int
         options = {"slot": slot.name, "publication": slot.publication, "tables": ",".join(given.get("tables", ()))}
         names = {"max_bytes": "maxBytesPerTrigger"}
     else:
-        options = {}
+        options = {} if epoch is None else {"inEpoch": str(epoch)}
         names = {
             "skip_expired": "skipExpired",
             "max_events": "maxEventsPerTrigger",
@@ -429,4 +478,4 @@ def option_text(value: Any) -> str:
 
 def is_final(error: Exception) -> bool:
     """Whether trying again cannot help: somebody has to change something first."""
-    return isinstance(error, InvalidRequest | SlotLost)
+    return isinstance(error, InvalidRequest | SlotLost | HistoryLost)

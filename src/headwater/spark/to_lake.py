@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal, NamedTuple, cast
 
 import pyarrow as pa
 import pyarrow.fs as pafs
@@ -21,6 +21,8 @@ from pyspark.sql import functions as f
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import DateType, StructType, TimestampNTZType, TimestampType
 
+import headwater
+from headwater import calls
 from headwater.cdc import pgoutput
 from headwater.errors import InvalidRequest
 from headwater.lake import Location, commit_files, open_or_create, open_table, version_of, written_files
@@ -35,9 +37,11 @@ from headwater.lake.files import (
     remove_tree,
 )
 from headwater.lake.maintenance import COMMITS_BETWEEN, Upkeep
-from headwater.lake.table import add_missing_columns
-from headwater.spark.archive import on_committed, refuse_unfit, register
+from headwater.lake.table import add_missing_columns, epoch_of, remove_after
+from headwater.spark import transform
+from headwater.spark.archive import on_committed, refuse_unfit, register, topics_of
 from headwater.spark.batch import Batch, Context, Source
+from headwater.spark.epochs import Offset, common_position, history_lost
 from headwater.spark.options import refuse_unknown_keys
 
 Keep = Literal["history", "current"]
@@ -132,13 +136,14 @@ class LakeSink:
                 raise InvalidRequest(f"the lake cannot be in {local}: {error.strerror}", hint="Change path.") from error
         if self._options.archive:
             table = open_table(location)
+            noted = None if table is None else self._history.noted(table)
             register(
                 self._context.dsn,
                 self._context.pipeline,
                 location=location.uri,
                 source=self._context.source,
                 options=_told(self._context.source_options),
-                written_to=version_of(table, self._context.pipeline) if table is not None else None,
+                written_to=None if noted is None else noted.kept,
             )
 
     def write(self, rows: DataFrame, batch: Batch) -> Mapping[str, int]:
@@ -148,7 +153,7 @@ class LakeSink:
             refuse_unfit(self._context.source, {}, rows.columns)
         counts = self._history.write(rows, batch)
         if self._options.archive:
-            on_committed(self._context.dsn, batch.pipeline, batch.end)
+            on_committed(self._context.dsn, batch.pipeline, batch.end, batch.epoch)
         return counts
 
     def write_snapshot(self, rows: DataFrame, table: str, batch: Batch) -> int:
@@ -162,6 +167,17 @@ class LakeSink:
 
     def close(self) -> None:
         """Nothing stays open."""
+
+
+class Noted(NamedTuple):
+    """Up to where a table has what its pipeline read."""
+
+    version: int
+    """As the table says it."""
+    kept: int
+    """As it holds for the log as it is now: what is between both was lost by the log, and is of no use."""
+    epoch: int | None
+    """The present epoch, where that had to be asked for."""
 
 
 class History:
@@ -179,24 +195,55 @@ class History:
     def write(self, rows: DataFrame, batch: Batch) -> Mapping[str, int]:
         rows = self._dated(rows)
         table = self._fitting(rows.schema)
-        noted = version_of(table, batch.pipeline)
-        if noted is not None and noted >= batch.end:
+        found = self.noted(table, batch.epoch)
+        if found is not None and found.kept >= batch.end:
             return {"rows": 0, "files": 0}
-        rows = self._not_yet_written(rows, noted)
-        directory = attempt_directory(batch.pipeline, batch.end)
+        noted = None if found is None else self._without_lost(table, rows, found)
+        kept = None if found is None else found.kept
+        rows = self._not_yet_written(rows, kept)
+        directory = attempt_directory(batch.pipeline, batch.end, epoch=batch.epoch)
         tidy, self._tidy = self._tidy, False
         write_parquet(rows, self._options.location, directory, partition_by=table.metadata().partition_columns)
         files = written_files(table, directory)
-        if not files or not commit_files(table, files, app=batch.pipeline, version=batch.end, expected=noted):
+        if not files or not commit_files(
+            table, files, app=batch.pipeline, version=batch.end, epoch=batch.epoch, expected=noted
+        ):
             # Nothing to add; or another runner was first, and this directory is ours alone.
             remove_tree(filesystem(table), directory)
             self._tidy = tidy
             return {"rows": 0, "files": 0}
         if not tidy:
-            remove_leftovers(table, batch.pipeline, after=noted or 0, up_to=batch.end, keep=directory)
+            remove_leftovers(table, batch.pipeline, after=kept or 0, up_to=batch.end, keep=directory, epoch=batch.epoch)
         self._tidy = True
         self._upkeep.after_commit(table, today=datetime.now(UTC).date())
         return {"rows": sum(file.rows for file in files), "files": len(files)}
+
+    def noted(self, table: DeltaTable, epoch: int | None = None) -> Noted | None:
+        """Up to where the table has what was read; HistoryLost if the log has not, and the pipeline is to stop then.
+
+        `epoch`: one of which it is known that nothing was lost since.
+        """
+        app = self._context.pipeline
+        version = version_of(table, app)
+        if version is None:
+            return None
+        offset = Offset(version, epoch_of(table, app))
+        if offset.epoch is None or offset.epoch == epoch:
+            return Noted(version, version, None)
+        with headwater.connect(self._context.dsn, pool_size=1) as log:
+            present = log.run(calls.current_epoch())
+            kept = common_position(log, offset, topics_of(self._context.source_options))
+        if kept < version and self._context.on_epoch_change == "stop":
+            raise history_lost(app, f"the lake {self._options.location.uri}", offset, present=present, common=kept)
+        return Noted(version, kept, present)
+
+    def _without_lost(self, table: DeltaTable, rows: DataFrame, found: Noted) -> int:
+        """Remove the rows of events that the log has lost, if rows say which they are; what the table notes then."""
+        app = self._context.pipeline
+        if found.kept < found.version and found.epoch is not None and transform.place_column(rows) == "position":
+            remove_after(table, "position", after=found.kept, up_to=found.version, app=app, epoch=found.epoch)
+            return version_of(table, app) or 0
+        return found.version
 
     def _dated(self, rows: DataFrame) -> DataFrame:
         source = self._options.date_from or next((name for name in _TIMES if name in rows.columns), None)

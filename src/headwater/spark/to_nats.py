@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from pyspark.sql import DataFrame
+from pyspark.sql import functions as f
 
 from headwater.errors import InvalidRequest
 from headwater.nats import payloads
@@ -78,6 +79,9 @@ class NatsBridgeSink:
         if self._bridge is not None and "commit_lsn" in rows.columns:
             published = self._bridge.publish(rows, shape=self._shape, end=batch.end, retry_seconds=self._retry_seconds)
             return {"stored": published.stored, "duplicates": published.duplicates}
+        if self._context.rewound_in is not None and "msg_id" in rows.columns:
+            # An id that was made from a position may be that of an event that the log has lost, and would be dropped.
+            rows = rows.withColumn("msg_id", f.concat("msg_id", f.lit(f"@{self._context.rewound_in}")))
         writer = rows.write.format("headwater.nats").mode("append").option("url", self._url)
         writer.option("retry_seconds", str(self._retry_seconds)).save()
         return {}

@@ -291,6 +291,7 @@ class TableSink:
             # A position is read, an LSN is where reading goes on.
             place_reached=self._context.source == "changes",
             stateful=stateful,
+            epoch=batch.epoch,
         )
         done = _run(self._connected(), call, tries=MERGE_TRIES)
         self._standing = calls.Standing(max(batch.end, done_to or 0), self._standing.staging)
@@ -372,14 +373,22 @@ def abandon_rebuild(log: Headwater, pipeline: str) -> bool:
 
 
 def switch(
-    log: Headwater, pipeline: str, *, generation: int, caught_up_to: int, read_to: int | None = None
+    log: Headwater,
+    pipeline: str,
+    *,
+    generation: int,
+    caught_up_to: int,
+    read_to: int | None = None,
+    epoch: int | None = None,
 ) -> Mapping[str, int]:
     """Make the tables of a pipeline equal to what was rebuilt, all in one transaction, and drop what was built.
 
     `caught_up_to` is where the rebuild's checkpoint ends, and where the pipeline goes on; `read_to`, how far the
-    rebuild has looked without finding more. From here on the generation is the pipeline's; a runner of the former
-    one is refused with ProjectionRebuilt.
+    rebuild has looked without finding more; `epoch`, in which it began: EpochChanged in another. From here on the
+    generation is the pipeline's; a runner of the former one is refused with ProjectionRebuilt.
     """
-    call = calls.switch_rebuilt(pipeline, generation=generation, caught_up_to=caught_up_to, read_to=read_to)
+    call = calls.switch_rebuilt(
+        pipeline, generation=generation, caught_up_to=caught_up_to, read_to=read_to, epoch=epoch
+    )
     written, removed = _run(log, call, tries=SWITCH_TRIES)
     return {"written": written, "removed": removed}

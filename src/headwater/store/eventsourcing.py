@@ -25,7 +25,7 @@ from eventsourcing.popo import POPOTrackingRecorder
 from eventsourcing.utils import Environment, EnvType
 
 from headwater.client.store import EventStore
-from headwater.errors import AppendConflict, HeadwaterError, LogUnavailable
+from headwater.errors import AppendConflict, EpochChanged, HeadwaterError, LogUnavailable
 from headwater.query import EVERYTHING, Item, NewStoreEvent, NoMatchAfter, Query, StoreEvent
 from headwater.store.opening import open
 from headwater.store.sqlite import SqliteEventStore
@@ -39,6 +39,8 @@ class HeadwaterRecorder(DCBRecorder):
 
     def __init__(self, store: AnyEventStore) -> None:
         self.store = store
+        # The library's conditions have no epoch: what a thread read last is what its next append is about.
+        self._read_in = threading.local()
 
     def read(
         self, query: DCBQuery | None = None, *, after: int | None = None, limit: int | None = None
@@ -46,10 +48,14 @@ class HeadwaterRecorder(DCBRecorder):
         """Events that match. Without a limit the head is the end of the store, else it is the last event read."""
         with _translated():
             if limit is None:
-                head = self.store.head()
+                head, self._read_in.epoch = self.store._end()
                 events = self.store.read_all(_query(query), after=after or 0, before=head + 1)
                 return _Response(events, head or None)
-            events_read = [] if limit < 1 else self.store.read(_query(query), after=after or 0, batch_size=limit)
+            events_read: Sequence[StoreEvent] = []
+            if limit >= 1:
+                events_read, self._read_in.epoch = self.store.read_page(
+                    _query(query), after=after or 0, batch_size=limit
+                )
             return _Response(iter(events_read), events_read[-1].position if events_read else None)
 
     def append(self, events: Sequence[DCBEvent], condition: DCBAppendCondition | None = None) -> int:
@@ -59,7 +65,8 @@ class HeadwaterRecorder(DCBRecorder):
         new = [NewStoreEvent(event.type, event.data, event.tags) for event in events]
         asked = None
         if condition is not None:
-            asked = NoMatchAfter(_query(condition.fail_if_events_match), condition.after or 0)
+            epoch: int | None = getattr(self._read_in, "epoch", None)
+            asked = NoMatchAfter(_query(condition.fail_if_events_match), condition.after or 0, epoch)
         with _translated():
             return self.store.append(new, asked).position
 
@@ -74,6 +81,7 @@ class HeadwaterSubscription(DCBSubscription[HeadwaterRecorder]):
     def __init__(self, recorder: HeadwaterRecorder, query: DCBQuery | None, after: int | None) -> None:
         super().__init__(recorder, query, after)
         self._wanted = _query(query)
+        self._epoch: int | None = None
         self._fetched: Iterator[StoreEvent] = iter(())
         self._fetching = threading.Lock()
 
@@ -84,12 +92,20 @@ class HeadwaterSubscription(DCBSubscription[HeadwaterRecorder]):
                 if event is not None:
                     return _sequenced(event)
                 with _translated():
-                    # Comes back within half a second, so that a stop is heard.
-                    self._last_position, events = self._recorder.store._next(
-                        self._wanted, self._last_position, BATCH_SIZE, False, 60.0
-                    )
-                self._fetched = iter(events)
+                    self._fetched = iter(self._fetch())
             raise StopIteration
+
+    def _fetch(self) -> Sequence[StoreEvent]:
+        """Comes back within half a second, so that a stop is heard."""
+        store, place = self._recorder.store, self._last_position
+        if self._epoch is None:
+            place, self._epoch = store._begin(place, None, False, None, "rewind")
+        try:
+            self._last_position, events = store._next(self._wanted, place, self._epoch, BATCH_SIZE, False, 60.0)
+        except EpochChanged as error:
+            self._last_position, self._epoch = store._rewound(error, place, self._epoch, None, "rewind", 60.0)
+            return ()
+        return events
 
 
 class _Response(DCBReadResponse):
@@ -150,7 +166,7 @@ def _translated() -> Iterator[None]:
     """Our errors as the library knows them."""
     try:
         yield
-    except AppendConflict as error:
+    except (AppendConflict, EpochChanged) as error:
         raise IntegrityError(error.message) from error
     except LogUnavailable as error:
         raise OperationalError(error.message) from error

@@ -39,6 +39,7 @@ from headwater.query import (
     Query,
     StoreEvent,
     StoreLease,
+    StorePage,
     outcome,
 )
 from headwater.store import sqlite_groups as groups
@@ -55,6 +56,8 @@ MAX_PAYLOAD_BYTES = 1_048_576
 MAX_METADATA_BYTES = 65_536
 MAX_SNAPSHOT_BYTES = 16_777_216
 READERS = 4
+# A file neither fails over nor issues a position twice.
+ONLY_EPOCH = 0
 CLEAR_MARKS = 10_000
 
 
@@ -104,12 +107,33 @@ class SqliteEventStore(Subscribing):
         backwards: bool = False,
         batch_size: int = 100,
         max_bytes: int = 16_777_216,
+        epoch: int | None = None,
     ) -> list[StoreEvent]:
-        """A batch of the events that match, after one position and before another; backwards: the newest first."""
+        """A batch of the events that match, after one position and before another; backwards: the newest first.
+
+        A file has one epoch: `epoch` is there for programs that use stores on Postgres, too.
+        """
         if batch_size < 1:
             raise InvalidRequest("a batch is 1 event or more")
         with self._reading() as connection:
             return rows.batch(rows.matching(connection, query, after, before, backwards), batch_size, max_bytes)
+
+    def read_page(
+        self,
+        query: Query = EVERYTHING,
+        *,
+        after: int = 0,
+        before: int | None = None,
+        backwards: bool = False,
+        batch_size: int = 100,
+        max_bytes: int = 16_777_216,
+        epoch: int | None = None,
+    ) -> StorePage:
+        """The same with the epoch, which is always 0."""
+        events = self.read(
+            query, after=after, before=before, backwards=backwards, batch_size=batch_size, max_bytes=max_bytes
+        )
+        return StorePage(events, ONLY_EPOCH)
 
     def count(self, query: Query = EVERYTHING, *, after: int = 0, before: int | None = None) -> int:
         """How many events match."""
@@ -175,7 +199,7 @@ class SqliteEventStore(Subscribing):
             connection.execute(
                 "insert into snapshot values (?, ?, ?, ?, ?) on conflict do update "
                 "set position = excluded.position, state = excluded.state where position < excluded.position",
-                (*key, *saved),
+                (*key, saved.position, saved.state),
             )
             connection.execute("delete from snapshot where name = ? and query_hash = ? and version < ?", key)
 
@@ -225,18 +249,28 @@ class SqliteEventStore(Subscribing):
         with self._transaction() as connection:
             return rows.clear_marks(connection, number, CLEAR_MARKS)
 
-    def _read_after(self, position: int, batch_size: int) -> StoreEvents:
+    def _read_after(self, position: int, batch_size: int, epoch: int) -> StoreEvents:
         return self.read(after=position, batch_size=batch_size)
 
     def _read_batch(
-        self, query: Query, after: int, before: int | None, backwards: bool, batch_size: int, max_bytes: int = MAX_BYTES
+        self,
+        query: Query,
+        after: int,
+        before: int | None,
+        backwards: bool,
+        batch_size: int,
+        max_bytes: int = MAX_BYTES,
+        epoch: int | None = None,
     ) -> StoreEvents:
         return self.read(
             query, after=after, before=before, backwards=backwards, batch_size=batch_size, max_bytes=max_bytes
         )
 
-    def _last_position(self) -> int:
-        return self.head()
+    def _end(self) -> tuple[int, int]:
+        return self.head(), ONLY_EPOCH
+
+    def _resume(self, epoch: int | None, position: int) -> tuple[int, int]:
+        return position, ONLY_EPOCH
 
     def _open_cursor(self, name: str, start_after: int) -> int:
         if not 1 <= len(checked_text(name, "cursor name")) <= MAX_CURSOR_NAME:
@@ -252,12 +286,18 @@ class SqliteEventStore(Subscribing):
             found: int | None = rows.value(connection, "select position from cursor where name = ?", name)
             return found
 
-    def _move_cursor(self, name: str, from_position: int, to_position: int) -> None:
+    def _move_cursor(self, name: str, from_position: int, to_position: int, epoch: int | None = None) -> None:
         with self._transaction() as connection:
             rows.move_cursor(connection, name, from_position, to_position)
 
     def _apply(
-        self, handler: StoreHandler, events: Sequence[StoreEvent], cursor: str, from_position: int, to_position: int
+        self,
+        handler: StoreHandler,
+        events: Sequence[StoreEvent],
+        cursor: str,
+        from_position: int,
+        to_position: int,
+        epoch: int,
     ) -> None:
         with self._transaction() as connection:
             rows.move_cursor(connection, cursor, from_position, to_position)

@@ -32,9 +32,10 @@ from headwater.query import (
     Query,
     StoreEvent,
     StoreLease,
+    StorePage,
     outcome,
 )
-from headwater.store.sqlite import SqliteEventStore, SqliteStores, busy
+from headwater.store.sqlite import ONLY_EPOCH, SqliteEventStore, SqliteStores, busy
 from headwater.store.sqlite_rows import BUSY_SECONDS
 from headwater.tail import MAX_BYTES
 
@@ -103,8 +104,12 @@ class AsyncSqliteEventStore(Subscribing):
         backwards: bool = False,
         batch_size: int = 100,
         max_bytes: int = 16_777_216,
+        epoch: int | None = None,
     ) -> list[StoreEvent]:
-        """A batch of the events that match, after one position and before another; backwards: the newest first."""
+        """A batch of the events that match, after one position and before another; backwards: the newest first.
+
+        A file has one epoch: `epoch` is there for programs that use stores on Postgres, too.
+        """
         return await asyncio.to_thread(
             self._store.read,
             query,
@@ -114,6 +119,23 @@ class AsyncSqliteEventStore(Subscribing):
             batch_size=batch_size,
             max_bytes=max_bytes,
         )
+
+    async def read_page(
+        self,
+        query: Query = EVERYTHING,
+        *,
+        after: int = 0,
+        before: int | None = None,
+        backwards: bool = False,
+        batch_size: int = 100,
+        max_bytes: int = 16_777_216,
+        epoch: int | None = None,
+    ) -> StorePage:
+        """The same with the epoch, which is always 0."""
+        events = await self.read(
+            query, after=after, before=before, backwards=backwards, batch_size=batch_size, max_bytes=max_bytes
+        )
+        return StorePage(events, ONLY_EPOCH)
 
     async def count(self, query: Query = EVERYTHING, *, after: int = 0, before: int | None = None) -> int:
         """How many events match."""
@@ -183,16 +205,26 @@ class AsyncSqliteEventStore(Subscribing):
     async def _send(self, appends: Sequence[EncodedAppend]) -> Verdicts:
         return await self._writer.run(self._store._send, appends)
 
-    async def _read_after(self, position: int, batch_size: int) -> StoreEvents:
-        return await asyncio.to_thread(self._store._read_after, position, batch_size)
+    async def _read_after(self, position: int, batch_size: int, epoch: int) -> StoreEvents:
+        return await asyncio.to_thread(self._store._read_after, position, batch_size, epoch)
 
     async def _read_batch(
-        self, query: Query, after: int, before: int | None, backwards: bool, batch_size: int, max_bytes: int = MAX_BYTES
+        self,
+        query: Query,
+        after: int,
+        before: int | None,
+        backwards: bool,
+        batch_size: int,
+        max_bytes: int = MAX_BYTES,
+        epoch: int | None = None,
     ) -> StoreEvents:
         return await asyncio.to_thread(self._store._read_batch, query, after, before, backwards, batch_size, max_bytes)
 
-    async def _last_position(self) -> int:
-        return await self.head()
+    async def _end(self) -> tuple[int, int]:
+        return await self.head(), ONLY_EPOCH
+
+    async def _resume(self, epoch: int | None, position: int) -> tuple[int, int]:
+        return position, ONLY_EPOCH
 
     async def _open_cursor(self, name: str, start_after: int) -> int:
         return await self._writer.run(self._store._open_cursor, name, start_after)
@@ -200,11 +232,17 @@ class AsyncSqliteEventStore(Subscribing):
     async def _find_cursor(self, name: str) -> int | None:
         return await asyncio.to_thread(self._store._find_cursor, name)
 
-    async def _move_cursor(self, name: str, from_position: int, to_position: int) -> None:
+    async def _move_cursor(self, name: str, from_position: int, to_position: int, epoch: int | None = None) -> None:
         await self._writer.run(self._store._move_cursor, name, from_position, to_position)
 
     async def _apply(
-        self, handler: StoreHandler, events: Sequence[StoreEvent], cursor: str, from_position: int, to_position: int
+        self,
+        handler: StoreHandler,
+        events: Sequence[StoreEvent],
+        cursor: str,
+        from_position: int,
+        to_position: int,
+        epoch: int,
     ) -> None:
         loop = asyncio.get_running_loop()
 
@@ -212,7 +250,7 @@ class AsyncSqliteEventStore(Subscribing):
             # The transaction is of the thread; the handler runs in the event loop, which is not blocked meanwhile.
             asyncio.run_coroutine_threadsafe(_awaited(handler(connection, handed)), loop).result()
 
-        await self._writer.run(self._store._apply, handle, events, cursor, from_position, to_position)
+        await self._writer.run(self._store._apply, handle, events, cursor, from_position, to_position, epoch)
 
     async def _has_group(self, group: str) -> bool:
         return await asyncio.to_thread(self._store._has_group, group)

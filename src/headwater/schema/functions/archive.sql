@@ -75,12 +75,14 @@ begin
 end;
 $$;
 
--- Note that an archive durably has everything up to a position. It never goes back.
-create or replace function headwater.note_archived(name text, to_position bigint)
+-- Note that an archive durably has everything up to a position. It never goes back. With the epoch of the position, HW021
+-- if the log has lost what was there: retention must not take the events that get these positions now.
+create or replace function headwater.note_archived(name text, to_position bigint, epoch integer default null)
 returns void
 language plpgsql
 as $$
 begin
+    perform headwater.refuse_lost_position(note_archived.epoch, to_position);
     update headwater.archive a
     set archived_to = greatest(a.archived_to, to_position), updated_at = clock_timestamp()
     where a.name = note_archived.name;
@@ -149,10 +151,12 @@ select
     a.archived_to,
     a.registered_at,
     a.updated_at,
-    headwater.positions_between(a.archived_to, headwater.head()) as positions_behind,
+    l.events as lag_events,
+    l.is_more as lag_is_more,
     o.oldest_unarchived_age,
     o.held_topics
 from headwater.archive a
+cross join lateral headwater.lag_of(headwater.topics_behind(a.topics, a.archived_to), a.archived_to) as l
 cross join lateral (
     select
         max(clock_timestamp() - f.published_at) as oldest_unarchived_age,

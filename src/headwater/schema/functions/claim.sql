@@ -24,7 +24,8 @@ begin atomic
     ),
     leased as (
         update headwater.redelivery r
-        set attempt = r.attempt + 1, token = lease, worker = claim_suspect.worker, visible_at = ends_at
+        set attempt = r.attempt + 1, token = lease, worker = claim_suspect.worker, visible_at = ends_at,
+            dated_at = clock_timestamp()
         where r.group_id = target.id and r.position = any (array(select d.position from due d))
         returning r.position, r.topic_id, r.attempt
     )
@@ -63,7 +64,8 @@ begin atomic
     ),
     leased as (
         update headwater.redelivery r
-        set attempt = r.attempt + 1, token = lease, worker = claim_due.worker, visible_at = ends_at
+        set attempt = r.attempt + 1, token = lease, worker = claim_due.worker, visible_at = ends_at,
+            dated_at = clock_timestamp()
         where r.group_id = target.id and r.position = any (array(select d.position from due d))
         returning r.position, r.topic_id, r.attempt
     )
@@ -80,7 +82,29 @@ begin atomic
     order by e.position;
 end;
 
--- Claim new events for a group whose bindings must be looked at event by event, or whose keys are ordered.
+-- The events at these positions of these topics, as their first lease hands them out.
+create or replace function headwater.leased_events(
+    positions bigint[], topic_ids integer[], lease bigint, ends_at timestamptz
+)
+returns setof headwater.claimed_event
+language sql
+stable
+begin atomic
+    select
+        lease, 1, false, ends_at,
+        e.position, t.name, e.partition, e.topic_offset, e.key, e.type, e.routing_key,
+        e.headers, e.content_type, e.payload, e.event_id, e.published_at
+    from unnest(leased_events.positions, leased_events.topic_ids) as c (position, topic_id)
+    join headwater.topic t on t.id = c.topic_id
+    cross join lateral (
+        select * from headwater.event f where f.topic_id = c.topic_id and f.position = c.position offset 0
+    ) as e
+    order by e.position;
+end;
+
+-- Claim new events for a queue of several topics, or whose bindings must be looked at event by event, or whose keys are
+-- ordered. The index finds the events of a topic, not those of a range of positions, so the work is kept to one lookup a
+-- topic: events are looked for in a window of positions, which holds no more events than it has positions.
 create or replace function headwater.claim_selected(
     target headwater.consumer_group,
     lease bigint,
@@ -107,8 +131,12 @@ declare
                 or greatest(b.from_position, b.to_position) > last_claimed
             )
     );
+    few_topics constant integer := 4;
     scan_size constant integer := greatest(4 * room, 1000);
     enough constant integer := case when plain then room else scan_size end;
+    -- The topics that have something in the window, or might.
+    active integer[];
+    window_start bigint;
     window_end bigint;
     scanned integer;
     scanned_to bigint;
@@ -121,9 +149,10 @@ begin
     -- One round, unless bindings match nothing of what was scanned: then on from there, within bounds.
     for round in 1 .. 20 loop
         window_end := settled_to;
-        if cardinality(ids) > 4 then
-            -- Many topics: as many positions as are to be scanned hold at most that many events.
-            select min(f.position) - 1 + scan_size into window_end
+        active := ids;
+        if cardinality(ids) > few_topics and settled_to - last_claimed > scan_size then
+            -- Far behind, or other topics are busy: the window begins at the first event.
+            select array_agg(i.id), min(f.position) - 1 into active, window_start
             from unnest(ids) as i (id)
             join headwater.topic t on t.id = i.id
             cross join lateral (
@@ -134,55 +163,61 @@ begin
                 order by e.position
                 limit 1
             ) as f;
-            if window_end is null then
-                return;
+            if cardinality(active) > few_topics then
+                window_end := least(window_start + scan_size, settled_to);
             end if;
-            window_end := least(window_end, settled_to);
         end if;
-        select count(*), max(s.position) into scanned, scanned_to
-        from (
-            select f.position
-            from unnest(ids) as i (id)
-            join headwater.topic t on t.id = i.id
-            cross join lateral (
-                select e.position from headwater.event e
+        if cardinality(active) <= few_topics then
+            select array_agg(s.position order by s.position), array_agg(s.topic_id order by s.position)
+            into positions, topic_ids
+            from (
+                select f.position, t.id as topic_id
+                from unnest(active) as i (id)
+                join headwater.topic t on t.id = i.id
+                cross join lateral (
+                    select e.position from headwater.event e
+                    where
+                        e.topic_id = t.id and e.position > greatest(last_claimed, t.expired_to)
+                        and e.position <= window_end
+                    order by e.position
+                    limit enough
+                ) as f
+                order by f.position
+                limit enough
+            ) as s;
+        else
+            -- One index scan for all topics. What has expired is looked up event by event: a join might read all topics.
+            select array_agg(s.position order by s.position), array_agg(s.topic_id order by s.position)
+            into positions, topic_ids
+            from (
+                select e.position, e.topic_id
+                from headwater.event e
                 where
-                    e.topic_id = t.id and e.position > greatest(last_claimed, t.expired_to)
-                    and e.position <= window_end
+                    e.topic_id = any (active) and e.position > last_claimed and e.position <= window_end
+                    and e.position > (select t.expired_to from headwater.topic t where t.id = e.topic_id)
                 order by e.position
                 limit enough
-            ) as f
-            order by f.position
-            limit enough
-        ) as s;
+            ) as s;
+        end if;
+        scanned := coalesce(cardinality(positions), 0);
         if scanned = 0 then
             return;
         end if;
-        if scanned < enough then
-            scanned_to := window_end;
-        end if;
+        scanned_to := case when scanned < enough then window_end else positions[scanned] end;
         lease := coalesce(lease, headwater.next_token());
 
         if plain then
-            return query
-            select
-                lease, 1, false, ends_at,
-                e.position, t.name, e.partition, e.topic_offset, e.key, e.type, e.routing_key,
-                e.headers, e.content_type, e.payload, e.event_id, e.published_at
-            from headwater.event e
-            join headwater.topic t on t.id = e.topic_id
-            where
-                e.topic_id = any (ids) and e.position > last_claimed and e.position <= scanned_to
-                and e.position > t.expired_to
-            order by e.position;
             insert into headwater.ledger (group_id, token, lo, hi, events, worker, expires_at, settled, due_after)
             values (
                 target.id, lease, last_claimed + 1, scanned_to, scanned, claim_selected.worker, ends_at, false,
                 claim_selected.due_after
             );
+            return query
+            select * from headwater.leased_events(positions, topic_ids, lease, ends_at);
             return;
         end if;
 
+        active := array(select distinct a.id from unnest(topic_ids) as a (id));
         if target.ordered_keys then
             select array_agg(distinct k.key_hash) into busy_keys
             from (
@@ -198,7 +233,7 @@ begin
             select
                 e.position, e.topic_id,
                 case when target.ordered_keys then headwater.key_order_hash(e.key) end as key_hash
-            from headwater.bound_events(target.id, ids, last_claimed + 1, scanned_to) as e
+            from headwater.bound_events(target.id, active, last_claimed + 1, scanned_to) as e
         ) as c
         where c.key_hash is null or busy_keys is null or c.key_hash <> all (busy_keys);
         if cardinality(positions) > room then
@@ -213,7 +248,7 @@ begin
             with waiting as (
                 insert into headwater.redelivery (group_id, position, topic_id, attempt, visible_at, key_hash)
                 select target.id, e.position, e.topic_id, 0, 'infinity', headwater.key_order_hash(e.key)
-                from headwater.bound_events(target.id, ids, last_claimed + 1, scanned_to) as e
+                from headwater.bound_events(target.id, active, last_claimed + 1, scanned_to) as e
                 where headwater.key_order_hash(e.key) = any (busy_keys)
                 returning position
             )
@@ -243,16 +278,7 @@ begin
             continue;
         end if;
         return query
-        select
-            lease, 1, false, ends_at,
-            e.position, t.name, e.partition, e.topic_offset, e.key, e.type, e.routing_key,
-            e.headers, e.content_type, e.payload, e.event_id, e.published_at
-        from unnest(positions, topic_ids) as c (position, topic_id)
-        join headwater.topic t on t.id = c.topic_id
-        cross join lateral (
-            select * from headwater.event f where f.topic_id = c.topic_id and f.position = c.position offset 0
-        ) as e
-        order by e.position;
+        select * from headwater.leased_events(positions, topic_ids, lease, ends_at);
         return;
     end loop;
 end;
@@ -349,13 +375,12 @@ begin
         f.due_after,
         exists (
             select from headwater.redelivery r
-            where
-                r.group_id = target.id
-                and r.visible_at > coalesce(f.due_after, '-infinity') and r.visible_at <= looked_at
+            where r.group_id = target.id and r.visible_at > f.due_after and r.visible_at <= looked_at
         ) as anything_due,
         b.ids,
         b.whole_topics,
-        b.last_change
+        b.last_change,
+        a.claimed_at
     into seen
     from (
         select
@@ -366,13 +391,30 @@ begin
         from headwater.binding b
         where b.group_id = target.id
     ) as b
-    left join lateral (
-        select l.hi, l.due_after from headwater.ledger l
-        where l.group_id = target.id and l.token > target.start_token
-        order by l.token desc
-        limit 1
-    ) as f on true;
-    due_after := coalesce(seen.due_after, '-infinity');
+    cross join lateral (
+        -- Never beyond the clock, which may have been set back since that claim.
+        select
+            n.hi,
+            case
+                when n.due_after > looked_at then looked_at - interval '1 second'
+                else coalesce(n.due_after, '-infinity')
+            end as due_after
+        from (values (1)) as one
+        left join lateral (
+            select l.hi, l.due_after from headwater.ledger l
+            where l.group_id = target.id and l.token > target.start_token
+            order by l.token desc
+            limit 1
+        ) as n on true
+    ) as f
+    left join headwater.queue_activity a on a.group_id = target.id;
+    if seen.claimed_at is null or seen.claimed_at not between looked_at - interval '10 seconds' and looked_at then
+        -- That the queue has a worker: seldom, so that a claim that finds nothing writes nothing.
+        insert into headwater.queue_activity (group_id, claimed_at, worker)
+        values (target.id, looked_at, settle_and_claim.worker)
+        on conflict (group_id) do update set claimed_at = excluded.claimed_at, worker = excluded.worker;
+    end if;
+    due_after := seen.due_after;
 
     if seen.anything_due then
         if target.ordered_keys then
@@ -402,15 +444,28 @@ begin
     if target.ordered_keys or not seen.whole_topics or seen.last_change > seen.last_claimed then
         return query
         select * from headwater.claim_selected(
-            target, lease, worker, room, ends_at, seen.last_claimed, headwater.refresh_settled(), due_after
+            target, lease, worker, room, ends_at, seen.last_claimed,
+            -- A binding to no topic in particular waits for every publisher: a topic may be made in this moment.
+            headwater.refresh_settled(
+                case
+                    when not exists (
+                        select from headwater.binding b where b.group_id = target.id and b.topic_id is null
+                    ) then headwater.bound_topics(target.id, seen.last_claimed)
+                end
+            ),
+            due_after
         );
         return;
     end if;
-    settled_to := coalesce(pg_sequence_last_value('headwater.settled_register'), 0);
+    -- Never above the head: a dump may have brought a value of another log.
+    settled_to := least(
+        pg_sequence_last_value('headwater.settled_register'), pg_sequence_last_value('headwater.position')
+    );
+    settled_to := coalesce(settled_to, 0);
     loop
         -- What somebody noted as settled will do, unless it holds nothing for this group.
         if settled_to < seen.last_claimed + room then
-            settled_to := headwater.refresh_settled();
+            settled_to := headwater.refresh_settled(seen.ids);
             refreshed := true;
         end if;
         if settled_to <= seen.last_claimed then

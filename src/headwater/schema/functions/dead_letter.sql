@@ -1,13 +1,17 @@
 -- Dead letters: look at them, give them another life, or drop them.
 
--- The dead letters of a group, oldest first: all of them, or those named, of a topic, or whose error is like a pattern.
+-- The dead letters of a group, oldest first: all of them, or those named, of a topic, whose error is like a pattern, or
+-- of one handler or subscription of a group that reads for subscriptions. There several handlers may have given up on
+-- one event: an answer is never cut between them, so it may be longer than batch_size.
 create or replace function headwater.dead_letters(
     group_name text,
     positions bigint[] default null,
     topic text default null,
     error_like text default null,
     after bigint default 0,
-    batch_size integer default 1000
+    batch_size integer default 1000,
+    handler text default null,
+    subscription_id bigint default null
 )
 returns table (
     "position" bigint,
@@ -17,12 +21,16 @@ returns table (
     attempts integer,
     last_error text,
     history jsonb,
-    died_at timestamptz
+    died_at timestamptz,
+    subscription bigint,
+    handler_name text
 )
 language sql
 stable
 begin atomic
-    select d.position, t.name, e.key, e.type, d.attempts, d.last_error, d.history, d.died_at
+    select
+        d.position, t.name, e.key, e.type, d.attempts, d.last_error, d.history, d.died_at,
+        d.subscription_id, d.handler
     from headwater.dead_letter d
     left join headwater.topic t on t.id = d.topic_id
     left join headwater.event e on e.topic_id = d.topic_id and e.position = d.position
@@ -31,18 +39,23 @@ begin atomic
         and (positions is null or d.position = any (positions))
         and (dead_letters.topic is null or t.name = dead_letters.topic)
         and (error_like is null or d.last_error like error_like)
+        and (dead_letters.handler is null or d.handler = dead_letters.handler)
+        and (dead_letters.subscription_id is null or d.subscription_id = dead_letters.subscription_id)
         and d.position > after
     order by d.position
-    limit batch_size;
+    fetch first (batch_size) rows with ties;
 end;
 
--- Give dead letters a fresh set of tries, those whose event is still there. Returns how many.
+-- Give dead letters a fresh set of tries, those whose event is still there. Those of a subscriber go to the handler that
+-- gave up, and to no other. Returns how many.
 create or replace function headwater.redrive(
     group_name text,
     positions bigint[] default null,
     topic text default null,
     error_like text default null,
-    batch_size integer default 1000000
+    batch_size integer default 1000000,
+    handler text default null,
+    subscription_id bigint default null
 )
 returns bigint
 language plpgsql
@@ -55,10 +68,14 @@ begin
     with chosen as (
         delete from headwater.dead_letter d
         using
-            headwater.dead_letters(group_name, redrive.positions, redrive.topic, redrive.error_like, 0, batch_size) as c,
+            headwater.dead_letters(
+                group_name, redrive.positions, redrive.topic, redrive.error_like, 0, batch_size, redrive.handler,
+                redrive.subscription_id
+            ) as c,
             headwater.event e
         where
             d.group_id = target.id and d.position = c.position
+            and d.subscription_id is not distinct from c.subscription and d.handler is not distinct from c.handler_name
             and e.topic_id = d.topic_id and e.position = d.position
             and not exists (select from headwater.topic t where t.id = d.topic_id and t.expired_to >= d.position)
         returning d.*, e.key
@@ -73,10 +90,22 @@ begin
             case when target.ordered_keys then headwater.key_order_hash(c.key) end,
             c.last_error, c.history
         from chosen c
+        where c.subscription_id is null
         on conflict (group_id, position) do nothing
         returning key_hash
+    ),
+    retried as (
+        insert into headwater.subscription_retry as r
+            (group_id, subscription_id, handler, position, topic_id, attempt, due_at, last_error, history)
+        select
+            c.group_id, c.subscription_id, c.handler, c.position, c.topic_id, 0, clock_timestamp(), c.last_error, c.history
+        from chosen c
+        where c.subscription_id is not null
+        on conflict on constraint subscription_retry_subscription_id_handler_position_key do update
+            set attempt = 0, due_at = excluded.due_at, history = excluded.history || r.history
+        returning 1
     )
-    select count(*) into redriven from kept;
+    select (select count(*) from kept) + (select count(*) from retried) into redriven;
     if target.ordered_keys then
         perform headwater.free_next_of_keys(target.id, headwater.waiting_keys(target.id));
     end if;
@@ -90,15 +119,23 @@ create or replace function headwater.discard(
     positions bigint[] default null,
     topic text default null,
     error_like text default null,
-    batch_size integer default 1000000
+    batch_size integer default 1000000,
+    handler text default null,
+    subscription_id bigint default null
 )
 returns bigint
 language sql
 begin atomic
     with gone as (
         delete from headwater.dead_letter d
-        using headwater.dead_letters(group_name, discard.positions, discard.topic, discard.error_like, 0, batch_size) as c
-        where d.group_id = (headwater.find_group(group_name)).id and d.position = c.position
+        using
+            headwater.dead_letters(
+                group_name, discard.positions, discard.topic, discard.error_like, 0, batch_size, discard.handler,
+                discard.subscription_id
+            ) as c
+        where
+            d.group_id = (headwater.find_group(group_name)).id and d.position = c.position
+            and d.subscription_id is not distinct from c.subscription and d.handler is not distinct from c.handler_name
         returning 1
     )
     select count(*) from gone;

@@ -14,7 +14,9 @@ return least(
         select min(l.lo) - 1 from headwater.ledger l
         where l.group_id = target.id and not l.settled and l.token > target.start_token
     ),
-    (select min(r.position) - 1 from headwater.redelivery r where r.group_id = target.id)
+    (select min(r.position) - 1 from headwater.redelivery r where r.group_id = target.id),
+    (select min(f.position) from headwater.filter_stop f where f.group_id = target.id),
+    (select min(r.position) - 1 from headwater.subscription_retry r where r.group_id = target.id)
 );
 
 -- Every event of every group with its state, as if there were a row for each.
@@ -66,55 +68,274 @@ left join lateral (
     limit 1
 ) as l on true;
 
--- One line a group. Everything but `ready` is arithmetic on a few small tables; `ready` is counted up to 10,000.
+-- One line a group, of all or of those named, in the order of their names: how far it has come, what it has yet to do,
+-- and whether anybody works on it.
+--
+-- New events are counted up to `most`, and of bindings that select by more than the topic so many are looked at: beyond
+-- that, `ready_is_more` and `lag_is_more` say that there are more. Everything else is exact.
+--
+-- The state of a queue:
+--   paused      it hands out nothing until it is resumed
+--   no_workers  nobody has asked it for events in the last minute, and no lease is out
+--   stalled     workers ask, events wait for more than a minute, and none is handed out: no lease is out, nor was for
+--               the time of a lease
+--   running     anything else
+-- A group that reads for subscriptions is running while a reader holds it, and no_reader otherwise.
+create or replace function headwater.group_overviews(
+    names text[] default null,
+    most integer default 1000,
+    max_groups integer default null
+)
+returns table (
+    name               text,
+    kind               text,
+    state              text,
+    paused             boolean,
+    frontier           bigint,
+    ready              bigint,
+    ready_is_more      boolean,
+    lag_events         bigint,
+    lag_is_more        boolean,
+    lag_seconds        float8,
+    unfinished_seconds float8,
+    processing         bigint,
+    open_leases        bigint,
+    retrying           bigint,
+    redeliveries       bigint,
+    dead               bigint,
+    done               bigint,
+    claimed            bigint,
+    last_claimed_at    timestamptz,
+    last_worker        text
+)
+language plpgsql
+stable
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+declare
+    head constant bigint := coalesce(pg_sequence_last_value('headwater.position'), 0);
+    asked_at constant timestamptz := clock_timestamp();
+    minute constant interval := interval '1 minute';
+    consumers headwater.consumer_group[];
+    reached bigint[];
+    low_waters bigint[];
+    target headwater.consumer_group;
+    place headwater.reading;
+    low_water bigint;
+    known record;
+    counts record;
+    any_topic boolean;
+    whole_topics boolean;
+    waiting integer[];
+begin
+    select array_agg(g order by g.name), array_agg(f.reached order by g.name), array_agg(f.low_water order by g.name)
+    into consumers, reached, low_waters
+    from (
+        select o.* from headwater.consumer_group o
+        where group_overviews.names is null or o.name = any (group_overviews.names)
+        order by o.name
+        limit max_groups
+    ) as g
+    cross join lateral (
+        select
+            case g.kind
+                when 'queue' then headwater.frontier(g)
+                else (select d.position from headwater.reading d where d.group_id = g.id)
+            end as reached,
+            headwater.group_low_water(g) as low_water
+    ) as f;
+    select e.* into known
+    from (select min(l.position) as lowest from unnest(low_waters) as l (position) where l.position < head) as l
+    cross join lateral headwater.topic_ends(
+        coalesce(l.lowest, head),
+        -- One queue of named topics needs no others.
+        case
+            when cardinality(consumers) = 1 and consumers[1].kind = 'queue'
+                then headwater.bound_topics(consumers[1].id, low_waters[1])
+        end
+    ) as e;
+
+    for number in 1 .. coalesce(cardinality(consumers), 0) loop
+        target := consumers[number];
+        low_water := coalesce(low_waters[number], target.start_position);
+        name := target.name;
+        kind := target.kind;
+        paused := target.paused_at is not null;
+        frontier := coalesce(reached[number], target.start_position);
+        lag_is_more := false;
+        lag_seconds := null;
+        unfinished_seconds := null;
+
+        select
+            c.processing, c.lapsed, c.open_leases, c.not_settled, c.newest_end,
+            r.leased, r.due, r.waiting, r.of_pass, r.all_of_them,
+            (select count(*) from headwater.dead_letter d where d.group_id = target.id) as dead,
+            (
+                select count(*) from headwater.dead_letter d
+                where d.group_id = target.id and d.position > target.start_position
+            ) as dead_of_pass,
+            coalesce((select p.past_events from headwater.group_progress p where p.group_id = target.id), 0)
+                + coalesce((select sum(l.events) from headwater.ledger l where l.group_id = target.id), 0) as claimed,
+            a.claimed_at,
+            a.worker
+        into counts
+        from (
+            select
+                coalesce(sum(l.events - l.acked_events) filter (where l.expires_at > asked_at), 0) as processing,
+                coalesce(sum(l.events - l.acked_events) filter (where l.expires_at <= asked_at), 0) as lapsed,
+                count(*) as open_leases,
+                coalesce(sum(l.events - l.acked_events), 0) as not_settled,
+                (
+                    select n.expires_at from headwater.ledger n
+                    where n.group_id = target.id and n.events > 0
+                    order by n.token desc
+                    limit 1
+                ) as newest_end
+            from headwater.open_claims(target) l
+        ) as c
+        cross join (
+            select
+                count(*) filter (where r.token is not null and r.visible_at > asked_at) as leased,
+                count(*) filter (where r.visible_at <= asked_at) as due,
+                count(*) filter (where r.token is null and r.visible_at > asked_at) as waiting,
+                count(*) filter (where r.position > target.start_position) as of_pass,
+                count(*) as all_of_them
+            from headwater.redelivery r
+            where r.group_id = target.id
+        ) as r
+        left join headwater.queue_activity a on a.group_id = target.id;
+        processing := counts.processing + counts.leased;
+        open_leases := counts.open_leases;
+        retrying := counts.waiting;
+        redeliveries := counts.all_of_them;
+        dead := counts.dead;
+        claimed := counts.claimed;
+        done := greatest(counts.claimed - counts.not_settled - counts.of_pass - counts.dead_of_pass, 0);
+        last_claimed_at := counts.claimed_at;
+        last_worker := counts.worker;
+
+        place := null;
+        if target.kind = 'cursor' then
+            select * into place from headwater.reading d where d.group_id = target.id;
+        end if;
+        ready := 0;
+        waiting := '{}';
+        if low_water < head and known.ends[cardinality(known.ends)] > low_water then
+            -- Its topics that have anything after the low water, which is at or below the frontier.
+            waiting := known.ids[width_bucket(low_water, known.ends) + 1:];
+            if target.kind = 'queue' then
+                select
+                    bool_or(b.topic_id is null and (b.to_position is null or b.to_position > low_water)),
+                    bool_and(
+                        b.topic_id is not null and b.type is null and b.pattern is null and b.headers is null
+                        and greatest(b.from_position, b.to_position) <= frontier
+                    )
+                into any_topic, whole_topics
+                from headwater.binding b
+                where b.group_id = target.id;
+                if any_topic is not true then
+                    waiting := array(
+                        select i.id from unnest(headwater.bound_topics(target.id, low_water)) as i (id)
+                        where known.end_by_id[i.id] > low_water
+                    );
+                end if;
+            elsif place.topics is not null then
+                waiting := array(
+                    select t.id from headwater.topic t
+                    where t.name = any (place.topics) and t.deleted_at is null and known.end_by_id[t.id] > low_water
+                );
+            end if;
+            if low_water < frontier then
+                unfinished_seconds := headwater.seconds_behind(waiting[:most], low_water);
+                waiting := array(select i.id from unnest(waiting) as i (id) where known.end_by_id[i.id] > frontier);
+                if target.kind = 'queue' and any_topic is not true then
+                    -- A binding that ended at the frontier has nothing after it.
+                    waiting := array(
+                        select unnest(waiting) intersect select unnest(headwater.bound_topics(target.id, frontier))
+                    );
+                end if;
+            end if;
+        end if;
+        if cardinality(waiting) > 0 then
+            -- Each of them has an event at least: as many topics as events are counted are enough.
+            waiting := waiting[:most + 1];
+            select l.events, l.is_more, l.seconds into ready, lag_is_more, lag_seconds
+            from headwater.lag_of(waiting, frontier, most, known.expired_to) as l;
+            if target.kind = 'queue' and not whole_topics then
+                -- Of so many events of its topics, those that its bindings select. The age is of what its topics hold.
+                select count(*) into ready
+                from (
+                    select o.topic_id, o.position, o.type, o.routing_key, o.headers
+                    from headwater.event o
+                    where o.topic_id = any (waiting) and o.position > frontier
+                    limit most
+                ) as e
+                where
+                    (
+                        known.expired_to <= frontier
+                        or not coalesce(
+                            (select t.expired_to >= e.position from headwater.topic t where t.id = e.topic_id), false
+                        )
+                    )
+                    and exists (
+                        select from headwater.binding b
+                        where
+                            b.group_id = target.id
+                            and headwater.binding_selects(b, e.topic_id, e.position, e.type, e.routing_key, e.headers)
+                    );
+                if ready = 0 and not lag_is_more then
+                    lag_seconds := null;
+                end if;
+            end if;
+            unfinished_seconds := greatest(unfinished_seconds, lag_seconds);
+        end if;
+        ready_is_more := lag_is_more;
+        if target.kind = 'queue' then
+            ready := ready + counts.lapsed + counts.due;
+            lag_events := ready + processing + retrying;
+        else
+            lag_events := ready;
+        end if;
+        state := case
+            when target.kind = 'cursor' then
+                case when place.leased_until > asked_at then 'running' else 'no_reader' end
+            when paused then 'paused'
+            when processing = 0 and coalesce(counts.claimed_at < asked_at - minute, true) then 'no_workers'
+            when
+                processing = 0 and ready > 0 and lag_seconds > 60
+                and coalesce(counts.newest_end < asked_at, true)
+                then 'stalled'
+            else 'running'
+        end;
+        return next;
+    end loop;
+end;
+$$;
+
+-- The same with the settings that people look for.
 create or replace view headwater.group_overview as
 select
-    g.name,
-    g.paused_at is not null as paused,
-    f.frontier,
-    least(c.new_events, 10000) + c.lapsed + c.due_again as ready,
-    c.new_events > 10000 as ready_is_more,
-    headwater.positions_between(f.frontier, headwater.head()) as positions_behind,
-    headwater.in_flight(g) as processing,
-    c.waiting_again as retrying,
-    c.dead,
-    greatest(c.claimed - c.not_done, 0) as done,
+    o.name,
+    o.state,
+    o.paused,
+    o.frontier,
+    o.ready,
+    o.ready_is_more,
+    o.lag_events,
+    o.lag_is_more,
+    o.lag_seconds,
+    o.processing,
+    o.retrying,
+    o.dead,
+    o.done,
+    o.last_claimed_at,
+    o.last_worker,
     g.ordered_keys,
     g.max_attempts,
     g.lease_seconds,
     g.max_in_flight,
     g.must_not_lose,
     g.created_at
-from headwater.consumer_group g
-cross join lateral (select headwater.frontier(g) as frontier) as f
-cross join lateral (
-    select
-        (
-            select count(*) from (
-                select from headwater.bound_events(
-                    g.id, headwater.bound_topics(g.id, f.frontier), f.frontier + 1, 281474976710655
-                )
-                limit 10001
-            ) as counted
-        ) as new_events,
-        (
-            select coalesce(sum(l.events - l.acked_events), 0)
-            from headwater.open_claims(g) l
-            where l.expires_at <= clock_timestamp()
-        ) as lapsed,
-        (
-            select count(*) from headwater.redelivery r
-            where r.group_id = g.id and r.visible_at <= clock_timestamp()
-        ) as due_again,
-        (
-            select count(*) from headwater.redelivery r
-            where r.group_id = g.id and r.visible_at > clock_timestamp() and r.token is null
-        ) as waiting_again,
-        (select count(*) from headwater.dead_letter d where d.group_id = g.id) as dead,
-        coalesce((select p.past_events from headwater.group_progress p where p.group_id = g.id), 0)
-            + coalesce((select sum(l.events) from headwater.ledger l where l.group_id = g.id), 0) as claimed,
-        (select coalesce(sum(l.events - l.acked_events), 0) from headwater.open_claims(g) l)
-            + (select count(*) from headwater.redelivery r where r.group_id = g.id and r.position > g.start_position)
-            + (select count(*) from headwater.dead_letter d where d.group_id = g.id and d.position > g.start_position)
-            as not_done
-) as c;
+from headwater.group_overviews() as o
+join headwater.consumer_group g on g.name = o.name;

@@ -6,6 +6,8 @@
 --
 -- A condition is {"query": [...], "after": 17}: nothing after this position matches; or {"query": [...], "latest": 17}:
 -- the latest match is exactly there. Position 0, null or none at all stands for the beginning: that nothing matches.
+-- With "epoch", the one in which the position was read, the append is refused if the log is in another one: the caller
+-- may have decided on events that are lost. See epoch.sql.
 
 -- The event store of that name.
 create or replace function headwater.find_event_store(name text)
@@ -160,7 +162,8 @@ $$;
 -- lost in a crash of a server that commits asynchronously, and everything is in doubt.
 --
 -- Returns the last event before, and a position for each event; null from the first that is in doubt on. An id that is
--- taken is an error (23505), and nothing is appended. It runs as its owner, as `append_group` does.
+-- taken is an error (23505), and nothing is appended. It runs as its owner, as `append_group` does. `epoch`: the one that
+-- all positions are of; if the log is in another, everything is in doubt.
 create or replace function headwater.append_ahead(
     topic text,
     owners integer[],
@@ -179,6 +182,7 @@ create or replace function headwater.append_ahead(
     seen_by integer[] default null,
     seen_marks text[] default null,
     seen_at bigint[] default null,
+    epoch integer default null,
     out tail bigint,
     out places bigint[]
 )
@@ -211,6 +215,10 @@ begin
     nothing := headwater.hold_store(store);
     before := headwater.store_tail(store.id);
     tail := before.position;
+    -- A position that was never issued: only the check in full says so.
+    if epoch <> headwater.current_epoch() or (tail < any (above) and headwater.head() < any (above)) then
+        return;
+    end if;
     if known_id is not null and known_id is distinct from before.event_id and not exists (
         select
         from headwater.event_identity i
@@ -247,7 +255,7 @@ begin
     if owners[1] >= in_doubt then
         return;
     end if;
-    nothing := headwater.advertise_publisher();
+    nothing := headwater.advertise_publisher(store.name);
     places := array(
         select case when o.owner < in_doubt or in_doubt is null then nextval('headwater.position') end
         from unnest(owners) as o (owner)
@@ -289,6 +297,7 @@ declare
     verdict headwater.append_verdict;
     condition jsonb;
     query jsonb;
+    present constant integer := headwater.current_epoch();
     exact boolean;
     seen bigint;
     latest bigint;
@@ -337,6 +346,17 @@ begin
         if query is not null then
             exact := condition ? 'latest';
             seen := coalesce((condition ->> case when exact then 'latest' else 'after' end)::bigint, 0);
+            if
+                (seen > 0 and (condition ->> 'epoch')::integer <> present)
+                or (seen > headwater.head() and not exact)
+            then
+                verdict.epoch := present;
+                verdict.common_position := least(
+                    headwater.common_position((condition ->> 'epoch')::integer, seen), headwater.head()
+                );
+                return next verdict;
+                continue;
+            end if;
             latest := headwater.latest_match(
                 store.id, query, case when exact then greatest(seen - 1, 0) else seen end
             );
@@ -349,7 +369,7 @@ begin
                 continue;
             end if;
         end if;
-        perform headwater.advertise_publisher();
+        perform headwater.advertise_publisher(store.name);
         verdict.positions := array(select nextval('headwater.position') from generate_series(first, last));
         perform headwater.insert_appended(
             store.id, next_offset, verdict.positions, event_ids[first:last], types[first:last], tags[first:last],
@@ -439,14 +459,16 @@ begin
     if condition is not null and (
         jsonb_typeof(condition) <> 'object'
         or not condition ? 'query'
-        or exists (select from jsonb_object_keys(condition) as k where k not in ('query', 'after', 'latest'))
+        or exists (select from jsonb_object_keys(condition) as k where k not in ('query', 'after', 'latest', 'epoch'))
         or condition ?& array['after', 'latest']
         or jsonb_typeof(coalesce(condition -> 'after', condition -> 'latest')) not in ('number', 'null')
         or coalesce(condition ->> 'after', condition ->> 'latest') !~ '^[0-9]{1,18}$'
+        or jsonb_typeof(condition -> 'epoch') not in ('number', 'null')
+        or condition ->> 'epoch' !~ '^[0-9]{1,9}$'
     ) then
         raise exception 'a condition is a JSON object with a query and a position'
             using errcode = 'HW002',
-                  hint = 'Write {"query": [...], "after": 17} or {"query": [...], "latest": 17}.';
+                  hint = 'Write {"query": [...], "after": 17} or {"query": [...], "latest": 17}, with "epoch" beside it.';
     end if;
     perform headwater.refuse_bad_query(condition -> 'query');
     select v.* into verdict
@@ -469,6 +491,15 @@ begin
     if verdict.taken_id is not null then
         raise exception 'the event id "%" belongs to another append', verdict.taken_id
             using errcode = 'HW002', detail = json_build_object('event_id', verdict.taken_id)::text;
+    end if;
+    if verdict.epoch is not null then
+        raise exception 'the position of the condition is not of the present history, epoch %', verdict.epoch
+            using errcode = 'HW021',
+                  detail = json_build_object(
+                      'epoch', verdict.epoch, 'requested_epoch', (condition ->> 'epoch')::integer,
+                      'common_position', verdict.common_position
+                  )::text,
+                  hint = 'Postgres crashed, failed over or was restored. Read the context again, decide again.';
     end if;
     if verdict.moved_to is not null then
         raise exception 'the context of this append moved: its latest match is at %', verdict.moved_to

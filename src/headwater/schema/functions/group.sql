@@ -199,8 +199,10 @@ begin
 end;
 $$;
 
--- Let a group begin anew after a position, back or forth. Leases of the pass before are void; what was leased or
--- waits for another try at or below the position still gets it; dead letters there stay.
+-- Let a group begin again after a position, back or forth: it gets every event above the position that its bindings
+-- take, those that it has done before included. A binding whose from_position was not given goes back with it; one
+-- whose from_position was given still takes nothing at or below that. Leases of the pass before are void; what was
+-- leased or waits for another try at or below the position still gets it; dead letters there stay.
 create or replace function headwater.rewind_group(group_name text, to_position bigint)
 returns void
 language plpgsql
@@ -212,11 +214,17 @@ begin
     update headwater.consumer_group g
     set start_position = to_position, start_token = headwater.next_token()
     where g.id = target.id;
+    update headwater.binding b
+    set from_position = rewind_group.to_position
+    where
+        b.group_id = target.id and not b.from_position_given and b.to_position is null
+        and b.from_position > rewind_group.to_position;
     delete from headwater.redelivery r where r.group_id = target.id and r.position > to_position;
     delete from headwater.dead_letter d where d.group_id = target.id and d.position > to_position;
     delete from headwater.group_progress p where p.group_id = target.id;
     update headwater.redelivery r
-    set attempt = r.attempt - 1, token = null, worker = null, visible_at = clock_timestamp()
+    set attempt = r.attempt - 1, token = null, worker = null, visible_at = clock_timestamp(),
+        dated_at = clock_timestamp()
     where r.group_id = target.id and r.token is not null;
     with void as (
         delete from headwater.ledger l where l.group_id = target.id returning l.*
@@ -256,8 +264,10 @@ return (
     from unnest(string_to_array(pattern, '.')) with ordinality as w (word, place)
 );
 
--- Bind a group to more events: those that fit every part given. Takes effect for the events after from_position;
--- null: after what the group has claimed, if it has claimed anything. Events already passed come only by a rewind.
+-- Bind a group to more events: those that fit every part given. Takes effect for the events after from_position.
+-- Null: for those that the group has yet to claim; events that it has passed come by a rewind, which goes below such a
+-- binding's beginning. A from_position that is given is a bound: no rewind goes below it, and one below what the group
+-- has claimed brings nothing by itself: rewind too.
 create or replace function headwater.bind(
     group_name text,
     topic text default null,
@@ -274,8 +284,19 @@ declare
     bound headwater.binding;
     leased int8multirange;
 begin
+    if '>' = any (string_to_array(bind.pattern, '.')) then
+        raise exception 'invalid pattern "%": ">" is no wildcard here', bind.pattern
+            using errcode = 'HW002',
+                  detail = json_build_object('pattern', bind.pattern)::text,
+                  hint = format(
+                      'For any number of words use "#": "%s".',
+                      array_to_string(array_replace(string_to_array(bind.pattern, '.'), '>', '#'), '.')
+                  );
+    end if;
     perform headwater.lock_group(target.id);
     target := headwater.find_queue(group_name);
+    -- What the topic's publishers have in flight is above what the group has claimed, or the group would never get it.
+    perform headwater.await_stable(topic, headwater.frontier(target));
     if bind.from_position < headwater.frontier(target) then
         select range_agg(int8range(e.position, e.position, '[]')) into leased
         from headwater.ledger l
@@ -284,7 +305,8 @@ begin
         ) as e
         where l.group_id = target.id and not l.settled;
     end if;
-    insert into headwater.binding (group_id, topic_id, type, pattern, pattern_regex, headers, from_position)
+    insert into headwater.binding
+        (group_id, topic_id, type, pattern, pattern_regex, headers, from_position, from_position_given)
     values (
         target.id,
         case when topic is not null then (headwater.find_topic(topic)).id end,
@@ -296,7 +318,8 @@ begin
             bind.from_position,
             (select headwater.frontier(target) where exists (select from headwater.ledger l where l.group_id = target.id)),
             0
-        )
+        ),
+        bind.from_position is not null
     )
     returning * into bound;
     if leased is not null then
@@ -340,23 +363,53 @@ begin
 end;
 $$;
 
--- The topics that a group's bindings may take events of, after a position.
+-- The topics that a group's bindings may take events of, after a position. Two lists, since a join on "this topic or any"
+-- would compare each binding with each topic.
 create or replace function headwater.bound_topics(group_id integer, after bigint)
 returns integer[]
 language sql
 stable
 begin atomic
-    select coalesce(array_agg(distinct t.id), '{}')
-    from headwater.binding b
-    join headwater.topic t on t.id = b.topic_id or b.topic_id is null
-    where
-        b.group_id = bound_topics.group_id
-        and t.deleted_at is null
-        and (b.to_position is null or b.to_position > after);
+    select coalesce(array_agg(n.id), '{}')
+    from (
+        select b.topic_id as id
+        from headwater.binding b
+        join headwater.topic t on t.id = b.topic_id and t.deleted_at is null
+        where
+            b.group_id = bound_topics.group_id and b.topic_id is not null
+            and (b.to_position is null or b.to_position > after)
+        union
+        select t.id
+        from headwater.topic t
+        where
+            t.deleted_at is null
+            and exists (
+                select from headwater.binding b
+                where
+                    b.group_id = bound_topics.group_id and b.topic_id is null
+                    and (b.to_position is null or b.to_position > after)
+            )
+    ) as n;
 end;
 
--- The events of some topics, from one position to another, that a group is bound to. The only place that says
--- what a binding means.
+-- Whether a binding selects an event with these parts. The only place that says what a binding means. (An expression
+-- without a query, so that Postgres puts it in the place of its call; the parts one by one, since a whole event would be
+-- put together with its payload.)
+create or replace function headwater.binding_selects(
+    b headwater.binding, topic_id integer, "position" bigint, type text, routing_key text, headers jsonb
+)
+returns boolean
+language sql
+immutable
+return
+    (b.topic_id is null or b.topic_id = binding_selects.topic_id)
+    and binding_selects.position > b.from_position
+    and (b.to_position is null or binding_selects.position <= b.to_position)
+    and (b.type is null or b.type = binding_selects.type)
+    and (b.pattern_regex is null or coalesce('.' || binding_selects.routing_key, '') ~ b.pattern_regex)
+    and (b.headers is null or binding_selects.headers @> b.headers);
+
+-- The events of some topics, from one position to another, that a group is bound to.
 -- `without`: as if one of its bindings were not there.
 create or replace function headwater.bound_events_without(
     group_id integer, without integer, topic_ids integer[], low bigint, high bigint
@@ -371,22 +424,21 @@ begin atomic
         e.topic_id = any (bound_events_without.topic_ids)
         and e.position >= low
         and e.position <= high
-        -- What retention took may still wait to be cleared away.
-        and not exists (
-            select from headwater.topic t where t.id = e.topic_id and t.expired_to >= e.position
-        )
+        -- What retention took may still wait to be cleared away. (A scalar, since a join might read all topics.)
+        and not coalesce((select t.expired_to >= e.position from headwater.topic t where t.id = e.topic_id), false)
         and exists (
             select
-            from headwater.binding b
+            -- Those of this topic and those of any: two lookups, however many bindings there are.
+            from (
+                select o.* from headwater.binding o
+                where o.group_id = bound_events_without.group_id and o.topic_id = e.topic_id
+                union all
+                select o.* from headwater.binding o
+                where o.group_id = bound_events_without.group_id and o.topic_id is null
+            ) as b
             where
-                b.group_id = bound_events_without.group_id
-                and b.id is distinct from without
-                and e.position > b.from_position
-                and (b.to_position is null or e.position <= b.to_position)
-                and (b.topic_id is null or b.topic_id = e.topic_id)
-                and (b.type is null or b.type = e.type)
-                and (b.pattern_regex is null or coalesce('.' || e.routing_key, '') ~ b.pattern_regex)
-                and (b.headers is null or e.headers @> b.headers)
+                b.id is distinct from without
+                and headwater.binding_selects(b, e.topic_id, e.position, e.type, e.routing_key, e.headers)
         );
 end;
 

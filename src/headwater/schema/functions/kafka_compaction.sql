@@ -13,7 +13,7 @@ create or replace function headwater.kafka_compact_topic(
 language plpgsql
 as $$
 declare
-    safe_to constant bigint := least(headwater.releasable(), headwater.archived_to(target));
+    safe_to constant bigint := headwater.releasable_of(target.id);
     last_offsets constant bigint[] := array(
         select headwater.next_offset(target.id, n.lane) - 1
         from generate_series(0, target.partitions - 1) as n (lane)

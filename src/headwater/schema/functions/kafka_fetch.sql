@@ -11,19 +11,23 @@ return coalesce(produced_ms, floor(extract(epoch from published_at) * 1000)::big
 -- Where lanes begin and end: the offset up to which all was taken, and the one after the last that can be read; with their
 -- place in the arrays, and the kind of their topic. No row for a lane that does not exist. Events below `end_offset` are
 -- read in a later statement. A lane begins where it is noted to: what compaction took is a gap like others, also at the
--- beginning.
+-- beginning. A consumer may be at any offset up to `max_offset`: an open topic ends at its stable position, and positions
+-- up to the head of the log were issued, so a consumer there waits.
 create or replace function headwater.kafka_bounds(topic_ids integer[], lanes integer[])
-returns table (topic_id integer, lane integer, start_offset bigint, end_offset bigint, place integer, kind text)
+returns table (
+    topic_id integer, lane integer, start_offset bigint, end_offset bigint, place integer, kind text, max_offset bigint
+)
 language plpgsql
 volatile
 as $$
 declare
     settled_to bigint;
+    stable_topic integer;
     asked record;
 begin
     for asked in
         select
-            t.id, t.kind, t.expired_to, l.lane, l.place, coalesce(b.start_offset, 0) as begin_at
+            t.id, t.name, t.kind, t.expired_to, l.lane, l.place, coalesce(b.start_offset, 0) as begin_at
         from unnest(topic_ids, lanes) with ordinality as l (topic_id, lane, place)
         join headwater.topic t on t.id = l.topic_id and t.deleted_at is null and l.lane between 0 and t.partitions - 1
         left join headwater.kafka_lane b on b.topic_id = t.id and b.partition = l.lane
@@ -33,15 +37,91 @@ begin
         place := asked.place;
         kind := asked.kind;
         if asked.kind = 'open' then
-            settled_to := coalesce(settled_to, headwater.settled());
+            if asked.id is distinct from stable_topic then
+                settled_to := headwater.stable_position(array[asked.name]);
+                stable_topic := asked.id;
+            end if;
             start_offset := greatest(asked.expired_to + 1, asked.begin_at);
             end_offset := greatest(settled_to + 1, start_offset);
+            max_offset := greatest(headwater.head() + 1, end_offset);
         else
             end_offset := headwater.next_offset(asked.id, asked.lane);
             start_offset := asked.begin_at;
+            max_offset := end_offset;
         end if;
         return next;
     end loop;
+end;
+$$;
+
+-- Leader epochs are the epochs of the log. The epoch of the event at an offset; where there is none, of the next one, or
+-- else the present epoch.
+create or replace function headwater.kafka_epoch_at(topic_id integer, lane integer, at_offset bigint)
+returns integer
+language plpgsql
+volatile
+as $$
+declare
+    event_position bigint;
+begin
+    if (select t.kind from headwater.topic t where t.id = kafka_epoch_at.topic_id) = 'open' then
+        return headwater.epoch_of(at_offset);
+    end if;
+    select e.position into event_position
+    from headwater.event e
+    where e.topic_id = kafka_epoch_at.topic_id and e.partition = lane and e.topic_offset >= at_offset
+    order by e.topic_offset
+    limit 1;
+    return case
+        when event_position is null then headwater.current_epoch() else headwater.epoch_of(event_position)
+    end;
+end;
+$$;
+
+-- Where a leader epoch ends in a lane: the offset after its last event, by which a consumer that has read in that epoch
+-- sees whether its offset is still that of the same event. `epoch` is the latest one that is not after the one asked
+-- for, `present` the present one. Both -1: the lane does not exist (`present` is null then), or the epoch has not begun.
+create or replace function headwater.kafka_epoch_end(
+    topic_id integer,
+    lane integer,
+    asked_epoch integer,
+    out epoch integer,
+    out end_offset bigint,
+    out present integer
+)
+language plpgsql
+volatile
+as $$
+declare
+    bounds record;
+    common bigint;
+begin
+    epoch := -1;
+    end_offset := -1;
+    select b.* into bounds from headwater.kafka_bounds(array[topic_id], array[lane]) as b;
+    if not found then
+        return;
+    end if;
+    present := headwater.current_epoch();
+    if asked_epoch = present then
+        epoch := present;
+        end_offset := bounds.end_offset;
+    elsif asked_epoch between 0 and present then
+        epoch := coalesce((select max(e.number) from headwater.epoch e where e.number <= asked_epoch), asked_epoch);
+        common := headwater.common_position(asked_epoch, 9223372036854775806);
+        if bounds.kind = 'open' then
+            end_offset := common + 1;
+        else
+            select e.topic_offset into end_offset
+            from headwater.event e
+            where e.topic_id = kafka_epoch_end.topic_id and e.partition = lane and e.position > common
+            order by e.topic_offset
+            limit 1;
+            end_offset := coalesce(end_offset, bounds.end_offset);
+        end if;
+        -- What retention took is of no epoch any more: a consumer that goes back goes to what there is.
+        end_offset := greatest(end_offset, bounds.start_offset);
+    end if;
 end;
 $$;
 
@@ -127,11 +207,29 @@ return (
         and e.position > kafka_published_ms.after_position
 );
 
+-- The epoch of the first event of a page.
+create or replace function headwater.kafka_page_epoch(
+    topic_id integer, lane integer, from_offset bigint, after_position bigint
+)
+returns integer
+language sql
+volatile
+return headwater.epoch_of((
+    select e.position
+    from headwater.event e
+    where
+        e.topic_id = kafka_page_epoch.topic_id and e.partition = kafka_page_epoch.lane
+        and e.topic_offset >= from_offset and e.position > kafka_page_epoch.after_position
+    order by e.topic_offset
+    limit 1
+));
+
 -- What a fetch must know before it reads. For each lane asked for, by its number: its bounds; the page from an offset on,
 -- if one is wanted, with the time at which its last event was published; and the same of other events, each given by the
 -- number of its lane, its offset and a position below its own, by which a broker sees whether what it remembers of the
 -- lane is still true. No row for a lane that does not exist. Where `max_bytes` is null the events are not looked at: the
--- page, then called plain, is the next `max_events` offsets.
+-- page, then called plain, is the next `max_events` offsets. All events of a page are of one epoch, `page_epoch`;
+-- `present` is the present epoch.
 create or replace function headwater.kafka_look(
     topic_ids integer[],
     lanes integer[],
@@ -151,18 +249,28 @@ returns table (
     last_position bigint,
     last_ms bigint,
     plain boolean,
-    kept_ms bigint[]
+    kept_ms bigint[],
+    max_offset bigint,
+    page_epoch integer,
+    present integer
 )
 language plpgsql
 volatile
 as $$
 declare
+    present_epoch constant integer := headwater.current_epoch();
+    -- Events after this position are of the present epoch.
+    present_after constant bigint := pg_sequence_last_value('headwater.epoch_start');
+    common bigint;
     lane record;
 begin
+    present := present_epoch;
     for lane in select * from headwater.kafka_bounds(topic_ids, lanes) loop
         number := lane.place;
         start_offset := lane.start_offset;
         end_offset := lane.end_offset;
+        max_offset := lane.max_offset;
+        page_epoch := present_epoch;
         last_offset := null;
         last_position := null;
         last_ms := null;
@@ -184,6 +292,23 @@ begin
                     max_events[number], max_bytes[number]
                 ) as p;
                 last_ms := headwater.kafka_published_ms(lane.topic_id, lane.lane, last_offset, last_position - 1);
+            end if;
+            if last_position is not null and after_positions[number] < present_after then
+                page_epoch := headwater.kafka_page_epoch(
+                    lane.topic_id, lane.lane, from_offsets[number], after_positions[number]
+                );
+                common := headwater.common_position(page_epoch, last_position);
+                if common < last_position then
+                    select e.topic_offset, e.position, headwater.kafka_time(null, e.published_at)
+                    into last_offset, last_position, last_ms
+                    from headwater.event e
+                    where
+                        e.topic_id = lane.topic_id and e.partition = lane.lane
+                        and e.topic_offset >= from_offsets[number] and e.topic_offset <= last_offset
+                        and e.position > after_positions[number] and e.position <= common
+                    order by e.topic_offset desc
+                    limit 1;
+                end if;
             end if;
         end if;
         if number = any (kept_numbers) then

@@ -1,5 +1,13 @@
 -- Kafka's brokers and consumer groups: who is alive, who coordinates a group, and the offsets it has committed.
 
+-- A number that was never issued before, for a broker or a producer: a failover can take a sequence back, so the epoch
+-- stands before its value.
+create or replace function headwater.kafka_number(sequence_name text)
+returns bigint
+language sql
+volatile
+return (headwater.current_epoch()::bigint << 32) | (nextval(sequence_name::regclass) & 4294967295);
+
 -- Register a broker process. One that had this address before is dead, since the address is taken by one alone: its
 -- node id goes to the new one.
 create or replace function headwater.kafka_register(
@@ -14,7 +22,7 @@ as $$
 begin
     -- One at a time, or two would take the same number.
     perform pg_advisory_xact_lock(29291::bigint << 48);
-    incarnation := nextval('headwater.kafka_incarnation');
+    incarnation := headwater.kafka_number('headwater.kafka_incarnation');
     delete from headwater.kafka_broker b where b.expires_at < clock_timestamp() - interval '1 hour';
     select b.node_id into node_id
     from headwater.kafka_broker b
@@ -36,7 +44,8 @@ begin
         incarnation = excluded.incarnation,
         host = excluded.host,
         port = excluded.port,
-        expires_at = excluded.expires_at;
+        expires_at = excluded.expires_at,
+        leased_at = excluded.leased_at;
 end;
 $$;
 
@@ -47,7 +56,7 @@ language plpgsql
 as $$
 begin
     update headwater.kafka_broker b
-    set expires_at = clock_timestamp() + make_interval(secs => lease_seconds)
+    set expires_at = clock_timestamp() + make_interval(secs => lease_seconds), leased_at = clock_timestamp()
     where b.incarnation = kafka_renew.incarnation;
     return found;
 end;

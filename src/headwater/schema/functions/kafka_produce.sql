@@ -104,21 +104,32 @@ create or replace function headwater.kafka_write(
 )
 returns void
 language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
 as $$
 declare
     record_topics integer[];
     record_lanes integer[];
     record_offsets bigint[];
 begin
+    if exists (
+        select from unnest(topic_ids, base_offsets) as b (topic_id, base_offset)
+        join headwater.topic t on t.id = b.topic_id
+        where t.reserved and b.base_offset is not null
+    ) then
+        raise exception 'a topic whose name begins with "headwater." is written by Headwater alone'
+            using errcode = 'HW015', hint = 'Produce to a topic of your own.';
+    end if;
+    perform headwater.advertise_publisher(t.name) from headwater.topic t where t.id = any (topic_ids);
     select array_agg(b.topic_id), array_agg(b.lane), array_agg(b.base_offset + n.place)
     into record_topics, record_lanes, record_offsets
     from unnest(topic_ids, lanes, counts, base_offsets) as b (topic_id, lane, count, base_offset)
     cross join lateral generate_series(0, b.count - 1) as n (place);
     insert into headwater.event
-        (topic_id, partition, topic_offset, key, type, routing_key, headers, content_type, payload, published_at,
-         produced_ms, record_headers)
+        (position, topic_id, partition, topic_offset, key, type, routing_key, headers, content_type, payload,
+         published_at, produced_ms, record_headers)
     select
-        r.topic_id, r.lane, r.topic_offset, r.key, r.type, r.routing_key, r.headers::jsonb, r.content_type, r.payload,
+        nextval('headwater.position'), r.topic_id, r.lane, r.topic_offset, r.key, r.type, r.routing_key, r.headers::jsonb, r.content_type, r.payload,
         appended_at, r.produced, r.record_headers
     from (
         select
@@ -159,8 +170,8 @@ $$;
 
 -- Append batches, of one or many requests, in the order given: the arrays are those of kafka_write, with the producers
 -- of the batches (an id below 0: the producer is not idempotent). One row comes back for each batch, in order; its
--- `outcome` is appended, duplicate, out of order, fenced or no topic. What was appended has positions after
--- `after_position`.
+-- `outcome` is appended, duplicate, out of order, fenced, no topic or reserved. What was appended has positions after
+-- `after_position`, and is of `epoch`.
 create or replace function headwater.kafka_append(
     topic_ids integer[],
     lanes integer[],
@@ -177,7 +188,7 @@ create or replace function headwater.kafka_append(
     produced bigint[],
     record_headers bytea[]
 )
-returns table (outcome text, base_offset bigint, appended_ms bigint, after_position bigint)
+returns table (outcome text, base_offset bigint, appended_ms bigint, after_position bigint, epoch integer)
 language plpgsql
 -- Somebody who publishes to a lane in a long transaction must not stop those who write to others.
 set lock_timeout = '1s'
@@ -209,13 +220,16 @@ begin
                     select from headwater.topic t
                     where
                         t.id = topic_ids[batch] and t.deleted_at is null and t.kind = 'sequenced'
-                        and not t.event_store and lanes[batch] < t.partitions
+                        and not t.event_store and not t.reserved and lanes[batch] < t.partitions
                 )
                 then headwater.next_offset(topic_ids[batch], lanes[batch])
             end;
         end if;
         if next_offsets[lane_number] is null then
-            outcomes[batch] := 'no topic';
+            outcomes[batch] := case
+                when exists (select from headwater.topic t where t.id = topic_ids[batch] and t.reserved) then 'reserved'
+                else 'no topic'
+            end;
             bases[batch] := null;
             answers[batch] := null;
             continue;
@@ -247,7 +261,8 @@ begin
         payloads, keys, types, routing_keys, headers, content_types, produced, record_headers
     );
     return query
-    select r.outcome, r.base_offset, (extract(epoch from appended_at) * 1000)::bigint, drawn
+    select
+        r.outcome, r.base_offset, (extract(epoch from appended_at) * 1000)::bigint, drawn, headwater.current_epoch()
     from unnest(outcomes, answers) with ordinality as r (outcome, base_offset, batch)
     order by r.batch;
 end;

@@ -147,28 +147,10 @@ begin
     where
         e.topic_id = target.id and e.partition = lane
         and case when target.kind = 'open' then e.position < begin_at else e.topic_offset < begin_at end;
-    select n.name into needed_by
-    from (
-        select 'cursor ' || c.name as name
-        from headwater.cursor c
-        where c.must_not_lose and c.position < last_position and (c.topics is null or topic = any (c.topics))
-        union all
-        select 'group ' || g.name
-        from headwater.consumer_group g
-        where
-            g.must_not_lose and headwater.group_low_water(g) < last_position
-            and (
-                g.kind <> 'queue'
-                or exists (
-                    select from headwater.binding b
-                    where b.group_id = g.id and (b.topic_id is null or b.topic_id = target.id)
-                )
-            )
-        union all
-        select 'archive ' || a.name
-        from headwater.archive a
-        where a.archived_to < last_position and (a.topics is null or topic = any (a.topics))
-    ) as n
+    select h.consumer_kind || ' ' || h.consumer into needed_by
+    from headwater.retention_holds(target.id) as h
+    where h.held_after < last_position
+    order by h.held_after
     limit 1;
     if needed_by is not null then
         raise exception 'the % has yet to read what is to be deleted', needed_by
@@ -187,7 +169,7 @@ returns bigint
 language plpgsql
 as $$
 declare
-    safe_to constant bigint := least(headwater.releasable(), headwater.archived_to(target));
+    safe_to constant bigint := headwater.releasable_of(target.id);
     published_before constant timestamptz := case when by_age then clock_timestamp() - target.retention end;
     largest constant bigint := (select k.retention_bytes from headwater.kafka_topic k where k.topic_id = target.id);
     due record;

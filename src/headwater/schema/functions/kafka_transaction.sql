@@ -45,7 +45,7 @@ as $$
 begin
     update headwater.kafka_transaction t
     set
-        producer_id = case when t.epoch < 32766 then t.producer_id else nextval('headwater.kafka_producer_id') end,
+        producer_id = case when t.epoch < 32766 then t.producer_id else headwater.kafka_number('headwater.kafka_producer_id') end,
         epoch = case when t.epoch < 32766 then t.epoch + 1 else 0 end,
         former_id = case when asked_itself then t.producer_id end,
         former_epoch = case when asked_itself then t.epoch end,
@@ -74,7 +74,7 @@ begin
     outcome := 'ok';
     insert into headwater.kafka_transaction as t (transactional_id, producer_id, epoch, timeout_ms)
     values (
-        kafka_init_transactions.transactional_id, nextval('headwater.kafka_producer_id'), 0,
+        kafka_init_transactions.transactional_id, headwater.kafka_number('headwater.kafka_producer_id'), 0,
         kafka_init_transactions.timeout_ms
     )
     on conflict on constraint kafka_transaction_pkey do nothing
@@ -132,7 +132,7 @@ end;
 $$;
 
 -- Put a batch aside for the open transaction of its producer, which it may begin. `outcome`: staged, duplicate, out of
--- order, fenced, unknown, no transaction.
+-- order, fenced, unknown, no transaction, reserved.
 create or replace function headwater.kafka_stage(
     transactional_id text,
     topic_id integer,
@@ -164,6 +164,9 @@ begin
         return checked.outcome;
     elsif (checked.held).began_at is null and not may_begin then
         return 'no transaction';
+    end if;
+    if exists (select from headwater.topic t where t.id = kafka_stage.topic_id and t.reserved) then
+        return 'reserved';
     end if;
     select c.outcome into sequence_outcome
     from headwater.kafka_check_sequence(producer_id, topic_id, lane, epoch, first_sequence, last_sequence) as c;

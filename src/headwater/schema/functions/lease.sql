@@ -110,6 +110,7 @@ begin
             make_interval(secs => u.delay),
             case u.verdict when 'release' then interval '0' else headwater.backoff(target, r.attempt) end
         ),
+        dated_at = clock_timestamp(),
         token = null,
         worker = null,
         alone = r.alone and u.verdict = 'release',
@@ -247,11 +248,11 @@ declare
     kept boolean;
 begin
     update headwater.ledger l
-    set expires_at = ends_at
+    set expires_at = ends_at, dated_at = clock_timestamp()
     where l.group_id = target.id and l.token = extend_lease.token and not l.settled;
     kept := found;
     update headwater.redelivery r
-    set visible_at = ends_at
+    set visible_at = ends_at, dated_at = clock_timestamp()
     where r.group_id = target.id and r.token = extend_lease.token;
     if not kept and not found then
         perform headwater.refuse_lost_lease(group_name, token);
@@ -289,10 +290,18 @@ begin
         select l.* from headwater.ledger l
         where
             l.group_id = target.id and l.token > greatest(forgotten, target.start_token)
-            and not l.settled and l.expires_at < ended_at
+            and not l.settled
+            and (l.expires_at < ended_at or l.dated_at > ended_at + headwater.clock_tolerance())
         order by l.token
         for update skip locked
     loop
+        if lapsed.dated_at > ended_at + headwater.clock_tolerance() then
+            -- The clock went back since: the lease is counted from now on.
+            update headwater.ledger l
+            set expires_at = ended_at + (lapsed.expires_at - lapsed.dated_at), dated_at = ended_at
+            where l.group_id = target.id and l.token = lapsed.token;
+            continue;
+        end if;
         update headwater.ledger l set settled = true where l.group_id = target.id and l.token = lapsed.token;
         with unacked as (
             select
@@ -334,6 +343,13 @@ begin
         end if;
     end loop;
 
+    -- Leases of second tries, and waits, that began before the clock went back.
+    update headwater.redelivery r
+    set visible_at = ended_at + (r.visible_at - r.dated_at), dated_at = ended_at
+    where
+        r.group_id = target.id and r.visible_at > ended_at and r.visible_at < 'infinity'
+        and r.dated_at > ended_at + headwater.clock_tolerance();
+
     -- The same for second tries and later.
     for lapsed_again in
         select r.token, count(*) as held
@@ -358,6 +374,7 @@ begin
         set
             attempt = case when step = 1 then r.attempt else r.attempt - 1 end,
             visible_at = ended_at,
+            dated_at = ended_at,
             token = null,
             worker = null,
             alone = true,
@@ -375,11 +392,11 @@ begin
 
     -- What became due at a time at which claims do not look any more: its settle() was slow to commit.
     update headwater.redelivery r
-    set visible_at = clock_timestamp()
+    set visible_at = clock_timestamp(), dated_at = clock_timestamp()
     where
         r.group_id = target.id and r.token is null
         and r.visible_at <= (
-            select l.due_after from headwater.ledger l
+            select case when l.due_after is not null then least(l.due_after, ended_at) end from headwater.ledger l
             where l.group_id = target.id and l.token > target.start_token
             order by l.token desc
             limit 1
@@ -425,50 +442,147 @@ begin
 end;
 $$;
 
--- Move a group's frontier past events that are not its own, in strides, so that a group whose events are rare
--- does not hold retention back. Any process may call it at any time.
-create or replace function headwater.pass_over(group_name text)
-returns void
+-- The queues for which reap() may find work: a lease that ended, a lease or a wait dated by a clock that was set back, a
+-- redelivery, or claims to forget. One query for all queues, so that an idle queue costs a few index lookups.
+create or replace function headwater.queues_to_reap()
+returns setof text
+language sql
+stable
+set enable_seqscan = off
+set enable_bitmapscan = off
+begin atomic
+    select g.name
+    from headwater.consumer_group g
+    left join headwater.group_progress p on p.group_id = g.id
+    where
+        g.kind = 'queue'
+        and (
+            exists (select from headwater.redelivery r where r.group_id = g.id)
+            or exists (
+                select from headwater.ledger l
+                where
+                    l.group_id = g.id and l.token > greatest(p.settled_token, g.start_token) and not l.settled
+                    and (
+                        l.expires_at < clock_timestamp()
+                        or l.dated_at > clock_timestamp() + headwater.clock_tolerance()
+                    )
+            )
+            -- As many as reap() forgets at once.
+            or exists (
+                select from headwater.ledger l
+                where l.group_id = g.id and l.token > coalesce(p.settled_token, 0)
+                offset 999
+                limit 1
+            )
+        )
+    order by g.id;
+end;
+
+-- By how many positions a queue is moved past events of others, at least.
+create or replace function headwater.skip_stride()
+returns integer
+language sql
+immutable
+return 10000;
+
+-- The queues that are so far behind the head that skip_unbound_events() may move them, in random order: where a round has
+-- to end early, every queue gets its turn in some later round. `selective`: those with a binding that selects by more than
+-- the topic, whose events must be looked at one by one; else those of whole topics.
+create or replace function headwater.queues_to_skip(selective boolean)
+returns setof text
+language sql
+volatile
+set enable_seqscan = off
+set enable_bitmapscan = off
+begin atomic
+    select g.name
+    from headwater.consumer_group g
+    where
+        g.kind = 'queue'
+        -- A queue that was never bound to anything still waits for its beginning.
+        and exists (select from headwater.binding b where b.group_id = g.id)
+        and selective = exists (
+            select from headwater.binding b
+            where
+                b.group_id = g.id
+                and (b.topic_id is null or b.type is not null or b.pattern is not null or b.headers is not null)
+        )
+        and headwater.head() - headwater.frontier(g) >= headwater.skip_stride()
+    order by random();
+end;
+
+-- Move a queue's claimed position past events that are not its own, in strides, so that a queue whose events are rare
+-- does not hold retention back. Returns how much it looked at: topics and events. Any process may call it at any time.
+create or replace function headwater.skip_unbound_events(group_name text)
+returns bigint
 language plpgsql
+set enable_seqscan = off
+set enable_bitmapscan = off
 as $$
 declare
     target headwater.consumer_group := headwater.find_group(group_name);
-    stride constant integer := 10000;
+    stride constant integer := headwater.skip_stride();
     last_claimed bigint;
     ids integer[];
+    whole_topics boolean;
     pass_to bigint;
+    looked_at bigint;
     scanned integer;
     scanned_to bigint;
     first_own bigint;
 begin
     if headwater.head() - headwater.frontier(target) < stride or not headwater.try_lock_group(target.id) then
-        return;
+        return 1;
     end if;
     target := headwater.find_group(group_name);
-    -- A group that was never bound to anything still waits for its beginning.
-    if not exists (select from headwater.binding b where b.group_id = target.id) then
-        return;
-    end if;
     last_claimed := headwater.frontier(target);
+    -- Every event of the topics is the queue's. Null: it was never bound to anything, and waits for its beginning.
+    select
+        bool_and(
+            b.topic_id is not null and b.type is null and b.pattern is null and b.headers is null
+            and greatest(b.from_position, b.to_position) <= last_claimed
+        )
+    into whole_topics
+    from headwater.binding b
+    where b.group_id = target.id;
+    if whole_topics is null then
+        return 1;
+    end if;
     ids := headwater.bound_topics(target.id, last_claimed);
+    looked_at := 1 + cardinality(ids);
     pass_to := headwater.refresh_settled();
-    select count(*), max(s.position) into scanned, scanned_to
-    from (
-        select f.position
+    if whole_topics then
+        select min(f.position) into first_own
         from unnest(ids) as i (id)
+        join headwater.topic t on t.id = i.id
         cross join lateral (
             select e.position from headwater.event e
-            where e.topic_id = i.id and e.position > last_claimed and e.position <= pass_to
+            where e.topic_id = t.id and e.position > greatest(last_claimed, t.expired_to) and e.position <= pass_to
             order by e.position
+            limit 1
+        ) as f;
+    else
+        looked_at := looked_at + cardinality(ids);
+        select count(*), max(s.position) into scanned, scanned_to
+        from (
+            select f.position
+            from unnest(ids) as i (id)
+            cross join lateral (
+                select e.position from headwater.event e
+                where e.topic_id = i.id and e.position > last_claimed and e.position <= pass_to
+                order by e.position
+                limit stride
+            ) as f
+            order by f.position
             limit stride
-        ) as f
-        order by f.position
-        limit stride
-    ) as s;
-    if scanned = stride then
-        pass_to := scanned_to;
+        ) as s;
+        looked_at := looked_at + 2 * scanned;
+        if scanned = stride then
+            pass_to := scanned_to;
+        end if;
+        select min(e.position) into first_own
+        from headwater.bound_events(target.id, ids, last_claimed + 1, pass_to) as e;
     end if;
-    select min(e.position) into first_own from headwater.bound_events(target.id, ids, last_claimed + 1, pass_to) as e;
     pass_to := least(pass_to, first_own - 1);
     if pass_to - last_claimed >= stride then
         insert into headwater.ledger (group_id, token, lo, hi, events, worker, expires_at, settled)
@@ -476,5 +590,6 @@ begin
             target.id, headwater.next_token(), last_claimed + 1, pass_to, 0, '', clock_timestamp(), true
         );
     end if;
+    return looked_at;
 end;
 $$;

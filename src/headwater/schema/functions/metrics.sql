@@ -1,45 +1,7 @@
 -- Metrics: the log in figures, as rows of name, labels and value. What each means, `telemetry.py` says.
 --
 -- Everything here is bounded: figures by name are given for `most` of a kind, and nothing counts more than some
--- hundred events of a topic or a group. So many may ask often.
-
--- How many events of these topics are after a position. Exact up to 1000; beyond that the positions that were drawn
--- since, of which they are a part.
-create or replace function headwater.events_behind(topic_ids integer[], after bigint)
-returns bigint
-language sql
-stable
-begin atomic
-    select case when c.counted <= 1000 then c.counted else headwater.positions_between(after, headwater.head()) end
-    from (
-        select count(*) as counted
-        from (
-            select from headwater.event e
-            where e.topic_id = any (events_behind.topic_ids) and e.position > after
-            limit 1001
-        ) as first_ones
-    ) as c;
-end;
-
--- How many seconds ago the first event of these topics after a position was published; 0: there is none.
-create or replace function headwater.seconds_behind(topic_ids integer[], after bigint)
-returns float8
-language sql
-stable
-return coalesce(
-    (
-        select greatest(extract(epoch from clock_timestamp() - min(f.published_at)), 0)::float8
-        from unnest(topic_ids) as t (id)
-        cross join lateral (
-            select e.published_at
-            from headwater.event e
-            where e.topic_id = t.id and e.position > after
-            order by e.position
-            limit 1
-        ) as f
-    ),
-    0
-);
+-- thousand events of a topic or a group. So many may ask often.
 
 -- The log as a whole: how far it is, what holds it up, how much room it takes.
 create or replace function headwater.metrics_of_log()
@@ -86,9 +48,11 @@ begin atomic
     select 'headwater_retention_held_positions', '{}', headwater.positions_between(headwater.releasable(), state.settled)
     from state
     union all
-    select 'headwater_maintenance_age_seconds', '{}', extract(epoch from clock_timestamp() - u.maintained_at)
+    select 'headwater_maintenance_age_seconds', '{}',
+        greatest(extract(epoch from clock_timestamp() - u.maintained_at), 0)
     from headwater.upkeep u
     where u.maintained_at is not null
+    union all select 'headwater_clock_steps_total', '{}', coalesce(max(c.id), 0) from headwater.clock_step c
     union all
     select
         'headwater_scheduled_overdue_seconds', '{}',
@@ -144,51 +108,24 @@ returns table (name text, labels text[], value float8)
 language sql
 volatile
 begin atomic
-    with
-    shown as materialized (
-        select
-            g.name as group_name,
-            f.reached,
-            b.topic_ids,
-            headwater.group_low_water(g) as low_water,
-            g.paused_at is not null as paused,
-            headwater.in_flight(g) as leased,
-            (select count(*) from headwater.open_claims(g)) as open_leases,
-            (select count(*) from headwater.redelivery r where r.group_id = g.id) as redeliveries,
-            (select count(*) from headwater.dead_letter d where d.group_id = g.id) as dead,
-            coalesce((select p.past_events from headwater.group_progress p where p.group_id = g.id), 0)
-                + coalesce((select sum(l.events) from headwater.ledger l where l.group_id = g.id), 0) as claimed
-        from (select o.* from headwater.consumer_group o order by o.name limit most) as g
-        left join headwater.reading d on d.group_id = g.id
-        cross join lateral (
-            select case g.kind when 'queue' then headwater.frontier(g) else coalesce(d.position, g.start_position) end as reached
-        ) as f
-        cross join lateral (
-            select
-                case g.kind
-                    when 'queue' then headwater.bound_topics(g.id, f.reached)
-                    else array(
-                        select t.id from headwater.topic t
-                        where t.deleted_at is null and (d.topics is null or t.name = any (d.topics))
-                    )
-                end as topic_ids
-        ) as b
-    )
     select 'headwater_groups', '{}'::text[], count(*)::float8 from headwater.consumer_group
     union all
-    select m.name, array[s.group_name], m.value
-    from shown s
+    select m.name, array[o.name], m.value
+    from headwater.group_overviews(max_groups => most) as o
     cross join lateral (
         values
-            ('headwater_group_lag_events', headwater.events_behind(s.topic_ids, s.reached)::float8),
-            ('headwater_group_lag_seconds', headwater.seconds_behind(s.topic_ids, s.reached)),
-            ('headwater_group_unfinished_seconds', headwater.seconds_behind(s.topic_ids, s.low_water)),
-            ('headwater_group_leased_events', s.leased::float8),
-            ('headwater_group_open_leases', s.open_leases::float8),
-            ('headwater_group_redeliveries', s.redeliveries::float8),
-            ('headwater_group_dead_letters', s.dead::float8),
-            ('headwater_group_claimed_events_total', s.claimed::float8),
-            ('headwater_group_paused', s.paused::integer::float8)
+            ('headwater_group_lag_events', o.lag_events::float8),
+            ('headwater_group_lag_is_more', o.lag_is_more::integer::float8),
+            ('headwater_group_lag_seconds', coalesce(o.lag_seconds, 0)),
+            ('headwater_group_unfinished_seconds', coalesce(o.unfinished_seconds, 0)),
+            ('headwater_group_leased_events', o.processing::float8),
+            ('headwater_group_open_leases', o.open_leases::float8),
+            ('headwater_group_redeliveries', o.redeliveries::float8),
+            ('headwater_group_dead_letters', o.dead::float8),
+            ('headwater_group_claimed_events_total', o.claimed::float8),
+            ('headwater_group_paused', o.paused::integer::float8),
+            ('headwater_group_has_workers', (o.state not in ('no_workers', 'no_reader'))::integer::float8),
+            ('headwater_group_stalled', (o.state = 'stalled')::integer::float8)
     ) as m (name, value);
 end;
 
@@ -197,23 +134,15 @@ returns table (name text, labels text[], value float8)
 language sql
 volatile
 begin atomic
-    with shown as materialized (
-        select
-            c.name as cursor_name, c.position,
-            array(
-                select t.id from headwater.topic t
-                where t.deleted_at is null and (c.topics is null or t.name = any (c.topics))
-            ) as topic_ids
-        from (select o.* from headwater.cursor o order by o.name limit most) as c
-    )
     select 'headwater_cursors', '{}'::text[], count(*)::float8 from headwater.cursor
     union all
-    select m.name, array[s.cursor_name], m.value
-    from shown s
+    select m.name, array[c.name], m.value
+    from headwater.cursor_lags(array(select o.name from headwater.cursor o order by o.name limit most)) as c
     cross join lateral (
         values
-            ('headwater_cursor_lag_events', headwater.events_behind(s.topic_ids, s.position)::float8),
-            ('headwater_cursor_lag_seconds', headwater.seconds_behind(s.topic_ids, s.position))
+            ('headwater_cursor_lag_events', c.lag_events::float8),
+            ('headwater_cursor_lag_is_more', c.lag_is_more::integer::float8),
+            ('headwater_cursor_lag_seconds', coalesce(c.lag_seconds, 0))
     ) as m (name, value);
 end;
 
@@ -230,13 +159,7 @@ begin atomic
         from (
             select
                 k.group_name, k.topic_id,
-                sum(
-                    case l.kind
-                        when 'sequenced' then
-                            greatest(headwater.next_offset(k.topic_id, k.partition) - k.committed_offset, 0)
-                        else headwater.positions_between(k.committed_offset - 1, headwater.head())
-                    end
-                ) as lag
+                sum((headwater.kafka_lag(k.topic_id, k.partition, k.committed_offset)).events) as lag
             from headwater.kafka_offset k
             join headwater.topic l on l.id = k.topic_id and l.deleted_at is null
             group by k.group_name, k.topic_id
@@ -247,7 +170,13 @@ begin atomic
     )
     select 'headwater_pipeline_running', array[p.name], (p.state in ('running', 'failing', 'stopping'))::integer::float8
     from pipelines p
-    union all select 'headwater_pipeline_behind', array[p.name, p.source], coalesce(p.behind, 0) from pipelines p
+    union all select 'headwater_pipeline_failed', array[p.name], (p.state in ('failed', 'lost'))::integer::float8 from pipelines p
+    union all
+    select 'headwater_pipeline_behind', array[p.name, p.source], greatest(p.behind, 0)
+    from pipelines p
+    where p.behind is not null
+    union all
+    select 'headwater_pipeline_behind_is_more', array[p.name, p.source], p.behind_is_more::integer::float8 from pipelines p
     union all select 'headwater_pipeline_rows_total', array[p.name], p.rows from pipelines p
     union all select 'headwater_pipeline_batches_total', array[p.name], p.batches from pipelines p
     union all select 'headwater_pipeline_failures', array[p.name], p.failures from pipelines p

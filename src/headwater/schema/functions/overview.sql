@@ -74,55 +74,22 @@ begin
 end;
 $$;
 
--- How old the oldest event is, of some topics, after a position. Null: there is none.
-create or replace function headwater.age_of_first(topic_ids integer[], after bigint)
-returns interval
-language sql
-volatile
-return (
-    select clock_timestamp() - min(f.published_at)
-    from headwater.topic t
-    cross join lateral (
-        select e.published_at
-        from headwater.event e
-        where e.topic_id = t.id and e.position > greatest(after, t.expired_to)
-        order by e.position
-        limit 1
-    ) as f
-    where t.id = any (age_of_first.topic_ids) and t.deleted_at is null
-);
-
 -- One line a group, of either kind, with how far behind it is. The age is of what its topics hold, so for a group that
--- is bound to a part of a topic it is at most that.
+-- is bound to a part of a topic it is at least that of its own.
 create or replace view headwater.group_lag as
 select
     o.name,
-    g.kind,
+    o.kind,
+    o.state,
     o.paused,
-    coalesce(d.position, o.frontier) as "position",
-    case g.kind
-        when 'queue' then o.ready + o.processing + o.retrying
-        else headwater.positions_between(d.position, headwater.head())
-    end as lag_events,
-    o.ready_is_more,
-    extract(
-        epoch from headwater.age_of_first(
-            case g.kind
-                when 'queue' then headwater.bound_topics(g.id, o.frontier)
-                else array(
-                    select t.id from headwater.topic t
-                    where t.deleted_at is null and (d.topics is null or t.name = any (d.topics))
-                )
-            end,
-            coalesce(d.position, o.frontier)
-        )
-    )::float8 as lag_seconds,
+    o.frontier as "position",
+    o.lag_events,
+    o.lag_is_more,
+    o.lag_seconds,
     o.processing as leased,
     o.retrying as redeliveries,
     o.dead
-from headwater.group_overview o
-join headwater.consumer_group g on g.name = o.name
-left join headwater.reading d on d.group_id = g.id;
+from headwater.group_overviews() as o;
 
 -- The leases that are out for a group, and those that ran out and were not yet given to others.
 create or replace function headwater.leases(group_name text)
@@ -280,6 +247,8 @@ create or replace function headwater.dead_letter_count(
     positions bigint[] default null,
     topic text default null,
     error_like text default null,
+    handler text default null,
+    subscription_id bigint default null,
     out letters bigint,
     out first_position bigint,
     out last_position bigint
@@ -289,6 +258,54 @@ stable
 begin atomic
     select count(*), min(d.position), max(d.position)
     from headwater.dead_letters(
-        group_name, dead_letter_count.positions, dead_letter_count.topic, dead_letter_count.error_like, 0, 1000000
+        group_name, dead_letter_count.positions, dead_letter_count.topic, dead_letter_count.error_like, 0, 1000000,
+        dead_letter_count.handler, dead_letter_count.subscription_id
     ) as d;
+end;
+
+-- What stops publishing or delivery and cannot be seen in the log's figures.
+--   segment   the table of a segment is missing: events of its positions cannot be published, or are gone
+--   register  what is noted as settled is beyond the head: queues would skip the events in between
+--   cursor, group  it stands beyond the head: it gets nothing until the log has come there
+create or replace function headwater.log_faults()
+returns table (kind text, name text, "position" bigint, head bigint)
+language sql
+volatile
+security definer
+set search_path = pg_catalog, pg_temp
+begin atomic
+    with log as materialized (select headwater.head() as head)
+    select 'segment', 'event_' || lpad((s.lo / headwater.segment_size())::text, 7, '0'), s.lo, l.head
+    from headwater.segment s
+    cross join log l
+    where not exists (
+        select
+        from pg_catalog.pg_class c
+        join pg_catalog.pg_inherits i on i.inhrelid = c.oid and i.inhparent = 'headwater.event'::regclass
+        where
+            c.relnamespace = 'headwater'::regnamespace
+            and c.relname = 'event_' || lpad((s.lo / headwater.segment_size())::text, 7, '0')
+    )
+    union all
+    select 'register', 'settled_register', pg_sequence_last_value('headwater.settled_register'), l.head
+    from log l
+    where pg_sequence_last_value('headwater.settled_register') > l.head
+    union all
+    select 'cursor', c.name, c.position, l.head
+    from headwater.cursor c
+    cross join log l
+    where c.position > l.head
+    union all
+    select 'group', g.name, f.position, l.head
+    from headwater.consumer_group g
+    cross join log l
+    cross join lateral (
+        select
+            case g.kind
+                when 'queue' then headwater.frontier(g)
+                else (select d.position from headwater.reading d where d.group_id = g.id)
+            end as "position"
+    ) as f
+    where f.position > l.head
+    order by 1, 2;
 end;

@@ -16,6 +16,8 @@ create or replace function headwater.set_periodic(
 )
 returns headwater.periodic
 language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
 as $$
 declare
     destination constant headwater.topic := headwater.topic_to_publish(topic);
@@ -96,6 +98,8 @@ $$;
 create or replace function headwater.pause_periodic(name text, paused boolean)
 returns boolean
 language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
 as $$
 begin
     update headwater.periodic p set paused = pause_periodic.paused where p.name = pause_periodic.name;
@@ -107,6 +111,8 @@ $$;
 create or replace function headwater.delete_periodic(name text)
 returns boolean
 language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
 as $$
 begin
     delete from headwater.periodic p where p.name = delete_periodic.name;

@@ -19,9 +19,10 @@ begin atomic
     order by r.range_after;
 end;
 
--- How far a batch reaches that starts after a position: up to `up_to`, which the caller knows to be settled, or to
--- its last event if it would hold more than `max_events`. Null: there is no event. Without topics, of the whole log,
--- `max_events` counts positions.
+-- How far a batch reaches that starts after a position and may go up to `up_to`, which the caller knows to be stable: to
+-- its last event. Null: there is no event. Without topics, of the whole log, `max_events` counts positions. The answer is
+-- always the position of an event: it is kept outside of this database, and unlike the stable position it is on disk, so
+-- a crash does not issue it again.
 create or replace function headwater.batch_end(topics text[], after bigint, up_to bigint, max_events bigint default null)
 returns bigint
 language plpgsql
@@ -29,23 +30,10 @@ stable
 as $$
 declare
     ids constant integer[] := headwater.topic_ids(topics);
+    bound bigint := up_to;
     last_position bigint;
 begin
-    if not exists (
-        select
-        from unnest(ids) as i (id)
-        cross join lateral (
-            select from headwater.event e
-            where e.topic_id = i.id and e.position > batch_end.after and e.position <= batch_end.up_to
-            limit 1
-        ) as e
-    ) then
-        return null;
-    end if;
-    if max_events is null then
-        return up_to;
-    end if;
-    if topics is null then
+    if max_events is not null and topics is null then
         select r.range_after + max_events - r.drawn_before into last_position
         from (
             select
@@ -57,7 +45,8 @@ begin
             from headwater.drawn_ranges(batch_end.after, batch_end.up_to) as d
         ) as r
         where r.drawn_before < max_events and r.drawn_before + r.range_up_to - r.range_after >= max_events;
-    else
+        bound := coalesce(last_position, up_to);
+    elsif max_events is not null then
         select f.position into last_position
         from unnest(ids) as i (id)
         cross join lateral (
@@ -69,8 +58,64 @@ begin
         order by f.position
         offset max_events - 1
         limit 1;
+        if last_position is not null then
+            return last_position;
+        end if;
     end if;
-    return coalesce(last_position, up_to);
+    select max(f.position) into last_position
+    from unnest(ids) as i (id)
+    cross join lateral (
+        select e.position from headwater.event e
+        where e.topic_id = i.id and e.position > batch_end.after and e.position <= bound
+        order by e.position desc
+        limit 1
+    ) as f;
+    if last_position is null and bound < up_to then
+        -- No event at as many positions: as far as the next one.
+        select min(f.position) into last_position
+        from unnest(ids) as i (id)
+        cross join lateral (
+            select e.position from headwater.event e
+            where e.topic_id = i.id and e.position > bound and e.position <= batch_end.up_to
+            order by e.position
+            limit 1
+        ) as f;
+    end if;
+    return last_position;
+end;
+$$;
+
+-- The position of the last event of these topics at or below a stable position: to read after either is the same. Where
+-- retention has passed the position, the position itself.
+create or replace function headwater.last_event_position(topics text[], up_to bigint)
+returns bigint
+language sql
+stable
+begin atomic
+    select case when max(t.expired_to) > up_to then up_to else coalesce(max(greatest(t.expired_to, f.position)), 0) end
+    from headwater.topic t
+    left join lateral (
+        select e.position from headwater.event e
+        where e.topic_id = t.id and e.position <= last_event_position.up_to
+        order by e.position desc
+        limit 1
+    ) as f on true
+    where t.id = any (headwater.topic_ids(last_event_position.topics));
+end;
+
+-- The position of an event of these topics that was read in an epoch, or that of the last one below it which the log still
+-- has. Below: the log has lost events, at positions that were issued again (headwater.common_position()) or that never will
+-- be, since Postgres logs a sequence ahead of what it issues.
+create or replace function headwater.last_common_event(topics text[], epoch integer, at_position bigint)
+returns bigint
+language plpgsql
+volatile
+as $$
+begin
+    if last_common_event.epoch is null or last_common_event.epoch = headwater.current_epoch() then
+        return at_position;
+    end if;
+    return headwater.last_event_position(topics, headwater.common_position(last_common_event.epoch, at_position));
 end;
 $$;
 

@@ -13,7 +13,8 @@ create or replace function headwater.claim_pipeline(
     out place bigint,
     out generation bigint,
     out held_by text,
-    out stopped boolean
+    out stopped boolean,
+    out rewound_in integer
 )
 language plpgsql
 as $$
@@ -33,6 +34,7 @@ begin
     end if;
     place := found_pipeline.place;
     generation := found_pipeline.generation;
+    rewound_in := found_pipeline.rewound_in;
     if start and found_pipeline.stopped then
         update headwater.pipeline p set stopped = false where p.name = claim_pipeline.name;
         found_pipeline.stopped := false;
@@ -51,6 +53,7 @@ begin
         runner = claim_pipeline.runner,
         token = p.token + 1,
         leased_until = clock_timestamp() + lease,
+        leased_at = clock_timestamp(),
         started_at = clock_timestamp()
     where p.name = claim_pipeline.name
     returning p.token into claim_pipeline.token;
@@ -67,7 +70,8 @@ declare
 begin
     perform headwater.find_pipeline(name);
     update headwater.pipeline p
-    set runner = take_pipeline.runner, token = p.token + 1, leased_until = clock_timestamp() + lease
+    set runner = take_pipeline.runner, token = p.token + 1, leased_until = clock_timestamp() + lease,
+        leased_at = clock_timestamp()
     where p.name = take_pipeline.name
     returning p.token into taken;
     return taken;
@@ -96,7 +100,7 @@ declare
     stop_wanted boolean;
 begin
     update headwater.pipeline p
-    set leased_until = clock_timestamp() + lease
+    set leased_until = clock_timestamp() + lease, leased_at = clock_timestamp()
     where p.name = renew_pipeline.name and p.token = renew_pipeline.token and p.runner is not null
     returning p.stopped into stop_wanted;
     if not found then
@@ -126,12 +130,29 @@ begin atomic
         );
 end;
 
--- A batch is durable in all sinks. The place never goes back.
-create or replace function headwater.record_batch(name text, token bigint, place bigint, row_count bigint, details jsonb)
+-- HW021 unless everything up to a position of an epoch is in the present history of the log. Null: it has no epoch.
+create or replace function headwater.refuse_lost_position(epoch integer, at_position bigint)
+returns void
+language plpgsql
+volatile
+as $$
+begin
+    if headwater.common_position(refuse_lost_position.epoch, at_position) < at_position then
+        perform headwater.refuse_other_epoch(refuse_lost_position.epoch, at_position);
+    end if;
+end;
+$$;
+
+-- A batch is durable in all sinks. The place never goes back. With the epoch in which the batch was read, HW021 if the
+-- log has lost what was in it: the place would stand beyond the head.
+create or replace function headwater.record_batch(
+    name text, token bigint, place bigint, row_count bigint, details jsonb, epoch integer default null
+)
 returns void
 language plpgsql
 as $$
 begin
+    perform headwater.refuse_lost_position(record_batch.epoch, record_batch.place);
     update headwater.pipeline p
     set place = greatest(p.place, record_batch.place),
         batches = p.batches + 1,
@@ -147,8 +168,9 @@ begin
 end;
 $$;
 
--- Begin with a new checkpoint, since the old one is of a time before another machine took over.
-create or replace function headwater.renew_generation(name text, token bigint)
+-- Begin with a new checkpoint, since the old one is of a time before another machine took over, or of a history that the
+-- log has lost: then `rewound_in` is the epoch in which that was found out.
+create or replace function headwater.renew_generation(name text, token bigint, rewound_in integer default null)
 returns bigint
 language plpgsql
 as $$
@@ -156,7 +178,8 @@ declare
     drawn bigint;
 begin
     update headwater.pipeline p
-    set generation = nextval('headwater.pipeline_generation')
+    set generation = nextval('headwater.pipeline_generation'),
+        rewound_in = coalesce(renew_generation.rewound_in, p.rewound_in)
     where p.name = renew_generation.name and p.token = renew_generation.token and p.runner is not null
     returning p.generation into drawn;
     if not found then
@@ -301,8 +324,13 @@ begin
 end;
 $$;
 
--- Every pipeline that was ever run here, as people and metrics ask for it. `behind` counts positions of the log,
--- or bytes of the server's log.
+-- Every pipeline that was ever run here, as people and metrics ask for it. `behind` counts events of its own topics after
+-- its place, up to 1000 (`behind_is_more`: there are more), or bytes of the server's log; null: its place is not known yet.
+--   running, failing, stopping  a runner holds it; failing: its last try failed
+--   failed   its last run ended with an error, and nobody runs it
+--   lost     its runner is gone without a word
+--   stopped  until somebody starts it again
+--   idle     its last run ended well, or it was reset
 create or replace view headwater.pipeline_status as
 select
     p.name,
@@ -313,6 +341,7 @@ select
         when p.leased_until > clock_timestamp() then 'running'
         when p.leased_until is not null then 'lost'
         when p.stopped then 'stopped'
+        when p.failures > 0 then 'failed'
         else 'idle'
     end as state,
     p.runner,
@@ -320,9 +349,10 @@ select
     p.started_at,
     p.place,
     case
-        when p.source = 'log' then headwater.positions_between(p.place, headwater.head())
+        when p.source = 'log' then l.events
         when not pg_is_in_recovery() then pg_wal_lsn_diff(pg_current_wal_flush_lsn(), '0/0')::bigint - p.place
     end as behind,
+    coalesce(l.is_more, false) as behind_is_more,
     p.batches,
     p.rows,
     p.last_batch,
@@ -331,4 +361,14 @@ select
     p.last_error,
     p.last_error_at,
     p.definition
-from headwater.pipeline p;
+from headwater.pipeline p
+left join lateral headwater.lag_of(
+    headwater.topics_behind(
+        case jsonb_typeof(p.definition #> '{from,log,topics}')
+            when 'string' then array[p.definition #>> '{from,log,topics}']
+            when 'array' then array(select jsonb_array_elements_text(p.definition #> '{from,log,topics}'))
+        end,
+        p.place
+    ),
+    p.place
+) as l on p.source = 'log' and p.place is not null;

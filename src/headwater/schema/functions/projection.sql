@@ -303,7 +303,7 @@ $$;
 -- Put what the named attempts have staged into the table and note the batch, both or neither. `written` is null if
 -- the table has that batch. `gone` names a boolean column that says "remove this key". `place_column` is where rows
 -- carry their place in the source; those that the table has are left out (`place_reached`: places at `done_to`
--- itself are still to come, as LSNs are).
+-- itself are still to come, as LSNs are). With the epoch in which the batch was read, HW021 if the log has lost some of it.
 create or replace function headwater.merge_projection(
     pipeline text,
     schema_name text,
@@ -319,6 +319,7 @@ create or replace function headwater.merge_projection(
     place_column text,
     place_reached boolean,
     stateful boolean,
+    epoch integer default null,
     out written bigint,
     out removed bigint
 )
@@ -336,6 +337,7 @@ declare
     found_rows bigint;
     lacks_key boolean;
 begin
+    perform headwater.refuse_lost_position(merge_projection.epoch, batch_end);
     select p.* into kept
     from headwater.projection p
     where

@@ -1,4 +1,7 @@
 -- Publish: from the caller's connection, inside the caller's transaction.
+--
+-- The functions run as their owner: a publisher may call them, and may neither choose positions nor write to the tables.
+-- They advertise the topic before they draw positions, and never leave a position to the default of the column.
 
 -- Kafka's key hash (murmur2), made positive, so that every door puts a key into the same lane.
 create or replace function headwater.key_hash(key bytea)
@@ -146,6 +149,8 @@ create or replace function headwater.publish_batch(
 )
 returns bigint[]
 language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
 as $$
 declare
     destination headwater.topic;
@@ -186,7 +191,7 @@ begin
 
     if destination.kind = 'open' and event_ids is null then
         -- Drawn ahead and unnested side by side: cheaper than returning them through a store of their own.
-        perform headwater.advertise_publisher();
+        perform headwater.advertise_publisher(destination.name);
         positions := array(select nextval('headwater.position') from generate_series(1, size));
         insert into headwater.event
             (position, topic_id, partition, key, type, routing_key, headers, content_type, payload)
@@ -216,7 +221,7 @@ begin
     if destination.kind = 'sequenced' then
         perform headwater.lock_lanes(destination.id, lanes);
     end if;
-    perform headwater.advertise_publisher();
+    perform headwater.advertise_publisher(destination.name);
     select array_agg(nextval('headwater.position')) into positions from generate_series(1, size);
 
     if event_ids is not null then
@@ -289,9 +294,12 @@ create or replace function headwater.publish_bytes(
 )
 returns bigint
 language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
 as $$
 declare
     published bigint;
+    nothing text;
 begin
     if deliver_at > clock_timestamp() then
         published := headwater.schedule_bytes(
@@ -301,8 +309,11 @@ begin
     end if;
     if event_id is null then
         -- The plain case in one statement. What it does not take is explained, or done, by the whole procedure.
-        insert into headwater.event (topic_id, partition, key, type, routing_key, headers, content_type, payload)
+        nothing := headwater.advertise_publisher(topic);
+        insert into headwater.event
+            (position, topic_id, partition, key, type, routing_key, headers, content_type, payload)
         select
+            nextval('headwater.position'),
             t.id,
             case
                 when t.partitions = 1 then 0
@@ -315,6 +326,7 @@ begin
             t.name = publish_bytes.topic
             and t.deleted_at is null
             and t.kind = 'open'
+            and not t.reserved
             and coalesce(octet_length(publish_bytes.payload) <= t.max_payload_bytes, true)
             and coalesce(octet_length(publish_bytes.headers::text) <= t.max_header_bytes, true)
         returning position into published;
@@ -360,3 +372,37 @@ return headwater.publish_bytes(
     event_id,
     coalesce(deliver_at, clock_timestamp() + delay)
 );
+
+-- What a plain INSERT or a COPY writes to: each row is published as by publish_bytes(), with all its checks.
+--   insert into headwater.new_event (topic, payload) values ('orders', '{"id": 1}');
+--   copy headwater.new_event (topic, key, payload) from stdin;
+create or replace view headwater.new_event as
+select
+    t.name as topic, e.payload::bytea as payload, e.key::bytea as key, e.type::text as type,
+    e.routing_key::text as routing_key, e.headers::jsonb as headers, e.content_type::text as content_type,
+    e.event_id::text as event_id
+from headwater.event e
+join headwater.topic t on t.id = e.topic_id
+where false;
+
+create or replace function headwater.publish_new_event()
+returns trigger
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    nothing bigint;
+begin
+    if new.topic is null then
+        raise exception 'an event needs a topic' using errcode = 'HW002', hint = 'Name it in the column "topic".';
+    end if;
+    nothing := headwater.publish_bytes(
+        new.topic, new.payload, new.key, new.type, new.routing_key, new.headers, new.content_type, new.event_id
+    );
+    return new;
+end;
+$$;
+
+create or replace trigger publish instead of insert on headwater.new_event
+    for each row execute function headwater.publish_new_event();

@@ -1,8 +1,9 @@
 -- The life of events in a group: claim, settle, retry, die, come back. Claiming and settling cost a row a batch;
 -- only failures cost rows of their own.
 
--- Find out how far the log is settled and note it where every session sees it.
-create or replace function headwater.refresh_settled()
+-- Find out how far the log is settled, note it where every session sees it, and return how far these topics are (null:
+-- all of them).
+create or replace function headwater.refresh_settled(topic_ids integer[] default null)
 returns bigint
 language plpgsql
 volatile
@@ -10,10 +11,12 @@ security definer
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    settled_to constant bigint := headwater.settled();
+    found_positions record;
 begin
-    perform setval('headwater.settled_register', settled_to);
-    return settled_to;
+    select s.settled, s.stable into found_positions
+    from headwater.stable_positions(null, refresh_settled.topic_ids) as s;
+    perform setval('headwater.settled_register', found_positions.settled);
+    return found_positions.stable;
 end;
 $$;
 
@@ -115,7 +118,7 @@ returns void
 language sql
 begin atomic
     update headwater.redelivery r
-    set visible_at = clock_timestamp()
+    set visible_at = clock_timestamp(), dated_at = clock_timestamp()
     from unnest(keys) as k (key_hash)
     cross join lateral (
         select n.position

@@ -68,7 +68,8 @@ $$;
 
 -- What a page of one topic covers: up to `batch_size` events after a position (null: from the first that is kept)
 -- and up to one that the caller knows to be settled, until `max_bytes` of payload are reached; one event comes
--- whatever its size. What retention took is HW007, except up to `gone_to`, which the caller knows to be gone.
+-- whatever its size. What retention took is HW007, except up to `gone_to`, which the caller knows to be gone. `epoch`: in
+-- which the caller was told what is settled (null: it was told in this transaction); HW021 if the log is in another.
 create or replace function headwater.page_of_topic(
     topic text,
     after bigint,
@@ -76,6 +77,7 @@ create or replace function headwater.page_of_topic(
     batch_size integer,
     max_bytes bigint,
     gone_to bigint,
+    epoch integer,
     out topic_id integer,
     out name text,
     out start_after bigint,
@@ -87,6 +89,9 @@ as $$
 declare
     single constant headwater.topic := headwater.find_topic(topic);
 begin
+    if epoch <> headwater.current_epoch() then
+        perform headwater.refuse_other_epoch(epoch, coalesce(after, 0));
+    end if;
     if after is not null and single.expired_to > greatest(after, gone_to) then
         perform headwater.refuse_expired(array[single.id], after);
     end if;
@@ -125,21 +130,24 @@ end;
 $$;
 
 -- The events of such a page, in order. One plain query, stable and not strict, so that Postgres puts it in the place
--- of its call: the events then go to the client as they are found, and all is seen in one snapshot.
+-- of its call: the events then go to the client as they are found, and all is seen in one snapshot. No bound of a position
+-- may be known when it is planned: with no segment left in the range, the page would not be asked for, nor refused.
 create or replace function headwater.read_topic(
     topic text,
     after bigint,
     settled_to bigint,
     batch_size integer default 100,
     max_bytes bigint default 16777216,
-    gone_to bigint default 0
+    gone_to bigint default 0,
+    epoch integer default null
 )
 returns setof headwater.stored_event
 language sql
 stable
 begin atomic
     with page as materialized (
-        select p.* from headwater.page_of_topic(read_topic.topic, after, settled_to, batch_size, max_bytes, gone_to) as p
+        select p.*
+        from headwater.page_of_topic(read_topic.topic, after, settled_to, batch_size, max_bytes, gone_to, epoch) as p
     )
     select
         e.position, (select page.name from page), e.partition, e.topic_offset, e.key, e.type, e.routing_key,
@@ -153,14 +161,96 @@ begin atomic
     limit batch_size;
 end;
 
--- The same of any topics.
+-- The same page, segment by segment: for a log of many segments. A plan for any range of positions opens and locks every
+-- segment each time it runs; one for the range of a single segment, made when it is known, touches that one alone, and
+-- making it costs less than opening ten.
+create or replace function headwater.read_topic_by_segment(
+    topic text,
+    after bigint,
+    settled_to bigint,
+    batch_size integer default 100,
+    max_bytes bigint default 16777216,
+    gone_to bigint default 0,
+    epoch integer default null
+)
+returns setof headwater.stored_event
+language plpgsql
+stable
+-- The bounds choose the segment when the query is planned.
+set plan_cache_mode = force_custom_plan
+as $$
+declare
+    single constant headwater.topic := headwater.find_topic(topic);
+    start_after bigint := greatest(after, single.expired_to);
+    bytes_left bigint := max_bytes;
+    events_left integer := batch_size;
+    segment_end bigint;
+    page_end bigint;
+    found_events integer;
+    found_bytes bigint;
+begin
+    if epoch <> headwater.current_epoch() then
+        perform headwater.refuse_other_epoch(epoch, coalesce(after, 0));
+    end if;
+    if after is not null and single.expired_to > greatest(after, gone_to) then
+        perform headwater.refuse_expired(array[single.id], after);
+    end if;
+    for segment_end in
+        select s.hi - 1 from headwater.segment s
+        where s.hi > start_after + 1 and s.lo <= settled_to
+        order by s.lo
+    loop
+        page_end := least(segment_end, settled_to);
+        select count(*), coalesce(sum(octet_length(f.payload)), 0) into found_events, found_bytes
+        from (
+            select e.payload from headwater.event e
+            where e.topic_id = single.id and e.position > start_after and e.position <= page_end
+            order by e.position
+            limit events_left
+        ) as f;
+        if found_bytes > bytes_left then
+            select max(g.position), count(*) into page_end, found_events
+            from (
+                select
+                    f.position,
+                    sum(octet_length(f.payload))
+                        over (order by f.position rows between unbounded preceding and 1 preceding) as bytes_before
+                from (
+                    select e.position, e.payload from headwater.event e
+                    where e.topic_id = single.id and e.position > start_after and e.position <= page_end
+                    order by e.position
+                    limit events_left
+                ) as f
+            ) as g
+            where coalesce(g.bytes_before < bytes_left, true);
+        end if;
+        if found_events > 0 then
+            return query
+            select
+                e.position, single.name, e.partition, e.topic_offset, e.key, e.type, e.routing_key,
+                e.headers, e.content_type, e.payload, e.event_id, e.published_at
+            from headwater.event e
+            where e.topic_id = single.id and e.position > start_after and e.position <= page_end
+            order by e.position
+            limit found_events;
+        end if;
+        bytes_left := bytes_left - found_bytes;
+        events_left := events_left - found_events;
+        exit when events_left <= 0 or bytes_left <= 0;
+        start_after := greatest(start_after, segment_end);
+    end loop;
+end;
+$$;
+
+-- The same of any topics. `epoch`: in which the caller was told what is settled; HW021 if the log is in another.
 create or replace function headwater.read_settled(
     topics text[],
     after bigint,
     settled_to bigint,
     batch_size integer default 100,
     max_bytes bigint default 16777216,
-    gone_to bigint default 0
+    gone_to bigint default 0,
+    epoch integer default null
 )
 returns setof headwater.stored_event
 language plpgsql
@@ -171,13 +261,24 @@ declare
     window_start bigint := coalesce(after, 0);
 begin
     if cardinality(topics) = 1 then
+        -- As the clients decide: see calls/reading.py.
+        if settled_to > 8 * headwater.segment_size() then
+            return query
+            select * from headwater.read_topic_by_segment(
+                topics[1], after, settled_to, batch_size, max_bytes, gone_to, epoch
+            );
+            return;
+        end if;
         return query
-        select * from headwater.read_topic(topics[1], after, settled_to, batch_size, max_bytes, gone_to);
+        select * from headwater.read_topic(topics[1], after, settled_to, batch_size, max_bytes, gone_to, epoch);
         return;
     end if;
 
     -- Several topics: as many positions as events are asked for hold at most that many events, so a
     -- window of positions is read from each topic's index and nothing is read in vain.
+    if epoch <> headwater.current_epoch() then
+        perform headwater.refuse_other_epoch(epoch, coalesce(after, 0));
+    end if;
     ids := headwater.topic_ids(topics);
     select min(f.position) - 1 into window_start
     from headwater.topic t
@@ -215,22 +316,27 @@ begin
 end;
 $$;
 
--- The same up to what is settled now. No rows: nothing more is settled.
+-- The same up to what is stable now. No rows: nothing more is stable. A position that this log never issued is HW021,
+-- and so is one of another epoch than `epoch`, if that is given: see epoch.sql.
 create or replace function headwater.read(
     topics text[],
     after bigint default null,
     batch_size integer default 100,
     max_bytes bigint default 16777216,
     up_to bigint default null,
-    skip_expired boolean default false
+    skip_expired boolean default false,
+    epoch integer default null
 )
 returns setof headwater.stored_event
 language plpgsql
 volatile
 as $$
 declare
-    settled_to constant bigint := headwater.settled();
+    settled_to constant bigint := headwater.stable_position(topics);
 begin
+    if after is not null and (after > settled_to or epoch is not null) then
+        perform headwater.refuse_other_epoch(epoch, after);
+    end if;
     return query
     select * from headwater.read_settled(
         topics, after, least(settled_to, up_to), batch_size, max_bytes,
@@ -251,7 +357,7 @@ language plpgsql
 volatile
 as $$
 declare
-    settled_to bigint := headwater.settled();
+    settled_to bigint := headwater.stable_position(topics);
     ids constant integer[] := headwater.topic_ids(topics);
     below constant bigint := least(coalesce(before, settled_to + 1), settled_to + 1);
 begin
@@ -292,7 +398,7 @@ language plpgsql
 volatile
 as $$
 declare
-    settled_to constant bigint := headwater.settled();
+    settled_to constant bigint := headwater.stable_position(topics);
     ids constant integer[] := headwater.topic_ids(topics);
     one_topic integer;
     low bigint;

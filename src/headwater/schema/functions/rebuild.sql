@@ -85,7 +85,7 @@ end;
 $$;
 
 -- End a rebuild whose last batch ends at `caught_up_to`, and that found nothing more up to `read_to`: make every table of the pipeline equal to the one that was built,
--- in this one transaction. Only rows that differ are written, so that readers, grants, indexes and views stay as they
+-- in this one transaction. HW021 in another epoch than the one in which the rebuild began: what it wrote may be lost. Only rows that differ are written, so that readers, grants, indexes and views stay as they
 -- are. The pipeline goes on with the rebuild's checkpoint, from where that is; whoever runs it has to claim it anew.
 -- Returns how many rows were written and removed.
 create or replace function headwater.switch_rebuilt(
@@ -93,6 +93,7 @@ create or replace function headwater.switch_rebuilt(
     generation bigint,
     caught_up_to bigint,
     read_to bigint default null,
+    epoch integer default null,
     out written bigint,
     out removed bigint
 )
@@ -107,6 +108,9 @@ declare
 begin
     written := 0;
     removed := 0;
+    if switch_rebuilt.epoch <> headwater.current_epoch() then
+        perform headwater.refuse_other_epoch(switch_rebuilt.epoch, caught_up_to);
+    end if;
     perform from headwater.projection p
     where p.pipeline = switch_rebuilt.pipeline order by p.schema_name, p.table_name for update;
     if headwater.projection_generation(pipeline) = generation then

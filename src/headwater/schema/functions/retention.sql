@@ -1,16 +1,5 @@
 -- Retention: what may go, and the upkeep of the log as a whole.
 
--- The last position that nobody who must not lose still needs.
-create or replace function headwater.releasable()
-returns bigint
-language sql
-volatile
-return least(
-    headwater.settled(),
-    (select min(c.position) from headwater.cursor c where c.must_not_lose),
-    (select min(headwater.group_low_water(g)) from headwater.consumer_group g where g.must_not_lose)
-);
-
 -- Expire what the topics' retention allows: whole segments are dropped; where a segment must stay for one
 -- topic, the events of others are swept out of it, `sweep_size` at a time.
 create or replace function headwater.expire(
@@ -21,21 +10,41 @@ create or replace function headwater.expire(
 language plpgsql
 as $$
 declare
-    releasable constant bigint := headwater.releasable();
+    stable constant bigint := headwater.settled();
+    -- The lowest hold on each topic that has one; and that on all topics.
+    held_topics integer[];
+    held_to bigint[];
+    all_held_to bigint;
     old record;
     expired record;
     swept bigint;
 begin
     segments_dropped := 0;
     events_swept := 0;
+    select
+        array_agg(h.topic_id) filter (where h.topic_id is not null),
+        array_agg(h.position) filter (where h.topic_id is not null),
+        min(h.position) filter (where h.topic_id is null)
+    into held_topics, held_to, all_held_to
+    from (
+        select h.topic_id, min(h.held_after) as position from headwater.retention_holds() as h group by h.topic_id
+    ) as h;
     for old in
-        select s.* from headwater.segment s
-        where s.closed_at is not null and s.hi - 1 <= releasable
-        order by s.lo
+        -- Closed at the latest of the times of those before it: a clock that was set back must not let a segment
+        -- expire before an older one.
+        select c.lo, c.hi, c.last_position, c.closed_at
+        from (
+            select s.lo, s.hi, s.last_position, max(s.closed_at) over (order by s.lo) as closed_at
+            from headwater.segment s
+            where s.closed_at is not null
+        ) as c
+        where c.hi - 1 <= stable
+        order by c.lo
     loop
         for expired in
             select t.id, e.position as last_position
             from headwater.topic t
+            left join unnest(held_topics, held_to) as h (topic_id, position) on h.topic_id = t.id
             cross join lateral (
                 select e.position
                 from headwater.event e
@@ -44,13 +53,16 @@ begin
                 limit 1
             ) as e
             where
-                t.deleted_at is not null
-                or (
-                    old.closed_at < clock_timestamp() - t.retention
-                    -- One that is only compacted keeps the newest event of each key, however old.
-                    and not exists (select from headwater.kafka_topic k where k.topic_id = t.id and not k.deletes)
-                    -- What an archive has yet to get waits for it.
-                    and e.position <= headwater.archived_to(t)
+                t.expired_to < coalesce(old.last_position, old.hi - 1)
+                and (
+                    t.deleted_at is not null
+                    or (
+                        old.closed_at < clock_timestamp() - t.retention
+                        -- One that is only compacted keeps the newest event of each key, however old.
+                        and not exists (select from headwater.kafka_topic k where k.topic_id = t.id and not k.deletes)
+                        -- What a consumer still needs waits for it. (least() leaves out what is null.)
+                        and e.position <= least(h.position, all_held_to, stable)
+                    )
                 )
         loop
             -- A lane whose tail goes away must not start to count again; and it begins after what went.
@@ -88,7 +100,7 @@ begin
                     and e.position > t.expired_to
                 limit 1
             ) as e
-            where t.deleted_at is null
+            where t.deleted_at is null and t.expired_to < coalesce(old.last_position, old.hi - 1)
         ) then
             begin
                 execute format(
@@ -147,12 +159,17 @@ set lock_timeout = '250ms'
 as $$
 declare
     group_name text;
+    selective boolean;
+    looked_at bigint;
 begin
     busy := not pg_try_advisory_xact_lock(29288::bigint << 48);
     if busy then
         return;
     end if;
-    update headwater.upkeep u set maintained_at = clock_timestamp();
+    perform headwater.note_clock();
+    perform headwater.redate();
+    perform headwater.current_epoch();
+    perform headwater.end_long_publishers();
     select r.released into released from headwater.release_due() as r;
     begin
         segments_made := headwater.rotate();
@@ -173,15 +190,27 @@ begin
     perform headwater.clear_staged();
     perform headwater.forget_answers();
     perform headwater.clear_marks();
-    -- Last, since it keeps the groups from claiming until the end of the transaction.
-    for group_name in select g.name from headwater.consumer_group g order by g.id loop
+    -- Last, since it keeps these queues from claiming until the end of the transaction. Only those with something to do.
+    for group_name in select * from headwater.queues_to_reap() loop
         begin
             perform headwater.reap(group_name);
-            perform headwater.pass_over(group_name);
         exception
-            -- Deleted meanwhile, or in somebody's hands.
+            -- Deleted meanwhile, or locked by another session.
             when sqlstate 'HW011' or lock_not_available then null;
         end;
+    end loop;
+    -- The slow ones must not keep the fast ones waiting, nor these those: each kind has its own bound.
+    foreach selective in array array[false, true] loop
+        looked_at := 0;
+        for group_name in select * from headwater.queues_to_skip(selective) loop
+            -- The rest waits for the next round.
+            exit when looked_at >= 100000;
+            begin
+                looked_at := looked_at + headwater.skip_unbound_events(group_name);
+            exception
+                when sqlstate 'HW011' or lock_not_available then null;
+            end;
+        end loop;
     end loop;
 end;
 $$;

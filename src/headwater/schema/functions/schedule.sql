@@ -15,6 +15,8 @@ create or replace function headwater.schedule_bytes(
 )
 returns bigint
 language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
 as $$
 declare
     destination constant headwater.topic := headwater.topic_to_publish(topic);
@@ -99,6 +101,8 @@ $$;
 create or replace function headwater.cancel_scheduled(schedule_id bigint)
 returns boolean
 language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
 as $$
 declare
     cancelled headwater.scheduled;
@@ -114,6 +118,8 @@ $$;
 create or replace function headwater.move_scheduled(schedule_id bigint, deliver_at timestamptz)
 returns boolean
 language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
 as $$
 begin
     update headwater.scheduled s set due_at = deliver_at where s.id = schedule_id;

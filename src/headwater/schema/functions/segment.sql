@@ -31,11 +31,6 @@ begin
     execute format('create table headwater.%I (like headwater.event including defaults including constraints)', name);
     -- The twin of the partition bound: with it, attaching need not scan.
     execute format('alter table headwater.%I add constraint bound check (position >= %s and position < %s)', name, lo, hi);
-    -- Somebody who inserts into a segment directly must advertise too.
-    execute format(
-        'create trigger advertise before insert on headwater.%I '
-        'for each statement execute function headwater.advertise_on_insert()', name
-    );
     execute format(
         'alter table headwater.event attach partition headwater.%I for values from (%s) to (%s)', name, lo, hi
     );
@@ -85,7 +80,7 @@ begin
     -- Segments that the log left by itself, or in a rotation that a crash undid but for the sequence.
     update headwater.segment s
     set
-        closed_at = clock_timestamp(),
+        closed_at = greatest(s.opened_at, clock_timestamp()),
         opened_at = coalesce(s.opened_at, clock_timestamp()),
         last_position = (
             select max(e.position)

@@ -293,7 +293,8 @@ end;
 $$;
 
 -- Events of an event store that a query matches, between two positions, both excluded: the first `batch_size`, or with
--- `backwards` the last, newest first; fewer if they come to `max_bytes`, but one whatever its size.
+-- `backwards` the last, newest first; fewer if they come to `max_bytes`, but one whatever its size. With the epoch that
+-- the positions are of, HW021 if the log is in another.
 create or replace function headwater.read_matching(
     topic text,
     query jsonb default '[]',
@@ -301,7 +302,8 @@ create or replace function headwater.read_matching(
     before bigint default 9223372036854775807,
     batch_size integer default 100,
     max_bytes bigint default 16777216,
-    backwards boolean default false
+    backwards boolean default false,
+    epoch integer default null
 )
 returns setof headwater.store_event
 language plpgsql
@@ -315,6 +317,11 @@ declare
     found_positions bigint[];
 begin
     perform headwater.refuse_bad_query(query);
+    if epoch is not null then
+        perform headwater.refuse_other_epoch(
+            epoch, case when backwards then least(before - 1, headwater.head()) else after end
+        );
+    end if;
     if batch_size < 1 then
         raise exception 'a batch is 1 event or more' using errcode = 'HW002';
     end if;

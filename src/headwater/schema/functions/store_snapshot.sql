@@ -23,14 +23,15 @@ begin atomic
 end;
 
 -- Save a state with the position of the last event in it. It never goes back: of two the later one stays. Those of
--- earlier versions go.
+-- earlier versions go. With the epoch that the position is of, HW021 if the log is in another.
 create or replace function headwater.save_snapshot(
     topic text,
     name text,
     query_hash text,
     version integer,
     at_position bigint,
-    state bytea
+    state bytea,
+    epoch integer default null
 )
 returns void
 language plpgsql
@@ -39,6 +40,9 @@ as $$
 declare
     store constant headwater.topic := headwater.find_event_store(topic);
 begin
+    if epoch is not null then
+        perform headwater.refuse_other_epoch(epoch, at_position);
+    end if;
     insert into headwater.store_snapshot as s (topic_id, name, query_hash, version, position, state)
     values (
         store.id, save_snapshot.name, save_snapshot.query_hash, save_snapshot.version, at_position, save_snapshot.state

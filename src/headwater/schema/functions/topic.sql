@@ -145,6 +145,12 @@ begin
     if not found then
         found_topic := headwater.create_missing_topic(name);
     end if;
+    if found_topic.reserved then
+        raise exception 'topic "%" is written by Headwater alone', name
+            using errcode = 'HW015',
+                  detail = json_build_object('topic', name)::text,
+                  hint = 'Publish to a topic of your own.';
+    end if;
     return found_topic;
 end;
 $$;

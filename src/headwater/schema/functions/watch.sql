@@ -1,6 +1,278 @@
 -- Table events without WAL: what happens to a table is published by a trigger, in the writer's transaction.
 
--- The trigger. Its arguments: topic, the columns to show (null: all), the columns whose change matters (null: any).
+-- One trigger for each kind of statement reads all rows of a statement from its transition tables and publishes them
+-- in batches. A trigger for each row is used where that would change what is published or in which order:
+--   * partitioned tables and partitions: a statement trigger does not fire for rows that come by the other table;
+--   * tables with inheritance: the transition tables hold the rows of children too;
+--   * tables with other AFTER ROW triggers: what those write to the same table would be published before the
+--     statement that caused it.
+-- The arguments of both: topic, the columns to show (empty: all), the columns whose change matters (empty: any), the
+-- columns of the primary key.
+
+-- The event of one row, as JSON, and its key: the primary key as text; of several columns, as a JSON array.
+create or replace function headwater.table_event(
+    op text, table_schema text, table_name text, before jsonb, after jsonb, changed text[], shown text[]
+)
+returns jsonb
+language sql
+immutable
+return jsonb_build_object(
+    'op', op, 'schema', table_schema, 'table', table_name,
+    'before', case
+        when shown is null then before
+        when before is not null then (select jsonb_object_agg(c, before -> c) from unnest(shown) as c)
+    end,
+    'after', case
+        when shown is null then after
+        when after is not null then (select jsonb_object_agg(c, after -> c) from unnest(shown) as c)
+    end
+) || case
+    when changed is null then '{}'
+    when shown is null then jsonb_build_object('changed', to_jsonb(changed))
+    else jsonb_build_object('changed', to_jsonb(array(select c from unnest(changed) as c where c = any (shown))))
+end;
+
+create or replace function headwater.table_event_key(image jsonb, key_columns text[])
+returns text
+language sql
+immutable
+return case
+    when cardinality(key_columns) = 1 then image ->> key_columns[1]
+    else (
+        select jsonb_agg(image -> k.name order by k.place)::text
+        from unnest(key_columns) with ordinality as k (name, place)
+    )
+end;
+
+-- Refuse a payload that the topic does not take; else return it.
+create or replace function headwater.fitting_payload(payload bytea, destination headwater.topic)
+returns bytea
+language plpgsql
+immutable
+as $$
+begin
+    perform headwater.refuse_too_large(destination, octet_length(payload), null);
+    return payload;
+end;
+$$;
+
+-- Publish what one statement did, in the order of its rows. The rows of the two transition tables of an update belong
+-- together by their order: Postgres adds to both at once. The rows go from there to the log without being collected.
+create or replace function headwater.publish_table_changes()
+returns trigger
+language plpgsql
+-- The writer of a watched table may not for that reason publish anything else.
+security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+    destination constant headwater.topic := headwater.topic_to_publish(tg_argv[0]);
+    topic_id constant integer := destination.id;
+    lanes constant integer := destination.partitions;
+    keyless constant integer := floor(random() * destination.partitions);
+    most_bytes constant integer := destination.max_payload_bytes;
+    shown constant text[] := nullif(tg_argv[1], '')::text[];
+    watched constant text[] := nullif(tg_argv[2], '')::text[];
+    key_columns constant text[] := nullif(tg_argv[3], '')::text[];
+    key_size constant integer := coalesce(cardinality(key_columns), 0);
+    op constant text := lower(tg_op);
+    routing_key constant text := left(tg_table_schema || '.' || tg_table_name || '.' || op, 255);
+    -- What every payload begins with.
+    opening constant text := format(
+        '{"op": %s, "schema": %s, "table": %s, ',
+        to_jsonb(op), to_jsonb(tg_table_schema::text), to_jsonb(tg_table_name::text)
+    );
+    batch record;
+    nothing bigint[];
+begin
+    if destination.kind <> 'open' then
+        -- Offsets are given by publish_batch: up to 1000 rows and about 4 MB at a time.
+        for batch in execute
+            'select array_agg(p.payload order by p.place) as payloads, array_agg(p.key order by p.place) as keys
+            from (
+                select
+                    e.place, e.payload, e.key,
+                    (row_number() over (order by e.place) - 1) / 1000
+                        + sum(octet_length(e.payload)) over (order by e.place) / 4000000 as part
+                from (
+                    select
+                        c.place,
+                        convert_to(
+                            headwater.table_event($1, $2, $3, c.before, c.after, c.changed, $4)::text, ''UTF8''
+                        ) as payload,
+                        convert_to(headwater.table_event_key(coalesce(c.after, c.before), $6), ''UTF8'') as key
+                    from (
+                        select
+                            r.*,
+                            case when r.before is not null and r.after is not null then array(
+                                select f.key from jsonb_each(r.after) as f
+                                where f.value is distinct from r.before -> f.key
+                                order by f.key
+                            ) end as changed
+                        from (' || case tg_op
+                            when 'INSERT' then
+                                'select row_number() over () as place, null::jsonb as before, to_jsonb(r) as after
+                                from new_rows r'
+                            when 'DELETE' then
+                                'select row_number() over () as place, to_jsonb(r) as before, null::jsonb as after
+                                from old_rows r'
+                            else
+                                'select o.place, o.image as before, n.image as after
+                                from (select row_number() over () as place, to_jsonb(r) as image from old_rows r) as o
+                                join (select row_number() over () as place, to_jsonb(r) as image from new_rows r) as n
+                                    on n.place = o.place'
+                        end || ') as r
+                    ) as c
+                    where c.changed is null or c.changed <> ''{}'' and ($5 is null or c.changed && $5)
+                ) as e
+            ) as p
+            group by p.part
+            order by p.part'
+            using op, tg_table_schema::text, tg_table_name::text, shown, watched, key_columns
+        loop
+            nothing := headwater.publish_batch(
+                tg_argv[0], batch.payloads, batch.keys,
+                array_fill(op, array[cardinality(batch.payloads)]),
+                array_fill(routing_key, array[cardinality(batch.payloads)]),
+                content_types => array_fill('application/json'::text, array[cardinality(batch.payloads)])
+            );
+        end loop;
+    elsif tg_op = 'INSERT' then
+        if not exists (select from new_rows) then
+            return null;
+        end if;
+        perform headwater.advertise_publisher(destination.name);
+        insert into headwater.event (position, topic_id, partition, key, type, routing_key, content_type, payload)
+        select
+            nextval('headwater.position'), topic_id,
+            case when lanes = 1 then 0 else headwater.lane_of(e.key, lanes, keyless) end,
+            e.key, op, routing_key, 'application/json',
+            case
+                when octet_length(e.payload) <= most_bytes then e.payload
+                else headwater.fitting_payload(e.payload, destination)
+            end
+        from (
+            select
+                convert_to(
+                    case
+                        when key_size = 1 then r.image ->> key_columns[1]
+                        when key_size > 1 then (
+                            select jsonb_agg(r.image -> k.name order by k.place)::text
+                            from unnest(key_columns) with ordinality as k (name, place)
+                        )
+                    end,
+                    'UTF8'
+                ) as key,
+                convert_to(
+                    opening || '"before": null, "after": ' || case
+                        when shown is null then r.image
+                        else (select jsonb_object_agg(c, r.image -> c) from unnest(shown) as c)
+                    end::text || '}',
+                    'UTF8'
+                ) as payload
+            from (select to_jsonb(n) as image from new_rows n offset 0) as r
+            offset 0
+        ) as e;
+    elsif tg_op = 'DELETE' then
+        if not exists (select from old_rows) then
+            return null;
+        end if;
+        perform headwater.advertise_publisher(destination.name);
+        insert into headwater.event (position, topic_id, partition, key, type, routing_key, content_type, payload)
+        select
+            nextval('headwater.position'), topic_id,
+            case when lanes = 1 then 0 else headwater.lane_of(e.key, lanes, keyless) end,
+            e.key, op, routing_key, 'application/json',
+            case
+                when octet_length(e.payload) <= most_bytes then e.payload
+                else headwater.fitting_payload(e.payload, destination)
+            end
+        from (
+            select
+                convert_to(
+                    case
+                        when key_size = 1 then r.image ->> key_columns[1]
+                        when key_size > 1 then (
+                            select jsonb_agg(r.image -> k.name order by k.place)::text
+                            from unnest(key_columns) with ordinality as k (name, place)
+                        )
+                    end,
+                    'UTF8'
+                ) as key,
+                convert_to(
+                    opening || '"before": ' || case
+                        when shown is null then r.image
+                        else (select jsonb_object_agg(c, r.image -> c) from unnest(shown) as c)
+                    end::text || ', "after": null}',
+                    'UTF8'
+                ) as payload
+            from (select to_jsonb(o) as image from old_rows o offset 0) as r
+            offset 0
+        ) as e;
+    else
+        if not exists (select from new_rows) then
+            return null;
+        end if;
+        perform headwater.advertise_publisher(destination.name);
+        insert into headwater.event (position, topic_id, partition, key, type, routing_key, content_type, payload)
+        select
+            nextval('headwater.position'), topic_id,
+            case when lanes = 1 then 0 else headwater.lane_of(e.key, lanes, keyless) end,
+            e.key, op, routing_key, 'application/json',
+            case
+                when octet_length(e.payload) <= most_bytes then e.payload
+                else headwater.fitting_payload(e.payload, destination)
+            end
+        from (
+            select
+                convert_to(
+                    case
+                        when key_size = 1 then r.after ->> key_columns[1]
+                        when key_size > 1 then (
+                            select jsonb_agg(r.after -> k.name order by k.place)::text
+                            from unnest(key_columns) with ordinality as k (name, place)
+                        )
+                    end,
+                    'UTF8'
+                ) as key,
+                convert_to(
+                    opening || '"before": ' || case
+                        when shown is null then r.before
+                        else (select jsonb_object_agg(c, r.before -> c) from unnest(shown) as c)
+                    end::text || ', "after": ' || case
+                        when shown is null then r.after
+                        else (select jsonb_object_agg(c, r.after -> c) from unnest(shown) as c)
+                    end::text || ', "changed": ' || to_jsonb(case
+                        when shown is null then r.changed
+                        else array(select c from unnest(r.changed) as c where c = any (shown))
+                    end)::text || '}',
+                    'UTF8'
+                ) as payload
+            from (
+                select
+                    o.place, o.image as before, n.image as after,
+                    array(
+                        select f.key from jsonb_each(n.image) as f
+                        where f.value is distinct from o.image -> f.key
+                        order by f.key
+                    ) as changed
+                from (select row_number() over () as place, to_jsonb(r) as image from old_rows r) as o
+                join (select row_number() over () as place, to_jsonb(r) as image from new_rows r) as n
+                    on n.place = o.place
+                where o.image <> n.image
+                order by o.place
+                offset 0
+            ) as r
+            -- An update that changes nothing that is looked at is no event.
+            where r.changed <> '{}' and (watched is null or r.changed && watched)
+            offset 0
+        ) as e;
+    end if;
+    return null;
+end;
+$$;
+
+-- The same of one row, and of a truncate.
 create or replace function headwater.publish_table_change()
 returns trigger
 language plpgsql
@@ -86,14 +358,16 @@ as $$
 declare
     source record;
     destination text;
-    operations text;
+    operations text[];
+    operation text;
+    by_row boolean;
     key_columns text[];
     unknown text;
 begin
     if watched is null then
         raise exception 'there is no such table' using errcode = 'HW002', hint = 'Name it with its schema.';
     end if;
-    select n.nspname, c.relname, c.relkind into source
+    select n.nspname, c.relname, c.relkind, c.relispartition, c.relhassubclass into source
     from pg_class c join pg_namespace n on n.oid = c.relnamespace
     where c.oid = watched;
     if source.relkind not in ('r', 'p') or source.nspname = 'headwater' then
@@ -109,13 +383,10 @@ begin
     if unknown is not null then
         raise exception 'table % has no column "%"', watched, unknown using errcode = 'HW002';
     end if;
-    operations := array_to_string(
-        array_remove(array[
-            case when inserts then 'insert' end, case when updates then 'update' end, case when deletes then 'delete' end
-        ], null),
-        ' or '
-    );
-    if operations = '' and not truncates then
+    operations := array_remove(array[
+        case when inserts then 'insert' end, case when updates then 'update' end, case when deletes then 'delete' end
+    ], null);
+    if operations = '{}' and not truncates then
         raise exception 'nothing to watch: inserts, updates, deletes and truncates are all off' using errcode = 'HW002';
     end if;
     destination := coalesce(
@@ -130,13 +401,35 @@ begin
     where i.indrelid = watched and i.indisprimary;
 
     perform headwater.unwatch_table(watched);
-    if operations <> '' then
+    by_row := source.relkind = 'p' or source.relispartition or source.relhassubclass
+        or exists (select from pg_inherits i where i.inhrelid = watched)
+        or exists (
+            -- Of tgtype, 1 is for each row, 2 is before, 64 is instead of.
+            select from pg_trigger t
+            where t.tgrelid = watched and not t.tgisinternal and t.tgtype & 1 = 1 and t.tgtype & (2 | 64) = 0
+        );
+    if by_row and operations <> '{}' then
         execute format(
             'create trigger headwater_watch after %s on %s for each row '
             'execute function headwater.publish_table_change(%L, %L, %L, %L)',
-            operations, watched, destination, coalesce(columns::text, ''), coalesce(when_changed::text, ''),
-            coalesce(key_columns::text, '')
+            array_to_string(operations, ' or '), watched, destination, coalesce(columns::text, ''),
+            coalesce(when_changed::text, ''), coalesce(key_columns::text, '')
         );
+    elsif not by_row then
+        foreach operation in array operations loop
+            execute format(
+                'create trigger %I after %s on %s referencing %s for each statement '
+                'execute function headwater.publish_table_changes(%L, %L, %L, %L)',
+                'headwater_watch_' || operation, operation, watched,
+                case operation
+                    when 'insert' then 'new table as new_rows'
+                    when 'update' then 'old table as old_rows new table as new_rows'
+                    else 'old table as old_rows'
+                end,
+                destination, coalesce(columns::text, ''), coalesce(when_changed::text, ''),
+                coalesce(key_columns::text, '')
+            );
+        end loop;
     end if;
     if truncates then
         execute format(
@@ -155,14 +448,21 @@ returns boolean
 language plpgsql
 as $$
 declare
-    was_watched constant boolean := exists (
-        select from pg_trigger t where t.tgrelid = watched and t.tgname in ('headwater_watch', 'headwater_watch_truncate')
-    );
+    was_watched boolean := false;
+    watching name;
 begin
-    if was_watched then
-        execute format('drop trigger if exists headwater_watch on %s', watched);
-        execute format('drop trigger if exists headwater_watch_truncate on %s', watched);
-    end if;
+    for watching in
+        select t.tgname from pg_trigger t
+        where
+            t.tgrelid = watched and not t.tgisinternal
+            and t.tgname in (
+                'headwater_watch', 'headwater_watch_insert', 'headwater_watch_update', 'headwater_watch_delete',
+                'headwater_watch_truncate'
+            )
+    loop
+        execute format('drop trigger %I on %s', watching, watched);
+        was_watched := true;
+    end loop;
     return was_watched;
 end;
 $$;

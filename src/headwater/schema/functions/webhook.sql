@@ -79,7 +79,7 @@ begin
 end;
 $$;
 
--- Send the events of a queue to a URL. HW013 if there is such a webhook, or the queue has one already.
+-- Send the events of a group to a URL: those of a queue, or those that its SQL subscriptions match. HW013 if there is such a webhook, or the queue has one already.
 create or replace function headwater.create_webhook(
     webhook_name text,
     group_name text,
@@ -96,7 +96,7 @@ returns headwater.webhook
 language plpgsql
 as $$
 declare
-    target constant headwater.consumer_group := headwater.find_queue(group_name);
+    target constant headwater.consumer_group := headwater.find_group(group_name);
     created headwater.webhook;
     other text;
 begin
@@ -236,8 +236,10 @@ begin atomic
     from headwater.webhook w
     where w.id = next_webhook_turn.webhook_id
     on conflict (webhook_id) do update
-        set next_at = greatest(p.next_at, clock_timestamp())
-            + make_interval(secs => 1 / next_webhook_turn.rate_per_second)
+        -- A turn that was given later than now is of before the clock went back.
+        set next_at = greatest(case when p.dated_at <= clock_timestamp() then p.next_at end, clock_timestamp())
+                + make_interval(secs => 1 / next_webhook_turn.rate_per_second),
+            dated_at = clock_timestamp()
     returning greatest(
         extract(epoch from p.next_at - clock_timestamp())::float8 - 1 / next_webhook_turn.rate_per_second, 0
     );

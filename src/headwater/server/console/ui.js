@@ -76,6 +76,9 @@ export function head(title, ...actions) {
 const numbers = new Intl.NumberFormat("en");
 export const number = (value) => (value === null || value === undefined ? "–" : numbers.format(Math.round(value * 10) / 10));
 
+/** A count that may be a lower bound: "12", "1,000+". */
+export const atLeast = (value, more) => number(value) + (more ? "+" : "");
+
 /** "1 event", "2 events", "10,000 events or more". */
 export const count = (value, word, more = false) => `${number(value)} ${word}${value === 1 ? "" : "s"}${more ? " or more" : ""}`;
 

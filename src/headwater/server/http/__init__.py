@@ -13,14 +13,16 @@ from typing import Final
 
 import uvicorn
 
+from headwater.admission import Admission
 from headwater.aio import AsyncHeadwater
 from headwater.errors import InvalidRequest
+from headwater.password_checks import PasswordChecks
 from headwater.server.callers import Callers
 from headwater.server.counts import Counts
 from headwater.server.door import Door, Opening
 from headwater.server.http.app import application
 from headwater.server.http.live import Live
-from headwater.server.http.protocol import Connection, Room
+from headwater.server.http.protocol import Connection
 from headwater.server.http.served import Served
 
 BACKLOG: Final = 4096
@@ -46,9 +48,11 @@ class _Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def serving(log: AsyncHeadwater, opening: Opening) -> AsyncIterator[Door]:
+async def serving(
+    log: AsyncHeadwater, opening: Opening, *, passwords: PasswordChecks | None = None
+) -> AsyncIterator[Door]:
     """Serve HTTP until the block is left; requests under way are finished then, and live streams told the end."""
-    callers = Callers(log, authenticate=opening.authenticate)
+    callers = Callers(log, authenticate=opening.authenticate, passwords=passwords)
     live = Live(log, opening.limits)
     counts = Counts(opening.counts_directory)
     listener = _listener(opening)
@@ -58,7 +62,7 @@ async def serving(log: AsyncHeadwater, opening: Opening) -> AsyncIterator[Door]:
         config = uvicorn.Config(
             application(Served(log, callers, live, opening, counts)),
             # A class for uvicorn: what makes a connection.
-            http=partial(Connection, room=Room(opening.limits.connections)),  # type: ignore[arg-type]
+            http=partial(Connection, room=Admission(opening.limits.connections, Connection.evict)),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,
@@ -75,7 +79,7 @@ async def serving(log: AsyncHeadwater, opening: Opening) -> AsyncIterator[Door]:
         server = _Server(config)
         scheme = "http" if opening.certificate is None else "https"
         host = f"[{opening.host}]" if ":" in opening.host else opening.host
-        door = Door(f"{scheme}://{host}:{opening.port}", live.failed)
+        door = Door(f"{scheme}://{host}:{opening.port}")
         task = asyncio.create_task(server.serve(sockets=[listener]))
         task.add_done_callback(lambda _: door.failed.set())
         try:

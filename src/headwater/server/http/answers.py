@@ -38,6 +38,7 @@ class EventPage(BaseModel):
     events: list[Event]
     next: str | None
     settled: int
+    epoch: int = Field(description="the epoch that the positions are of: give it back with them")
 
 
 class Published(BaseModel):
@@ -94,15 +95,21 @@ class Group(BaseModel):
 
     name: str
     kind: Literal["queue", "cursor"]
+    state: Literal["running", "paused", "no_workers", "stalled", "no_reader"]
     paused: bool
     frontier: int
     ready: int
-    ready_is_more: bool
-    positions_behind: int
+    ready_is_more: bool = Field(description="there are more: new events are counted up to 1000")
+    lag_events: int = Field(description="what it has not finished: ready, processing and retrying")
+    lag_is_more: bool = Field(description="there are more: new events are counted up to 1000")
+    lag_seconds: float | None = Field(description="age of the oldest event that it has not claimed; null: none")
+    unfinished_seconds: float | None = Field(description="age of the oldest event that it has not finished; null: none")
     processing: int
     retrying: int
     dead: int
     done: int
+    last_claimed_at: Time | None = Field(description="when a worker last asked for events, within 10 seconds")
+    last_worker: str | None = Field(description="the worker that asked then")
     ordered_keys: bool
     max_attempts: int
     lease_seconds: float
@@ -204,6 +211,8 @@ class DeadLetter(BaseModel):
     error: str | None
     history: list[dict[str, Any]]
     died_at: Time
+    subscription: int | None = Field(description="the SQL subscription; null: the group is a queue")
+    handler: str | None = Field(description="the subscriber's handler that gave up; null: the group is a queue")
     event: Event | None = Field(description="null: retention took it, or its topic is gone")
 
 
@@ -230,6 +239,7 @@ class Cursor(BaseModel):
     must_not_lose: bool
     updated_at: Time
     lag_events: int
+    lag_is_more: bool = Field(description="there are more: events are counted up to 1000")
     lag_seconds: float | None
 
 
@@ -240,6 +250,7 @@ class Cursors(BaseModel):
 class CursorSet(BaseModel):
     name: str
     position: int
+    epoch: int = Field(description="the epoch that the positions are of: give it back with them")
 
 
 class Gone(BaseModel):
@@ -257,6 +268,9 @@ class Subscription(BaseModel):
     created_at: Time
     set_aside: bool
     last_error: str | None
+    stopped_at: Time | None = None
+    stopped_position: int | None = None
+    errors: int = 0
 
 
 class Subscriptions(BaseModel):
@@ -304,10 +318,12 @@ class Appended(BaseModel):
 
     positions: list[int]
     repeated: bool
+    epoch: int = Field(description="the epoch that the positions are of: give it back with them")
 
 
 class StoreEvents(BaseModel):
     events: list[Event]
+    epoch: int = Field(description="the epoch that the positions are of: give it back with them")
 
 
 class Count(BaseModel):
@@ -319,6 +335,7 @@ class LatestEvents(BaseModel):
 
     events: list[Event | None]
     position: int
+    epoch: int = Field(description="the epoch that the positions are of: give it back with them")
 
 
 class Permission(BaseModel):
@@ -372,7 +389,8 @@ class Pipeline(BaseModel):
     leased_until: Time | None
     started_at: Time | None
     place: int | None
-    behind: int | None
+    behind: int | None = Field(description="events of its own topics, or bytes of WAL; null: not known yet")
+    behind_is_more: bool = Field(description="there are more: events are counted up to 1000")
     batches: int
     rows: int
     last_batch: dict[str, Any] | None
@@ -407,6 +425,7 @@ class KafkaGroup(BaseModel):
     generation: int
     partitions: int
     lag: int
+    lag_is_more: bool = Field(description="there are more: in an open topic records are counted up to 1000")
     committed_at: Time
 
 
@@ -420,6 +439,7 @@ class KafkaOffset(BaseModel):
     committed_offset: int
     end_offset: int
     lag: int
+    lag_is_more: bool = Field(description="there are more: in an open topic records are counted up to 1000")
     committed_at: Time
 
 
@@ -436,10 +456,11 @@ class OldestPublisher(BaseModel):
 class GroupLag(BaseModel):
     name: str
     kind: str
+    state: Literal["running", "paused", "no_workers", "stalled", "no_reader"]
     paused: bool
     position: int
     lag_events: int
-    ready_is_more: bool
+    lag_is_more: bool = Field(description="there are more: new events are counted up to 1000")
     lag_seconds: float | None
     leased: int
     redeliveries: int
@@ -459,6 +480,7 @@ class Overview(BaseModel):
 
     head: int
     settled: int
+    epoch: int
     oldest_publisher: OldestPublisher | None
     topics: int
     events_estimate: int

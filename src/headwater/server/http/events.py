@@ -15,7 +15,7 @@ from starlette.responses import Response
 from headwater import calls, tracing
 from headwater.aio import AsyncHeadwater
 from headwater.calls import overview
-from headwater.errors import InvalidRequest
+from headwater.errors import InvalidRequest, epoch_changed
 from headwater.model import Event, NewEvent
 from headwater.server.http import answers
 from headwater.server.http.problems import NotThere
@@ -27,6 +27,7 @@ from headwater.server.http.shapes import (
     MAX_POSITION,
     AfterQuery,
     BeforeQuery,
+    EpochQuery,
     EventToPublish,
     Publish,
     Time,
@@ -103,7 +104,7 @@ async def _publish(
     "/v1/topics/{topic}/events",
     dependencies=[needs("read", "topic", "topic")],
     response_model=answers.EventPage,
-    responses=problems(404, 410),
+    responses=problems(404, 409, 410),
 )
 async def read_topic(
     request: Request,
@@ -116,16 +117,17 @@ async def read_topic(
     key: KeyQuery = None,
     since: Time | None = None,
     until: Time | None = None,
+    epoch: EpochQuery = None,
 ) -> Response:
     """Events of a topic, in order or newest first. `header.NAME=VALUE` selects by a header."""
-    return await _page(request, [topic], after, before, limit, order, type, key, since, until)
+    return await _page(request, [topic], after, before, limit, order, type, key, since, until, epoch)
 
 
 @routes.get(
     "/v1/events",
     dependencies=[decides("read topic, of each that is named; without any, read topic *")],
     response_model=answers.EventPage,
-    responses=problems(404, 410),
+    responses=problems(404, 409, 410),
 )
 async def read_events(
     request: Request,
@@ -138,10 +140,11 @@ async def read_events(
     key: KeyQuery = None,
     since: Time | None = None,
     until: Time | None = None,
+    epoch: EpochQuery = None,
 ) -> Response:
     """Events of several topics, or of the whole log. `header.NAME=VALUE` selects by a header."""
     need_topics(request, topic)
-    return await _page(request, topic, after, before, limit, order, type, key, since, until)
+    return await _page(request, topic, after, before, limit, order, type, key, since, until, epoch)
 
 
 def need_topics(request: Request, topics: Sequence[str] | None) -> None:
@@ -175,6 +178,7 @@ async def _page(
     key: str | None,
     since: datetime | None,
     until: datetime | None,
+    epoch: int | None,
 ) -> Response:
     log = served(request).log
     names = None if topics is None else list(dict.fromkeys(topics))
@@ -185,7 +189,14 @@ async def _page(
     if until is not None:
         last = await log.run(calls.position_before(names, until), patience_seconds=5)
         before = last + 1 if before is None else min(before, last + 1)
-    settled = (await log.run(calls.log_state(), patience_seconds=5)).settled
+    state = await log.run(calls.log_state(names), patience_seconds=5)
+    settled = state.settled
+    if (epoch is not None and epoch != state.epoch) or (after or 0) > state.drawn:
+        # Says which position both epochs share, or that there was no such position.
+        asked = (after or 0) if order == "asc" or before is None else before - 1
+        common, _ = await log.run(calls.resume(epoch, asked), patience_seconds=5)
+        if epoch is not None and epoch != state.epoch:
+            raise epoch_changed(epoch, asked, state.epoch, common)
     low, high = after or 0, settled + 1 if before is None else min(before, settled + 1)
     size = min(limit, BATCH_SIZE) if selection.takes_everything else BATCH_SIZE
     found: list[Event] = []
@@ -193,7 +204,13 @@ async def _page(
     while len(found) < limit and looked_at < MAX_LOOKED_AT and not ended:
         call = (
             calls.read(
-                names, after=low, up_to=high - 1, batch_size=size, max_bytes=BATCH_BYTES, skip_expired=skip_expired
+                names,
+                after=low,
+                up_to=high - 1,
+                batch_size=size,
+                max_bytes=BATCH_BYTES,
+                skip_expired=skip_expired,
+                epoch=state.epoch,
             )
             if order == "asc"
             else calls.read_backwards(names, before=high, batch_size=size, max_bytes=BATCH_BYTES)
@@ -213,16 +230,20 @@ async def _page(
                 found.append(event)
                 if len(found) == limit:
                     break
+    if order == "desc" and (present := await log.run(calls.current_epoch(), patience_seconds=5)) != state.epoch:
+        raise epoch_changed(state.epoch, high - 1, present, low)
     following = None
     if not ended:
-        asked = [(name, value) for name, value in request.query_params.multi_items() if name not in ("after", "before")]
+        own = ("after", "before", "epoch")
+        given = [(name, value) for name, value in request.query_params.multi_items() if name not in own]
         bounds: list[tuple[str, Any]] = [("after", low)] if order == "asc" else [("before", high)]
+        bounds.append(("epoch", state.epoch))
         if order == "asc" and request.query_params.get("before"):
             bounds.append(("before", request.query_params["before"]))
         if order == "desc" and request.query_params.get("after"):
             bounds.append(("after", request.query_params["after"]))
-        following = "?" + urlencode(asked + bounds)
-    return listed("events", map(event_json, found), next=following, settled=settled)
+        following = "?" + urlencode(given + bounds)
+    return listed("events", map(event_json, found), next=following, settled=settled, epoch=state.epoch)
 
 
 @routes.get(

@@ -11,12 +11,13 @@ from starlette.responses import Response
 
 from headwater import calls
 from headwater.calls import overview
-from headwater.errors import GroupNotFound, InvalidRequest
+from headwater.errors import GroupNotFound, InvalidRequest, PositionExpired
 from headwater.server.callers import NotAuthenticated
 from headwater.server.http.events import KeyQuery, TypeQuery, need_topics, selection_of
+from headwater.server.http.rendering import MARK_PATTERN, Mark
 from headwater.server.http.rights import caller_of, decides, needs
 from headwater.server.http.served import problems, router, served
-from headwater.server.http.shapes import MAX_POSITION, AfterQuery, GroupName, TopicName
+from headwater.server.http.shapes import MAX_POSITION, GroupName, TopicName
 from headwater.server.http.stream import EventStream, Selection, Stream
 
 routes = router("live streams")
@@ -26,13 +27,22 @@ LONGEST_SECONDS: Final = 3600.0
 
 LastEventId = Annotated[
     str | None,
-    Header(max_length=30, description="the position after which to resume; browsers send it by themselves"),
+    Header(max_length=60, description="the last id of the stream, to resume after it; browsers send it by themselves"),
+]
+After = Annotated[
+    str | None,
+    Query(
+        max_length=60,
+        pattern=MARK_PATTERN,
+        description="only events after this position, or after an id of a stream: position.epoch",
+        examples=["17", "17.28150123"],
+    ),
 ]
 Named = Annotated[bool, Query(description="false: no event: lines, so that a browser's onmessage gets every event")]
 SkipExpired = Annotated[bool, Query(description="go on behind what retention took, and do not refuse")]
 _STREAM: Final[dict[int | str, dict[str, Any]]] = {
     200: {
-        "description": "id: is the position, event: the type, data: the event as JSON",
+        "description": "id: is position.epoch, event: the type, data: the event as JSON",
         "content": {"text/event-stream": {"schema": {"type": "string"}}},
     }
 }
@@ -42,12 +52,12 @@ _STREAM: Final[dict[int | str, dict[str, Any]]] = {
     "/v1/topics/{topic}/follow",
     dependencies=[needs("read", "topic", "topic")],
     response_class=Response,
-    responses=_STREAM | problems(404, 410),
+    responses=_STREAM | problems(404, 409, 410),
 )
 async def follow_topic(
     request: Request,
     topic: TopicName,
-    after: AfterQuery = None,
+    after: After = None,
     type: TypeQuery = None,
     key: KeyQuery = None,
     named: Named = True,
@@ -62,12 +72,12 @@ async def follow_topic(
     "/v1/follow",
     dependencies=[decides("read topic, of each that is named; without any, read topic *")],
     response_class=Response,
-    responses=_STREAM | problems(404, 410),
+    responses=_STREAM | problems(404, 409, 410),
 )
 async def follow_topics(
     request: Request,
     topic: Annotated[list[str] | None, Query(max_length=100)] = None,
-    after: AfterQuery = None,
+    after: After = None,
     type: TypeQuery = None,
     key: KeyQuery = None,
     named: Named = True,
@@ -83,38 +93,43 @@ async def follow_topics(
     "/v1/groups/{group}/follow",
     dependencies=[needs("read", "group", "group")],
     response_class=Response,
-    responses=_STREAM | problems(404, 410),
+    responses=_STREAM | problems(404, 409, 410),
 )
 async def follow_group(
     request: Request,
     group: GroupName,
-    after: AfterQuery = None,
+    after: After = None,
     named: Named = True,
     last_event_id: LastEventId = None,
 ) -> Response:
     """Follow what a queue's bindings select, without claiming it."""
     live = served(request).live
     start = _start(after, last_event_id)
-    position = await live.end()
-    # Says that there is no such queue, or that retention took what is asked for.
-    place = position if start is None else start
-    await served(request).log.run(
-        overview.read_bound(group, after=place, settled=place, batch_size=1), patience_seconds=5
-    )
-    return _stream(request, ("group", group), Selection(), place, named, ("read", "group", [group]))
+    mark = await live.begin(None, start)
+    try:
+        # Says that there is no such queue, or that retention took what is asked for.
+        await _look(request, group, mark.position)
+    except PositionExpired as expired:
+        # Unless the stream has looked beyond it already, and found nothing that it would have got.
+        earliest = expired.detail.get("earliest_position")
+        if mark.seen <= mark.position or earliest is None:
+            raise
+        await _look(request, group, mark.seen)
+        mark = mark._replace(position=max(mark.position, min(mark.seen, earliest - 1)))
+    return _stream(request, ("group", group), Selection(), mark, named, ("read", "group", [group]))
 
 
 @routes.get(
     "/v1/subscriptions/{group}/{id}/follow",
     dependencies=[needs("read", "group", "group")],
     response_class=Response,
-    responses=_STREAM | problems(404),
+    responses=_STREAM | problems(404, 409),
 )
 async def follow_subscription(
     request: Request,
     group: GroupName,
     id: Annotated[int, Path(ge=1, le=MAX_POSITION)],
-    after: AfterQuery = None,
+    after: After = None,
     named: Named = True,
     last_event_id: LastEventId = None,
 ) -> Response:
@@ -124,16 +139,24 @@ async def follow_subscription(
     if found is None or found.group != group:
         raise GroupNotFound(f'group "{group}" has no subscription {id}', hint="See GET /v1/subscriptions.")
     start = _start(after, last_event_id)
-    position = await live.end() if start is None else start
+    mark = await live.begin(None, start)
+    # From now on the stream keeps it from expiring.
+    await log.run(calls.keep_alive([id]), patience_seconds=5)
     return _stream(
-        request, ("subscriptions", group), Selection(subscription=id), position, named, ("read", "group", [group])
+        request, ("subscriptions", group), Selection(subscription=id), mark, named, ("read", "group", [group])
     )
+
+
+async def _look(request: Request, group: str, after: int) -> None:
+    """PositionExpired, if retention took something after a position that the queue would have got."""
+    call = overview.read_bound(group, after=after, settled=after, batch_size=1)
+    await served(request).log.run(call, patience_seconds=5)
 
 
 async def _follow_topics(
     request: Request,
     topics: Sequence[str] | None,
-    after: int | None,
+    after: str | None,
     type: str | None,
     key: str | None,
     named: bool,
@@ -146,42 +169,47 @@ async def _follow_topics(
     start = _start(after, last_event_id)
     # Says which topic is missing.
     gone_to = await log.run(calls.expired_to(names), patience_seconds=5)
-    position = await live.end()
-    if start is not None:
-        if gone_to > start and skip_expired:
-            start = gone_to
-        elif gone_to > start:
-            await log.run(calls.read(names, after=start, batch_size=1), patience_seconds=5)
-        position = start
-    return _stream(request, ("topics",), selection, position, named, ("read", "topic", names or ["*"]))
+    mark = await live.begin(names, start)
+    if gone_to > max(mark.position, mark.seen) and not skip_expired:
+        # Says what is the first that is there.
+        await log.run(calls.read(names, after=mark.position, batch_size=1), patience_seconds=5)
+    return _stream(request, ("topics",), selection, mark, named, ("read", "topic", names or ["*"]), gone_to)
 
 
-def _start(after: int | None, last_event_id: str | None) -> int | None:
+def _start(after: str | None, last_event_id: str | None) -> Mark | None:
     """Where to begin. A client that comes again knows better than the address that it was once given."""
-    if last_event_id is None or last_event_id == "":
-        return after
-    if not (last_event_id.isascii() and last_event_id.isdigit()) or int(last_event_id) > MAX_POSITION:
-        raise InvalidRequest("Last-Event-ID is the id of an event of this stream: a position")
-    return int(last_event_id)
+    given = last_event_id or after
+    if given is None or given == "":
+        return None
+    mark = Mark.parsed(given)
+    if mark is None or max(mark.position, mark.seen) > MAX_POSITION:
+        raise InvalidRequest(
+            f"invalid {'Last-Event-ID' if last_event_id else 'after'}: expected an id of the stream, or a position",
+            hint="An id is written as its id: lines have it: position.epoch.",
+        )
+    return mark
 
 
 def _stream(
     request: Request,
     key: tuple[str, ...],
     selection: Selection,
-    position: int,
+    mark: Mark,
     named: bool,
     right: tuple[str, str, list[str]],
+    gone_to: int = 0,
 ) -> Response:
     here = served(request)
     here.live.refuse_too_many()
     known = here.opening.authenticate
     stream = Stream(
         selection,
-        position,
+        mark,
         named=named,
         allowed=_still_allowed(request, right) if known else _always,
         ends_at=time.monotonic() + LONGEST_SECONDS if known else None,
+        selective=key != ("topics",) or not selection.takes_everything,
+        gone_to=gone_to,
     )
     return EventStream(here.live, key, stream)
 

@@ -15,10 +15,11 @@ from urllib.parse import urlsplit
 import psycopg
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from headwater.buckets import Buckets
 from headwater.errors import HeadwaterError
-from headwater.server.buckets import Buckets
 from headwater.server.callers import SESSION, Caller, Callers, NotAuthenticated, TooManyRequests
 from headwater.server.door import Limits, Opening
+from headwater.server.http.bodies import has_more_elements, limit_for
 from headwater.server.http.problems import (
     BodyTooLarge,
     ForeignOrigin,
@@ -162,10 +163,13 @@ class Gate:
         """The body, read whole: nothing is done with a part of a request."""
         if scope["method"] in SAFE:
             return receive
+        limit = limit_for(scope["path"])
         most = self._limits.max_body_bytes
+        if limit.max_bytes is not None:
+            most = min(most, limit.max_bytes)
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > most:
-            raise self._too_large()
+            raise _too_large(most)
         parts: list[bytes] = []
         size = 0
         while True:
@@ -174,13 +178,22 @@ class Gate:
                 raise TookTooLong("the client went away")
             size += len(message.get("body", b""))
             if size > most:
-                raise self._too_large()
+                raise _too_large(most)
             parts.append(message.get("body", b""))
             if not message.get("more_body", False):
                 break
         if size and not _is_json(headers.get(b"content-type", b"")):
             raise NotJson("the content type of a body is application/json", hint="With curl: --json, or -H.")
-        whole: Message | None = {"type": "http.request", "body": b"".join(parts), "more_body": False}
+        if headers.get(b"content-encoding", b"identity").strip().lower() != b"identity":
+            raise NotJson("compressed bodies are not accepted", hint="Send the body without Content-Encoding.")
+        body = b"".join(parts)
+        if has_more_elements(body, limit.max_elements):
+            raise BodyTooLarge(
+                f"a request to this path has up to {limit.max_elements} elements of JSON",
+                hint="Send fewer at once.",
+                detail={"limit": limit.max_elements},
+            )
+        whole: Message | None = {"type": "http.request", "body": body, "more_body": False}
 
         async def again() -> Message:
             nonlocal whole
@@ -191,11 +204,11 @@ class Gate:
 
         return again
 
-    def _too_large(self) -> BodyTooLarge:
-        most = self._limits.max_body_bytes
-        return BodyTooLarge(
-            f"a request has up to {most} bytes", hint="Send fewer events at once.", detail={"limit": most}
-        )
+
+def _too_large(most: int) -> BodyTooLarge:
+    return BodyTooLarge(
+        f"a request to this path has up to {most} bytes", hint="Send less at once.", detail={"limit": most}
+    )
 
 
 def session_cookie(key: str, *, secure: bool) -> str:

@@ -7,6 +7,7 @@ import time
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Final
+from urllib.parse import urlencode
 
 from fastapi import Path, Query, Request
 from starlette.responses import Response
@@ -20,6 +21,7 @@ from headwater.server.http.rendering import event_json
 from headwater.server.http.rights import caller_of, decides, needs
 from headwater.server.http.served import answer, listed, problems, router, served, some
 from headwater.server.http.shapes import (
+    MAX_POSITION,
     AfterQuery,
     BindingToMake,
     Claim,
@@ -49,17 +51,14 @@ def _lease(group: str, token: int) -> Lease:
     return Lease(group, token, datetime.now(UTC), ())
 
 
-async def _overview(request: Request, name: str) -> tuple[GroupOverview, str]:
-    log = served(request).log
-    kinds = {one.name: one.kind for one in await log.run(overview.group_lags(), patience_seconds=5)}
-    for group in await log.groups():
-        if group.name == name:
-            return group, kinds.get(name, "queue")
+async def _overview(request: Request, name: str) -> GroupOverview:
+    for group in await served(request).log.groups([name]):
+        return group
     raise GroupNotFound(f'there is no group "{name}"', hint="See GET /v1/groups.", detail={"group": name})
 
 
-def _shown(group: GroupOverview, kind: str, settings: Group | None = None) -> dict[str, Any]:
-    parts = {**asdict(group), "kind": kind}
+def _shown(group: GroupOverview, settings: Group | None = None) -> dict[str, Any]:
+    parts = asdict(group)
     if settings is not None:
         parts |= {
             "start_position": settings.start_position,
@@ -80,9 +79,8 @@ def _shown(group: GroupOverview, kind: str, settings: Group | None = None) -> di
 async def list_groups(request: Request) -> Response:
     """Every group with how far it has come."""
     log, caller = served(request).log, caller_of(request)
-    kinds = {one.name: one.kind for one in await log.run(overview.group_lags(), patience_seconds=5)}
     found = [group for group in await log.groups() if caller.may("describe", "group", group.name)]
-    return answer({"groups": [_shown(group, kinds.get(group.name, "queue")) for group in found]})
+    return answer({"groups": [_shown(group) for group in found]})
 
 
 @routes.post(
@@ -152,8 +150,8 @@ async def show_group(request: Request, group: GroupName) -> Response:
 
 
 async def _one(request: Request, name: str, *, status: int = 200) -> Response:
-    found, kind = await _overview(request, name)
-    return answer(_shown(found, kind, await served(request).log.group(name)), status=status)
+    found = await _overview(request, name)
+    return answer(_shown(found, await served(request).log.group(name)), status=status)
 
 
 @routes.patch(
@@ -180,9 +178,9 @@ async def change_group(request: Request, group: GroupName, body: GroupChanges) -
 async def delete_group(request: Request, group: GroupName, dry_run: DryRun = False) -> Response:
     """Forget a group with everything about it. The events stay in the log."""
     log = served(request).log
-    found, kind = await _overview(request, group)
+    found = await _overview(request, group)
     undone = overview.NOTHING
-    if kind == "queue":
+    if found.kind == "queue":
         undone = await log.run(overview.undone_contents(group), patience_seconds=5)
     if not dry_run:
         async with log.audited(
@@ -414,11 +412,19 @@ async def list_leases(request: Request, group: GroupName) -> Response:
     responses=problems(404),
 )
 async def list_dead_letters(
-    request: Request, group: GroupName, after: AfterQuery = None, limit: Annotated[int, Query(ge=1, le=1000)] = 100
+    request: Request,
+    group: GroupName,
+    after: AfterQuery = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    handler: Annotated[str | None, Query(max_length=200, description="only of this subscriber's handler")] = None,
+    subscription: Annotated[int | None, Query(ge=1, le=MAX_POSITION, description="only of this subscription")] = None,
 ) -> Response:
-    """The events that a group has given up on, with every try that they had."""
+    """The events that a group has given up on, with every try that they had. A group that reads for subscriptions may
+    have several of one event: they come together, beyond the limit if need be."""
     log = served(request).log
-    letters = await log.dead_letters(group, after=after or 0, batch_size=limit)
+    letters = await log.dead_letters(
+        group, handler=handler, subscription_id=subscription, after=after or 0, batch_size=limit
+    )
     events: dict[int, Event] = {}
     if letters:
         topics = sorted({letter.topic for letter in letters if letter.topic is not None})
@@ -434,11 +440,17 @@ async def list_dead_letters(
             "error": letter.last_error,
             "history": letter.history,
             "died_at": letter.died_at,
+            "subscription": letter.subscription_id,
+            "handler": letter.handler,
         }
         event = events.get(letter.position)
         body = answer(told).body.decode()  # type: ignore[union-attr]
         rows.append(f'{body[:-1]},"event":{"null" if event is None else event_json(event)}}}')
-    following = f"?after={letters[-1].position}&limit={limit}" if len(letters) == limit else None
+    following = None
+    if len(letters) >= limit:
+        chosen = {"handler": handler, "subscription": subscription}
+        parts = {name: value for name, value in chosen.items() if value is not None}
+        following = "?" + urlencode({"after": letters[-1].position, "limit": limit, **parts})
     return listed("dead", rows, next=following)
 
 
@@ -450,7 +462,8 @@ async def list_dead_letters(
 )
 async def redrive(request: Request, group: GroupName, body: Letters) -> Response:
     """Give dead letters a fresh set of tries."""
-    return await _letters(request, group, body, "group.redrive", calls.redrive(group, positions=body.meant()))
+    call = calls.redrive(group, positions=body.meant(), handler=body.handler, subscription_id=body.subscription)
+    return await _letters(request, group, body, "group.redrive", call)
 
 
 @routes.post(
@@ -461,12 +474,16 @@ async def redrive(request: Request, group: GroupName, body: Letters) -> Response
 )
 async def discard(request: Request, group: GroupName, body: Letters) -> Response:
     """Drop dead letters for good. The events stay in the log."""
-    return await _letters(request, group, body, "group.discard", calls.discard(group, positions=body.meant()))
+    call = calls.discard(group, positions=body.meant(), handler=body.handler, subscription_id=body.subscription)
+    return await _letters(request, group, body, "group.discard", call)
 
 
 async def _letters(request: Request, group: GroupName, body: Letters, action: str, call: calls.Call[int]) -> Response:
     log = served(request).log
-    meant = await log.run(overview.dead_letter_count(group, positions=body.meant()), patience_seconds=5)
+    counted = overview.dead_letter_count(
+        group, positions=body.meant(), handler=body.handler, subscription_id=body.subscription
+    )
+    meant = await log.run(counted, patience_seconds=5)
     count = meant.events
     if not body.dry_run:
         detail: dict[str, Any] = {"positions": "all" if body.all else (body.positions or [])[:1000]}

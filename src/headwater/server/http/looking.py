@@ -50,6 +50,7 @@ def _kafka(one: KafkaGroupOverview) -> dict[str, Any]:
         "generation": one.generation,
         "partitions": one.partitions,
         "lag": one.lag_events,
+        "lag_is_more": one.lag_is_more,
         "committed_at": one.updated_at,
     }
 
@@ -69,10 +70,11 @@ async def show_overview(request: Request) -> Response:
         {
             "head": state.drawn,
             "settled": state.settled,
+            "epoch": state.epoch,
             "oldest_publisher": None
             if oldest is None
             else {"pid": oldest.pid, "age_seconds": None if oldest.age is None else oldest.age.total_seconds()},
-            "topics": len(await log.topics()),
+            "topics": await log.run(overview.topic_count(), patience_seconds=5),
             "events_estimate": size.events_estimate,
             "rates": {"published_per_s": pace.at(state.drawn, time.monotonic())},
             "groups": [asdict(one) for one in await log.run(overview.group_lags(), patience_seconds=5)],
@@ -151,5 +153,4 @@ async def show_kafka_group(request: Request, group: Annotated[str, Path(min_leng
     found = await served(request).log.run(overview.kafka_group_offsets(group), patience_seconds=5)
     if found is None:
         raise NotThere(f'no client of Kafka has used the group "{group}"', detail={"group": group})
-    offsets = [{**asdict(one), "lag": one.end_offset - one.committed_offset} for one in found]
-    return answer({"name": group, "offsets": offsets})
+    return answer({"name": group, "offsets": [asdict(one) for one in found]})

@@ -74,6 +74,7 @@ STATUS: Final[Mapping[type[HeadwaterError], int]] = {
     errors.GroupExists: 409,
     AccountExists: 409,
     errors.CursorMoved: 409,
+    errors.EpochChanged: 409,
     errors.AppendConflict: 409,
     errors.LeaseLost: 409,
     errors.ReaderBusy: 409,
@@ -91,10 +92,11 @@ STATUS: Final[Mapping[type[HeadwaterError], int]] = {
     errors.WrongTransaction: 503,
     errors.SchemaMismatch: 503,
     LogUnavailable: 503,
+    errors.StorageFull: 507,
     TookTooLong: 504,
 }
 # Beside the shape of the answer: headers that some answers must have, or that help.
-_RETRY: Final = {429: "1", 503: "1"}
+_RETRY: Final = {429: "1", 503: "1", 507: "5"}
 
 
 class Problem(BaseModel):

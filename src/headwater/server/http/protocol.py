@@ -8,6 +8,7 @@ from typing import Any, Final, Protocol
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from headwater.admission import Admission
 from headwater.errors import InvalidRequest
 from headwater.server.http.problems import PROBLEM, as_problem
 
@@ -29,25 +30,6 @@ class Taker(Protocol):
     def stop(self) -> None: ...
 
 
-class Room:
-    """How many connections a process takes."""
-
-    def __init__(self, connections: int) -> None:
-        self.connections = connections
-        self._taken = 0
-
-    def enter(self) -> bool:
-        """A connection comes; False: it is one too many."""
-        if self._taken >= self.connections:
-            return False
-        self._taken += 1
-        return True
-
-    def leave(self) -> None:
-        """One that had entered is gone."""
-        self._taken -= 1
-
-
 class Connection(HttpToolsProtocol):
     """One connection of a client."""
 
@@ -57,9 +39,14 @@ class Connection(HttpToolsProtocol):
     _impatient: asyncio.TimerHandle | None = None
     _head_bytes: int = 0
 
-    def __init__(self, *arguments: Any, room: Room, **named: Any) -> None:
+    def __init__(self, *arguments: Any, room: Admission[Connection], **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._room = room
+
+    def evict(self) -> None:
+        """Close at once, in favour of another: no request has come."""
+        if self.transport is not None:
+            self.transport.abort()
 
     def hand_over(self, taker: Taker) -> None:
         """From here on only `taker` writes, without a task of its own; the request is over for uvicorn."""
@@ -72,14 +59,14 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.is_surplus = not self._room.enter()
+        address = self.client[0] if self.client else ""
+        self.is_surplus = not self._room.enter(self, address)
         self._hurry()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._relax()
         super().connection_lost(exc)
-        if not self.is_surplus:
-            self._room.leave()
+        self._room.leave(self)
         taker, self.taker = self.taker, None
         if taker is not None:
             taker.lost()
@@ -111,6 +98,7 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._relax()
+        self._room.prove(self)
         super().on_headers_complete()
         if self.is_surplus:
             self.cycle.keep_alive = False

@@ -36,7 +36,8 @@ def shown_cursor(cursor: model.Cursor) -> dict[str, Any]:
         "topics": cursor.topics,
         "must_not_lose": cursor.must_not_lose,
         "updated_at": cursor.updated_at,
-        "lag_events": cursor.positions_behind,
+        "lag_events": cursor.lag_events,
+        "lag_is_more": cursor.lag_is_more,
         "lag_seconds": None if age is None else age.total_seconds(),
     }
 
@@ -73,9 +74,11 @@ async def set_cursor(request: Request, name: CursorName, body: CursorToSet) -> R
             since=body.since,
             topics=body.topics,
             must_not_lose=body.must_not_lose,
+            epoch=body.epoch,
             connection=connection,
         )
-    return answer({"name": name, "position": position})
+        epoch = await log.run(calls.current_epoch(), connection=connection)
+    return answer({"name": name, "position": position, "epoch": epoch})
 
 
 @routes.delete(
@@ -158,21 +161,21 @@ async def unsubscribe(
     found = await log.run(overview.find_subscription(id), patience_seconds=5)
     if found is None or found.group != group:
         raise GroupNotFound(f'group "{group}" has no subscription {id}', hint="See GET /v1/subscriptions.")
-    unread = await _unread(log, group, id)
+    missed = await unread(log, group, id)
     if not dry_run:
         async with log.audited(caller_of(request).account, "subscription.delete", group, {"id": id}) as connection:
             await log.run(calls.unsubscribe(id), connection=connection)
-    return answer({"deleted": not dry_run, **some(unread)})
+    return answer({"deleted": not dry_run, **some(missed)})
 
 
-async def _unread(log: AsyncHeadwater, group: str, id: int) -> overview.Contents:
-    """What a subscription matches of the next events that its group reads."""
+async def unread(log: AsyncHeadwater, group: str, id: int | None = None) -> overview.Contents:
+    """What a subscription, or any of them, matches of the next events that its group reads."""
     settled = (await log.run(calls.log_state(), patience_seconds=5)).settled
     found: list[int] = []
     after: int | None = None
     for _ in range(MAX_LOOKED_AT // BATCH_SIZE):
         reading = await log.read_next(group, reader="look", after=after, batch_size=BATCH_SIZE, peek=True)
-        found += [one.event.position for one in reading.events if id in one.subscription_ids]
+        found += [one.event.position for one in reading.events if id is None or id in one.subscription_ids]
         after = reading.next_position
         if after >= settled:
             break

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from headwater.model import Event
 from headwater.query import StoreEvent
@@ -88,24 +89,62 @@ def store_event_json(topic: str, event: StoreEvent) -> str:
     return f"{_encode(parts)[:-1]},{content(event.payload, event.content_type)}}}"
 
 
-def frame(event: Event, *, named: bool) -> bytes:
-    """An event as a part of a live stream."""
+def frame(event: Event, *, named: bool, epoch: int | None = None) -> bytes:
+    """An event as a part of a live stream. `epoch` is the one that its position is of."""
     kind = ""
     if named:
         plain = event.type is not None and event.type not in _RESERVED and not {"\n", "\r"} & set(event.type)
         kind = f"event: {event.type if plain else 'event'}\n"
-    return chunk(f"id: {event.position}\n{kind}data: {event_json(event)}\n\n".encode())
+    return chunk(f"id: {Mark(event.position, epoch=epoch)}\n{kind}data: {event_json(event)}\n\n".encode())
 
 
-def heartbeat(position: int) -> bytes:
-    """Nothing, said aloud; and where to resume, which whoever selects little would otherwise not learn."""
-    return chunk(f":\nid: {position}\n\n".encode())
+class Mark(NamedTuple):
+    """Where a stream may be resumed: the `id:` of an SSE stream, and its Last-Event-ID.
+
+    `position` is the last event that the stream delivered, or the last before it began; a stream is resumed after it.
+    `seen` is how far the log was looked through for this stream without finding more: it only says that what retention
+    took up to there is not missing. It may lie beyond what survives a crash, so nothing is ever read from it on.
+    `epoch` is the one that both are of; None: not known, as of a position that somebody typed.
+
+    Written `17.28150123`, or `17.28150123/90` with `seen`.
+    """
+
+    position: int
+    seen: int = 0
+    epoch: int | None = None
+
+    def __str__(self) -> str:
+        place = str(self.position) if self.epoch is None else f"{self.position}.{self.epoch}"
+        return f"{place}/{self.seen}" if self.seen > self.position else place
+
+    @classmethod
+    def parsed(cls, text: str) -> Mark | None:
+        """None: that is no id of a stream."""
+        found = _MARK.fullmatch(text)
+        if found is None:
+            return None
+        position, epoch, seen = found.groups()
+        return cls(int(position), int(seen or 0), None if epoch is None else int(epoch))
 
 
-def ending(reason: str, position: int, *, retry_ms: int) -> bytes:
+MARK_PATTERN: Final = r"^([0-9]{1,19})(?:\.([0-9]{1,9}))?(?:/([0-9]{1,19}))?$"
+_MARK: Final = re.compile(MARK_PATTERN)
+
+
+def beginning(mark: Mark, *, retry_ms: int) -> bytes:
+    """The first part of a stream: a client that gets no event before it is cut off resumes where it began."""
+    return f"retry: {retry_ms}\nid: {mark}\n\n".encode()
+
+
+def heartbeat(mark: Mark | None) -> bytes:
+    """A comment; for a stream that selects little also how far it has looked, for Last-Event-ID."""
+    return chunk(b":\n\n" if mark is None else f":\nid: {mark}\n\n".encode())
+
+
+def ending(reason: str, mark: Mark, *, retry_ms: int) -> bytes:
     """The last part of a stream: why it ends, and where it may be taken up again."""
-    told = _encode({"reason": reason, "after": position})
-    return chunk(f"id: {position}\nevent: end\nretry: {retry_ms}\ndata: {told}\n\n".encode()) + b"0\r\n\r\n"
+    told = _encode({"reason": reason, "after": mark.position, "epoch": mark.epoch})
+    return chunk(f"id: {mark}\nevent: end\nretry: {retry_ms}\ndata: {told}\n\n".encode()) + b"0\r\n\r\n"
 
 
 def chunk(data: bytes) -> bytes:

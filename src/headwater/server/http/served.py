@@ -73,7 +73,7 @@ MEANS: Final = {
     401: "Say who you are: Basic, or Bearer with an API key.",
     403: "The account lacks the right.",
     404: "What was named is not there.",
-    409: "It is there already, or somebody else moved it meanwhile.",
+    409: "It is there already, it was moved meanwhile, or a position is of another epoch (EpochChanged).",
     410: "Retention took it.",
     413: "Too much at once.",
     415: "The body is not said to be JSON.",
@@ -81,6 +81,7 @@ MEANS: Final = {
     429: "Slow down.",
     503: "The database cannot be reached now, or does not fit. Trying again may help.",
     504: "Not done in time.",
+    507: "The disk of the database is full. Trying again helps once it has room.",
 }
 
 
@@ -88,7 +89,7 @@ def problems(*more: int) -> dict[int | str, dict[str, Any]]:
     """The answers of a route that are problems: those of all, and more."""
     return {
         status: {"description": MEANS[status], "model": Problem, "content": {PROBLEM: {}}}
-        for status in sorted({400, 401, 403, 422, 429, 503, 504, *more})
+        for status in sorted({400, 401, 403, 422, 429, 503, 504, 507, *more})
     }
 
 

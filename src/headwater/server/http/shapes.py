@@ -18,6 +18,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Discriminator,
+    FailFast,
     Field,
     Tag,
     model_validator,
@@ -31,6 +32,7 @@ from headwater.model import NewEvent
 MAX_POSITION: Final = (1 << 53) - 1
 MAX_TOKEN: Final = (1 << 63) - 1
 MAX_EVENTS: Final = 1000
+MAX_UNKNOWN_KEYS: Final = 20
 EARLIEST: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _DATE: Final = re.compile(r"\d{4}-\d\d-\d\d[Tt ]")
 LATEST: Final = datetime(9000, 1, 1, tzinfo=UTC)
@@ -81,6 +83,10 @@ TopicName = Annotated[str, Path(min_length=1, max_length=249, description="the t
 GroupName = Annotated[str, Path(min_length=1, max_length=200, description="the group's name", examples=["mailer"])]
 DryRun = Annotated[bool, Query(description="only say what would be deleted")]
 BeforeQuery = Annotated[int | None, Query(ge=0, le=MAX_POSITION, description="only events before this position")]
+EpochQuery = Annotated[
+    int | None,
+    Query(ge=0, le=2_147_483_647, description="the epoch that the positions are of; 409 if the log is in another"),
+]
 AfterQuery = Annotated[int | None, Query(ge=0, le=MAX_POSITION, description="only events after this position")]
 
 
@@ -88,6 +94,14 @@ class Shape(BaseModel):
     """A part of a request: nothing that is not named, so that a slip of the pen is not silence."""
 
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_small(cls, given: Any) -> Any:
+        # Every key that is not known is a problem, and all problems are listed before the first is told.
+        if isinstance(given, dict) and len(given) > len(cls.model_fields) + MAX_UNKNOWN_KEYS:
+            raise ValueError(f"{len(given)} keys, where there are {len(cls.model_fields)}")
+        return given
 
 
 # --- events ---
@@ -160,7 +174,7 @@ class EventToPublish(EventContent):
 class EventsToPublish(Shape):
     """Events that are published together or not at all, in this order."""
 
-    events: list[EventToPublish] = Field(min_length=1, max_length=MAX_EVENTS)
+    events: Annotated[list[EventToPublish], FailFast()] = Field(min_length=1, max_length=MAX_EVENTS)
 
 
 def _one_or_many(value: Any) -> str:
@@ -342,6 +356,8 @@ class Letters(Shape):
 
     positions: list[Position] | None = Field(default=None, max_length=10_000)
     all: Flag = False
+    handler: str | None = Field(default=None, max_length=200, description="only of this handler of a subscriber")
+    subscription: Position | None = Field(default=None, description="only of this SQL subscription")
     dry_run: Flag = False
 
     def meant(self) -> list[int] | None:
@@ -360,6 +376,10 @@ class CursorToSet(Shape):
     model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"position": 0, "topics": ["orders"]}]})
 
     position: Position | None = None
+    epoch: Number | None = Field(
+        default=None,
+        description="the epoch of the position; in another, the last common position is taken",
+    )
     since: Time | None = None
     topics: list[Name] | None = Field(default=None, max_length=1000)
     must_not_lose: Flag | None = None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, FailFast, Field, model_validator
 
 from headwater import query
 from headwater.query import Condition, LatestMatchIs, NewStoreEvent, NoMatchAfter
-from headwater.server.http.shapes import MAX_EVENTS, Flag, Object, Position, Shape, from_base64
+from headwater.server.http.shapes import MAX_EVENTS, Flag, Number, Object, Position, Shape, from_base64
 
 Tagged = Annotated[str, Field(min_length=1, max_length=255)]
 Typed = Annotated[str, Field(min_length=1, max_length=200)]
@@ -40,6 +40,9 @@ class StoreCondition(Shape):
     query: StoreQuery
     after: Position | None = Field(default=None, description="no match after this position; default: no match at all")
     latest: Position | None = Field(default=None, description="the latest match is here; 0: there is none")
+    epoch: Number | None = Field(
+        default=None, description="the epoch that the position was read in; 409 EpochChanged if the log is in another"
+    )
 
     @model_validator(mode="after")
     def _says_it_once(self) -> StoreCondition:
@@ -49,8 +52,8 @@ class StoreCondition(Shape):
 
     def condition(self) -> Condition:
         if self.latest is not None:
-            return LatestMatchIs(self.query.query(), self.latest or None)
-        return NoMatchAfter(self.query.query(), self.after or 0)
+            return LatestMatchIs(self.query.query(), self.latest or None, self.epoch)
+        return NoMatchAfter(self.query.query(), self.after or 0, self.epoch)
 
 
 class EventToAppend(Shape):
@@ -95,7 +98,7 @@ class Append(Shape):
         },
     )
 
-    events: list[EventToAppend] = Field(min_length=1, max_length=MAX_EVENTS)
+    events: Annotated[list[EventToAppend], FailFast()] = Field(min_length=1, max_length=MAX_EVENTS)
     condition: StoreCondition | None = None
 
 
@@ -107,6 +110,7 @@ class StoreRead(Shape):
     before: Position | None = None
     backwards: Flag = False
     limit: Annotated[int, Field(strict=True, ge=1, le=1000)] = 100
+    epoch: Number | None = Field(default=None, description="the epoch that the positions are of; 409 in another")
 
 
 class StoreCount(Shape):

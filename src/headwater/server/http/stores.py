@@ -10,6 +10,7 @@ from psycopg import AsyncConnection
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.responses import Response
 
+from headwater import calls
 from headwater.errors import AppendConflict
 from headwater.query import NewStoreEvent, NoMatchAfter, StoreEvent
 from headwater.server.http import answers
@@ -48,8 +49,10 @@ async def append(request: Request, topic: TopicName, body: Append, idempotency_k
     events = [one.new_event() for one in body.events]
 
     async def act(connection: AsyncConnection[Any] | None) -> dict[str, Any]:
+        # Asked for before: an epoch that has ended since then is refused when it comes back.
+        epoch = await served(request).log.run(calls.current_epoch(), connection=connection, patience_seconds=10)
         done = await store.append(events, condition, connection=connection, patience_seconds=10)
-        return {"positions": done.positions, "repeated": done.repeated}
+        return {"positions": done.positions, "repeated": done.repeated, "epoch": epoch}
 
     return await once(request, idempotency_key, act)
 
@@ -58,16 +61,20 @@ async def append(request: Request, topic: TopicName, body: Append, idempotency_k
     "/v1/stores/{topic}/read",
     dependencies=[needs("read", "topic", "topic")],
     response_model=answers.StoreEvents,
-    responses=problems(404),
+    responses=problems(404, 409),
 )
 async def read(request: Request, topic: TopicName, body: StoreRead) -> Response:
     """Events that match, after one position and before another; backwards: the newest first."""
-    found = (
-        await served(request)
-        .log.store(topic)
-        .read(body.query.query(), after=body.after, before=body.before, backwards=body.backwards, batch_size=body.limit)
+    store = served(request).log.store(topic)
+    found = await store.read_page(
+        body.query.query(),
+        after=body.after,
+        before=body.before,
+        backwards=body.backwards,
+        batch_size=body.limit,
+        epoch=body.epoch,
     )
-    return listed("events", (store_event_json(topic, event) for event in found))
+    return listed("events", (store_event_json(topic, event) for event in found.events), epoch=found.epoch)
 
 
 @routes.post(
@@ -92,7 +99,7 @@ async def latest(request: Request, topic: TopicName, body: StoreLatest) -> Respo
     """The latest event of each item of the query, and the position of the latest of all."""
     found = await served(request).log.store(topic).latest(body.query.query())
     rows = ("null" if event is None else store_event_json(topic, event) for event in found.events)
-    return listed("events", rows, position=found.position)
+    return listed("events", rows, position=found.position, epoch=found.epoch)
 
 
 # --- dcb.events ---
@@ -126,7 +133,9 @@ class DcbCondition(Shape):
 class DcbAppend(Shape):
     """One event or several, and a condition."""
 
-    events: DcbNewEvent | list[DcbNewEvent] = Field(description=f"one, or 1 to {MAX_EVENTS}")
+    events: DcbNewEvent | Annotated[list[DcbNewEvent], Field(fail_fast=True)] = Field(
+        description=f"one, or 1 to {MAX_EVENTS}"
+    )
     condition: DcbCondition | None = None
 
 

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from headwater.model import Event
 from headwater.server.http.protocol import CONNECTION, Connection
-from headwater.server.http.rendering import ending, heartbeat
+from headwater.server.http.rendering import Mark, beginning, ending, heartbeat
 
 if TYPE_CHECKING:
     from headwater.server.http.live import Feed, Live
@@ -67,13 +67,18 @@ class Stream:
         "_stalled_at",
         "allowed",
         "closed",
+        "delivered",
         "ends_at",
+        "epoch",
         "feed",
+        "gone_to",
         "is_paused",
         "live",
         "named",
         "position",
         "selection",
+        "selective",
+        "told_seen",
     )
 
     feed: Feed
@@ -81,15 +86,26 @@ class Stream:
     def __init__(
         self,
         selection: Selection,
-        position: int,
+        mark: Mark,
         *,
         named: bool,
         allowed: Callable[[], bool],
         ends_at: float | None,
+        selective: bool = False,
+        gone_to: int = 0,
     ) -> None:
         self.selection = selection
+        # Whether it passes over events of its topics: then its ids say how far it has looked.
+        self.selective = selective
+        # What retention took up to here is not missing to this stream.
+        self.gone_to = gone_to
         # Up to here everything was written. While the stream is live, the feed knows better.
-        self.position = position
+        self.position = mark.position
+        # The last event that was written, or the last before the stream began: what its ids say.
+        self.delivered = mark.position
+        self.told_seen = mark.seen
+        # Which epoch these three are of.
+        self.epoch = mark.epoch
         self.named = named
         self.allowed = allowed
         self.ends_at = ends_at
@@ -116,9 +132,21 @@ class Stream:
             self._heard_at = time.monotonic()
             self._connection.transport.write(data)
 
-    def place(self) -> int:
-        """Where the client may take up again."""
+    def seen(self) -> int:
+        """How far the log was looked through for this stream."""
         return max(self.position, self.feed.ceiling) if self.live else self.position
+
+    def mark(self) -> Mark:
+        """Where the client may take up again. Which events of its topics a stream that takes all of them lacks, it
+        can tell by itself; others must know how far they looked."""
+        return Mark(self.delivered, max(self.seen(), self.told_seen) if self.selective else 0, self.epoch)
+
+    def rewind(self, limit: int, epoch: int) -> None:
+        """Go on in another epoch, of which only what is up to the limit is the same. Only for the feed."""
+        self.position = min(self.position, limit)
+        self.delivered = min(self.delivered, limit)
+        self.told_seen = min(self.told_seen, limit)
+        self.epoch = epoch
 
     def look_after(self, now: float, *, heartbeat_seconds: float, slow_seconds: float) -> None:
         """What time brings: a heartbeat, or the end."""
@@ -130,7 +158,9 @@ class Stream:
             if now - self._stalled_at > slow_seconds:
                 self.end("too slow")
         elif now - self._heard_at >= heartbeat_seconds:
-            self.write(heartbeat(self.place()))
+            mark = self.mark()
+            self.write(heartbeat(mark if mark.seen > self.told_seen else None))
+            self.told_seen = max(self.told_seen, mark.seen)
 
     def end(self, reason: str) -> None:
         """Tell the client the end, and where to resume. One that does not listen is dropped a little later."""
@@ -138,7 +168,7 @@ class Stream:
             return
         transport = self._connection.transport
         # What is in front of it is bounded: a stream that is paused gets nothing more but this.
-        transport.write(ending(reason, self.place(), retry_ms=RETRY_MS))
+        transport.write(ending(reason, self.mark(), retry_ms=RETRY_MS))
         self._close()
         transport.close()
         asyncio.get_running_loop().call_later(LINGER_SECONDS, transport.abort)
@@ -187,6 +217,11 @@ class EventStream(Response):
         connection: Connection = scope[CONNECTION]
         headers = [*self.raw_headers, (b"connection", b"close")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": b"retry: %d\n\n" % RETRY_MS, "more_body": True})
-        self._live.join(self._stream, self._key)
-        self._stream.take(connection)
+        stream = self._stream
+        begins = beginning(Mark(stream.delivered, stream.told_seen, stream.epoch), retry_ms=RETRY_MS)
+        await send({"type": "http.response.body", "body": begins, "more_body": True})
+        self._live.join(stream, self._key)
+        stream.take(connection)
+        if stream.epoch != self._live.epoch:
+            # Changed in this moment: the client comes again with its id, which has the epoch.
+            stream.end("positions may have been issued again")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import Path
 from pydantic import BaseModel, Field
@@ -32,6 +32,10 @@ class WebhookToMake(WebhookSettings):
     name: Annotated[str, Field(min_length=1, max_length=200)]
     url: Annotated[str, Field(min_length=1, max_length=2000, examples=["https://shop.example/hooks"])]
     bindings: list[BindingToMake] = Field(default_factory=list, max_length=100)
+    filter: Annotated[str, Field(min_length=1, max_length=10_000)] | None = Field(
+        default=None, description="send what this SQL filter matches, from now on, instead of what bindings select"
+    )
+    params: dict[str, Any] | None = Field(default=None, description="what the filter sees as s.params")
     from_end: bool = Field(default=True, description="only what is published from now on")
 
 

@@ -12,9 +12,10 @@ from headwater import calls
 from headwater.aio.webhooks import new_secret
 from headwater.calls import overview
 from headwater.calls import webhooks as webhook_calls
-from headwater.errors import GroupNotFound
+from headwater.errors import GroupNotFound, InvalidRequest
 from headwater.model import Webhook
 from headwater.server.http import answers
+from headwater.server.http.readers import unread
 from headwater.server.http.rights import caller_of, needs
 from headwater.server.http.served import answer, problems, router, served, some
 from headwater.server.http.shapes import BindingToMake, DryRun
@@ -59,10 +60,17 @@ async def create_webhook(request: Request, body: WebhookToMake) -> Response:
     """Send events to a URL, by a queue group of the webhook's name. Without bindings, everything goes there."""
     log = served(request).log
     settings = body.model_dump(exclude={"name", "url", "bindings", "from_end"})
-    told = {"url": _told(body.url), "bindings": [one.model_dump(exclude_unset=True) for one in body.bindings]}
+    told: dict[str, Any] = {
+        "url": _told(body.url),
+        "bindings": [one.model_dump(exclude_unset=True) for one in body.bindings],
+    }
+    if body.filter is not None:
+        told |= {"filter": body.filter, "params": body.params}
+        if body.bindings or not body.from_end:
+            raise InvalidRequest("a webhook by filter has no bindings, and sends what is published from now on")
     async with log.audited(caller_of(request).account, "webhook.create", body.name, told) as connection:
         made = await log.create_webhook(body.name, body.url, from_end=body.from_end, connection=connection, **settings)
-        for one in body.bindings or [BindingToMake()]:
+        for one in body.bindings or ([BindingToMake()] if body.filter is None else []):
             bind = calls.bind(
                 made.group,
                 topic=one.topic,
@@ -114,7 +122,11 @@ async def delete_webhook(request: Request, webhook: WebhookName, dry_run: DryRun
     """Forget a webhook. Its group stays, with its dead letters and with what was not sent yet."""
     log = served(request).log
     group = (await log.webhook(webhook)).group
-    unsent = await log.run(overview.undone_contents(group), patience_seconds=5)
+    reads = await log.run(overview.reading_topics(group), patience_seconds=5)
+    if reads.missing:
+        unsent = await log.run(overview.undone_contents(group), patience_seconds=5)
+    else:
+        unsent = await unread(log, group)
     if not dry_run:
         async with log.audited(caller_of(request).account, "webhook.delete", webhook, {}) as connection:
             if not await log.run(webhook_calls.delete_webhook(webhook), connection=connection):

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,6 +16,7 @@ from grpc_reflection.v1alpha import reflection
 
 from headwater.aio import AsyncHeadwater
 from headwater.errors import HeadwaterError, InvalidRequest
+from headwater.password_checks import PasswordChecks
 from headwater.server.callers import Callers
 from headwater.server.door import Door, Opening
 from headwater.server.rpc.backends import Backend, PostgresBackend, SqliteBackend
@@ -26,6 +28,7 @@ from headwater.server.rpc.orisun_store import OrisunEventStore
 from headwater.server.rpc.queue_service import QueueService
 from headwater.server.rpc.store_service import EventStoreService
 from headwater.store import AsyncSqliteStores
+from headwater.supervisor import supervise
 from headwater.telemetry import ERROR, logger
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
@@ -39,6 +42,8 @@ OPTIONS: Final = (
     # A connection whose other end has gone without a word is noticed.
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
+    # A connection that does not begin to speak HTTP/2 is closed.
+    ("grpc.server_handshake_timeout_ms", 15_000),
     # Who asks more often whether we live is sent away.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.max_ping_strikes", 3),
@@ -47,9 +52,11 @@ OPTIONS: Final = (
 
 
 @asynccontextmanager
-async def serving(log: AsyncHeadwater, opening: Opening) -> AsyncIterator[Door]:
+async def serving(
+    log: AsyncHeadwater, opening: Opening, *, passwords: PasswordChecks | None = None
+) -> AsyncIterator[Door]:
     """Serve a log until the block is left."""
-    callers = Callers(log, authenticate=opening.authenticate)
+    callers = Callers(log, authenticate=opening.authenticate, passwords=passwords)
     async with callers.kept_current():
         backend = PostgresBackend(log)
         services = {
@@ -90,15 +97,7 @@ async def _open(
     _listen(server, opening)
     await server.start()
     door = Door(f"{opening.host}:{opening.port}")
-    watch = asyncio.create_task(_keep_health(backend, healthy, names))
-
-    def ended(task: asyncio.Task[None]) -> None:
-        # It watches until it is told not to; that it ends by itself is a bug of ours.
-        if not task.cancelled():
-            logger.error("health is no longer watched", exc_info=task.exception())
-            door.failed.set()
-
-    watch.add_done_callback(ended)
+    watch = supervise("grpc health", partial(_keep_health, backend, healthy, names))
     try:
         await _tell_health(healthy, names, serving=True)
         yield door

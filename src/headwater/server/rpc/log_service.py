@@ -45,22 +45,25 @@ class LogService:
     async def read(self, request: pb.ReadRequest, call: Call) -> pb.ReadResponse:
         for topic in request.topics or ("*",):
             call.need("read", "topic", topic)
+        epoch = request.epoch or await self._log._run(calls.current_epoch())
         events = await self._log.read(
             list(request.topics) or None,
             after=request.after,
             batch_size=messages.within(request.batch_size, 100, messages.MAX_READ, "a batch"),
             max_bytes=messages.within(request.max_bytes, messages.MAX_READ_BYTES, messages.MAX_READ_BYTES, "max_bytes"),
             skip_expired=request.skip_expired,
+            epoch=epoch,
         )
-        return pb.ReadResponse(events=map(messages.event_message, events))
+        return pb.ReadResponse(events=map(messages.event_message, events), epoch=epoch)
 
     async def follow(self, request: pb.FollowRequest, call: Call) -> AsyncIterator[pb.FollowResponse]:
         topics = tuple(request.topics) or ("*",)
         for topic in topics:
             call.need("read", "topic", topic)
-        batches = self._log.follow_batches(
+        batches = self._log.follow_deliveries(
             list(request.topics) or None,
             after=None if request.from_end else request.after,
+            epoch=request.epoch or None,
             from_end=request.from_end,
             batch_size=messages.within(request.batch_size, messages.MAX_STREAMED, messages.MAX_STREAMED, "a batch"),
             max_bytes=messages.FOLLOWED_BYTES,
@@ -68,23 +71,29 @@ class LogService:
             stop_when_caught_up=request.stop_when_caught_up,
         )
         async with aclosing(batches):  # type: ignore[type-var]
-            async for events in batches:
+            async for delivery in batches:
                 for topic in topics:
                     call.need_still("read", "topic", topic)
-                for parcel in messages.parcels(map(messages.event_message, events)):
-                    yield pb.FollowResponse(events=parcel)
+                for parcel in messages.parcels(map(messages.event_message, delivery.events)):
+                    yield pb.FollowResponse(events=parcel, epoch=delivery.epoch)
 
     async def open_cursor(self, request: pb.OpenCursorRequest, call: Call) -> pb.OpenCursorResponse:
         call.need("read", "group", request.cursor)
+        start_after, epoch = await self._log._run(calls.resume(request.epoch or None, request.start_after))
         opened = await self._log._run(
-            calls.open_cursor(request.cursor, topics=list(request.topics) or None, start_after=request.start_after)
+            calls.open_cursor(request.cursor, topics=list(request.topics) or None, start_after=start_after)
         )
-        return pb.OpenCursorResponse(position=opened.position)
+        return pb.OpenCursorResponse(position=opened.position, epoch=epoch)
 
     async def advance_cursor(self, request: pb.AdvanceCursorRequest, call: Call) -> pb.AdvanceCursorResponse:
         call.need("read", "group", request.cursor)
         await self._log._run(
-            calls.advance_cursor(request.cursor, from_position=request.from_position, to_position=request.to_position)
+            calls.advance_cursor(
+                request.cursor,
+                from_position=request.from_position,
+                to_position=request.to_position,
+                epoch=request.epoch or None,
+            )
         )
         return pb.AdvanceCursorResponse()
 

@@ -168,9 +168,9 @@ def condition(message: pb.AppendRequest | pb.NumberedAppend) -> Condition | None
     asked = message.condition
     match asked.WhichOneof("holds"):
         case "no_match_after":
-            return NoMatchAfter(query(asked.query), asked.no_match_after)
+            return NoMatchAfter(query(asked.query), asked.no_match_after, asked.epoch or None)
         case "latest_match_is":
-            return LatestMatchIs(query(asked.query), asked.latest_match_is or None)
+            return LatestMatchIs(query(asked.query), asked.latest_match_is or None, asked.epoch or None)
         case _:
             raise InvalidRequest("a condition says what holds: no_match_after or latest_match_is")
 

@@ -14,6 +14,7 @@ from headwater.aio import AsyncHeadwater
 from headwater.errors import HeadwaterError, LogUnavailable
 from headwater.server.rpc.calling import Call
 from headwater.server.rpc.statuses import NameTaken
+from headwater.supervisor import supervise
 from headwater.telemetry import ERROR, logger
 
 # How often it is seen whether the session that has the names still lives.
@@ -92,7 +93,7 @@ class SharedNames(Names):
                 stack = AsyncExitStack()
                 self._connection = await stack.enter_async_context(self._log.connection())
                 self._stack = stack
-                self._watch = self._watch or asyncio.create_task(self._watching())
+                self._watch = self._watch or supervise("grpc subscriber names", self._watching)
             try:
                 return await self._log._run(call, self._connection)
             except LogUnavailable:

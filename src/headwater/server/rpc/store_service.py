@@ -81,15 +81,16 @@ class EventStoreService:
     async def read_matching(self, request: pb.ReadMatchingRequest, call: Call) -> pb.ReadMatchingResponse:
         call.need("read", "topic", request.store)
         store = await self._backend.store(request.store)
-        events = await store.read(
+        page = await store.read_page(
             messages.query(request.query),
             after=request.after,
             before=request.before if request.HasField("before") else None,
             backwards=request.backwards,
             batch_size=messages.within(request.batch_size, 100, messages.MAX_READ, "a batch"),
             max_bytes=messages.within(request.max_bytes, messages.MAX_READ_BYTES, messages.MAX_READ_BYTES, "max_bytes"),
+            epoch=request.epoch or None,
         )
-        return pb.ReadMatchingResponse(events=map(messages.store_event_message, events))
+        return pb.ReadMatchingResponse(events=map(messages.store_event_message, page.events), epoch=page.epoch)
 
     async def latest(self, request: pb.LatestRequest, call: Call) -> pb.LatestResponse:
         call.need("read", "topic", request.store)
@@ -101,6 +102,7 @@ class EventStoreService:
                 for event in latest.events
             ],
             position=latest.position,
+            epoch=latest.epoch,
         )
 
     async def count(self, request: pb.CountRequest, call: Call) -> pb.CountResponse:
@@ -113,25 +115,27 @@ class EventStoreService:
 
     async def head(self, request: pb.HeadRequest, call: Call) -> pb.HeadResponse:
         call.need("read", "topic", request.store)
-        return pb.HeadResponse(position=await (await self._backend.store(request.store)).head())
+        position, epoch = await (await self._backend.store(request.store))._end()
+        return pb.HeadResponse(position=position, epoch=epoch)
 
     async def subscribe(self, request: pb.SubscribeRequest, call: Call) -> AsyncIterator[pb.SubscribeResponse]:
         call.need("read", "topic", request.store)
         store = await self._backend.store(request.store)
         async with self._backend.names.holding(request.store, request.subscriber_name, call):
-            batches = store.subscribe_batches(
+            pages = store.subscribe_pages(
                 messages.query(request.query),
                 after=request.after if request.HasField("after") else None,
+                epoch=request.epoch or None,
                 from_end=request.from_end,
                 batch_size=messages.within(request.batch_size, messages.MAX_STREAMED, messages.MAX_STREAMED, "a batch"),
                 max_bytes=messages.PARCEL_BYTES,
                 stop_when_caught_up=request.stop_when_caught_up,
             )
-            async with aclosing(batches):  # type: ignore[type-var]
-                async for events in batches:
+            async with aclosing(pages):  # type: ignore[type-var]
+                async for page in pages:
                     call.need_still("read", "topic", request.store)
-                    for parcel in messages.parcels(map(messages.store_event_message, events)):
-                        yield pb.SubscribeResponse(events=parcel)
+                    for parcel in messages.parcels(map(messages.store_event_message, page.events)):
+                        yield pb.SubscribeResponse(events=parcel, epoch=page.epoch)
 
     async def compete(
         self, requests: AsyncIterator[pb.CompeteRequest], call: Call
@@ -187,12 +191,13 @@ class EventStoreService:
     async def open_store_cursor(self, request: pb.OpenStoreCursorRequest, call: Call) -> pb.OpenCursorResponse:
         call.need("read", "group", request.cursor)
         store = await self._backend.store(request.store)
-        return pb.OpenCursorResponse(position=await store._open_cursor(request.cursor, request.start_after))
+        start_after, epoch = await store._resume(request.epoch or None, request.start_after)
+        return pb.OpenCursorResponse(position=await store._open_cursor(request.cursor, start_after), epoch=epoch)
 
     async def advance_store_cursor(self, request: pb.AdvanceStoreCursorRequest, call: Call) -> pb.AdvanceCursorResponse:
         call.need("read", "group", request.cursor)
         store = await self._backend.store(request.store)
-        await store._move_cursor(request.cursor, request.from_position, request.to_position)
+        await store._move_cursor(request.cursor, request.from_position, request.to_position, request.epoch or None)
         return pb.AdvanceCursorResponse()
 
 

@@ -2,7 +2,7 @@
 
 import { get, path, post, query, remove } from "../api.js";
 import { isEmpty } from "../json.js";
-import { action, badge, card, confirm, count, dialog, duration, events, every, exact, facts, form, h, head, note, number, range, show, table, update, when } from "../ui.js";
+import { action, atLeast, badge, card, confirm, count, dialog, duration, events, every, exact, facts, form, h, head, note, number, range, show, table, update, when } from "../ui.js";
 import { contentOf, keyOf } from "./events.js";
 
 const PAGE = 100;
@@ -36,15 +36,20 @@ export async function groups() {
   return every(3, async () => update(list, groupTable((await get("/v1/groups")).groups)), list).stop;
 }
 
+const TONES = { running: "good", paused: "warn", no_workers: "warn", no_reader: "warn", stalled: "bad" };
+
+/** Whether anybody works on a group. */
+export const stateBadge = (g) => badge(g.state.replace("_", " "), TONES[g.state] ?? "bad");
+
 /** Queue groups. Those that only own SQL subscriptions have a page of their own. */
 export const groupTable = (groups) => table([
   { name: "Group", of: (g) => link(g.name) },
-  { name: "Ready", kind: "number", of: (g) => number(g.ready) + (g.ready_is_more ? "+" : "") },
+  { name: "Ready", kind: "number", of: (g) => atLeast(g.ready, g.ready_is_more) },
   { name: "In work", kind: "number", of: (g) => number(g.processing) },
   { name: "Again", kind: "number wide", of: (g) => number(g.retrying) },
   { name: "Done", kind: "number wide", of: (g) => number(g.done) },
   { name: "Dead", kind: "number", of: (g) => (g.dead ? h("strong.bad", number(g.dead)) : "0") },
-  { name: "", of: (g) => (g.paused ? badge("paused", "warn") : "") },
+  { name: "State", of: stateBadge },
 ], groups.filter((g) => g.kind === "queue"), { label: "Queue groups", key: (g) => g.name, empty: "No queue group yet." });
 
 export async function group(name) {
@@ -74,9 +79,9 @@ export async function group(name) {
       if (error.status === 404) leave();
       throw error;
     });
-    update(title, ...head(name, found.paused ? badge("paused", "warn") : null, ...actions(found, again)).childNodes);
+    update(title, ...head(name, stateBadge(found), ...actions(found, again)).childNodes);
     update(tiles,
-      tile("Ready", number(found.ready) + (found.ready_is_more ? "+" : "")),
+      tile("Ready", atLeast(found.ready, found.ready_is_more)),
       tile("In work", number(found.processing)),
       tile("Waiting for another try", number(found.retrying)),
       tile("Done", number(found.done), "good"),
@@ -87,29 +92,12 @@ export async function group(name) {
       ["Order", found.ordered_keys ? "events of one key one after the other" : "none"],
       ["Most in work", found.max_in_flight ? number(found.max_in_flight) : "no limit"],
       ["Frontier", number(found.frontier)],
+      ["Last claim", found.last_claimed_at ? h("span", when(found.last_claimed_at), ` by ${found.last_worker}`) : "none yet"],
       ["Made", exact(found.created_at)],
     ]));
   }, whole));
 
-  let after = 0;
-  const turn = (to) => {
-    after = to;
-    return again();
-  };
-  part(dead, () => get(path`/v1/groups/${name}/dead` + query({ after, limit: PAGE })), (page) => [
-    page.dead.length ? h("div.buttons", bulk(name, "redrive", again), bulk(name, "discard", again)) : null,
-    table([
-      { name: "Position", kind: "number tight", of: (d) => number(d.position) },
-      { name: "Topic", kind: "wide", of: (d) => d.event?.topic ?? d.topic },
-      { name: "Tries", kind: "number", of: (d) => number(d.attempts) },
-      { name: "Error", of: (d) => h("span.code", (d.error ?? "").split("\n")[0]) },
-      { name: "Died", kind: "tight wide", of: (d) => when(d.died_at) },
-      { name: "", of: (d) => h("div.buttons", action("Look", () => lookAt(d), { style: "second small" }), one(name, d, "redrive", again), one(name, d, "discard", again)) },
-    ], page.dead, { label: "Dead letters", key: (d) => d.position, empty: after ? `Nothing has died after position ${number(after)}.` : "Nothing has died." }),
-    after || page.next ? h("div.buttons",
-      after ? action("From the first", () => turn(0)) : null,
-      page.next ? action("Next dead letters", () => turn(page.dead.at(-1).position)) : null) : null,
-  ]);
+  parts.push(deadLetters(name, dead, again));
   part(leases, () => get(path`/v1/groups/${name}/leases`), (held) => [table([
     { name: "Worker", of: (l) => l.worker },
     { name: "Events", kind: "number", of: (l) => number(l.events) },
@@ -125,6 +113,36 @@ export async function group(name) {
     { name: "", of: (b) => (b.to_position === null ? action("Unbind", () => unbind(name, b, again), { style: "second small" }) : badge("ended")) },
   ], bound.bindings, { label: "Bindings", key: (b) => b.id, empty: "Bound to nothing: the group gets no events." })]);
   return leave;
+}
+
+/** The dead letters of a group, kept up to date in a place: those of a queue, or those of the handlers of SQL subscriptions. */
+export function deadLetters(name, place, again) {
+  let after = 0;
+  const turn = (to) => {
+    after = to;
+    return again();
+  };
+  return every(3, async () => {
+    const page = await get(path`/v1/groups/${name}/dead` + query({ after, limit: PAGE }));
+    const handlers = page.dead.some((d) => d.handler !== null);
+    update(place,
+      page.dead.length ? h("div.buttons", bulk(name, "redrive", again), bulk(name, "discard", again)) : null,
+      table([
+        { name: "Position", kind: "number tight", of: (d) => number(d.position) },
+        { name: "Topic", kind: "wide", of: (d) => d.event?.topic ?? d.topic },
+        ...(handlers ? [
+          { name: "Handler", of: (d) => d.handler },
+          { name: "Subscription", kind: "number wide", of: (d) => number(d.subscription) },
+        ] : []),
+        { name: "Tries", kind: "number", of: (d) => number(d.attempts) },
+        { name: "Error", of: (d) => h("span.code", (d.error ?? "").split("\n")[0]) },
+        { name: "Died", kind: "tight wide", of: (d) => when(d.died_at) },
+        { name: "", of: (d) => h("div.buttons", action("Look", () => lookAt(d), { style: "second small" }), one(name, d, "redrive", again), one(name, d, "discard", again)) },
+      ], page.dead, { label: "Dead letters", key: (d) => `${d.position} ${d.subscription} ${d.handler}`, empty: after ? `Nothing has died after position ${number(after)}.` : "Nothing has died." }),
+      after || page.next ? h("div.buttons",
+        after ? action("From the first", () => turn(0)) : null,
+        page.next ? action("Next dead letters", () => turn(page.dead.at(-1).position)) : null) : null);
+  }, place);
 }
 
 const actions = ({ name, paused }, again) => [
@@ -172,13 +190,15 @@ function ask(name, verb, which, again) {
 }
 
 const bulk = (name, verb, again) => action(`${WORDS[verb].button} all`, () => ask(name, verb, { all: true }, again), { style: "second small" });
-const one = (name, letter, verb, again) => action(WORDS[verb].button, () => ask(name, verb, { positions: [letter.position] }, again), { style: "second small" });
+const one = (name, letter, verb, again) => action(WORDS[verb].button, () => ask(name, verb, { positions: [letter.position], handler: letter.handler, subscription: letter.subscription }, again), { style: "second small" });
 
 function lookAt(letter) {
   const event = letter.event;
   return dialog((close) => h("div",
     h("h2", `Dead letter ${number(letter.position)}`),
     facts([
+      letter.handler === null ? null : ["Handler", letter.handler],
+      letter.handler === null ? null : ["Subscription", number(letter.subscription)],
       ["Tries", number(letter.attempts)],
       ["Died", exact(letter.died_at)],
       event ? ["Topic", event.topic] : null,

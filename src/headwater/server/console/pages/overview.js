@@ -1,8 +1,8 @@
 // The log at a glance: how much comes in, how far everybody has come.
 
 import { get } from "../api.js";
-import { badge, bytes, card, count, duration, every, h, head, number, said, show, spark, table, update, when } from "../ui.js";
-import { groupTable, link } from "./groups.js";
+import { atLeast, badge, bytes, card, count, duration, every, h, head, number, said, show, spark, table, update, when } from "../ui.js";
+import { groupTable, link, stateBadge } from "./groups.js";
 import { tone } from "./pipelines.js";
 import { topicTable } from "./topics.js";
 
@@ -63,25 +63,26 @@ function whole() {
         tile("Open publisher", oldest ? h(`span.${oldest.age_seconds > 10 ? "bad" : "good"}`, duration(oldest.age_seconds)) : "none", oldest ? `pid ${oldest.pid ?? "prepared"}; readers wait for it` : "nobody is waited for")),
       card("Queue groups", table([
         { name: "Group", of: (g) => link(g.name) },
-        { name: "Ready", kind: "number", of: (g) => number(g.lag_events) },
+        { name: "Behind", kind: "number", of: (g) => atLeast(g.lag_events, g.lag_is_more) },
         { name: "", kind: "wide", of: (g) => spark(remember(`group ${g.name}`, g.lag_events), `lag of ${g.name}`) },
         { name: "Oldest", kind: "number wide", of: (g) => duration(g.lag_seconds) },
         { name: "In work", kind: "number", of: (g) => number(g.leased) },
         { name: "Again", kind: "number wide", of: (g) => number(g.redeliveries) },
         { name: "Dead", kind: "number", of: (g) => (g.dead ? h("strong.bad", number(g.dead)) : "0") },
-        { name: "", of: (g) => (g.paused ? badge("paused", "warn") : "") },
+        { name: "State", of: stateBadge },
       ], queues, { label: "Queue groups", key, empty: "No queue group yet: headwater group create." })),
       readers.length ? card("SQL subscriptions", table([
         { name: "Group", of: (g) => h("a", { href: `#/subscriptions?group=${encodeURIComponent(g.name)}` }, g.name) },
         { name: "Position", kind: "number", of: (g) => number(g.position) },
-        { name: "Behind", kind: "number", of: (g) => number(g.lag_events) },
+        { name: "Behind", kind: "number", of: (g) => atLeast(g.lag_events, g.lag_is_more) },
         { name: "", kind: "wide", of: (g) => spark(remember(`group ${g.name}`, g.lag_events), `lag of ${g.name}`) },
         { name: "Oldest", kind: "number wide", of: (g) => duration(g.lag_seconds) },
+              { name: "State", of: stateBadge },
       ], readers, { label: "SQL subscriptions", key })) : null,
       card("Cursors", table([
         { name: "Cursor", of: (c) => c.name },
         { name: "Position", kind: "number", of: (c) => number(c.position) },
-        { name: "Behind", kind: "number", of: (c) => number(c.lag_events) },
+        { name: "Behind", kind: "number", of: (c) => atLeast(c.lag_events, c.lag_is_more) },
         { name: "", kind: "wide", of: (c) => spark(remember(`cursor ${c.name}`, c.lag_events), `lag of ${c.name}`) },
         { name: "Oldest", kind: "number wide", of: (c) => duration(c.lag_seconds) },
         { name: "Moved", kind: "tight wide", of: (c) => when(c.updated_at) },
@@ -89,7 +90,8 @@ function whole() {
       card("Pipelines", table([
         { name: "Pipeline", of: (p) => h("a", { href: `#/pipelines/${encodeURIComponent(p.name)}` }, p.name) },
         { name: "State", of: (p) => badge(p.state, tone(p.state)) },
-        { name: "Rows", kind: "number", of: (p) => number(p.rows) },
+        { name: "Behind", kind: "number", of: (p) => atLeast(p.behind, p.behind_is_more) },
+        { name: "Rows", kind: "number wide", of: (p) => number(p.rows) },
         { name: "Last batch", kind: "tight wide", of: (p) => when(p.last_batch_at) },
       ], now.pipelines, { label: "Pipelines", key, empty: "No pipeline has run here." })));
   }, body).stop;

@@ -2,7 +2,7 @@
 
 import { get, path } from "../api.js";
 import { pretty } from "../json.js";
-import { badge, card, count, duration, every, exact, facts, h, head, number, show, spark, table, update, when } from "../ui.js";
+import { atLeast, badge, card, count, duration, every, exact, facts, h, head, number, show, spark, table, update, when } from "../ui.js";
 
 export const tone = (state) => ({ running: "good", idle: "dim", stopped: "dim", stopping: "warn" })[state] ?? "bad";
 
@@ -17,8 +17,9 @@ export async function pipelines() {
       { name: "Source", kind: "wide", of: (p) => p.source },
       { name: "Batches", kind: "number wide", of: (p) => number(p.batches) },
       { name: "Rows", kind: "number", of: (p) => number(p.rows) },
-      { name: "Behind", kind: "number", of: (p) => number(p.behind) },
+      { name: "Behind", kind: "number", of: (p) => atLeast(p.behind, p.behind_is_more) },
       { name: "Last batch", kind: "tight wide", of: (p) => when(p.last_batch_at) },
+      { name: "Error", of: (p) => (p.failures ? h("span.code.bad", (p.last_error ?? "").split("\n")[0]) : "") },
     ], found, { label: "Pipelines", key: (p) => p.name, empty: "No pipeline has run on this database." }));
   }, list).stop;
 }
@@ -37,7 +38,7 @@ export async function pipeline(name) {
         ["Runner", p.runner ?? "nobody"],
         ["Since", p.started_at ? exact(p.started_at) : "–"],
         ["Place", number(p.place)],
-        ["Behind", h("span", number(p.behind), p.source === "log" ? " positions" : " bytes of WAL", spark(behind, "behind"))],
+        ["Behind", h("span", atLeast(p.behind, p.behind_is_more), p.source === "log" ? " events" : " bytes of WAL", spark(behind, "behind"))],
         ["Batches and rows", `${number(p.batches)} · ${number(p.rows)}`],
       ])),
       p.last_error ? card("Last error", h("p", when(p.last_error_at), p.failures ? ` · ${count(p.failures, "failure")} in a row` : " · it has gone on since"), h("pre", { tabIndex: 0 }, p.last_error)) : null,

@@ -89,72 +89,86 @@ class PublishBatchResponse(_message.Message):
     def __init__(self, positions: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReadRequest(_message.Message):
-    __slots__ = ("topics", "after", "batch_size", "max_bytes", "skip_expired")
+    __slots__ = ("topics", "after", "batch_size", "max_bytes", "skip_expired", "epoch")
     TOPICS_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
     BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
     SKIP_EXPIRED_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     topics: _containers.RepeatedScalarFieldContainer[str]
     after: int
     batch_size: int
     max_bytes: int
     skip_expired: bool
-    def __init__(self, topics: _Optional[_Iterable[str]] = ..., after: _Optional[int] = ..., batch_size: _Optional[int] = ..., max_bytes: _Optional[int] = ..., skip_expired: _Optional[bool] = ...) -> None: ...
+    epoch: int
+    def __init__(self, topics: _Optional[_Iterable[str]] = ..., after: _Optional[int] = ..., batch_size: _Optional[int] = ..., max_bytes: _Optional[int] = ..., skip_expired: _Optional[bool] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class ReadResponse(_message.Message):
-    __slots__ = ("events",)
+    __slots__ = ("events", "epoch")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     events: _containers.RepeatedCompositeFieldContainer[Event]
-    def __init__(self, events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ...) -> None: ...
+    epoch: int
+    def __init__(self, events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class FollowRequest(_message.Message):
-    __slots__ = ("topics", "after", "from_end", "batch_size", "skip_expired", "stop_when_caught_up")
+    __slots__ = ("topics", "after", "from_end", "batch_size", "skip_expired", "stop_when_caught_up", "epoch")
     TOPICS_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
     FROM_END_FIELD_NUMBER: _ClassVar[int]
     BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     SKIP_EXPIRED_FIELD_NUMBER: _ClassVar[int]
     STOP_WHEN_CAUGHT_UP_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     topics: _containers.RepeatedScalarFieldContainer[str]
     after: int
     from_end: bool
     batch_size: int
     skip_expired: bool
     stop_when_caught_up: bool
-    def __init__(self, topics: _Optional[_Iterable[str]] = ..., after: _Optional[int] = ..., from_end: _Optional[bool] = ..., batch_size: _Optional[int] = ..., skip_expired: _Optional[bool] = ..., stop_when_caught_up: _Optional[bool] = ...) -> None: ...
+    epoch: int
+    def __init__(self, topics: _Optional[_Iterable[str]] = ..., after: _Optional[int] = ..., from_end: _Optional[bool] = ..., batch_size: _Optional[int] = ..., skip_expired: _Optional[bool] = ..., stop_when_caught_up: _Optional[bool] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class FollowResponse(_message.Message):
-    __slots__ = ("events",)
+    __slots__ = ("events", "epoch")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     events: _containers.RepeatedCompositeFieldContainer[Event]
-    def __init__(self, events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ...) -> None: ...
+    epoch: int
+    def __init__(self, events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class OpenCursorRequest(_message.Message):
-    __slots__ = ("cursor", "topics", "start_after")
+    __slots__ = ("cursor", "topics", "start_after", "epoch")
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     TOPICS_FIELD_NUMBER: _ClassVar[int]
     START_AFTER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     cursor: str
     topics: _containers.RepeatedScalarFieldContainer[str]
     start_after: int
-    def __init__(self, cursor: _Optional[str] = ..., topics: _Optional[_Iterable[str]] = ..., start_after: _Optional[int] = ...) -> None: ...
+    epoch: int
+    def __init__(self, cursor: _Optional[str] = ..., topics: _Optional[_Iterable[str]] = ..., start_after: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class OpenCursorResponse(_message.Message):
-    __slots__ = ("position",)
+    __slots__ = ("position", "epoch")
     POSITION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     position: int
-    def __init__(self, position: _Optional[int] = ...) -> None: ...
+    epoch: int
+    def __init__(self, position: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class AdvanceCursorRequest(_message.Message):
-    __slots__ = ("cursor", "from_position", "to_position")
+    __slots__ = ("cursor", "from_position", "to_position", "epoch")
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     FROM_POSITION_FIELD_NUMBER: _ClassVar[int]
     TO_POSITION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     cursor: str
     from_position: int
     to_position: int
-    def __init__(self, cursor: _Optional[str] = ..., from_position: _Optional[int] = ..., to_position: _Optional[int] = ...) -> None: ...
+    epoch: int
+    def __init__(self, cursor: _Optional[str] = ..., from_position: _Optional[int] = ..., to_position: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class AdvanceCursorResponse(_message.Message):
     __slots__ = ()
@@ -446,14 +460,16 @@ class Query(_message.Message):
     def __init__(self, items: _Optional[_Iterable[_Union[Item, _Mapping]]] = ...) -> None: ...
 
 class Condition(_message.Message):
-    __slots__ = ("query", "no_match_after", "latest_match_is")
+    __slots__ = ("query", "no_match_after", "latest_match_is", "epoch")
     QUERY_FIELD_NUMBER: _ClassVar[int]
     NO_MATCH_AFTER_FIELD_NUMBER: _ClassVar[int]
     LATEST_MATCH_IS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     query: Query
     no_match_after: int
     latest_match_is: int
-    def __init__(self, query: _Optional[_Union[Query, _Mapping]] = ..., no_match_after: _Optional[int] = ..., latest_match_is: _Optional[int] = ...) -> None: ...
+    epoch: int
+    def __init__(self, query: _Optional[_Union[Query, _Mapping]] = ..., no_match_after: _Optional[int] = ..., latest_match_is: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class AppendRequest(_message.Message):
     __slots__ = ("store", "events", "condition")
@@ -522,7 +538,7 @@ class AppendStreamResponse(_message.Message):
     def __init__(self, verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ...) -> None: ...
 
 class ReadMatchingRequest(_message.Message):
-    __slots__ = ("store", "query", "after", "before", "backwards", "batch_size", "max_bytes")
+    __slots__ = ("store", "query", "after", "before", "backwards", "batch_size", "max_bytes", "epoch")
     STORE_FIELD_NUMBER: _ClassVar[int]
     QUERY_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
@@ -530,6 +546,7 @@ class ReadMatchingRequest(_message.Message):
     BACKWARDS_FIELD_NUMBER: _ClassVar[int]
     BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     store: str
     query: Query
     after: int
@@ -537,13 +554,16 @@ class ReadMatchingRequest(_message.Message):
     backwards: bool
     batch_size: int
     max_bytes: int
-    def __init__(self, store: _Optional[str] = ..., query: _Optional[_Union[Query, _Mapping]] = ..., after: _Optional[int] = ..., before: _Optional[int] = ..., backwards: _Optional[bool] = ..., batch_size: _Optional[int] = ..., max_bytes: _Optional[int] = ...) -> None: ...
+    epoch: int
+    def __init__(self, store: _Optional[str] = ..., query: _Optional[_Union[Query, _Mapping]] = ..., after: _Optional[int] = ..., before: _Optional[int] = ..., backwards: _Optional[bool] = ..., batch_size: _Optional[int] = ..., max_bytes: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class ReadMatchingResponse(_message.Message):
-    __slots__ = ("events",)
+    __slots__ = ("events", "epoch")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     events: _containers.RepeatedCompositeFieldContainer[StoreEvent]
-    def __init__(self, events: _Optional[_Iterable[_Union[StoreEvent, _Mapping]]] = ...) -> None: ...
+    epoch: int
+    def __init__(self, events: _Optional[_Iterable[_Union[StoreEvent, _Mapping]]] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class LatestRequest(_message.Message):
     __slots__ = ("store", "query")
@@ -560,12 +580,14 @@ class LatestOfItem(_message.Message):
     def __init__(self, event: _Optional[_Union[StoreEvent, _Mapping]] = ...) -> None: ...
 
 class LatestResponse(_message.Message):
-    __slots__ = ("items", "position")
+    __slots__ = ("items", "position", "epoch")
     ITEMS_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     items: _containers.RepeatedCompositeFieldContainer[LatestOfItem]
     position: int
-    def __init__(self, items: _Optional[_Iterable[_Union[LatestOfItem, _Mapping]]] = ..., position: _Optional[int] = ...) -> None: ...
+    epoch: int
+    def __init__(self, items: _Optional[_Iterable[_Union[LatestOfItem, _Mapping]]] = ..., position: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class CountRequest(_message.Message):
     __slots__ = ("store", "query", "after", "before")
@@ -592,13 +614,15 @@ class HeadRequest(_message.Message):
     def __init__(self, store: _Optional[str] = ...) -> None: ...
 
 class HeadResponse(_message.Message):
-    __slots__ = ("position",)
+    __slots__ = ("position", "epoch")
     POSITION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     position: int
-    def __init__(self, position: _Optional[int] = ...) -> None: ...
+    epoch: int
+    def __init__(self, position: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class SubscribeRequest(_message.Message):
-    __slots__ = ("store", "query", "after", "from_end", "batch_size", "stop_when_caught_up", "subscriber_name")
+    __slots__ = ("store", "query", "after", "from_end", "batch_size", "stop_when_caught_up", "subscriber_name", "epoch")
     STORE_FIELD_NUMBER: _ClassVar[int]
     QUERY_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
@@ -606,6 +630,7 @@ class SubscribeRequest(_message.Message):
     BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     STOP_WHEN_CAUGHT_UP_FIELD_NUMBER: _ClassVar[int]
     SUBSCRIBER_NAME_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     store: str
     query: Query
     after: int
@@ -613,13 +638,16 @@ class SubscribeRequest(_message.Message):
     batch_size: int
     stop_when_caught_up: bool
     subscriber_name: str
-    def __init__(self, store: _Optional[str] = ..., query: _Optional[_Union[Query, _Mapping]] = ..., after: _Optional[int] = ..., from_end: _Optional[bool] = ..., batch_size: _Optional[int] = ..., stop_when_caught_up: _Optional[bool] = ..., subscriber_name: _Optional[str] = ...) -> None: ...
+    epoch: int
+    def __init__(self, store: _Optional[str] = ..., query: _Optional[_Union[Query, _Mapping]] = ..., after: _Optional[int] = ..., from_end: _Optional[bool] = ..., batch_size: _Optional[int] = ..., stop_when_caught_up: _Optional[bool] = ..., subscriber_name: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class SubscribeResponse(_message.Message):
-    __slots__ = ("events",)
+    __slots__ = ("events", "epoch")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     events: _containers.RepeatedCompositeFieldContainer[StoreEvent]
-    def __init__(self, events: _Optional[_Iterable[_Union[StoreEvent, _Mapping]]] = ...) -> None: ...
+    epoch: int
+    def __init__(self, events: _Optional[_Iterable[_Union[StoreEvent, _Mapping]]] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class CompeteRequest(_message.Message):
     __slots__ = ("store", "group", "query", "worker", "batch_size", "lease_seconds", "stop_when_caught_up")
@@ -700,23 +728,27 @@ class RedriveResponse(_message.Message):
     def __init__(self, count: _Optional[int] = ...) -> None: ...
 
 class OpenStoreCursorRequest(_message.Message):
-    __slots__ = ("store", "cursor", "start_after")
+    __slots__ = ("store", "cursor", "start_after", "epoch")
     STORE_FIELD_NUMBER: _ClassVar[int]
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     START_AFTER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     store: str
     cursor: str
     start_after: int
-    def __init__(self, store: _Optional[str] = ..., cursor: _Optional[str] = ..., start_after: _Optional[int] = ...) -> None: ...
+    epoch: int
+    def __init__(self, store: _Optional[str] = ..., cursor: _Optional[str] = ..., start_after: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class AdvanceStoreCursorRequest(_message.Message):
-    __slots__ = ("store", "cursor", "from_position", "to_position")
+    __slots__ = ("store", "cursor", "from_position", "to_position", "epoch")
     STORE_FIELD_NUMBER: _ClassVar[int]
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     FROM_POSITION_FIELD_NUMBER: _ClassVar[int]
     TO_POSITION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     store: str
     cursor: str
     from_position: int
     to_position: int
-    def __init__(self, store: _Optional[str] = ..., cursor: _Optional[str] = ..., from_position: _Optional[int] = ..., to_position: _Optional[int] = ...) -> None: ...
+    epoch: int
+    def __init__(self, store: _Optional[str] = ..., cursor: _Optional[str] = ..., from_position: _Optional[int] = ..., to_position: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...

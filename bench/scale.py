@@ -1,0 +1,295 @@
+"""Many topics, many queues, many segments: what looking at the log, claiming and reading cost then."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psycopg
+from typer.testing import CliRunner
+
+import headwater
+from bench import _measure as measure
+from bench._measure import Server
+from bench._serving import serving
+from headwater import calls, cli
+
+TOPICS = 10_000
+QUEUES = 1_000
+# One of the topics is busy, the others have a few events each, and some none at all.
+BUSY_EVENTS = 100_000
+SPREAD_EVENTS = 50_000
+WIDE_TOPICS = 2_000
+WIDE_BATCH = 100
+SEGMENTS = 700
+EVENTS_A_SEGMENT = 20
+PAGE = 1_000
+PAYLOAD_BYTES = 200
+
+# What docs/benchmarks.md promises.
+LIMITS = {
+    "doctor_ms": 1_000,
+    "group_list_ms": 1_000,
+    "overview_ms": 1_000,
+    "show_queue_ms": 50,
+    "claim_idle_topics_ms": 20,
+    "claim_busy_topics_ms": 20,
+    "read_segments_ratio": 2,
+    "maintain_ms": 2_000,
+}
+
+PREPARE = f"""
+insert into headwater.topic (name) select 't' || lpad(i::text, 5, '0') from generate_series(1, {TOPICS}) as i;
+insert into headwater.event (topic_id, routing_key, payload)
+select t.id, 'orders.' || t.name, convert_to(repeat('x', {PAYLOAD_BYTES}), 'UTF8')
+from generate_series(1, {SPREAD_EVENTS}) as i
+join headwater.topic t on t.name = 't' || lpad((1 + (i * 7919) % {TOPICS // 2})::text, 5, '0');
+insert into headwater.event (topic_id, routing_key, payload)
+select t.id, 'orders.busy', convert_to(repeat('x', {PAYLOAD_BYTES}), 'UTF8')
+from headwater.topic t cross join generate_series(1, {BUSY_EVENTS}) as i
+where t.name = 't00001';
+
+-- Of ten queues seven have one topic, one has ten, one a pattern over all topics, one a type of the busy topic.
+insert into headwater.consumer_group (name, start_position)
+select 'q' || lpad(i::text, 4, '0'), case when i % 3 = 0 then 0 else headwater.head() end
+from generate_series(1, {QUEUES}) as i;
+insert into headwater.binding (group_id, topic_id, from_position)
+select g.id, t.id, 0
+from headwater.consumer_group g
+join headwater.topic t
+    on t.name = 't' || lpad((1 + (g.id * 37) % {TOPICS})::text, 5, '0')
+    or (g.id % 10 = 7 and (t.id + g.id) % {TOPICS} < 10)
+where g.id % 10 < 8;
+insert into headwater.binding (group_id, pattern, pattern_regex, from_position)
+select g.id, 'orders.t' || lpad(g.id::text, 5, '0'), headwater.pattern_regex('orders.t' || lpad(g.id::text, 5, '0')), 0
+from headwater.consumer_group g
+where g.id % 10 = 8;
+insert into headwater.binding (group_id, topic_id, type, from_position)
+select g.id, t.id, 'OrderPlaced', 0
+from headwater.consumer_group g
+join headwater.topic t on t.name = 't00001'
+where g.id % 10 = 9;
+"""
+
+WIDE = f"""
+select headwater.create_group(
+    'wide',
+    array(select t.name from headwater.topic t where t.name > 't05000' order by t.name limit {WIDE_TOPICS}),
+    start_position => headwater.head()
+)
+"""
+
+PUBLISH = """
+insert into headwater.event (topic_id, payload)
+select t.id, convert_to(repeat('x', 200), 'UTF8')
+from headwater.topic t
+where t.name > 't05000' and t.name <= 't' || lpad((5000 + %s::integer)::text, 5, '0')
+"""
+
+
+def milliseconds(act: Callable[[], Any], times: int) -> float:
+    """The median of some runs, after one that warms up."""
+    act()
+    taken = []
+    for _ in range(times):
+        started = time.perf_counter()
+        act()
+        taken.append((time.perf_counter() - started) * 1000)
+    return statistics.median(taken)
+
+
+# --- looking -------------------------------------------------------------------------------------------------
+
+
+def command(server: Server, *arguments: str) -> Callable[[], None]:
+    """A command, less the start of its interpreter."""
+
+    def run() -> None:
+        result = CliRunner().invoke(cli.app, [*arguments, "--dsn", server.dsn])
+        if result.exit_code != 0:
+            raise RuntimeError(f"{arguments}: {result.output}")
+
+    return run
+
+
+@contextmanager
+def http_client(server: Server) -> Iterator[Callable[[str], Any]]:
+    with serving(server.dsn, "--http", "127.0.0.1:0", "--requests-per-second", "0") as (told, _):
+        connection = http.client.HTTPConnection(told["http"].removeprefix("http://"), timeout=120)
+
+        def get(path: str) -> Any:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            body = answer.read()
+            if answer.status != 200:
+                raise RuntimeError(f"{path}: {answer.status} {body.decode()}")
+            return json.loads(body)
+
+        try:
+            yield get
+        finally:
+            connection.close()
+
+
+def looking(server: Server, times: int) -> dict[str, float]:
+    found = {
+        "doctor_ms": milliseconds(command(server, "doctor"), times),
+        "group_list_ms": milliseconds(command(server, "group", "list"), times),
+        "maintain_ms": milliseconds(lambda: server.execute("select headwater.maintain()"), times),
+    }
+    with http_client(server) as get:
+        found["overview_ms"] = milliseconds(lambda: get("/v1/overview"), times)
+        found["show_queue_ms"] = milliseconds(lambda: get("/v1/groups/q0201"), 4 * times)
+    return found
+
+
+# --- claiming ------------------------------------------------------------------------------------------------
+
+
+def claiming(server: Server, times: int, *, active: int) -> float:
+    """One claim of a queue bound to 2,000 topics, of which some get an event before each."""
+    taken = []
+    with headwater.connect(server.dsn, pool_size=1) as log, psycopg.connect(server.dsn, autocommit=True) as publisher:
+        claim = calls.claim("wide", worker="bench", batch_size=WIDE_BATCH, relaxed=True)
+        for number in range(times + 3):
+            publisher.execute(PUBLISH, (active,))
+            started = time.perf_counter()
+            lease = log.run(claim)
+            milli = (time.perf_counter() - started) * 1000
+            assert lease is not None
+            assert len(lease.events) == min(active, WIDE_BATCH)
+            log.run(calls.settle(lease, {}, rest_done=True))
+            if number >= 3:
+                taken.append(milli)
+    return statistics.median(taken)
+
+
+# --- reading -------------------------------------------------------------------------------------------------
+
+
+ROTATE = f"""
+begin
+    insert into headwater.event (topic_id, payload)
+    select t.id, convert_to(repeat('x', {PAYLOAD_BYTES}), 'UTF8')
+    from headwater.topic t
+    cross join generate_series(1, {EVENTS_A_SEGMENT})
+    where t.name = 'many-segments';
+    update headwater.segment set opened_at = opened_at - interval '2 days' where closed_at is null;
+    perform headwater.rotate();
+end;
+"""
+
+
+def make_segments(server: Server) -> None:
+    """Rotate the log as maintenance does, with some events of the topic in each segment; 20 times a transaction."""
+    for _ in range(SEGMENTS // 20):
+        server.execute(f"do $$ begin for _ in 1 .. 20 loop {ROTATE} end loop; end $$")
+
+
+@contextmanager
+def pages(server: Server, topic: str) -> Iterator[dict[str, Callable[[], Any]]]:
+    """A page from the start of the topic, and one at its end, over one connection."""
+    with headwater.connect(server.dsn, pool_size=1) as log:
+        settled = log.state().settled
+        last = log.read_backwards(topic, batch_size=10)[-1].position
+
+        def page(after: int) -> Callable[[], Any]:
+            call = calls.read_settled(
+                [topic], after=after, settled=settled, batch_size=PAGE, max_bytes=16_777_216, gone_to=0
+            )
+            return lambda: log.run(call)
+
+        yield {"start": page(0), "end": page(last - 1)}
+
+
+def main() -> None:
+    options = measure.arguments(__doc__ or "")
+    started = time.monotonic()
+    times = 3 if options.quick else 9
+    wanted = options.only or ["look", "claim", "read"]
+    found: dict[str, float] = {}
+    with measure.measured_server(options.dsn) as server:
+        if "look" in wanted or "claim" in wanted:
+            measure.say(f"{TOPICS:,} topics, {QUEUES:,} queues")
+            server.execute(PREPARE)
+        if "look" in wanted:
+            measure.say("doctor, group list, overview, one queue")
+            found |= looking(server, times)
+        if "claim" in wanted:
+            measure.say(f"claims of a queue bound to {WIDE_TOPICS:,} topics")
+            server.execute(WIDE)
+            found["claim_idle_topics_ms"] = claiming(server, 5 * times, active=1)
+            found["claim_busy_topics_ms"] = claiming(server, 5 * times, active=WIDE_TOPICS)
+        if "read" in wanted:
+            found |= reading(server, times)
+        measure.table(
+            "at scale",
+            ("", "ms", "promised"),
+            [(name, measure.number(value, 1), measure.number(LIMITS.get(name))) for name, value in found.items()],
+        )
+        measure.finish(
+            server,
+            {
+                "bench": "scale",
+                **{name: round(value, 2) for name, value in found.items()},
+                "quick": options.quick,
+                "seconds": round(time.monotonic() - started, 1),
+            },
+        )
+
+
+ONE_SEGMENT = f"""
+insert into headwater.topic (name) values ('one-segment'), ('many-segments');
+insert into headwater.event (topic_id, payload)
+select t.id, convert_to(repeat('x', {PAYLOAD_BYTES}), 'UTF8')
+from headwater.topic t
+cross join generate_series(1, {PAGE + EVENTS_A_SEGMENT})
+where t.name = 'one-segment';
+"""
+
+
+def reading(server: Server, times: int) -> dict[str, float]:
+    """Pages of 1,000 events of one topic: from a log of one segment, and from one of 700, in turns."""
+    with measure.twin(server) as small:
+        for one in (small, server):
+            one.execute(ONE_SEGMENT)
+        measure.say(f"rotating {SEGMENTS} times")
+        make_segments(server)
+        measure.say(f"pages of one topic, of one segment and of {SEGMENTS}")
+        with (
+            pages(small, "one-segment") as alone,
+            pages(server, "one-segment") as same,
+            pages(server, "many-segments") as spread,
+        ):
+            acts = {
+                "read_one_segment_ms": alone["start"],
+                "read_segments_ms": same["start"],
+                "read_spread_ms": spread["start"],
+                "read_tail_one_segment_ms": alone["end"],
+                "read_tail_segments_ms": spread["end"],
+            }
+            taken: dict[str, list[float]] = {name: [] for name in acts}
+            # In turns, so that what else the machine does is the same for all.
+            for number in range(10 * times + 2):
+                for name, act in acts.items():
+                    started = time.perf_counter()
+                    act()
+                    if number >= 2:
+                        taken[name].append((time.perf_counter() - started) * 1000)
+    found = {name: statistics.median(values) for name, values in taken.items()}
+    return found | {
+        "read_segments_ratio": max(
+            found["read_segments_ms"] / found["read_one_segment_ms"],
+            found["read_tail_segments_ms"] / found["read_tail_one_segment_ms"],
+        ),
+        "read_spread_ratio": found["read_spread_ms"] / found["read_one_segment_ms"],
+    }
+
+
+if __name__ == "__main__":
+    main()

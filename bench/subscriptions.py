@@ -1,0 +1,332 @@
+"""Matching SQL subscriptions, beside PGMB's way of doing it: milliseconds for a chunk of 500 events.
+
+Each event matches one subscription. Both sides run on one server, take turns, and neither is ever analysed: autovacuum
+is off for their tables. PGMB's functions were written for this measurement from its documentation: a trigger notes
+unread events, `poll` joins them with the subscriptions of all filters in one statement and writes a row for each match,
+`read_next_events` reads these rows.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+
+import headwater
+from bench import _measure as measure
+from bench._measure import Server
+
+TOPIC = "bench"
+CHUNK = 500
+GROUP = "readers"
+PAYLOAD_BYTES = 200
+MOST_MATCHES = 1_000_000
+
+PGMB = """
+create schema other;
+create sequence other.event_number;
+create function other.event_id() returns text language sql volatile
+return 'pm' || lpad(to_hex(nextval('other.event_number')), 22, '0');
+create table other.events (
+    id text primary key default other.event_id(), topic text not null, payload jsonb not null,
+    metadata jsonb, subscription_id bigint
+);
+create unlogged table other.unread_events (event_id text primary key);
+create function other.note_unread() returns trigger language plpgsql as $$
+begin
+    insert into other.unread_events select n.id from inserted n;
+    return null;
+end;
+$$;
+create trigger note_unread after insert on other.events referencing new table as inserted
+    for each statement execute function other.note_unread();
+create table other.subscriptions (
+    id bigint generated always as identity primary key, group_id text not null, conditions_sql text not null,
+    params jsonb not null, identity bigint not null unique
+) with (autovacuum_enabled = off);
+create index on other.subscriptions using gin (params) with (fastupdate = off);
+create index on other.subscriptions (group_id);
+create table other.subscription_events (
+    id text primary key, group_id text not null, event_id text not null, subscription_id bigint not null
+) with (autovacuum_enabled = off);
+create index on other.subscription_events (group_id, id);
+create table other.groups (id text primary key, cursor text not null);
+create function other.read_next_events(gid text, after text, chunk integer)
+returns table (id text, topic text, payload jsonb, metadata jsonb, subscription_ids bigint[], next_cursor text)
+language plpgsql as $$
+begin
+    if not pg_try_advisory_lock(hashtext('read_next_events.' || gid)) then
+        return;
+    end if;
+    return query
+    with found as materialized (
+        select r.id, r.event_id, r.subscription_id from other.subscription_events r
+        where r.group_id = gid and r.id > coalesce(after, (select g.cursor from other.groups g where g.id = gid))
+        limit chunk
+    ), grouped as (
+        select f.event_id, array_agg(f.subscription_id) as ids, max(f.id) as last from found f group by f.event_id
+    )
+    select e.id, e.topic, e.payload, e.metadata, g.ids, max(g.last) over ()
+    from grouped g join other.events e on e.id = g.event_id;
+end;
+$$;
+"""
+
+POLL = """
+create or replace function other.poll(chunk integer) returns integer language plpgsql
+set enable_seqscan = off set jit = off
+as $poll$
+declare
+    moved integer;
+begin
+    if not pg_try_advisory_xact_lock(hashtext('other.poll')) then
+        return 0;
+    end if;
+    with unread as materialized (
+        delete from other.unread_events u
+        where u.event_id in (
+            select n.event_id from other.unread_events n
+            where n.event_id < 'pmz' order by n.event_id limit chunk for update skip locked
+        )
+        returning u.event_id
+    )
+    insert into other.subscription_events (id, group_id, event_id, subscription_id)
+    select other.event_id(), s.group_id, e.id, s.id
+    from unread u
+    join other.events e on e.id = u.event_id
+    join other.subscriptions s on {filters};
+    get diagnostics moved = row_count;
+    return moved;
+end;
+$poll$;
+"""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """So many subscriptions over so many filters. With `own_keys` each filter looks at another key of params."""
+
+    subscriptions: int
+    filters: int
+    own_keys: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.subscriptions} x {self.filters}{', own keys' if self.own_keys else ''}"
+
+    def key(self, number: int) -> str:
+        return f"user{number}" if self.own_keys else "user"
+
+    def filter(self, number: int, data: str, type_column: str) -> str:
+        return (
+            f"s.params @> jsonb_build_object('{self.key(number)}', e.{data} ->> 'user') "
+            f"and {type_column} is distinct from 'never {number}'"
+        )
+
+
+class Ours:
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.connection = psycopg.connect(server.dsn, autocommit=True)
+        self.log = headwater.connect(server.dsn, pool_size=1)
+        self.log.create_topic(TOPIC)
+        server.execute("alter table headwater.subscription set (autovacuum_enabled = off)")
+
+    def prepare(self, filters: list[str], params: str, count: int) -> None:
+        """Subscriptions number i of filter i % filters, with params by an SQL expression over i and n = i % filters."""
+        self.server.execute("truncate headwater.subscription cascade")
+        self.server.execute("delete from headwater.consumer_group where name = %s", (GROUP,))
+        for text in filters:
+            self.log.subscribe(GROUP, text, {"none": True}, topics=TOPIC)
+        self.server.execute("delete from headwater.subscription")
+        self.server.execute(
+            "insert into headwater.subscription (group_id, condition_id, params, params_hash, from_position) "
+            f"select g.id, c.id, p.params, sha256(p.params::text::bytea), 0 "
+            "from generate_series(0, %s - 1) as i "
+            "cross join lateral (select i %% %s as n) as f "
+            f"cross join lateral (select {params} as params) as p "
+            "join headwater.condition c on c.expression = (%s::text[])[f.n + 1] "
+            "join headwater.consumer_group g on g.name = %s",
+            (count, len(filters), filters, GROUP),
+        )
+
+    def publish(self, payloads: list[str]) -> None:
+        self.log.publish_batch(TOPIC, [headwater.NewEvent(p.encode()) for p in payloads])
+
+    def read(self, chunk: int) -> list[tuple[int, ...]]:
+        reading = self.log.read_next(GROUP, reader="bench", batch_size=chunk, timeout_seconds=600)
+        self.log.set_reading(GROUP, reading.next_position, reader="bench")
+        return [one.subscription_ids for one in reading.events]
+
+
+class Pgmb:
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        server.execute(PGMB)
+        self.connection = psycopg.connect(server.dsn, autocommit=True)
+        self.cursor = ""
+
+    def prepare(self, filters: list[str], params: str, count: int) -> None:
+        self.server.execute(
+            "truncate other.subscriptions, other.subscription_events, other.groups, other.events, other.unread_events"
+        )
+        literal = [f"({text}) and s.conditions_sql = {_quoted(text)}" for text in filters]
+        self.server.execute(POLL.replace("{filters}", "\n or ".join(f"({one})" for one in literal)).encode())
+        self.server.execute(
+            "insert into other.subscriptions (group_id, conditions_sql, params, identity) "
+            f"select %s, (%s::text[])[f.n + 1], p.params, i from generate_series(0, %s - 1) as i "
+            "cross join lateral (select i %% %s as n) as f "
+            f"cross join lateral (select {params} as params) as p",
+            (GROUP, filters, count, len(filters)),
+        )
+        self.cursor = ""
+        self.server.execute("insert into other.groups values (%s, '')", (GROUP,))
+
+    def publish(self, payloads: list[str]) -> None:
+        self.server.execute(
+            "insert into other.events (topic, payload) select %s, p::jsonb from unnest(%s::text[]) as p",
+            (TOPIC, payloads),
+        )
+
+    def read(self, chunk: int) -> list[tuple[int, ...]]:
+        self.connection.execute("select other.poll(%s)", (chunk,), prepare=True)
+        # All matches at once: a limit could part those of one event.
+        rows = self.connection.execute(
+            "select * from other.read_next_events(%s, %s, %s)", (GROUP, self.cursor, MOST_MATCHES), prepare=True
+        ).fetchall()
+        if rows:
+            self.cursor = rows[0][5]
+            self.connection.execute(
+                "update other.groups set cursor = %s where id = %s", (self.cursor, GROUP), prepare=True
+            )
+        return [tuple(row[4]) for row in rows]
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
+
+def payloads(count: int, subscriptions: int, start: int) -> list[str]:
+    rest = "x" * PAYLOAD_BYTES
+    return [json.dumps({"user": str((start + 7919 * i) % subscriptions), "rest": rest}) for i in range(count)]
+
+
+def measured(
+    ours: Ours, pgmb: Pgmb, cell: Cell, *, rounds: int, events: int = CHUNK, chunk: int = CHUNK
+) -> dict[str, float]:
+    """The least milliseconds of each side for `events` events, in interleaved rounds."""
+    params = "jsonb_build_object('user' || f.n, i::text)" if cell.own_keys else "jsonb_build_object('user', i::text)"
+    ours.prepare([cell.filter(n, "data", "e.type") for n in range(cell.filters)], params, cell.subscriptions)
+    pgmb.prepare([cell.filter(n, "payload", "e.topic") for n in range(cell.filters)], params, cell.subscriptions)
+    # One event matches one subscription; with own keys the filter's number comes from the user's.
+    return compared(
+        {"headwater": ours, "pgmb": pgmb},
+        lambda number: payloads(events, cell.subscriptions, number * events),
+        rounds=rounds,
+        chunk=chunk,
+        expected=1,
+    )
+
+
+def compared(
+    sides: dict[str, Any],
+    make: Callable[[int], list[str]],
+    *,
+    rounds: int,
+    chunk: int,
+    expected: int,
+) -> dict[str, float]:
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    order = list(sides)
+    for number in range(rounds + 2):
+        for name in order:
+            side = sides[name]
+            events = make(number)
+            side.publish(events)
+            found: list[tuple[int, ...]] = []
+            began = time.perf_counter()
+            while len(found) < len(events):
+                got = side.read(chunk)
+                if not got:
+                    break
+                found += got
+            elapsed = (time.perf_counter() - began) * 1000
+            if len(found) != len(events) or any(len(ids) != expected for ids in found):
+                raise RuntimeError(f"{name}: {len(found)} of {len(events)} events matched")
+            if number >= 2:
+                times[name].append(elapsed)
+        order.reverse()
+    # What others do on the machine only adds.
+    return {name: min(found) for name, found in times.items()}
+
+
+def main() -> None:
+    options = measure.arguments(__doc__ or "")
+    started = time.monotonic()
+    if options.quick:
+        rounds = 4
+        cells = [Cell(1, 1), Cell(100, 1), Cell(1000, 1), Cell(10_000, 1), Cell(10_000, 100), Cell(100_000, 1)]
+    else:
+        rounds = 9
+        cells = [
+            Cell(subscriptions, filters)
+            for subscriptions in (1, 100, 1000, 10_000, 100_000)
+            for filters in (1, 10, 100)
+            if filters <= subscriptions
+        ] + [Cell(10_000, filters, own_keys=True) for filters in (10, 100)]
+    with measure.measured_server(options.dsn) as server:
+        ours, pgmb = Ours(server), Pgmb(server)
+        found: dict[str, dict[str, float]] = {}
+        for cell in cells:
+            measure.say(cell.name)
+            found[cell.name] = measured(ours, pgmb, cell, rounds=rounds)
+        measure.say("10,000 events, 4,000 subscriptions, 4 filters")
+        large = measured(ours, pgmb, Cell(4000, 4), rounds=1 if options.quick else 3, events=10_000, chunk=10_000)
+        measure.say("100 subscriptions that match every event")
+        every = "e.topic = 'bench' and s.params ->> 'n' is not null"
+        for side in (ours, pgmb):
+            side.prepare([every], "jsonb_build_object('n', i)", 100)
+        all_match = compared(
+            {"headwater": ours, "pgmb": pgmb},
+            lambda number: payloads(CHUNK, 1, 0),
+            rounds=rounds,
+            chunk=CHUNK,
+            expected=100,
+        )
+        rows = [
+            (
+                name,
+                *(measure.number(ms[side], 1) for side in ("headwater", "pgmb")),
+                measure.number(ms["headwater"] / ms["pgmb"], 2),
+            )
+            for name, ms in {**found, "4000 x 4, 10,000 events": large, "100 x 1, all match": all_match}.items()
+        ]
+        measure.table(
+            "ms to match and read 500 events, each matches one subscription", ("", "headwater", "pgmb", "ratio"), rows
+        )
+        wanted = [(1000, 1), (10_000, 1), (10_000, 100), (100_000, 1)]
+        measure.finish(
+            server,
+            {
+                "bench": "subscriptions",
+                **{f"match_{s}x{f}": round(found[Cell(s, f).name]["headwater"], 1) for s, f in wanted},
+                "growth_10000_vs_100": round(
+                    found[Cell(10_000, 1).name]["headwater"] / found[Cell(100, 1).name]["headwater"], 2
+                ),
+                "worst_vs_pgmb": round(max(ms["headwater"] / ms["pgmb"] for ms in found.values()), 2),
+                "match_10000_events_4000x4_ms": round(large["headwater"]),
+                "match_10000_events_4000x4_vs_pgmb": round(large["headwater"] / large["pgmb"], 2),
+                "all_match_100_events_per_second": round(CHUNK / all_match["headwater"] * 1000),
+                "all_match_100_rate_vs_pgmb": round(all_match["pgmb"] / all_match["headwater"], 2),
+                "quick": options.quick,
+                "seconds": round(time.monotonic() - started, 1),
+            },
+        )
+
+
+if __name__ == "__main__":
+    main()

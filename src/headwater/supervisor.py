@@ -1,0 +1,77 @@
+"""Supervision of background tasks: a task that fails is restarted after a pause and never ends the process.
+
+A supervised function runs until its task is cancelled. If it raises or returns, the failure is logged with its
+traceback and counted, and the function is called again after a pause. The pause doubles from MIN_PAUSE_SECONDS to
+MAX_PAUSE_SECONDS; a run that lasted longer than MAX_PAUSE_SECONDS resets it.
+Invariant: only cancellation from outside ends a supervised task. A CancelledError from inside is a failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from types import TracebackType
+from typing import Final, Self
+
+from headwater.counters import COUNTERS
+from headwater.telemetry import BACKGROUND_FAILURES, ERROR, WAIT_SECONDS, logger
+
+MIN_PAUSE_SECONDS: Final = 0.1
+MAX_PAUSE_SECONDS: Final = 30.0
+
+
+class Contained:
+    """Around work whose failure must not reach others: it is reported, and the block is left. `failed` says so."""
+
+    __slots__ = ("_fields", "_name", "failed")
+
+    def __init__(self, name: str, **fields: object) -> None:
+        self._name = name
+        self._fields = fields
+        self.failed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self.failed = True
+        _report(self._name, error, self._fields)
+        return True
+
+
+def _report(name: str, error: BaseException | None, fields: Mapping[str, object]) -> None:
+    COUNTERS.add(BACKGROUND_FAILURES, name)
+    told = "it returned" if error is None else f"{type(error).__name__}: {error}"
+    logger.error("background task failed", exc_info=error, extra={ERROR: f"{name}: {told}", **fields})
+
+
+def supervise(name: str, run: Callable[[], Awaitable[object]]) -> asyncio.Task[None]:
+    """Start a task that calls `run` again whenever it ends, until the task is cancelled."""
+    return asyncio.create_task(_run_again(name, run), name=name)
+
+
+async def _run_again(name: str, run: Callable[[], Awaitable[object]]) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    pause = MIN_PAUSE_SECONDS
+    while True:
+        started = time.monotonic()
+        try:
+            with Contained(name, **{WAIT_SECONDS: pause}) as outcome:
+                await run()
+            if not outcome.failed:
+                _report(name, None, {WAIT_SECONDS: pause})
+        except asyncio.CancelledError as error:
+            if task.cancelling():
+                raise
+            _report(name, error, {WAIT_SECONDS: pause})
+        if time.monotonic() - started > MAX_PAUSE_SECONDS:
+            pause = MIN_PAUSE_SECONDS
+        await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+        pause = min(pause * 2, MAX_PAUSE_SECONDS)

@@ -1,0 +1,177 @@
+"""Does a Kafka consumer skip an event whose offset was issued again, after a crash or a failover of Postgres?
+
+The consumers are of librdkafka, which validates its offsets when the leader epoch changes, as the Java client does.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.crash import postgres_crashes
+
+import headwater
+from headwater.chaos.cluster import Cluster
+from headwater.chaos.proxy import Proxy
+from headwater.errors import LogUnavailable
+from serve_process import serve_process
+
+confluent = pytest.importorskip("confluent_kafka")
+from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, TopicPartition  # noqa: E402
+
+PATIENCE_SECONDS = 120.0
+QUICK_SECONDS = 2.0
+# One is open, its offsets are positions; the other is sequenced.
+TOPICS = ("quiet", "numbered")
+
+pytestmark = [pytest.mark.crash, pytest.mark.slow]
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with tempfile.TemporaryDirectory(prefix="headwater-kafka-positions-", ignore_cleanup_errors=True) as name:
+        cluster = postgres_crashes.make_cluster(Path(name))
+        try:
+            with headwater.connect(cluster.dsn, pool_size=1) as log:
+                log.create_topic("quiet")
+                log.create_topic("numbered", kind="sequenced")
+                log.create_topic("busy")
+            yield cluster
+        finally:
+            cluster.close()
+            cluster.server.kill()
+
+
+def publish(cluster: Cluster, name: str, count: int, topics: tuple[str, ...] = TOPICS) -> set[str]:
+    numbers = [f"{name}-{number}" for number in range(count)]
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            with headwater.connect(cluster.dsn, pool_size=1) as log, log.transaction() as connection:
+                for topic in topics:
+                    events = [headwater.NewEvent({"n": f"{topic}-{number}"}) for number in numbers]
+                    log.publish_batch(topic, events, connection=connection)
+            return {f"{topic}-{number}" for topic in topics for number in numbers}
+        except LogUnavailable:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
+class Reader:
+    """A consumer of both topics, polled in a thread of its own, which notes what it got."""
+
+    def __init__(self, address: str) -> None:
+        self._consumer = Consumer({
+            "bootstrap.servers": address,
+            "group.id": "readers",
+            "enable.auto.commit": False,
+            "auto.offset.reset": "latest",
+            "statistics.interval.ms": 20,
+            "stats_cb": self._note,
+            "log_level": 0,
+        })  # fmt: skip
+        self.got: list[str] = []
+        self.errors: list[Any] = []
+        self._next: dict[str, int] = {}
+        self._over = threading.Event()
+        self._assignment: dict[str, int] | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _note(self, text: str) -> None:
+        for name, topic in json.loads(text)["topics"].items():
+            self._next[name] = topic["partitions"].get("0", {}).get("next_offset", -1)
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            if (wanted := self._assignment) is not None:
+                self._assignment = None
+                self._consumer.assign([TopicPartition(topic, 0, offset) for topic, offset in wanted.items()])
+            message = self._consumer.poll(0.02)
+            if message is not None and message.error() is None:
+                self.got.append(json.loads(message.value())["n"])
+            elif message is not None:
+                self.errors.append(message.error())
+        self._consumer.close()
+
+    def read_from(self, *, quiet: int) -> None:
+        self._assignment = {"quiet": quiet, "numbered": 0}
+
+    def is_beyond(self, position: int, seconds: float) -> bool:
+        """Whether the consumer is at the end of the open topic, beyond a position, before the time is up."""
+        deadline = time.monotonic() + seconds
+        while self._next.get("quiet", -1) <= position and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self._next.get("quiet", -1) > position
+
+    def wait_for(self, wanted: set[str]) -> None:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not wanted <= set(self.got):
+            assert time.monotonic() < deadline, f"never delivered: {sorted(wanted - set(self.got))}; {self.errors[-5:]}"
+            time.sleep(0.05)
+
+    def end(self) -> None:
+        self._over.set()
+        self._thread.join(PATIENCE_SECONDS)
+
+
+def test_after_a_crash_that_takes_positions_back_a_consumer_gets_every_event(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(cluster, "before", 5)
+    with serve_process("--kafka", "127.0.0.1:0", dsn=cluster.dsn) as started:
+        reader = Reader(started.told["kafka"][0])
+        went_to: list[int] = []
+        stop_at_once = Cluster.stop_at_once
+
+        def stop_with_the_reader_at_the_end(cluster: Cluster, walwriter: int | None) -> None:
+            head = postgres_crashes.head(cluster)
+            reader.read_from(quiet=OFFSET_END)
+            if reader.is_beyond(head, QUICK_SECONDS):
+                went_to.append(head)
+            stop_at_once(cluster, walwriter)
+
+        monkeypatch.setattr(Cluster, "stop_at_once", stop_with_the_reader_at_the_end)
+        try:
+            before, after = postgres_crashes.take_positions_back(cluster, "busy")
+            assert went_to[-1:] == [before], "the consumer was not at the end of the log before the crash"
+            wanted = publish(cluster, "after", 20)
+            publish(cluster, "after", before - after, ("busy",))
+            wanted |= publish(cluster, "later", 20)
+            reader.wait_for(wanted)
+        finally:
+            reader.end()
+
+
+def test_after_a_failover_to_a_standby_that_lags_a_consumer_gets_every_event(cluster: Cluster) -> None:
+    with tempfile.TemporaryDirectory(prefix="headwater-proxy-") as name:
+        proxy = Proxy(cluster.dsn, Path(name))
+        try:
+            with serve_process("--kafka", "127.0.0.1:0", dsn=proxy.dsn) as started:
+                reader = Reader(started.told["kafka"][0])
+                try:
+                    reader.read_from(quiet=OFFSET_BEGINNING)
+                    reader.wait_for(publish(cluster, "before", 10))
+                    standby = cluster.make_standby()
+                    cut_off_at = cluster.cut_off(standby)
+                    # What the standby never gets, and the consumer does.
+                    lost = publish(cluster, "lost", 50)
+                    reader.wait_for(lost)
+                    before = postgres_crashes.head(cluster)
+                    cluster.promote(standby, cut_off_at=cut_off_at)
+                    assert postgres_crashes.head(cluster) < before
+                    wanted = publish(cluster, "after", 20)
+                    publish(cluster, "after", 200, ("busy",))
+                    proxy.switch(cluster.dsn)
+                    wanted |= publish(cluster, "later", 40)
+                    reader.wait_for(wanted)
+                finally:
+                    reader.end()
+        finally:
+            proxy.close()

@@ -1,0 +1,185 @@
+"""Does `headwater doctor` tell of what stops the log, with what to do about it, and does `headwater check` fail?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg import sql
+from typer.testing import CliRunner
+
+import headwater
+from headwater import NewEvent, calls
+from headwater.cli import app, doctor
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def run(dsn: str) -> Run:
+    """A command; what it printed as JSON."""
+
+    def invoke(*arguments: str) -> Any:
+        result = CliRunner().invoke(app, [*arguments, "--json", "--dsn", dsn])
+        return json.loads(result.stdout.splitlines()[0])
+
+    return invoke
+
+
+def told(run: Run, check: str, about: str) -> list[dict[str, Any]]:
+    """What `doctor` found that is not well, of one check, about one thing."""
+    found = run("doctor")["findings"]
+    return [one for one in found if one["check"] == check and one["outcome"] != "ok" and about in one["message"]]
+
+
+def failed(run: Run) -> list[str]:
+    """The checks that are not well to a monitor."""
+    return [one["name"] for one in run("check")["checks"] if not one["ok"] and one["name"] != "maintenance"]
+
+
+def exit_code(dsn: str, command: str) -> int:
+    return CliRunner().invoke(app, [command, "--dsn", dsn]).exit_code
+
+
+@pytest.fixture
+def broken_segment(connection: psycopg.Connection) -> Iterator[Callable[[int], str]]:
+    """Take a segment's table away, as a careless administrator does; it is put back afterwards."""
+    taken: list[tuple[str, int, int]] = []
+
+    def take(number: int) -> str:
+        name = f"event_{number:07}"
+        size = 100_000_000
+        connection.execute(
+            sql.SQL("alter table headwater.event detach partition headwater.{}").format(sql.Identifier(name))
+        )
+        taken.append((name, number * size, (number + 1) * size))
+        return name
+
+    yield take
+    for name, low, high in taken:
+        connection.execute(
+            sql.SQL("alter table headwater.event attach partition headwater.{} for values from ({}) to ({})").format(
+                sql.Identifier(name), sql.Literal(low), sql.Literal(high)
+            )
+        )
+
+
+@pytest.mark.parametrize(
+    ("number", "what"),
+    [(0, "nothing can be published"), (1, "publishing stops when"), (3, "publishing stops when")],
+)
+def test_a_segment_without_its_table_fails(
+    run: Run,
+    dsn: str,
+    log: headwater.Headwater,
+    topic: str,
+    broken_segment: Callable[[int], str],
+    number: int,
+    what: str,
+) -> None:
+    log.publish(topic, None)
+    assert failed(run) == []
+    name = broken_segment(number)
+    (found,) = told(run, "segments", name)
+    assert found["outcome"] == "fail"
+    assert what in found["message"]
+    assert "Restore" in found["action"]
+    assert failed(run) == ["segments"]
+    assert exit_code(dsn, "check") == 1
+
+
+def test_a_cursor_or_a_group_beyond_the_head_fails(run: Run, dsn: str, log: headwater.Headwater, topic: str) -> None:
+    log.set_cursor(f"{topic}-c", position=log.state().drawn + 1000, topics=topic)
+    log.create_group(f"{topic}-g", topic, after=log.state().drawn + 1000)
+    (cursor,) = told(run, "positions", f"cursor {topic}-c ")
+    (group,) = told(run, "positions", f"group {topic}-g ")
+    assert cursor["outcome"] == group["outcome"] == "fail"
+    assert f"headwater cursor set {topic}-c --position" in cursor["action"]
+    assert f"headwater group rewind {topic}-g --position" in group["action"]
+    assert failed(run) == ["positions"]
+    assert exit_code(dsn, "check") == 1
+    # A server stays ready: another would serve the same log.
+    assert run("check")["ready"] is True
+    log.set_cursor(f"{topic}-c", position=0)
+    log.rewind_group(f"{topic}-g", position=0)
+    assert exit_code(dsn, "check") == 0
+
+
+def test_a_settled_position_beyond_the_head_fails(
+    run: Run, log: headwater.Headwater, connection: psycopg.Connection, topic: str
+) -> None:
+    log.publish(topic, None)
+    connection.execute("select setval('headwater.settled_register', headwater.head() + 50)")
+    (found,) = told(run, "positions", "the settled position")
+    assert found["outcome"] == "fail"
+    assert "headwater migrate" in found["action"]
+    assert failed(run) == ["register"]
+    connection.execute("select headwater.refresh_settled()")
+    assert failed(run) == []
+
+
+def test_a_queue_that_no_worker_works_on_while_events_wait_is_told(
+    run: Run, log: headwater.Headwater, topic: str
+) -> None:
+    log.create_group(topic, topic)
+    assert told(run, "groups", f"group {topic} ") == []
+    log.publish_batch(topic, [NewEvent(None)] * 3)
+    (found,) = told(run, "groups", f"group {topic} ")
+    assert "no workers and 3 events that wait" in found["message"]
+    assert "headwater work" in found["action"]
+    lease = log.claim(topic, worker="w", batch_size=10)
+    assert lease is not None
+    log.ack(lease)
+    assert told(run, "groups", f"group {topic} ") == []
+
+
+def test_many_findings_of_one_kind_are_summed_up(run: Run, log: headwater.Headwater, topic: str) -> None:
+    log.publish(topic, None)
+    names = [f"{topic}-{number}" for number in range(25)]
+    for name in names:
+        log.create_group(name, topic)
+    found = [one for one in run("doctor")["findings"] if one["check"] == "groups"]
+    assert len(found) == 21
+    assert found[-1]["message"].startswith("and ")
+    for name in names:
+        log.delete_group(name)
+
+
+def test_a_pipeline_that_failed_is_told(run: Run, log: headwater.Headwater, topic: str) -> None:
+    claim = calls.claim_pipeline(
+        topic, "runner", lease=timedelta(seconds=30), source="log", definition={"from": {"log": {}}}, start=True
+    )
+    token = log.run(claim).token
+    assert token is not None
+    log.run(calls.record_failure(topic, token, "no such table\nin detail"))
+    (found,) = told(run, "pipelines", f"pipeline {topic} ")
+    assert "failed 1 times in a row: no such table" in found["message"]
+    log.run(calls.release_pipeline(topic, token))
+    (found,) = told(run, "pipelines", f"pipeline {topic} ")
+    assert "ended with an error: no such table" in found["message"]
+    assert f"headwater pipeline run {topic}" in found["action"]
+    log.run(calls.delete_pipeline(topic))
+
+
+def test_a_slot_that_nobody_reads_is_told_with_the_wal_that_it_holds(
+    run: Run, connection: psycopg.Connection, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = topic.replace("-", "_")
+    enough = doctor.MAX_IDLE_SLOT_BYTES
+    connection.execute("select pg_create_physical_replication_slot(%s, true)", (name,))
+    try:
+        monkeypatch.setattr(doctor, "MAX_IDLE_SLOT_BYTES", 2**60)
+        assert told(run, "slots", name) == []
+        monkeypatch.setattr(doctor, "MAX_IDLE_SLOT_BYTES", enough)
+        for _ in range(3):
+            connection.execute("select pg_logical_emit_message(false, 'test', 'x')")
+            connection.execute("select pg_switch_wal()")
+        (found,) = told(run, "slots", name)
+        assert "inactive and holds" in found["message"]
+        assert f"pg_drop_replication_slot('{name}')" in found["action"]
+    finally:
+        connection.execute("select pg_drop_replication_slot(%s)", (name,))
