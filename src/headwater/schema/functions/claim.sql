@@ -457,11 +457,12 @@ begin
         );
         return;
     end if;
-    -- Never above the head: a dump may have brought a value of another log.
+    -- Null, and so 0, after a crash or a promotion: the register is unlogged. Never above the head: a restored dump may
+    -- have brought a value of another log.
     settled_to := least(
-        pg_sequence_last_value('headwater.settled_register'), pg_sequence_last_value('headwater.position')
+        coalesce(pg_sequence_last_value('headwater.settled_register'), 0),
+        coalesce(pg_sequence_last_value('headwater.position'), 0)
     );
-    settled_to := coalesce(settled_to, 0);
     loop
         -- What somebody noted as settled will do, unless it holds nothing for this group.
         if settled_to < seen.last_claimed + room then

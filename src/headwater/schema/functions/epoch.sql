@@ -48,6 +48,8 @@ begin
         register := pg_sequence_last_value('headwater.epoch_register');
         if register is null or register >> 32 <> identity then
             perform setval('headwater.epoch_start', headwater.head());
+            -- What was stable in another history says nothing of this one.
+            perform setval('headwater.settled_register', 0);
             register := (identity << 32) | (greatest(
                 (select coalesce(max(e.number), 0) + 1 from headwater.epoch e),
                 extract(epoch from clock_timestamp() - timestamptz '2026-01-01 00:00:00+00')::bigint
