@@ -27,6 +27,7 @@ from headwater.spark.runner import Runner, Settings
 
 T = TypeVar("T")
 EVENT_COUNT = 20
+STREAM_SECONDS = 240
 
 
 @pytest.fixture
@@ -108,7 +109,10 @@ class Stream:
             .trigger(availableNow=True)
             .start()
         )
-        query.awaitTermination()
+        try:
+            assert query.awaitTermination(STREAM_SECONDS), "the stream did not come to its end"
+        finally:
+            query.stop()
 
     @property
     def names(self) -> list[str]:
