@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -59,9 +57,8 @@ def crash_beyond(cluster: Cluster, look: Callable[[], T]) -> tuple[T, int]:
     for _ in range(postgres_crashes.TRIES):
         # Its commit also writes the epoch down, so that nothing is left to be flushed by a reader.
         publish(cluster, "quiet", ["first"])
-        walwriter = cluster.walwriter()
+        walwriter = cluster.stop_walwriter()
         assert walwriter is not None
-        os.kill(walwriter, signal.SIGSTOP)
         with connected(cluster.dsn) as connection:
             for _ in range(60):
                 with connection.transaction(force_rollback=True):
