@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
 import os
+import signal
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,11 +30,40 @@ T = TypeVar("T")
 
 
 SPARK_TESTS = Path(__file__).parent / "spark"
+# How long one test may take, with its fixtures; 0: as long as it likes, for a soak. Far more than any needs: a test
+# that waits for ever fails and names the line, and the others still run.
+TEST_SECONDS = float(os.environ.get("TEST_SECONDS", "1200"))
+# An event loop may swallow what is raised in one of its callbacks, so it is raised again.
+AGAIN_SECONDS = 30.0
+# How long the process may take to end once all tests have.
+EXIT_SECONDS = float(os.environ.get("TEST_EXIT_SECONDS", "120"))
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     if item.path.is_relative_to(SPARK_TESTS):
         item.add_marker(pytest.mark.spark)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Fail a test that does not end."""
+
+    def fail(*_: object) -> None:
+        faulthandler.dump_traceback(file=sys.__stderr__ or 2)
+        pytest.fail(f"{item.nodeid} did not end within {TEST_SECONDS:g} seconds")
+
+    previous = signal.signal(signal.SIGALRM, fail)
+    signal.setitimer(signal.ITIMER_REAL, TEST_SECONDS, AGAIN_SECONDS)
+    try:
+        return (yield)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def pytest_unconfigure() -> None:
+    """A thread that a failed test left behind must not keep the process: Python waits for it at its exit."""
+    faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True, file=sys.__stderr__ or 2)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import IO, Any
 
 from psycopg import conninfo
 
+START_SECONDS = 120
 STOP_SECONDS = 60
 
 
@@ -30,10 +32,20 @@ def start_serving(*options: str, settings: Mapping[str, str] | None = None, log:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HEADWATER_")}
     environment.update(settings or {})
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
+    return ServeProcess(process, json.loads(first_line(process)))
+
+
+def first_line(process: subprocess.Popen[str]) -> str:
+    """What a process prints first. One that prints nothing in time is killed."""
     assert process.stdout is not None
-    line = process.stdout.readline()
-    assert line, "the server did not start"
-    return ServeProcess(process, json.loads(line))
+    killing = threading.Timer(START_SECONDS, process.kill)
+    killing.start()
+    try:
+        line = process.stdout.readline()
+    finally:
+        killing.cancel()
+    assert line, f"the process printed nothing, and ended with {process.wait(STOP_SECONDS)}"
+    return line
 
 
 @contextmanager
@@ -53,4 +65,4 @@ def serve_process(
             started.process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
             started.process.kill()
-            started.process.wait()
+            started.process.wait(STOP_SECONDS)

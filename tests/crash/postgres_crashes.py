@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -41,9 +39,8 @@ def take_positions_back(cluster: Cluster, busy_topic: str, *, pause_seconds: flo
     between (a checkpoint, a reader that commits) saves the positions; then it is tried again.
     """
     for _ in range(TRIES):
-        walwriter = cluster.walwriter()
+        walwriter = cluster.stop_walwriter()
         assert walwriter is not None
-        os.kill(walwriter, signal.SIGSTOP)
         with connected(cluster.dsn) as connection:
             for _ in range(60):
                 with connection.transaction(force_rollback=True):

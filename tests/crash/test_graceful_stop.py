@@ -26,7 +26,7 @@ import headwater
 from headwater import NewEvent
 from headwater.server.rpc.client import service
 from headwater.server.rpc.generated import headwater_pb2 as pb
-from serve_process import serve_process
+from serve_process import first_line, serve_process
 from webhook_receiver import Received, Receiver, Reply
 
 confluent = pytest.importorskip("confluent_kafka")
@@ -81,7 +81,7 @@ def test_workers_that_are_told_to_stop_under_load_lose_nothing_and_repeat_nothin
                 published.extend(p for p in own.publish_batch("load", [NewEvent(n) for n in range(5)]) if p)
                 enough.wait(0.05)
 
-    def start() -> subprocess.Popen[bytes]:
+    def start() -> subprocess.Popen[str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("HEADWATER_")}
         command = [sys.executable, "-c", "from headwater.cli import main; main()", "work", "loaded:app", "--json"]
         started = subprocess.Popen(
@@ -90,10 +90,10 @@ def test_workers_that_are_told_to_stop_under_load_lose_nothing_and_repeat_nothin
             env={**kept, "NOTES": str(notes)},
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            text=True,
         )
         # It says that it works when it listens to signals.
-        assert started.stdout is not None
-        assert b"working" in started.stdout.readline()
+        assert "working" in first_line(started)
         return started
 
     def done() -> int:
@@ -105,8 +105,9 @@ def test_workers_that_are_told_to_stop_under_load_lose_nothing_and_repeat_nothin
 
     publisher = threading.Thread(target=publish)
     publisher.start()
-    running = [start(), start()]
+    running: list[subprocess.Popen[str]] = []
     try:
+        running.extend(start() for _ in range(2))
         for turn in range(RESTARTS):
             before = done()
             until(lambda: done() > before + 40)  # noqa: B023

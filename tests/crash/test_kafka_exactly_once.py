@@ -52,7 +52,7 @@ def test_each_input_is_processed_once_when_processors_and_brokers_are_killed(
                     assert time.monotonic() < deadline, f"{written()} were written"
                 victim = round_number % 2
                 os.kill(transformers[victim].pid, signal.SIGKILL)
-                transformers[victim].wait()
+                transformers[victim].wait(PATIENCE_SECONDS)
                 brokers.kill(round_number % 3)
                 transformers[victim] = start(victim)
                 brokers.restart(round_number % 3)
@@ -62,7 +62,7 @@ def test_each_input_is_processed_once_when_processors_and_brokers_are_killed(
         finally:
             for process in transformers:
                 process.kill()
-                process.wait()
+                process.wait(PATIENCE_SECONDS)
         consumer = Consumer({"bootstrap.servers": brokers.bootstrap, "group.id": "check", "log_level": 0,
                              "auto.offset.reset": "earliest", "isolation.level": "read_committed"})  # fmt: skip
         consumer.subscribe([sink])

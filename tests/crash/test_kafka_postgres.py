@@ -17,6 +17,7 @@ import pytest
 import headwater
 from headwater import schema
 from headwater.embedded import Postgres
+from serve_process import STOP_SECONDS, first_line
 
 confluent = pytest.importorskip("confluent_kafka")
 from confluent_kafka import Consumer, Producer  # noqa: E402
@@ -38,13 +39,12 @@ def test_producers_and_a_group_go_on_after_postgres_died() -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("HEADWATER_")}
         broker = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         try:
-            assert broker.stdout is not None
-            (address,) = json.loads(broker.stdout.readline())["kafka"]
+            (address,) = json.loads(first_line(broker))["kafka"]
             _survives(server, dsn, address)
             assert broker.poll() is None
         finally:
             broker.kill()
-            broker.wait()
+            broker.wait(STOP_SECONDS)
             server.stop(mode="immediate")
 
 

@@ -204,14 +204,15 @@ class Driver:
             try:
                 self.process.wait(90)
             except subprocess.TimeoutExpired:
-                self.process.kill()
+                self.kill()
 
     def said(self) -> str:
         return (self._directory / "said").read_text(errors="replace")[-4000:]
 
 
 def descendants(pid: int) -> list[int]:
-    listed = subprocess.run(["ps", "-e", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    command = ["ps", "-e", "-o", "pid=,ppid="]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     children: dict[int, list[int]] = {}
     for line in listed.splitlines():
         child, parent = map(int, line.split())

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from headwater.errors import LogUnavailable
 
 PATIENCE_SECONDS = 120.0
 OLDEST = 15
+# Stopped at any moment, it would keep commits waiting in a few of a hundred.
+STOPS = 100
 
 
 def _binaries(which: str) -> Binaries:
@@ -48,6 +52,35 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
         finally:
             cluster.close()
             cluster.server.kill()
+
+
+def test_the_walwriter_is_stopped_only_while_commits_can_do_without_it(cluster: Cluster) -> None:
+    with connected(cluster.dsn) as connection:
+        connection.execute("create table written (n integer)")
+        connection.execute("create table committed (n integer)")
+    over = threading.Event()
+
+    def write() -> None:
+        with connected(cluster.dsn) as connection:
+            # The walwriter is the one that flushes these.
+            connection.execute("set synchronous_commit = off")
+            while not over.is_set():
+                connection.execute("insert into written select generate_series(1, 5000)")
+
+    with ThreadPoolExecutor() as threads, connected(cluster.dsn) as committing:
+        writing = threads.submit(write)
+        try:
+            for number in range(STOPS):
+                walwriter = cluster.stop_walwriter()
+                assert walwriter is not None
+                try:
+                    committed = threads.submit(committing.execute, "insert into committed values (%s)", (number,))
+                    committed.result(PATIENCE_SECONDS)
+                finally:
+                    os.kill(walwriter, signal.SIGCONT)
+        finally:
+            over.set()
+        writing.result(PATIENCE_SECONDS)
 
 
 class Readers:

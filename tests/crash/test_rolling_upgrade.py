@@ -15,9 +15,11 @@ import pytest
 from psycopg import conninfo, sql
 
 import headwater
-from headwater import chaos, schema
-from headwater.chaos import journal, trial
-from headwater.chaos.parts import FOLLOWER, PROCESSOR, STAGE_VARIABLE, Stage
+from headwater import schema
+from headwater.chaos import cast, evidence, journal, staging
+from headwater.chaos.crew import PART
+from headwater.chaos.stage import EXACT, FOLLOW, PLAIN, PROCESS, STAGE_VARIABLE, Stage, quiet_and_busy
+from headwater.chaos.verdict import judge
 
 SOURCE = Path(headwater.__file__).parent
 STOP_SECONDS = 120
@@ -57,8 +59,8 @@ def next_release(tmp_path: Path) -> Path:
     # A function with a further parameter, and one that the next version does without.
     edit(
         functions / "cursor.sql",
-        "headwater.advance_cursor(name text, from_position bigint, to_position bigint)",
-        "headwater.advance_cursor(name text, from_position bigint, to_position bigint, why text default null)",
+        "from_position bigint, to_position bigint, epoch integer default null\n",
+        "from_position bigint, to_position bigint, epoch integer default null, why text default null\n",
     )
     edit(functions / "settle.sql", "function headwater.head()\n", "function headwater.top()\n")
     for path in functions.glob("*.sql"):
@@ -75,7 +77,7 @@ def edit(path: Path, before: str, after: str) -> None:
     path.write_text(text.replace(before, after))
 
 
-class Cast:
+class Programs:
     """Processes of both versions on one stage."""
 
     def __init__(self, stage: Stage, next_release: Path) -> None:
@@ -87,7 +89,7 @@ class Cast:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("HEADWATER_")}
         with Path(self.stage.directory, f"{name}.stderr").open("wb") as stderr:
             self.running[name] = subprocess.Popen(
-                [sys.executable, "-m", "headwater.chaos.parts", role, name, "7"],
+                [sys.executable, "-c", PART, role, name, "7"],
                 env={**kept, STAGE_VARIABLE: self.stage.as_json(), "PYTHONPATH": str(self.paths[version])},
                 stdin=subprocess.PIPE,
                 stderr=stderr,
@@ -114,22 +116,43 @@ class Cast:
 def test_old_and_new_programs_work_side_by_side_through_an_upgrade(
     old_dsn: str, next_release: Path, tmp_path: Path, until: Callable[[Callable[[], bool]], bool]
 ) -> None:
-    journals = tmp_path / "journals"
-    journals.mkdir()
-    plan = chaos.Plan(seconds=0, seed=7, events_per_second=300)
+    directory = tmp_path / "stage"
+    directory.mkdir()
+    readers = cast.choose(["worker", "follow", "process"])
+    stage = staging.make_stage(readers, directory, dsn=old_dsn, events_per_second=300)
+    programs = Programs(stage, next_release)
+    _, busy_follower = quiet_and_busy(FOLLOW)
+    _, busy_processor = quiet_and_busy(PROCESS)
 
-    def noted(name: str) -> int:
-        """How much a process has noted as done or acknowledged."""
-        cast.refuse_fallen()
-        done = [line for line in journal.read_all(journals) if line.kind in ("done", "acknowledged")]
-        return sum(len(line.numbers) for line in done if name in line.who)
+    def acknowledged(producer: str) -> int:
+        lines = [line for line in journal.read_all(directory) if line.kind == "acknowledged" and line.who == producer]
+        return sum(len(line.numbers) for line in lines)
 
-    with trial.staged(plan, old_dsn, journals, through=old_dsn) as stage:
-        cast = Cast(stage, next_release)
+    def handled(worker: str) -> int:
+        notes = journal.DeliveriesTail(directory, PLAIN).new_by_process()
+        return sum(len(events) for process, events in notes if process == worker)
+
+    def done(name: str) -> int:
+        """How many events a process has published, handled or read."""
+        programs.refuse_fallen()
+        match name.split("-")[0]:
+            case "producer":
+                return acknowledged(name)
+            case "worker":
+                return handled(name)
+            case "follow":
+                return len(journal.delivered(directory, busy_follower))
+            case _:
+                with psycopg.connect(old_dsn) as connection:
+                    row = connection.execute(evidence.EFFECT_COUNT, (busy_processor,)).fetchone()
+                return row[0] if row else 0
+
+    old = ("producer-old-1", "worker-old-1", "follow-old-1", "process-old-1")
+    with staging.staged(readers, stage, lambda: old_dsn):
         try:
-            for role in ("producer", "worker", FOLLOWER, PROCESSOR):
-                cast.start("old", role)
-            until(lambda: noted("worker-old-1") > 50 and noted("follower-old-1") > 50)
+            for role in ("producer", "worker", "follow", "process"):
+                programs.start("old", role)
+            until(lambda: all(done(name) > 50 for name in old))
 
             upgrade = subprocess.run(
                 [sys.executable, "-c", "from headwater.cli import main; main()", "migrate", "--dsn", old_dsn],
@@ -141,33 +164,40 @@ def test_old_and_new_programs_work_side_by_side_through_an_upgrade(
             )
             assert upgrade.returncode == 0, upgrade.stderr
             assert "of Headwater 99.0.0" in upgrade.stdout
-            at_upgrade = {name: noted(name) for name in ("producer-old-1", "worker-old-1", "follower-old-1")}
+            at_upgrade = {name: done(name) for name in old}
 
             # Those that run go on with the new functions under them, and those of the next version join.
             for role in ("producer", "worker"):
-                cast.start("next", role)
-            until(lambda: all(noted(name) > count + 50 for name, count in at_upgrade.items()))
-            until(lambda: noted("producer-next-1") > 50 and noted("worker-next-1") > 50)
+                programs.start("next", role)
+            until(lambda: all(done(name) > count + 50 for name, count in at_upgrade.items()))
+            until(lambda: done("producer-next-1") > 50 and done("worker-next-1") > 50)
 
             # A program of the old version may be started again until it is replaced.
-            assert cast.end("worker-old-1") == 0
-            cast.start("old", "worker", number=2)
-            until(lambda: noted("worker-old-2") > 20)
-            assert cast.end("worker-old-2") == 0
-            cast.start("next", "worker", number=2)
-            until(lambda: noted("worker-next-2") > 20)
+            assert programs.end("worker-old-1") == 0
+            programs.start("old", "worker", number=2)
+            until(lambda: done("worker-old-2") > 20)
+            assert programs.end("worker-old-2") == 0
+            programs.start("next", "worker", number=2)
+            until(lambda: done("worker-next-2") > 20)
 
             stage.stop_file.touch()
-            assert [cast.end(name, by=None) for name in ("producer-old-1", "producer-next-1")] == [0, 0]
+            assert [programs.end(name, by=None) for name in ("producer-old-1", "producer-next-1")] == [0, 0]
             with headwater.connect(old_dsn) as log:
-                until(lambda: not any(trial.remaining(log, stage).values()))
-            cast.refuse_fallen()
-            assert [cast.end(name) for name in ("worker-next-1", "worker-next-2")] == [0, 0]
+                events = list(evidence.found(log, stage))
+                outstanding = evidence.Outstanding(readers, stage, events)
+                until(lambda: not any(outstanding.counts(log).values()))
+            programs.refuse_fallen()
+            assert [programs.end(name) for name in ("worker-next-1", "worker-next-2")] == [0, 0]
         finally:
-            cast.stop()
-        verdict = trial.judged(stage, old_dsn, journals)
+            programs.stop()
+        with headwater.connect(old_dsn) as log:
+            ids = {event.position: event.id for event in events}
+            got = [evidence.reader_of(log, stage, kind, ids) for kind in readers.readers]
+    verdict = judge(journal.read_all(directory), events, got)
     assert verdict.ok, verdict.examples
     assert verdict.produced == verdict.acknowledged > 500
+    wanted = {reader.name: reader.wanted for reader in verdict.readers}
+    assert all(wanted[name] > 500 for name in (PLAIN, EXACT, busy_follower, busy_processor)), wanted
 
     with psycopg.connect(old_dsn) as connection:
         retired = {name for (name,) in connection.execute("select signature from headwater.retired_function")}

@@ -51,12 +51,13 @@ def disk() -> Iterator[Disk]:
     if os.geteuid() != 0:
         pytest.skip("needs root, to mount a small tmpfs")
     with tempfile.TemporaryDirectory(prefix="headwater-disk-") as name:
-        if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m,mode=777", "tmpfs", name]).returncode:
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m,mode=777", "tmpfs", name]
+        if subprocess.run(mount, timeout=60, check=False).returncode:
             pytest.skip("a tmpfs cannot be mounted here")
         try:
             yield Disk(Path(name))
         finally:
-            subprocess.run(["umount", "-l", name], check=True)
+            subprocess.run(["umount", "-l", name], check=True, timeout=60)
 
 
 @pytest.fixture

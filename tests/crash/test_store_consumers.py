@@ -146,18 +146,21 @@ def test_a_projector_on_sqlite_that_is_killed_counts_every_event_once(tmp_path: 
 
 
 def test_thousands_of_subscribers_share_one_reader_while_backends_are_killed(
-    dsn: str, log: headwater.Headwater, monkeypatch: pytest.MonkeyPatch
+    dsn: str, log: headwater.Headwater, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = log.create_store(f"store-{next(_numbers)}")
     monkeypatch.setattr("headwater.tail.Tail.extended.__kwdefaults__", {"max_events": 16, "max_bytes": 1 << 20})
-    end = Query.of(types=["End"])
-    wanted = [Query(), Query.of(tags=["a"]) | end, Query.of(types=["A", "End"])]
-    reading = most = 0
+    ends = Query.of(types=["Begin", "End"])
+    wanted = [Query(), Query.of(tags=["a"]) | ends, Query.of(types=["A", "Begin", "End"])]
+    reading = most = lost = looked = 0
+    live: set[asyncio.Task[Any] | None] = set()
+    begun: set[int] = set()
 
     async def follow(following: aio.store.EventStore, number: int) -> list[int]:
         got: list[StoreEvent] = []
         async for events in following.subscribe_batches(wanted[number % 3], batch_size=7):
             got += events
+            begun.add(number)
             if number % 100 == 0:
                 # Slow: by the time it comes back, what it needs is no longer kept in memory.
                 await asyncio.sleep(0.05)
@@ -166,29 +169,57 @@ def test_thousands_of_subscribers_share_one_reader_while_backends_are_killed(
         raise AssertionError("a live subscription does not end")
 
     async def run() -> list[list[int]]:
-        nonlocal reading, most
+        nonlocal lost, looked
         async with await aio.connect(dsn, application_name="doomed") as opened:
             following = opened.store(store.topic)
-            read_after = following._feed._read_after
+            feed = following._feed
+            read_after, after, end = feed._read_after, feed.after, following._end
 
-            async def watched(position: int, batch_size: int) -> list[StoreEvent]:
-                nonlocal reading, most
+            async def watched_read_after(*arguments: Any) -> list[StoreEvent]:
+                nonlocal reading, most, lost
                 reading += 1
                 most = max(most, reading)
                 try:
-                    return await read_after(position, batch_size)
+                    return await read_after(*arguments)
+                except headwater.LogUnavailable:
+                    lost += 1
+                    raise
                 finally:
                     reading -= 1
 
-            following._feed._read_after = watched
+            async def watched_after(*arguments: Any, **settings: Any) -> Any:
+                live.add(asyncio.current_task())
+                return await after(*arguments, **settings)
+
+            async def watched_end() -> tuple[int, int]:
+                nonlocal looked
+                looked += 1
+                return await end()
+
+            monkeypatch.setattr(feed, "_read_after", watched_read_after)
+            monkeypatch.setattr(feed, "after", watched_after)
+            monkeypatch.setattr(following, "_end", watched_end)
             tasks = [asyncio.create_task(follow(following, n)) for n in range(SUBSCRIBERS)]
+
+            async def wait_for(happened: Callable[[], bool]) -> None:
+                # A subscriber that fails fails the test below.
+                await asyncio.to_thread(until, lambda: happened() or any(task.done() for task in tasks))
+
             with killing(dsn):
+                # One that is not at the end of the log yet reads it by itself.
+                await wait_for(lambda: len(live) == SUBSCRIBERS)
+                lost = looked = 0
+                await wait_for(lambda: lost >= 3)
+                await asyncio.to_thread(store.append, NewStoreEvent("Begin"))
+                await wait_for(lambda: len(begun) == SUBSCRIBERS)
+                looked_while_live = looked
                 for seed in range(3):
                     await asyncio.to_thread(random_appends, store, 10, seed)
                 await asyncio.to_thread(store.append, NewStoreEvent("End"))
                 received = await asyncio.wait_for(asyncio.gather(*tasks), 120)
-            assert following._feed._tail is not None
-            assert len(following._feed._tail.events) <= 16
+            assert looked_while_live == 0, "subscribers read the log, each by itself"
+            assert feed._tail is not None
+            assert len(feed._tail.events) <= 16
             return received
 
     received = asyncio.run(run())

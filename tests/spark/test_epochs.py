@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -27,6 +25,7 @@ from headwater.spark.runner import Runner, Settings
 
 T = TypeVar("T")
 EVENT_COUNT = 20
+STREAM_SECONDS = 240
 
 
 @pytest.fixture
@@ -58,9 +57,8 @@ def crash_beyond(cluster: Cluster, look: Callable[[], T]) -> tuple[T, int]:
     for _ in range(postgres_crashes.TRIES):
         # Its commit also writes the epoch down, so that nothing is left to be flushed by a reader.
         publish(cluster, "quiet", ["first"])
-        walwriter = cluster.walwriter()
+        walwriter = cluster.stop_walwriter()
         assert walwriter is not None
-        os.kill(walwriter, signal.SIGSTOP)
         with connected(cluster.dsn) as connection:
             for _ in range(60):
                 with connection.transaction(force_rollback=True):
@@ -108,7 +106,10 @@ class Stream:
             .trigger(availableNow=True)
             .start()
         )
-        query.awaitTermination()
+        try:
+            assert query.awaitTermination(STREAM_SECONDS), "the stream did not come to its end"
+        finally:
+            query.stop()
 
     @property
     def names(self) -> list[str]:

@@ -24,6 +24,8 @@ CONNECT_SECONDS: Final = 10
 DEADLINE_SECONDS: Final = 60.0
 POLL_SECONDS: Final = 0.01
 
+WALWRITER: Final = "select pid, wait_event from pg_stat_activity where backend_type = 'walwriter'"
+
 
 class StandbyFailed(Exception):
     """The standby did not do within its time what a failover needs."""
@@ -58,10 +60,29 @@ class Cluster:
         self.server.kill()
         self.server.start()
 
-    def walwriter(self) -> int | None:
+    def stop_walwriter(self) -> int | None:
+        """SIGSTOP for the walwriter while it waits for work; its process id. None: there is none, or it never waits.
+
+        Stopped while it writes or flushes, it would keep a lock that every commit needs, and all would wait for ever.
+        """
+        deadline = time.monotonic() + DEADLINE_SECONDS
         with connected(self.dsn) as connection:
-            row = connection.execute("select pid from pg_stat_activity where backend_type = 'walwriter'").fetchone()
-        return None if row is None else int(row[0])
+            while time.monotonic() < deadline:
+                row = connection.execute(WALWRITER).fetchone()
+                if row is None:
+                    return None
+                pid = int(row[0])
+                os.kill(pid, signal.SIGSTOP)
+                try:
+                    # It is asked again now that the answer stays true.
+                    if connection.execute(WALWRITER).fetchone() == (pid, "WalWriterMain"):
+                        return pid
+                except BaseException:
+                    os.kill(pid, signal.SIGCONT)
+                    raise
+                os.kill(pid, signal.SIGCONT)
+                time.sleep(POLL_SECONDS)
+        return None
 
     def inserted_lsn(self) -> str:
         """How far the WAL is written, flushed or not."""

@@ -133,9 +133,8 @@ def stop_postgres_at_once(scene: Scene) -> None:
     with _producers_paused(scene), ExitStack() as frozen:
         with _log(scene.direct_dsn, scene) as log:
             _wait_until_quiet(scene, log)
-            walwriter = cluster.walwriter()
+            walwriter = cluster.stop_walwriter()
             try:
-                _signal(walwriter, signal.SIGSTOP)
                 for attempt in range(MAX_TRIES):
                     begun_at = cluster.inserted_lsn()
                     for _ in range(ROLLBACKS):

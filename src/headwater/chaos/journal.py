@@ -44,15 +44,19 @@ class Journal:
 
 
 class Deliveries:
-    """Notes of one reader. Its next process goes on in the same file, so that the order of deliveries is kept."""
+    """Notes of one reader. Its next process goes on in the same file, so that the order of deliveries is kept.
 
-    def __init__(self, directory: Path, reader: str) -> None:
+    `process`: which of several processes of one reader notes this.
+    """
+
+    def __init__(self, directory: Path, reader: str, *, process: str | None = None) -> None:
+        self._process = process
         self._path = directory / f"{reader}.delivered"
         self._file = _opened(self._path)
 
     def note(self, events: Sequence[str], place: Any = None) -> None:
         """These came; `place` is what a reader that remembers its place by itself would remember now."""
-        _write(self._file, [list(events), place])
+        _write(self._file, [list(events), place, self._process])
 
     def place(self) -> Any:
         """What was remembered last; None at the beginning."""
@@ -74,6 +78,11 @@ class DeliveriesTail:
 
     def new(self) -> Iterator[str]:
         """The events that were noted since the last call."""
+        for _, events in self.new_by_process():
+            yield from events
+
+    def new_by_process(self) -> Iterator[tuple[str | None, Sequence[str]]]:
+        """The same, with the process that noted them."""
         if not self._path.exists():
             return
         with self._path.open("rb") as lines:
@@ -82,7 +91,8 @@ class DeliveriesTail:
                 if not line.endswith(b"\n"):
                     return
                 self._read_to += len(line)
-                yield from json.loads(line)[0]
+                events, _, process = json.loads(line)
+                yield process, events
 
 
 def read_all(directory: Path) -> Iterator[Line]:

@@ -23,7 +23,7 @@ INSERT_EFFECT: Final = "insert into headwater_chaos.effect (consumer, event) val
 def work(stage: Stage, name: str, chance: random.Random) -> None:
     directory = Path(stage.directory)
     # Two processes write to one file; each line is one write.
-    noted = {queue: Deliveries(directory, queue) for queue in (PLAIN, ORDERED)}
+    noted = {queue: Deliveries(directory, queue, process=name) for queue in (PLAIN, ORDERED)}
     app = App()
     settings: dict[str, Any] = {
         "lease_seconds": stage.lease_seconds,

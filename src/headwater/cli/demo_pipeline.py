@@ -139,7 +139,13 @@ def _broker(dsn: str) -> Iterator[str]:
     )
     try:
         assert process.stdout is not None
-        said = process.stdout.readline()
+        # One that never gets ready is ended, and the line is empty then.
+        too_late = threading.Timer(WAIT_SECONDS, process.kill)
+        too_late.start()
+        try:
+            said = process.stdout.readline()
+        finally:
+            too_late.cancel()
         if not said:
             raise NotThere("the Kafka door did not open", hint="Run: pip install 'headwater[kafka]'")
         yield str(json.loads(said)["kafka"][0])
