@@ -228,8 +228,8 @@ class Slot:
             # A standby that is not promoted yet may still get the slot: it refuses this question, which is no loss.
             connection.execute(query("current_lsn"))
             raise SlotLost(
-                f"there is no replication slot {self.name!r}: it was dropped, or a standby without it was promoted, and "
-                "changes since it was there are lost to this reader",
+                f"there is no replication slot {self.name!r}: it was dropped, or a standby without it was promoted. "
+                "Changes since it was there are lost to this reader",
                 hint=_BEGIN_AGAIN,
             )
         if state.plugin != "pgoutput" or state.database != state.this_database:
@@ -258,15 +258,11 @@ class Slot:
                 )
             left_at = switch_points(self.dsn, state.history).get(place.history.timeline)
             if left_at is None or place.lsn > left_at:
-                kept = (
-                    "none of that timeline"
-                    if left_at is None
-                    else f"of that timeline only what is before {lsn_text(left_at)}"
-                )
+                kept = "nothing of it" if left_at is None else f"only what is before {lsn_text(left_at)} of it"
                 raise SlotLost(
                     f"the server has lost changes that may have been read: the slot {self.name!r} was read up to "
-                    f"{lsn_text(place.lsn)} on timeline {place.history.timeline}, and timeline {state.timeline} has {kept}. "
-                    "A standby that lagged was promoted, or the server was restored",
+                    f"{lsn_text(place.lsn)} on timeline {place.history.timeline}, and the server, on timeline "
+                    f"{state.timeline}, has {kept}: a standby that lagged was promoted, or the server was restored",
                     hint=f"{_BEGIN_AGAIN}. Sinks outside of the server still hold what it lost.",
                     detail={**detail, "read_on_timeline": place.history.timeline, "left_at": left_at},
                 )

@@ -1,8 +1,8 @@
 """Places in the server's log (WAL) that outlive a failover: an LSN together with the history that it is of.
 
-A promotion, or a restore to a point in time, begins a new timeline at its switch point. What an LSN up to there stands
-for is the same on both timelines; beyond it, the same LSN is another change. A place that is kept outside of Postgres (a
-checkpoint, a message id) therefore names its timeline, and a reader compares it with the server's before it goes on.
+A promotion, or a restore to a point in time, begins a new timeline at its switch point. Up to there an LSN stands for
+the same on both timelines; beyond it, the same LSN is another change. A place that is kept outside of Postgres (in a
+checkpoint, in a message id) therefore names its timeline, and a reader compares it with the server's before it goes on.
 """
 
 from __future__ import annotations
