@@ -247,7 +247,7 @@ def _slots(log: headwater.Headwater, facts: _Facts) -> Iterator[Finding]:
                 )
             )
     for name, database in ask(log, "doctor_failover_slots"):
-        # There is no SQL function for it. pg_upgrade keeps slots as they are, and so does an older Headwater.
+        # No SQL function does it, only this command of the replication protocol.
         change = f'psql "dbname={database} replication=database" -c "ALTER_REPLICATION_SLOT {name} (FAILOVER true)"'
         found.append(
             Finding(
