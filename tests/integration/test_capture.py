@@ -388,7 +388,7 @@ def test_an_advance_never_goes_back_and_may_be_repeated(slot: Slot, table: str, 
     for lsn in (end, end, start):
         slot.advance(lsn)
         assert slot.state().confirmed_lsn == end
-    with pytest.raises(SlotLost, match="was advanced"):
+    with pytest.raises(SlotLost, match="it was advanced"):
         list(slot.read(start=start, end=end))
 
 
@@ -462,9 +462,9 @@ def test_a_slot_that_is_gone_is_said_so(slot: Slot, dsn: str) -> None:
 
 @pytest.mark.parametrize(("retained", "level"), [(0, Level.OK), (512 << 20, Level.WARNING), (1 << 30, Level.CRITICAL)])
 def test_what_a_slot_keeps_has_levels(retained: int, level: Level) -> None:
-    state = SlotState("pgoutput", "d", False, "extended", 5, 5, 5 + retained, "d")
+    state = SlotState("pgoutput", "d", False, "extended", 5, 5, 5 + retained, "d", 1, 1, 5)
     assert state.level() is level
-    assert SlotState("pgoutput", "d", False, "unreserved", 5, 5, 5, "d").level() is Level.CRITICAL
+    assert SlotState("pgoutput", "d", False, "unreserved", 5, 5, 5, "d", 1, 1, 5).level() is Level.CRITICAL
 
 
 def test_what_cannot_be_captured_is_refused_with_the_way_out(

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import psycopg
 import pytest
-from psycopg import sql
+from psycopg import conninfo, sql
 from typer.testing import CliRunner
 
 import headwater
 from headwater import NewEvent, calls
+from headwater.cdc.slot import Slot
 from headwater.cli import app, doctor
 
 Run = Callable[..., Any]
@@ -183,3 +185,32 @@ def test_a_slot_that_nobody_reads_is_told_with_the_wal_that_it_holds(
         assert f"pg_drop_replication_slot('{name}')" in found["action"]
     finally:
         connection.execute("select pg_drop_replication_slot(%s)", (name,))
+
+
+def test_a_slot_that_a_promotion_would_lose_is_told_with_what_mends_it(
+    run: Run, dsn: str, connection: psycopg.Connection, topic: str
+) -> None:
+    if connection.info.server_version < 170_000:
+        pytest.skip("Postgres has failover slots since 17")
+    name = topic.replace("-", "_")
+    connection.execute("select pg_create_logical_replication_slot(%s, 'pgoutput')", (name,))
+    try:
+        (found,) = told(run, "slots", name)
+        assert "no failover slot" in found["message"]
+        command = re.search(r"ALTER_REPLICATION_SLOT \w+ \(FAILOVER true\)", found["action"])
+        assert command is not None
+        replicating = conninfo.make_conninfo(dsn, replication="database")
+        with psycopg.connect(replicating, autocommit=True) as replication:
+            replication.execute(command[0].encode())
+        assert told(run, "slots", name) == []
+    finally:
+        connection.execute("select pg_drop_replication_slot(%s)", (name,))
+    slot = Slot(dsn, name, name)
+    connection.execute(f"create table {name} (id integer primary key)")
+    slot.prepare([name])
+    try:
+        assert told(run, "slots", name) == []
+    finally:
+        slot.drop()
+        connection.execute(f"drop publication {name}")
+        connection.execute(f"drop table {name}")

@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("pyspark")
 
+from headwater.cdc.timeline import History
 from headwater.errors import InvalidRequest, PipelineNotFound, SlotLost
 from headwater.spark.batch_query import explained, place_in
 from headwater.spark.checkpoint import end_in
@@ -101,15 +102,16 @@ def test_two_pipelines_may_not_share_a_slot() -> None:
 
 
 def test_the_end_of_a_batch_is_in_its_file_of_offsets() -> None:
-    assert end_in('v1\n{"batchWatermarkMs":0}\n{"position":42,"gone_to":0}\n') == (42, None)
-    assert end_in('v1\n{"batchWatermarkMs":0}\n{"lsn":7}') == (7, None)
-    assert end_in('v1\n{"batchWatermarkMs":0}\n{"position":42,"gone_to":0,"epoch":3}\n') == (42, 3)
+    assert end_in('v1\n{"batchWatermarkMs":0}\n{"position":42,"gone_to":0}\n') == (42, None, None)
+    assert end_in('v1\n{"batchWatermarkMs":0}\n{"lsn":7}') == (7, None, None)
+    assert end_in('v1\n{"batchWatermarkMs":0}\n{"position":42,"gone_to":0,"epoch":3}\n') == (42, 3, None)
+    assert end_in('v1\n{}\n{"lsn":7,"timeline":2,"system":9}') == (7, None, History(9, 2))
     assert end_in("v1\n{}\n-") is None
 
 
 def test_the_place_is_where_the_source_stands() -> None:
-    assert place_in({"sources": [{"endOffset": '{"lsn": 5}'}]}) == (5, None)
-    assert place_in({"sources": [{"endOffset": {"position": 6}}]}) == (6, None)
+    assert place_in({"sources": [{"endOffset": '{"lsn": 5}'}]}) == (5, None, None)
+    assert place_in({"sources": [{"endOffset": {"position": 6}}]}) == (6, None, None)
     assert place_in({"sources": [{"endOffset": None}]}) is None
     assert place_in({"sources": []}) is None
 

@@ -19,6 +19,7 @@ from headwater.cdc.connection import connect, stream
 from headwater.cdc.pgoutput import Decoder
 from headwater.cdc.publication import quoted
 from headwater.cdc.queries import filled, query
+from headwater.cdc.timeline import History, WalPlace, switch_points
 from headwater.errors import CaptureRefused, SlotBusy, SlotLost
 
 T = TypeVar("T")
@@ -31,6 +32,11 @@ _OUTPUT_ROWS: Final = 20_000
 _FIRST_WAIT_SECONDS: Final = 0.02
 _LONGEST_WAIT_SECONDS: Final = 1.0
 _LOG_RUNNING_SINCE: Final = 160_000
+_FAILOVER_SINCE: Final = 170_000
+_BEGIN_AGAIN: Final = (
+    "Begin again with a new slot, a new checkpoint and a new snapshot of the tables, as docs/how-to/capture-changes.md "
+    "says under 'After a failover'; of a pipeline: headwater pipeline reset NAME --drop-slot"
+)
 
 
 class Level(Enum):
@@ -53,6 +59,19 @@ class SlotState:
     restart_lsn: int
     flushed_lsn: int
     this_database: str
+    system_identifier: int
+    timeline: int
+    on_standbys_lsn: int
+
+    @property
+    def history(self) -> History:
+        """Which history the server's log is."""
+        return History(self.system_identifier, self.timeline)
+
+    @property
+    def readable_lsn(self) -> int:
+        """Where a read may end: what is before it is durable here, and on the standbys that the slot waits for."""
+        return min(self.flushed_lsn, self.on_standbys_lsn)
 
     @property
     def lag_bytes(self) -> int:
@@ -85,14 +104,19 @@ class Slot:
     publication: str
     busy_seconds: float = 30.0
 
-    def prepare(self, tables: Sequence[str] = ()) -> SlotState:
-        """Make the publication of `tables` and the slot where they are missing; refuse what could not work."""
+    def prepare(self, tables: Sequence[str] = (), *, create_slot: bool = True) -> SlotState:
+        """Make the publication of `tables` and the slot where they are missing; refuse what could not work.
+
+        A reader that has read before says not to create the slot: a new one begins at the present end of the log, and
+        what was committed since the old one was there would be skipped. SlotLost then.
+        """
         with connect(self.dsn) as connection:
             publication.check_server(connection)
             publication.ensure(connection, self.publication, tables)
-            if self._find(connection) is None:
+            if create_slot and self._find(connection) is None:
+                failover = connection.info.server_version >= _FAILOVER_SINCE
                 # Waits for the transactions that run now.
-                connection.execute(query("create_slot"), {"slot": self.name})
+                connection.execute(query("create_failover_slot" if failover else "create_slot"), {"slot": self.name})
             return self._checked(connection)
 
     def check(self, tables: Sequence[str] = ()) -> None:
@@ -110,20 +134,27 @@ class Slot:
         with connect(self.dsn) as own:
             return self._checked(own)
 
+    def verify(self, *places: WalPlace, connection: psycopg.Connection[Any] | None = None) -> SlotState:
+        """Where the slot stands. SlotLost if the server's log does not have all that a reader has read up to `places`.
+
+        After a failover to a standby that lagged, or a restore, the same LSNs are other changes.
+        """
+        if connection is None:
+            with connect(self.dsn) as own:
+                return self.verify(*places, connection=own)
+        state = self._checked(connection)
+        for place in places:
+            self._refuse_lost_history(place, state)
+        return state
+
     def read(self, *, start: int, end: int) -> Iterator[Any]:
         """The changes of all transactions whose commit lies at `start` or after and before `end`, as RecordBatches.
 
         Moves nothing: the same bounds give the same changes until the slot is advanced past them. Holds one batch
         in memory, however large a transaction is.
         """
-        state = self.state()
-        if start < state.confirmed_lsn:
-            raise SlotLost(
-                f"the slot {self.name!r} was advanced to {lsn_text(state.confirmed_lsn)}, past {lsn_text(start)} "
-                "where this reader stands: what lies between was not read",
-                hint="Start again from a new snapshot. Never let two readers share a slot.",
-                detail={"confirmed_lsn": state.confirmed_lsn, "start": start},
-            )
+        state = self.verify(WalPlace(end))
+        self.refuse_advanced(state, start)
         if end <= start:
             return
         with connect(self.dsn) as connection:
@@ -140,6 +171,16 @@ class Slot:
             for first in range(0, changes.num_rows, _OUTPUT_ROWS):
                 yield changes.slice(first, _OUTPUT_ROWS)
         decoder.finish()
+
+    def refuse_advanced(self, state: SlotState, start: int) -> None:
+        """SlotLost if the slot is beyond where a reader stands."""
+        if start < state.confirmed_lsn:
+            raise SlotLost(
+                f"the slot {self.name!r} stands at {lsn_text(state.confirmed_lsn)}, past {lsn_text(start)} "
+                "where this reader stands: it was advanced, or made again, and what lies between was not read",
+                hint=f"{_BEGIN_AGAIN}. Never let two readers share a slot.",
+                detail={"confirmed_lsn": state.confirmed_lsn, "start": start},
+            )
 
     def end_of_log(self) -> int:
         """Where the server's log ends now: whatever can be seen of a table was logged before it."""
@@ -184,9 +225,12 @@ class Slot:
     def _checked(self, connection: psycopg.Connection[Any]) -> SlotState:
         state = self._find(connection)
         if state is None:
+            # A standby that is not promoted yet may still get the slot: it refuses this question, which is no loss.
+            connection.execute(query("current_lsn"))
             raise SlotLost(
-                f"there is no replication slot {self.name!r}",
-                hint="Changes since it was there are lost to this reader. Make a new slot, and a new snapshot.",
+                f"there is no replication slot {self.name!r}: it was dropped, or a standby without it was promoted. "
+                "Changes since it was there are lost to this reader",
+                hint=_BEGIN_AGAIN,
             )
         if state.plugin != "pgoutput" or state.database != state.this_database:
             raise CaptureRefused(
@@ -201,6 +245,34 @@ class Slot:
                 hint="Drop the slot, make a new one, and take a new snapshot of the tables.",
             )
         return state
+
+    def _refuse_lost_history(self, place: WalPlace, state: SlotState) -> None:
+        detail = {"lsn": place.lsn, "flushed_lsn": state.flushed_lsn, "timeline": state.timeline}
+        if place.history is not None and place.history != state.history:
+            if place.history.system_identifier != state.system_identifier:
+                raise SlotLost(
+                    f"the server of the slot {self.name!r} is another cluster than the one that was read up to "
+                    f"{lsn_text(place.lsn)}: its LSNs say nothing of that",
+                    hint=f"Connect to the cluster that was read. If that is gone: {_BEGIN_AGAIN}",
+                    detail=detail,
+                )
+            left_at = switch_points(self.dsn, state.history).get(place.history.timeline)
+            if left_at is None or place.lsn > left_at:
+                kept = "nothing of it" if left_at is None else f"only what is before {lsn_text(left_at)} of it"
+                raise SlotLost(
+                    f"the server has lost changes that may have been read: the slot {self.name!r} was read up to "
+                    f"{lsn_text(place.lsn)} on timeline {place.history.timeline}, and the server, on timeline "
+                    f"{state.timeline}, has {kept}: a standby that lagged was promoted, or the server was restored",
+                    hint=f"{_BEGIN_AGAIN}. Sinks outside of the server still hold what it lost.",
+                    detail={**detail, "read_on_timeline": place.history.timeline, "left_at": left_at},
+                )
+        if place.lsn > state.flushed_lsn:
+            raise SlotLost(
+                f"the slot {self.name!r} was read up to {lsn_text(place.lsn)}, and the server's log ends at "
+                f"{lsn_text(state.flushed_lsn)}: a standby that lagged was promoted, or the server was restored",
+                hint=f"{_BEGIN_AGAIN}. Sinks outside of the server still hold what it lost.",
+                detail=detail,
+            )
 
     def _patiently(self, action: Callable[[], T]) -> T:
         """Do it, again and again while another process has the slot."""

@@ -246,6 +246,17 @@ def _slots(log: headwater.Headwater, facts: _Facts) -> Iterator[Finding]:
                     f"select pg_drop_replication_slot('{name}')",
                 )
             )
+    for name, database in ask(log, "doctor_failover_slots"):
+        # No SQL function does it, only this command of the replication protocol.
+        change = f'psql "dbname={database} replication=database" -c "ALTER_REPLICATION_SLOT {name} (FAILOVER true)"'
+        found.append(
+            Finding(
+                "slots",
+                "warn",
+                f"replication slot {name} is no failover slot: after a promotion it is gone, and its changes with it",
+                f"Stop its pipeline, then run against the primary: {change}",
+            )
+        )
     yield from _bounded("slots", found)
     if not found:
         yield Finding("slots", "ok", f"{len(slots)} inactive replication slots: none holds much WAL")

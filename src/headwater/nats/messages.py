@@ -38,11 +38,11 @@ _NO_DATA: Final = {"msgpack": b"\x80", "json": b"{}"}
 # --- changes -------------------------------------------------------------------------------------------------
 
 
-def each(changes: pa.RecordBatch, *, encoding: Encoding = "msgpack") -> pa.RecordBatch:
-    """One message for each change, in their order."""
+def each(changes: pa.RecordBatch, *, encoding: Encoding = "msgpack", timeline: int | None = None) -> pa.RecordBatch:
+    """One message for each change, in their order. `timeline` is the one of the server's log that they are of."""
     if changes.num_rows == 0:
         return _batch([], [], [], [])
-    kinds = _Kinds(changes)
+    kinds = _Kinds(changes, timeline)
     return pa.RecordBatch.from_arrays(
         [
             kinds.texts(lambda kind: kind.subject),
@@ -67,7 +67,9 @@ class Packer:
         encoding: Encoding = "msgpack",
         packed_changes: int = PACKED_CHANGES,
         packed_bytes: int = PACKED_BYTES,
+        timeline: int | None = None,
     ) -> None:
+        self._timeline: Final = timeline
         self._encoding: Final[Encoding] = encoding
         self._packed_changes: Final = packed_changes
         self._packed_bytes: Final = packed_bytes
@@ -100,7 +102,7 @@ class Packer:
     def _packed(self, changes: pa.RecordBatch) -> pa.RecordBatch:
         if changes.num_rows == 0:
             return _batch([], [], [], [])
-        kinds = _Kinds(changes)
+        kinds = _Kinds(changes, self._timeline)
         lsns, spans = self._places(changes)
         tables = kinds.table_numbers()
         # Groups in the order of their first change; within a group the changes stay in theirs.
@@ -126,7 +128,7 @@ class Packer:
                 table = next(iter(used)).table
                 operation = next(iter(used)).operation if len(used) == 1 else "mixed"
                 out[0].append(subjects.packed_subject(table, operation))
-                out[1].append(f"{ids[start]}-to-{ids[stop - 1][17:]}-{table.full_name}-batch")
+                out[1].append(f"{ids[start]}-to-{ids[stop - 1][17:]}-{table.full_name}-batch{id_mark(self._timeline)}")
                 out[2].append(None)
                 out[3].append(self._array(held, offsets, start, stop))
                 start = stop
@@ -146,6 +148,7 @@ class _Kind:
 
     table: Table
     operation: str
+    timeline: int | None
 
     @property
     def subject(self) -> str:
@@ -153,13 +156,22 @@ class _Kind:
 
     @property
     def id_end(self) -> str:
-        return f"-{self.table.full_name}-{self.operation}"
+        return f"-{self.table.full_name}-{self.operation}{id_mark(self.timeline)}"
+
+
+def id_mark(timeline: int | None) -> str:
+    """The end of the message ids of changes of a timeline.
+
+    After a promotion, an LSN that the lost history had too may be another change, and JetStream would drop its message
+    as one that it has. The first timeline is left out, so that most servers never see it.
+    """
+    return "" if timeline is None or timeline == 1 else f"@{timeline}"
 
 
 class _Kinds:
     """Which kind each change of a batch is. A batch has few kinds, so what they share is made once for each."""
 
-    def __init__(self, changes: pa.RecordBatch) -> None:
+    def __init__(self, changes: pa.RecordBatch, timeline: int | None) -> None:
         missing = [name for name in CHANGE_COLUMNS if name not in changes.schema.names]
         if missing:
             raise InvalidMessage(f"these columns of a change are missing: {', '.join(missing)}")
@@ -176,7 +188,7 @@ class _Kinds:
             schema, table, operation = text.split("\0")
             if operation not in OPERATIONS:
                 raise InvalidMessage(f"{operation!r} is no operation: {', '.join(OPERATIONS)}")
-            self.kinds.append(_Kind(Table(schema, table), operation))
+            self.kinds.append(_Kind(Table(schema, table), operation, timeline))
 
     def of_kind(self, values: Sequence[Any], kind: pa.DataType) -> pa.Array:
         """For each change the value of its kind."""

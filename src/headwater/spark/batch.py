@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+    from headwater.cdc.timeline import History
+
 Source = Literal["log", "changes"]
 OnEpochChange = Literal["stop", "rewind"]
 ON_EPOCH_CHANGE: Final[tuple[OnEpochChange, ...]] = ("stop", "rewind")
@@ -28,6 +30,8 @@ class Batch:
     Never goes back within an epoch, so it is what a sink notes, with the epoch, to know a batch that it has already."""
     epoch: int | None = None
     """The epoch in which `end` is a position of the log; None for an LSN."""
+    history: History | None = None
+    """The history of the server's log in which the batch was planned, if `end` is an LSN."""
 
 
 @dataclass(frozen=True, slots=True)

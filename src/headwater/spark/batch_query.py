@@ -72,8 +72,8 @@ class Batches:
 
     def _write(self, rows: DataFrame, number: int) -> None:
         try:
-            end, epoch = self._checkpoint.end_of(number)
-            write_to_all(self._sinks, rows, Batch(self._pipeline, number, end, epoch))
+            end = self._checkpoint.end_of(number)
+            write_to_all(self._sinks, rows, Batch(self._pipeline, number, *end))
         except BaseException as error:
             # Spark hands on only the text of it.
             self._failure = error

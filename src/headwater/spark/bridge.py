@@ -179,18 +179,22 @@ class Bridge:
         *,
         shape: Shape = "each",
         end: int,
+        timeline: int | None = None,
         retry_seconds: float = 60.0,
         window: int = 16_384,
     ) -> Published:
         """Publish the changes of one micro-batch, schemas that changed first; counts it as `note_batch` does.
 
-        `rows` are as "headwater.changes" reads them, in their one partition. `end` is the batch's end, an LSN.
+        `rows` are as "headwater.changes" reads them, in their one partition. `end` is the batch's end, an LSN, and
+        `timeline` the one of the server's log on which the batch was planned.
         """
         if shape not in SHAPES:
             raise InvalidRequest(f"{shape!r} is no shape: {', '.join(SHAPES)}")
         began = time.monotonic()
         task = ChangesTask(
-            SinkOptions(self._schemas.nats_url, shape, self._encoding, retry_seconds, window, ready=False),
+            SinkOptions(
+                self._schemas.nats_url, shape, self._encoding, retry_seconds, window, ready=False, timeline=timeline
+            ),
             frozenset(self._known_hashes),
             self._schemas,
         )

@@ -18,6 +18,7 @@ from headwater import telemetry
 from headwater.cdc import pgoutput
 from headwater.cdc.connection import connect
 from headwater.cdc.slot import Slot, SlotState, watch
+from headwater.cdc.timeline import WalPlace
 from headwater.errors import HeadwaterError, InvalidRequest
 from headwater.spark.options import refuse_unknown_options
 
@@ -66,8 +67,8 @@ class ChangesOptions:
 class LsnRange(InputPartition):
     """What one task reads: transactions that committed at `start` or after, and before `end`."""
 
-    start: int
-    end: int
+    start: WalPlace
+    end: WalPlace
 
 
 def must_read(state: SlotState, *, start: int, end: int, max_bytes: int | None) -> bool:
@@ -83,6 +84,7 @@ class ChangesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self.options = options
         self.schema = schema
         self.target: int | None = None
+        self._until_now = False
         self._connection: psycopg.Connection[Any] | None = None
         self._watched = 0.0
 
@@ -95,35 +97,40 @@ class ChangesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return self._connection
 
     def initialOffset(self) -> dict[str, int]:
-        return {"lsn": self.options.slot.prepare(self.options.tables).confirmed_lsn}
+        # Spark asks this only if there is no checkpoint: only then is it right to make a slot.
+        state = self.options.slot.prepare(self.options.tables)
+        return WalPlace(state.confirmed_lsn, state.history).offset
 
     def getDefaultReadLimit(self) -> ReadLimit:
         return ReadMaxBytes(self.options.max_bytes)
 
     def prepareForTriggerAvailableNow(self) -> None:
-        # Spark asks this before the first offset. If a query goes on from its checkpoint and the slot was gone, the
-        # first read finds that the new one is ahead of it.
-        self.target = self.options.slot.prepare(self.options.tables).flushed_lsn
+        # Spark asks this before the first offset, when the slot may be missing and it is not yet known whether that is
+        # a loss. So the target is set with the first batch.
+        self._until_now = True
 
     def latestOffset(self, start: dict[str, int], limit: ReadLimit) -> dict[str, int]:
         """The end of the next batch; waits a while for a change, since Spark would ask again at once."""
         max_bytes = limit.max_bytes if isinstance(limit, ReadMaxBytes) else None
+        place = WalPlace.parse(start)
+        if self._until_now and self.target is None:
+            self.target = self._watched_state(place).readable_lsn
         deadline = time.monotonic() + (0 if self.target is not None else self.options.wait_seconds)
         looked_to, pause = start["lsn"], 0.01
         while True:
             took = 0.0
             try:
-                state = self._watched_state()
-                end = state.flushed_lsn if self.target is None else min(state.flushed_lsn, self.target)
+                state = self._watched_state(place)
+                end = state.readable_lsn if self.target is None else min(state.readable_lsn, self.target)
                 end = end if max_bytes is None else min(end, start["lsn"] + max_bytes)
                 if end > looked_to:
                     # Any program's writes move the log, this query's own commits too. To follow them with empty
                     # batches would never end.
                     if self.target is not None or must_read(state, start=start["lsn"], end=end, max_bytes=max_bytes):
-                        return {"lsn": end}
+                        return WalPlace(end, state.history).offset
                     before = time.monotonic()
                     if self.options.slot.has_changes(self._connected(), start=start["lsn"], end=end):
-                        return {"lsn": end}
+                        return WalPlace(end, state.history).offset
                     took = time.monotonic() - before
                     looked_to = end
             except psycopg.OperationalError as error:
@@ -135,9 +142,11 @@ class ChangesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             time.sleep(min(max(pause, took / SHARE_OF_LOOKING), left))
             pause = min(pause * 1.5, LONGEST_PAUSE_SECONDS)
 
-    def _watched_state(self) -> SlotState:
+    def _watched_state(self, start: WalPlace) -> SlotState:
+        """Where the slot stands. SlotLost if a query cannot go on from `start` without a gap."""
         slot = self.options.slot
-        state = slot.state(self._connected())
+        state = slot.verify(start, connection=self._connected())
+        slot.refuse_advanced(state, start.lsn)
         if time.monotonic() - self._watched >= WATCH_SECONDS:
             self._watched = time.monotonic()
             watch(state, slot=slot.name)
@@ -150,21 +159,27 @@ class ChangesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             return None  # it is for display only; the next batch says what is wrong
 
     def partitions(self, start: dict[str, int], end: dict[str, int]) -> Sequence[InputPartition]:
-        return [LsnRange(start["lsn"], end["lsn"])]
+        return [LsnRange(WalPlace.parse(start), WalPlace.parse(end))]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, LsnRange)
         wanted = to_arrow_schema(self.schema, timezone="UTC")
-        for batch in self.options.slot.read(start=partition.start, end=partition.end):
+        slot, start, end = self.options.slot, partition.start, partition.end
+        slot.verify(start, end)
+        for batch in slot.read(start=start.lsn, end=end.lsn):
             columns = [
                 column if column.type == field.type else column.cast(field.type)
                 for column, field in zip(batch.columns, wanted, strict=True)
             ]
             yield pa.RecordBatch.from_arrays(columns, schema=wanted)
+        # A read has connections of its own: another server may have taken over between two of them.
+        slot.verify(start, end)
 
     def commit(self, end: dict[str, int]) -> None:
         """The batch up to `end` is durable in the sink: let the slot go. A later commit makes up for a failed one."""
         try:
+            # The server may be another one by now, on which this LSN stands for changes that were not read.
+            self.options.slot.verify(WalPlace.parse(end), connection=self._connected())
             self.options.slot.advance(end["lsn"], self._connected())
         except psycopg.OperationalError as error:
             telemetry.logger.warning("capture has no connection", extra={telemetry.ERROR: str(error)})

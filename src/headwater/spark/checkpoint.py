@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
+from headwater.cdc.timeline import WalPlace
 from headwater.errors import HeadwaterError
 from headwater.spark.epochs import Offset
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-
-_OFFSET_NAMES: Final = ("position", "lsn")
 
 
 @dataclass(frozen=True)
@@ -93,8 +92,10 @@ def end_in(text: str) -> Offset | None:
         except ValueError:
             continue
         if isinstance(offset, dict):
-            for name in _OFFSET_NAMES:
-                if isinstance(offset.get(name), int):
-                    epoch = offset.get("epoch")
-                    return Offset(offset[name], epoch if isinstance(epoch, int) else None)
+            if isinstance(offset.get("position"), int):
+                epoch = offset.get("epoch")
+                return Offset(offset["position"], epoch if isinstance(epoch, int) else None)
+            if isinstance(offset.get("lsn"), int):
+                place = WalPlace.parse(offset)
+                return Offset(place.lsn, history=place.history)
     return None

@@ -16,6 +16,7 @@ from headwater.errors import EpochChanged
 
 if TYPE_CHECKING:
     from headwater import Headwater
+    from headwater.cdc.timeline import History
 
 
 class Offset(NamedTuple):
@@ -23,6 +24,8 @@ class Offset(NamedTuple):
 
     position: int
     epoch: int | None = None
+    history: History | None = None
+    """Which history of the server's log an LSN is of."""
 
 
 class HistoryLost(EpochChanged):

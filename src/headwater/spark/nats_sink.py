@@ -41,6 +41,8 @@ class SinkOptions:
     retry_seconds: float
     window: int
     ready: bool
+    timeline: int | None = None
+    """The timeline of the server's log that all the changes are of; for message ids."""
 
     @classmethod
     def parse(cls, options: Mapping[str, str], schema: StructType) -> SinkOptions:
@@ -103,14 +105,14 @@ class Acknowledged(WriterCommitMessage):
 
 def message_batches(rows: Iterable[pa.RecordBatch], options: SinkOptions) -> Iterator[pa.RecordBatch]:
     """Rows as messages, in their order."""
-    packer = messages.Packer(encoding=options.encoding)
+    packer = messages.Packer(encoding=options.encoding, timeline=options.timeline)
     for batch in rows:
         if options.ready:
             yield ready_messages(batch)
         elif options.shape == "packed":
             yield packer.add(batch)
         else:
-            yield messages.each(batch, encoding=options.encoding)
+            yield messages.each(batch, encoding=options.encoding, timeline=options.timeline)
     yield packer.finish()
 
 

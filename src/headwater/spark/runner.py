@@ -21,6 +21,7 @@ from pyspark.errors import PySparkException
 import headwater
 from headwater import calls
 from headwater.cdc.slot import Slot
+from headwater.cdc.timeline import WalPlace
 from headwater.errors import (
     HeadwaterError,
     InvalidRequest,
@@ -277,8 +278,11 @@ class PipelineRun:
             self._watch(query, log, token)
         if self._spec.source == "changes" and self._place is not None and not self._lost.is_set():
             # Spark tells the source of a batch only with the next one; the server need not keep it until then.
-            with suppress(HeadwaterError):
-                slot_of(self._spec, self._settings.dsn).advance(self._place)
+            done, slot = self._checkpoint.last_done(), slot_of(self._spec, self._settings.dsn)
+            if done is not None:
+                with suppress(HeadwaterError):
+                    slot.verify(WalPlace(done.position, done.history))
+                    slot.advance(done.position)
 
     def _context(self, number: int) -> Context:
         return context_of(
@@ -288,6 +292,9 @@ class PipelineRun:
     def _begin(self, log: Headwater, epoch: int | None) -> Begin:
         """Where the query goes on: with its checkpoint, if that fits to the database as it is now."""
         planned = self._checkpoint.last_end()
+        if self._spec.source == "changes" and (planned is not None or self._place is not None):
+            # Before anything makes a slot where it is missing. It has read before, so that would leave out changes.
+            slot_of(self._spec, self._settings.dsn).state()
         if planned is None:
             return Begin(self._place, None if self._place is None else "its checkpoint is gone")
         if epoch is not None and planned.epoch not in (None, epoch):

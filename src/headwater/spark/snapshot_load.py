@@ -53,8 +53,9 @@ def load_snapshots(
             hint="Leave out snapshot: the changes from now on are taken; or use the sink lake with keep: current.",
         )
     # The slot before the snapshot: what commits after it is in the one or in the other.
-    start = slot.prepare(tables).confirmed_lsn
     done = {snapshot.table: snapshot for snapshot in log.run(calls.pipeline_snapshots(spec.name))}
+    # A new slot would leave out what was committed since the first of them was loaded.
+    start = slot.prepare(tables, create_slot=not done).confirmed_lsn
     for table in tables:
         if table in done:
             continue

@@ -77,7 +77,13 @@ class NatsBridgeSink:
 
     def write(self, rows: DataFrame, batch: Batch) -> Mapping[str, int]:
         if self._bridge is not None and "commit_lsn" in rows.columns:
-            published = self._bridge.publish(rows, shape=self._shape, end=batch.end, retry_seconds=self._retry_seconds)
+            published = self._bridge.publish(
+                rows,
+                shape=self._shape,
+                end=batch.end,
+                timeline=None if batch.history is None else batch.history.timeline,
+                retry_seconds=self._retry_seconds,
+            )
             return {"stored": published.stored, "duplicates": published.duplicates}
         if self._context.rewound_in is not None and "msg_id" in rows.columns:
             # An id that was made from a position may be that of an event that the log has lost, and would be dropped.
