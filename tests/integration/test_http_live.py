@@ -626,6 +626,10 @@ def test_a_stream_waits_for_publishers_of_its_own_topics_only(
         position = log.publish(b, 3) or 0
         for stream in [*goes_on, late, newest]:
             assert stream.next(1) == [position]
+        claimed = http.post(
+            f"/v1/groups/g-{topic}/claim", json={"worker": "w", "batch_size": 10, "wait_seconds": 10}
+        ).json()
+        assert position in [event["position"] for event in claimed["events"]]
         log.publish(topic, "held too", connection=connection)
         assert [stream.got for stream in waits] == [[], [], []]
     log.publish(topic, "after")
