@@ -137,6 +137,20 @@ class LogState(NamedTuple):
     epoch: int
 
 
+class LogStateByTopic(NamedTuple):
+    """A LogState for a reader of many topics: `held` has those of `topics` that are stable only to below `drawn`.
+
+    `bounds` are those of all open publishers: while they and `drawn` are the same, so is the answer for any topic.
+    """
+
+    drawn: int
+    settled: int
+    epoch: int
+    bounds: tuple[int, ...]
+    topics: frozenset[str]
+    held: dict[str, int]
+
+
 class Released(NamedTuple):
     """What entered the log because it was due, and in how many seconds the next one is."""
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -536,3 +537,183 @@ def test_a_stream_survives_the_loss_of_its_database_connections(
             if len(found) == 5:
                 break
     assert found == positions
+
+
+# --- an open publisher holds back the streams of its own topics only -----------------------------------------------
+
+# A stream that gets nothing still gets heartbeats, every half second here.
+MAX_BEATS = 60
+
+
+class Following:
+    """A stream that is read a little at a time."""
+
+    def __init__(self, http: httpx.Client, path: str) -> None:
+        self.got: list[int] = []
+        self._open = http.stream("GET", path)
+        self._response = self._open.__enter__()
+        assert self._response.status_code == 200, self._response.read()
+        self._lines = self._response.iter_lines()
+        assert next(self._lines) == "retry: 1000"
+
+    def next(self, count: int) -> list[int]:
+        """The positions of the next events."""
+        wanted, beats = len(self.got) + count, 0
+        while len(self.got) < wanted:
+            line = next(self._lines)
+            beats = beats + 1 if line == ":" else beats
+            assert beats < MAX_BEATS, f"{self.got[wanted - count :]} and nothing more"
+            if line.startswith("data: "):
+                told = json.loads(line[6:])
+                assert "position" in told, told
+                self.got.append(told["position"])
+        return self.got[-count:]
+
+    def close(self) -> None:
+        self._open.__exit__(None, None, None)
+
+
+@pytest.fixture
+def following(http: httpx.Client) -> Iterator[Callable[[str], Following]]:
+    opened: list[Following] = []
+
+    def begin(path: str) -> Following:
+        opened.append(Following(http, path))
+        return opened[-1]
+
+    yield begin
+    for one in opened:
+        one.close()
+
+
+def positions_of(events: list[headwater.Event]) -> list[int]:
+    return [event.position for event in events]
+
+
+def test_a_stream_waits_for_publishers_of_its_own_topics_only(
+    log: headwater.Headwater,
+    topic: str,
+    connection: psycopg.Connection,
+    following: Callable[[str], Following],
+    http: httpx.Client,
+) -> None:
+    b, c = (log.create_topic(f"{topic}-{name}").name for name in "bc")
+    start = log.publish(b, "first") or 0
+    log.create_group(f"g-{topic}", topics=[b])
+    id = log.subscribe(f"s-{topic}", "true", topics=[b])
+    goes_on = [
+        following(f"/v1/topics/{b}/follow?after={start}"),
+        following(f"/v1/follow?topic={b}&topic={c}&after={start}"),
+        following(f"/v1/groups/g-{topic}/follow?after={start}"),
+        following(f"/v1/subscriptions/s-{topic}/{id}/follow?after={start}"),
+    ]
+    waits = [
+        following(f"/v1/topics/{topic}/follow?after={start}"),
+        following(f"/v1/follow?topic={topic}&topic={b}&after={start}"),
+        following(f"/v1/follow?after={start}"),
+    ]
+    with connection.transaction():
+        log.publish(topic, "held", connection=connection)
+        for n in range(3):
+            position = log.publish(b, n)
+            for stream in goes_on:
+                assert stream.next(1) == [position]
+        # One that is behind catches up, and one that wants what comes from now on begins behind the last of its topic.
+        late = following(f"/v1/topics/{b}/follow?after={start}")
+        assert late.next(3) == goes_on[0].got
+        assert http.get(f"/v1/events/{goes_on[0].got[-1]}").json()["data"] == 2
+        newest = following(f"/v1/topics/{b}/follow")
+        position = log.publish(b, 3) or 0
+        for stream in [*goes_on, late, newest]:
+            assert stream.next(1) == [position]
+        claimed = http.post(
+            f"/v1/groups/g-{topic}/claim", json={"worker": "w", "batch_size": 10, "wait_seconds": 10}
+        ).json()
+        assert position in [event["position"] for event in claimed["events"]]
+        log.publish(topic, "held too", connection=connection)
+        assert [stream.got for stream in waits] == [[], [], []]
+    log.publish(topic, "after")
+    log.publish(b, "after")
+    assert waits[0].next(3) == positions_of(log.read(topic, after=start))
+    assert waits[1].next(8) == positions_of(log.read([topic, b], after=start))
+    assert waits[2].next(8) == positions_of(log.read(after=start))
+    for stream in [*goes_on, late]:
+        stream.next(1)
+        assert stream.got == positions_of(log.read(b, after=start))
+
+
+def test_streams_that_wait_get_in_order_what_is_no_longer_kept(
+    dsn: str, log: headwater.Headwater, topic: str, connection: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headwater.server.http.live.KEPT_EVENTS", 20)
+    b = log.create_topic(f"{topic}-b").name
+    start = log.publish(b, "first") or 0
+    with http_door(dsn, limits=Limits(heartbeat_seconds=0.5)) as address, httpx.Client(base_url=address) as http:
+        free = Following(http, f"/v1/topics/{b}/follow?after={start}")
+        both = Following(http, f"/v1/follow?topic={topic}&topic={b}&after={start}")
+        whole = Following(http, f"/v1/follow?after={start}")
+        for _ in range(2):
+            with connection.transaction():
+                log.publish(topic, "held", connection=connection)
+                for n in range(10):
+                    log.publish_batch(b, [headwater.NewEvent(n) for _ in range(5)])
+                    free.next(5)
+                log.publish(topic, "held too", connection=connection)
+            both.next(52)
+            whole.next(52)
+        log.publish(topic, "live")
+        both.next(1)
+        whole.next(1)
+        assert both.got == positions_of(log.read([topic, b], after=start, batch_size=1000))
+        assert whole.got == both.got
+        assert free.got == positions_of(log.read(b, after=start, batch_size=1000))
+        for stream in (free, both, whole):
+            stream.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_stream_gets_its_topics_in_order_whatever_publishers_do(
+    dsn: str, log: headwater.Headwater, topic: str, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Publishers begin, publish and end at random, over three topics; streams of each choice of topics."""
+    monkeypatch.setattr("headwater.server.http.live.KEPT_EVENTS", 10)
+    monkeypatch.setattr("headwater.server.http.live.BATCH_SIZE", 7)
+    monkeypatch.setattr("headwater.server.http.live.HELD_SECONDS", 0.003)
+    choose = random.Random(seed)
+    topics = [log.create_topic(f"{topic}-{name}").name for name in "abc"]
+    start = log.publish(topics[0], "first") or 0
+    chosen = [[name for n, name in enumerate(topics) if mask & (1 << n)] for mask in range(8)]
+    with (
+        http_door(dsn, limits=Limits(heartbeat_seconds=0.5)) as address,
+        httpx.Client(base_url=address, limits=httpx.Limits(max_connections=None)) as http,
+        ExitStack() as stack,
+    ):
+        paths = ["/v1/follow?" + "".join(f"topic={name}&" for name in names) + f"after={start}" for names in chosen]
+        streams = [Following(http, path) for path in paths]
+        connections = [stack.enter_context(psycopg.connect(dsn, autocommit=True)) for _ in range(4)]
+        for step in range(300):
+            connection = choose.choice(connections)
+            is_open = connection.info.transaction_status != psycopg.pq.TransactionStatus.IDLE
+            if not is_open and choose.random() < 0.5:
+                connection.execute("begin")
+            elif is_open and choose.random() < 0.4:
+                connection.execute("commit" if choose.random() < 0.8 else "rollback")
+            else:
+                log.publish(choose.choice(topics), step, connection=connection)
+            if step % 100 == 50:
+                # Streams that come in the middle of it.
+                more = choose.randrange(8)
+                streams.append(Following(http, paths[more]))
+                chosen.append(chosen[more])
+        for connection in connections:
+            connection.execute("commit")
+        for names, stream in zip(chosen, streams, strict=True):
+            wanted = positions_of(log.read(names or None, after=start, batch_size=1000))
+            stream.next(len(wanted))
+            assert stream.got == wanted, names
+        # And live after all that.
+        last = [log.publish(name, "last") or 0 for name in topics]
+        for names, stream in zip(chosen, streams, strict=True):
+            wanted = [place for name, place in zip(topics, last, strict=True) if not names or name in names]
+            assert stream.next(len(wanted)) == wanted
+            stream.close()

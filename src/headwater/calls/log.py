@@ -11,6 +11,7 @@ from headwater.errors import never_issued
 from headwater.model import (
     LogSettings,
     LogState,
+    LogStateByTopic,
     Publisher,
     Topic,
     TopicOverview,
@@ -44,6 +45,21 @@ def log_state(topics: Sequence[str] | None = None) -> Call[LogState]:
     names = None if topics is None else list(topics)
     return Call(
         "select drawn, settled, epoch from headwater.log_state(%s::text[])", (names,), lambda rows: LogState(*rows[0])
+    )
+
+
+def log_state_by_topic(topics: Sequence[str]) -> Call[LogStateByTopic]:
+    """How far readers of each of these topics may read."""
+
+    def decode(rows: Rows) -> LogStateByTopic:
+        drawn, settled, epoch, bounds, held_topics, held_to = rows[0]
+        held = dict(zip(held_topics or (), held_to or (), strict=True))
+        return LogStateByTopic(drawn, settled, epoch, tuple(bounds or ()), frozenset(topics), held)
+
+    return Call(
+        "select drawn, settled, epoch, bounds, held_topics, held_to from headwater.log_state_by_topic(%s::text[])",
+        (list(topics),),
+        decode,
     )
 
 

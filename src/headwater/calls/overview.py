@@ -115,16 +115,16 @@ def events_at(
 
 
 def read_bound(
-    group: str, *, after: int, settled: int, batch_size: int = 1000, max_bytes: int = 16_777_216
+    group: str, *, after: int, up_to: int | None = None, batch_size: int = 1000, max_bytes: int = 16_777_216
 ) -> Call[tuple[list[Event], int]]:
-    """What a queue's bindings select after a position, and where to go on."""
+    """What a queue's bindings select after a position, up to what is stable or less, and where to go on."""
 
     def decode(rows: Rows) -> tuple[list[Event], int]:
         return decode_events(rows[:-1]), rows[-1][0]
 
     return Call(
         f"select {EVENT_COLUMNS} from headwater.read_bound(%s, %s, %s, %s, %s)",
-        (checked_text(group, "group name"), after, settled, batch_size, max_bytes),
+        (checked_text(group, "group name"), after, up_to, batch_size, max_bytes),
         decode,
     )
 

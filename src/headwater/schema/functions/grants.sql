@@ -15,7 +15,7 @@ declare
     consuming constant text[] := array[
         'begin_epoch', 'epoch_identity', 'current_epoch', 'common_position', 'refuse_other_epoch', 'epoch_of',
         'publisher_hash', 'stable_positions', 'stable_position', 'await_stable',
-        'head', 'settled', 'refresh_settled', 'log_state', 'positions_between', 'raise_topic_not_found',
+        'head', 'settled', 'refresh_settled', 'log_state', 'log_state_by_topic', 'positions_between', 'raise_topic_not_found',
         'find_topic', 'topic_ids', 'expired_to', 'refuse_expired', 'page_of_topic', 'read_topic',
         'read_settled', 'read', 'read_backwards',
         'position_before', 'open_cursor', 'advance_cursor', 'set_cursor', 'delete_cursor', 'release_due', 'maintain',

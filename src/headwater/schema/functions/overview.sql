@@ -18,12 +18,12 @@ begin atomic
     order by e.position;
 end;
 
--- What a queue's bindings select after a position, without claiming it: up to `batch_size` positions are looked at.
--- Then one row without an event, whose position is where to go on.
+-- What a queue's bindings select after a position, without claiming it: up to `batch_size` positions are looked at, of
+-- what is stable of its topics and not above `settled_to`. Then one row without an event, whose position is where to go on.
 create or replace function headwater.read_bound(
     group_name text,
     after bigint,
-    settled_to bigint,
+    settled_to bigint default null,
     batch_size integer default 1000,
     max_bytes bigint default 16777216
 )
@@ -34,8 +34,16 @@ as $$
 declare
     target constant headwater.consumer_group := headwater.find_queue(group_name);
     ids constant integer[] := headwater.bound_topics(target.id, after);
+    -- A binding to no topic in particular waits for every publisher: a topic may be made in this moment.
+    stable_to constant bigint := least(settled_to, (headwater.stable_positions(
+        null,
+        case
+            when not exists (select from headwater.binding b where b.group_id = target.id and b.topic_id is null)
+                then ids
+        end
+    )).stable);
     first_after bigint;
-    going_on_at bigint := greatest(after, settled_to);
+    going_on_at bigint := greatest(after, stable_to);
     bytes bigint := 0;
     one headwater.stored_event;
 begin
@@ -44,12 +52,12 @@ begin
     cross join lateral (
         select e.position
         from headwater.event e
-        where e.topic_id = i.id and e.position > after and e.position <= settled_to
+        where e.topic_id = i.id and e.position > after and e.position <= stable_to
         order by e.position
         limit 1
     ) as f;
     if first_after is not null then
-        going_on_at := least(settled_to, first_after + batch_size);
+        going_on_at := least(stable_to, first_after + batch_size);
         for one in
             select
                 e.position, t.name, e.partition, e.topic_offset, e.key, e.type, e.routing_key,

@@ -263,6 +263,51 @@ begin
 end;
 $$;
 
+-- The same for a reader that serves readers of many topics: how far the whole log is stable, and of these topics, how far
+-- those are that are stable to less than `drawn`. `bounds` are those of all open publishers: while they and `drawn` are
+-- the same, so is the answer for any topic.
+create or replace function headwater.log_state_by_topic(
+    topics text[],
+    out drawn bigint,
+    out settled bigint,
+    out epoch integer,
+    out bounds bigint[],
+    out held_topics text[],
+    out held_to bigint[]
+)
+language plpgsql
+volatile
+as $$
+begin
+    epoch := headwater.current_epoch();
+    select s.drawn, s.settled into drawn, settled from headwater.stable_positions(null) as s;
+    -- The locks are looked at after the sequence, here too.
+    with publisher as materialized (
+        select p.position_bound, p.topic_hashes from headwater.publisher_lock p
+    ),
+    bound_of_hash as (
+        select h.topic_hash, min(p.position_bound) as position_bound
+        from publisher p
+        cross join lateral unnest(p.topic_hashes) as h (topic_hash)
+        group by h.topic_hash
+    ),
+    bound_of_all as (
+        select min(p.position_bound) as position_bound from publisher p where p.topic_hashes is null
+    ),
+    held as (
+        select t.name, least(b.position_bound, a.position_bound) as stable
+        from unnest(topics) as t (name)
+        cross join bound_of_all a
+        left join bound_of_hash b on b.topic_hash = headwater.publisher_hash(t.name)
+    )
+    select
+        (select array_agg(p.position_bound order by p.position_bound) from publisher p),
+        (select array_agg(h.name order by h.name) from held h where h.stable < log_state_by_topic.drawn),
+        (select array_agg(h.stable order by h.name) from held h where h.stable < log_state_by_topic.drawn)
+    into bounds, held_topics, held_to;
+end;
+$$;
+
 -- End publishers that stay open longer than the log's `max_publisher_seconds`; returns how many. Those that are prepared
 -- for a two-phase commit, or of a role that may not be ended, stay: `headwater doctor` names them.
 create or replace function headwater.end_long_publishers()

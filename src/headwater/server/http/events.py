@@ -255,8 +255,8 @@ async def _page(
 async def show_event(request: Request, position: Annotated[int, Path(ge=1, le=MAX_POSITION)]) -> Response:
     """The event at a position."""
     log = served(request).log
-    settled = (await log.run(calls.log_state(), patience_seconds=5)).settled
-    for event in await log.run(overview.events_at([position], up_to=settled), patience_seconds=5):
-        if caller_of(request).may("read", "topic", event.topic):
+    for event in await log.run(overview.events_at([position]), patience_seconds=5):
+        stable = (await log.run(calls.log_state([event.topic]), patience_seconds=5)).settled
+        if position <= stable and caller_of(request).may("read", "topic", event.topic):
             return raw_answer(event_json(event))
     raise NotThere(f"there is no event at position {position}", detail={"position": position})

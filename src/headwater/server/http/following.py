@@ -149,7 +149,7 @@ async def follow_subscription(
 
 async def _look(request: Request, group: str, after: int) -> None:
     """PositionExpired, if retention took something after a position that the queue would have got."""
-    call = overview.read_bound(group, after=after, settled=after, batch_size=1)
+    call = overview.read_bound(group, after=after, up_to=after, batch_size=1)
     await served(request).log.run(call, patience_seconds=5)
 
 

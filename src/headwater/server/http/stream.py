@@ -134,7 +134,7 @@ class Stream:
 
     def seen(self) -> int:
         """How far the log was looked through for this stream."""
-        return max(self.position, self.feed.ceiling) if self.live else self.position
+        return max(self.position, self.feed.end_of(self.selection)) if self.live else self.position
 
     def mark(self) -> Mark:
         """Where the client may take up again. Which events of its topics a stream that takes all of them lacks, it
