@@ -181,7 +181,7 @@ ATTACKS = {
     "a length that is computed": "length(\"bpchar\"('x'::bpchar, 10000 * 10000, true)) > 0",
     "bits of a number": '"bit"(1, 2000000000) is not null',
     "a hundred copies in one call": "length(concat(" + ", ".join(["e.payload"] * 90) + ")) > 0",
-    "a hundred copies in an array": "cardinality(array[" + ", ".join(["e.payload"] * 90) + "]) > 0",
+    "a hundred copies in an array": "cardinality(array[" + ", ".join(["e.payload"] * 150) + "]) > 0",
     "a hundred copies in JSON": "jsonb_build_array(" + ", ".join(["e.data"] * 90) + ") is null",
     "hundreds of copies within each other": "length(" + "lower(" * 500 + "e.topic" + ")" * 500 + ") > 0",
     "hundreds of copies one after the other": " or ".join(["(e.data - 'a') is null"] * 300),
@@ -194,6 +194,9 @@ ATTACKS = {
     "a JSON path behind a text that looks like one": "'''$''::jsonpath' = '' or e.data @? '$[0,0]'",
     "indentation that grows": "length(jsonb_pretty('" + "[" * 4000 + "]" * 4000 + "')) > 0",
     "matches that are counted": " or ".join(["regexp_count(e.topic, '') < 0"] * 20),
+    "conversions by concat": "length(" + "concat(array[" * 12 + "e.topic" + "])" * 12 + ") > 0",
+    "conversions by JSON": "length(" + "(jsonb_build_array(" * 12 + "e.topic" + ") ->> '{}')" * 12 + ") > 0",
+    "copies of what was enlarged": f"length({'upper(' * 60}array[array[e.data]::text]::text{')' * 60}) > 0",
     "quotes of quotes": "length(" + "quote_literal(" * 8 + "e.topic" + ")" * 8 + ") > 0",
     "a query by text search": "ts_rewrite('a'::tsquery, 'select 1, 2') is not null",
     "statistics of a query": "ts_stat('select 1') is null",
@@ -421,6 +424,11 @@ def test_a_function_of_that_role_that_was_replaced_would_not_run_as_the_caller(
 def test_a_consumer_cannot_call_what_runs_filters(attacker: psycopg.Connection, call: str) -> None:
     with pytest.raises(psycopg.errors.InsufficientPrivilege):
         attacker.execute(f"select {call}".encode())
+
+
+def test_params_are_bounded(attacker: psycopg.Connection) -> None:
+    with pytest.raises(psycopg.errors.CheckViolation, match="at most 1 MiB"):
+        attacker.execute("select headwater.subscribe('large', 'true', jsonb_build_object('a', repeat('x', 2000000)))")
 
 
 def test_a_consumer_cannot_have_another_text_run_as_a_filter(attacker: psycopg.Connection, topic: str) -> None:

@@ -232,11 +232,15 @@ begin
                 'upper_inf uuid_extract_timestamp uuid_extract_version width_bucket', ' '
             );
             node record;
-            -- The nodes above the current one: how many of them enlarge what they are given, and how many collect it.
-            enlarging integer[] := '{0}';
-            collecting integer[] := '{0}';
+            -- For the current node and those above it: whether it enlarges what it is given, whether its result has a fixed
+            -- length, and the sum of the sizes of its arguments. A size of 1 is that of the event or the params.
+            enlarges boolean[] := '{f}';
+            fixed boolean[] := '{f}';
+            sizes float8[] := '{0}';
+            kinds text[] := '{""}';
             depth integer := 1;
-            collected integer := 0;
+            size float8;
+            total float8 := 0;
         begin
             select m.found[1] into refused
             from regexp_matches(tree, '\{([A-Z_]+)', 'g') as m (found)
@@ -348,49 +352,56 @@ begin
             if found then
                 raise exception 'a filter has at most % %', most, refused using errcode = 'HW002';
             end if;
-            -- A value that is computed stays in memory until the filter is evaluated.
-            select count(*) into most
-            from regexp_matches(tree, ':(?:func|op)?resulttype ([0-9]{1,9})\M', 'g') as m (found)
-            join pg_type t on t.oid = m.found[1]::oid and t.typlen < 0;
-            if most > 128 then
-                raise exception 'a filter computes at most 128 texts, JSON values and arrays, this one %', most
-                    using errcode = 'HW002';
-            end if;
-            -- A conversion to text can double what it is given (it escapes backslashes and quotes), so that n of them
-            -- within each other make 2^n times as much; arrays and joins hold a copy of all that is within them.
+            -- Bound the memory of one evaluation: what is computed on the way is freed only at its end. A conversion to text
+            -- can double what it is given (it escapes backslashes and quotes), so that n of them within each other make 2^n
+            -- times as much; all else is at most as large as its arguments together.
             for node in
                 select
                     m.found[1] as kind,
-                    m.found[1] = 'COERCEVIAIO' or coalesce(
-                        p.proname ~ '^(encode|convert|to_json|to_char|normalize|translate|string_to_array|regexp_|array_replace)',
+                    m.found[1] in ('COERCEVIAIO', 'ARRAYCOERCEEXPR') or coalesce(
+                        p.proname ~ '^(encode|convert|to_json|to_char|normalize|translate|string_to_array|regexp_|array_replace)'
+                        or p.proname ~ '^(concat|jsonb?_build|textanycat|anytextcat)',
                         false
                     ) as enlarges,
-                    m.found[1] = 'ARRAYEXPR' or m.found[1] = 'ARRAY' or coalesce(
-                        p.proname ~ '^(textcat|textanycat|anytextcat|byteacat|bitcat|concat|array_(cat|append|prepend))'
-                        or p.proname ~ '^(jsonb_concat|jsonb_set|jsonb_insert|overlay|jsonb?_build|tsvector_concat|path_add)',
-                        false
-                    ) as collects
+                    m.found[1] in ('BOOLEXPR', 'NULLTEST', 'BOOLEANTEST', 'DISTINCTEXPR', 'SCALARARRAYOPEXPR', 'JSONISPREDICATE')
+                    or coalesce(t.typlen > 0, false) as fixed,
+                    m.found[4] is not null and r.typlen > 0 as converted_to_fixed
                 from regexp_matches(
-                    tree, '\{([A-Z_]+)(?: :(?:opno [0-9]+ :op)?funcid ([0-9]{1,9})\M)?|\}', 'g'
+                    tree,
+                    '\{([A-Z_]+)(?: :(?:opno [0-9]+ :op)?funcid ([0-9]{1,9}) :(?:func|op)resulttype ([0-9]{1,9})\M)?'
+                    '|\}(?: :resulttype ([0-9]{1,9})\M)?', 'g'
                 ) with ordinality as m (found, number)
                 left join pg_proc p on p.oid = m.found[2]::oid
+                left join pg_type t on t.oid = m.found[3]::oid
+                left join pg_type r on r.oid = m.found[4]::oid
                 order by m.number
             loop
-                if node.kind is null then
-                    depth := depth - 1;
+                if node.kind is not null then
+                    depth := depth + 1;
+                    enlarges[depth] := node.enlarges;
+                    fixed[depth] := node.fixed;
+                    -- A constant is at most 10000 characters.
+                    sizes[depth] := case node.kind when 'PARAM' then 1 when 'CONST' then 0.01 else 0 end;
+                    kinds[depth] := node.kind;
                     continue;
                 end if;
-                enlarging[depth + 1] := enlarging[depth] + node.enlarges::integer;
-                collecting[depth + 1] := collecting[depth] + node.collects::integer;
-                depth := depth + 1;
-                if node.kind = 'PARAM' and collecting[depth] > 0 then
-                    collected := collected + 1;
+                size := sizes[depth] * case when enlarges[depth] and not fixed[depth] then 2 else 1 end;
+                if kinds[depth] in ('FUNCEXPR', 'OPEXPR', 'COERCEVIAIO', 'ARRAYCOERCEEXPR', 'ARRAYEXPR', 'ARRAY') and (
+                    not fixed[depth] or enlarges[depth]
+                ) then
+                    total := total + size;
                 end if;
-                if enlarging[depth] > 3 then
-                    raise exception 'a filter has at most 3 conversions within each other' using errcode = 'HW002';
-                elsif collected > 16 then
-                    raise exception 'a filter joins e and s at most 16 times into texts, JSON values and arrays'
-                        using errcode = 'HW002';
+                depth := depth - 1;
+                if not fixed[depth + 1] then
+                    sizes[depth] := sizes[depth] + size;
+                end if;
+                if node.converted_to_fixed then
+                    fixed[depth] := true;
+                end if;
+                if total > 128 then
+                    raise exception 'a filter is too large: it could take more than 128 times the memory of its event'
+                        using errcode = 'HW002',
+                              hint = 'Use fewer texts, JSON values and arrays, and fewer conversions within each other.';
                 end if;
             end loop;
             -- A path in JSON is a language of its own, in which a few characters can ask for more items than fit into
