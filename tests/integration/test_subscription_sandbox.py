@@ -7,7 +7,7 @@ PUBLIC has by default: the right to create temporary objects. Where an attack ne
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import psycopg
@@ -163,6 +163,10 @@ ATTACKS = {
     "padding to the right": "length(rpad(e.topic, 500000000, 'x')) > 0",
     "a width of format": "length(format('%500000000s', 'x')) > 0",
     "padding by a type": "length('x'::char(10000000)::text || 'x'::char(10000000)::text) > 0",
+    "padding of the event by a type": "length(e.topic::char(100000)::text) > 0",
+    "padding of a number by bits": "1::bit(80000000) is not null",
+    "padding by bits of any length": "length('1'::varbit(10)::bit(80000000)) > 0",
+    "padding of an array by a type": "array[e.topic]::char(100000)[] is not null",
     "padding by bits": "length('1'::bit(80000000)) > 0",
     "an array of a million": "cardinality(array_fill(1, array[100000000])) > 0",
     "replacing one by many": "length(replace(replace(e.topic, 'a', 'aaaaaaaaaa'), 'a', 'aaaaaaaaaa')) > 0",
@@ -171,6 +175,49 @@ ATTACKS = {
     "a thousand joins": "length(" + " || ".join(["e.topic"] * 500) + ") > 0",
     "a hundred encodings": "length(" + "encode(convert_to(" * 20 + "e.topic" + ", 'UTF8'), 'hex')" * 20 + ") > 0",
     "a number of many digits": "10::numeric ^ 10::numeric ^ 2 ^ 2 ^ 2 ^ 2::numeric > 0 and power(9.9, 9.9) ^ 9 ^ 9 > 0",
+    "conversions that double a text each time": "length(" + "array[" * 40 + "'\\'" + "]::text" * 40 + ") > 0",
+    "conversions of the event": "length(" + "to_jsonb(" * 8 + "e.topic" + ")::text" * 8 + ") > 0",
+    "a polygon of many points": "polygon(60000000, '<(0,0),1>'::circle) is not null",
+    "a length that is computed": "length(\"bpchar\"('x'::bpchar, 10000 * 10000, true)) > 0",
+    "bits of a number": '"bit"(1, 2000000000) is not null',
+    "a hundred copies in one call": "length(concat(" + ", ".join(["e.payload"] * 90) + ")) > 0",
+    "a hundred copies in an array": "cardinality(array[" + ", ".join(["e.payload"] * 150) + "]) > 0",
+    "a hundred copies in JSON": "jsonb_build_array(" + ", ".join(["e.data"] * 90) + ") is null",
+    "hundreds of copies within each other": "length(" + "lower(" * 500 + "e.topic" + ")" * 500 + ") > 0",
+    "hundreds of copies one after the other": " or ".join(["(e.data - 'a') is null"] * 300),
+    "a JSON path that doubles": "jsonb_path_query_array('1', '$" + "[0,0]" * 28 + "') is null",
+    "a JSON path that doubles, in an operator": "'1'::jsonb @@ '$" + "[0,0]" * 28 + " == 2'",
+    "a JSON path of all below all": "e.data @? '$ ? (@.**.** == 1)'",
+    "a JSON path that starts over for each": "e.data @? '$[*] ? (@ == $[*])'",
+    "a JSON path from the subscription": "e.data @? (s.params ->> 'path')::jsonpath",
+    "a JSON path from an array": "e.data @? ('{$,$}'::jsonpath[])[1]",
+    "a JSON path behind a text that looks like one": "'''$''::jsonpath' = '' or e.data @? '$[0,0]'",
+    "indentation that grows": "length(jsonb_pretty('" + "[" * 4000 + "]" * 4000 + "')) > 0",
+    "matches that are counted": " or ".join(["regexp_count(e.topic, '') < 0"] * 20),
+    "conversions by concat": "length(" + "concat(array[" * 12 + "e.topic" + "])" * 12 + ") > 0",
+    "conversions by JSON": "length(" + "(jsonb_build_array(" * 12 + "e.topic" + ") ->> '{}')" * 12 + ") > 0",
+    "copies of what was enlarged": f"length({'upper(' * 60}array[array[e.data]::text]::text{')' * 60}) > 0",
+    "quotes of quotes": "length(" + "quote_literal(" * 8 + "e.topic" + ")" * 8 + ") > 0",
+    "a query by text search": "ts_rewrite('a'::tsquery, 'select 1, 2') is not null",
+    "statistics of a query": "ts_stat('select 1') is null",
+    "a cursor as XML": "cursor_to_xml('c', 1, true, true, '') is null",
+    "the database as XML": "database_to_xml(true, true, '') is null",
+    "a schema as XML": "schema_to_xml('headwater', true, true, '') is null",
+    "a lock of a publisher": "pg_try_advisory_xact_lock_shared(1, 2)",
+    "a snapshot that is given out": "pg_export_snapshot() is null",
+    "a message in the WAL": "pg_logical_emit_message(false, 'a', 'b') is null",
+    "a large object from a file": "lo_import('/etc/passwd') > 0",
+    "a large object that is written": "lo_from_bytea(0, e.payload) > 0",
+    "entities of XML": "xmlparse(document '<!DOCTYPE a [<!ENTITY b \"c\">]><a>&b;</a>') is not null",
+    "a row from JSON by a definition": "jsonb_to_record(e.data) is not null",
+    "a row of a composite array": "'{(1)}'::pg_class[] is not null",
+    "a default of a type": "null::comp is null",
+    "a range of a domain by its function": "rng('a', 'b') is not null",
+    "an access method's function": "hash_array_extended(array[1], 1) is null",
+    "a function of an aggregate": "int8inc(e.position) > 0",
+    "a list of privileges": "acldefault('r', 10) is null",
+    "the rights of a row": "row_security_active('headwater.event')",
+    "the user of the operating system": "system_user is null",
     "many factorials": " + ".join(["factorial(32000)"] * 5) + " > 0",
     "a function of ours": "headwater.head() > 0",
     "a function of the sandbox": "headwater_condition.install('true') is null",
@@ -204,17 +251,23 @@ def test_session_settings_do_not_change_how_a_filter_is_read(attacker: psycopg.C
         attacker.execute("reset all")
 
 
-def test_the_role_that_runs_filters_owns_nothing_but_the_two_functions_that_run_them(
+def test_the_role_that_runs_filters_owns_nothing_but_the_two_functions_that_switch_to_it(
     connection: psycopg.Connection,
 ) -> None:
     owned = connection.execute(
         "select p.proname from pg_proc p where p.proowner = 'headwater_condition'::regrole order by 1"
     ).fetchall()
-    assert owned == [("match",), ("plan",)]
-    for catalog, column in (("pg_class", "relowner"), ("pg_namespace", "nspowner"), ("pg_type", "typowner")):
-        assert connection.execute(
-            f"select count(*) from {catalog} where {column} = 'headwater_condition'::regrole"
-        ).fetchone() == (0,)
+    assert owned == [("explain_as_filter",), ("match_as_filter",)]
+    # Postgres itself knows of nothing else, in any catalog.
+    assert connection.execute(
+        "select count(*) from pg_shdepend where refobjid = 'headwater_condition'::regrole and deptype = 'o'"
+        " and dbid = (select oid from pg_database where datname = current_database())"
+    ).fetchone() == (2,)
+    # They are called by functions of the owner's role only.
+    assert connection.execute(
+        "select distinct r.rolname from pg_proc p cross join lateral aclexplode(p.proacl) as a "
+        "join pg_roles r on r.oid = a.grantee where p.proowner = 'headwater_condition'::regrole order by 1"
+    ).fetchall() == [("headwater_condition",), ("headwater_condition_owner",)]
     assert connection.execute(
         "select count(*) from pg_namespace n where nspname in ('headwater', 'headwater_condition') "
         "and has_schema_privilege('headwater_condition', n.oid, 'create')"
@@ -227,36 +280,155 @@ def test_the_role_that_runs_filters_owns_nothing_but_the_two_functions_that_run_
     assert readable == [("subscription",)]
 
 
-def test_code_that_did_run_as_a_filter_could_change_nothing(
+MATCH_AS_FILTER = "headwater_condition.match_as_filter(text, headwater.condition_event[], integer, bigint)"
+# What code that got through every check would try, and why Postgres refuses it.
+ESCAPES = {
+    "make its function run as the caller": (f"alter function {MATCH_AS_FILTER} security invoker", "read-only"),
+    "give its function a setting": (f"alter function {MATCH_AS_FILTER} set search_path = evil", "read-only"),
+    "rename its function": (f"alter function {MATCH_AS_FILTER} rename to other", "read-only"),
+    "give its function away": (f"alter function {MATCH_AS_FILTER} owner to headwater_condition_owner", "read-only"),
+    "open its function to all": (f"grant execute on function {MATCH_AS_FILTER} to public", "read-only"),
+    "drop its function": (f"drop function {MATCH_AS_FILTER}", "read-only"),
+    "replace its function": (
+        "create or replace function headwater_condition.explain_as_filter(statement text) returns json language sql "
+        "return null::json",
+        "read-only",
+    ),
+    "make a temporary table": ("create temporary table evil (a integer)", "read-only"),
+    "make a temporary function": ("create function pg_temp.evil() returns integer language sql return 1", "read-only"),
+    "make a temporary domain": ("create domain pg_temp.evil as text", "read-only"),
+    "make a role": ("create role evil", "read-only"),
+    "write": ("delete from headwater.subscription", "read-only"),
+    "draw a position": ("select nextval('headwater.position')", "permission denied"),
+    "read events": ("select count(*) from headwater.event", "permission denied"),
+    "read a file": ("select pg_read_file('/etc/passwd')", "permission denied"),
+    "run a program": ("copy (select 1) to program 'true'", "external program"),
+    "write again": ("set transaction_read_only = off", "read-write mode"),
+    "write again by its other name": ("set transaction read write", "read-write mode"),
+    "write again in a block": (
+        "do $x$ begin begin perform set_config('transaction_read_only', 'off', true); end; end $x$", "read-write mode",
+    ),
+    "end the transaction": ("commit", "transaction"),
+    "end it in a block": ("do $x$ begin rollback; end $x$", "invalid transaction termination"),
+    "become another": ("set role postgres", "security-definer"),
+    "become itself": ("reset role", "security-definer"),
+    "be the session's user": ("set session authorization default", "security-definer"),
+    "stop the read-only rule for later": ("alter role headwater_condition set role = 'postgres'", "read-only"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def got_through(
     log: headwater.Headwater, topic: str, connection: psycopg.Connection
-) -> None:
-    """As if an attack got through: a function of the sandbox that tries to replace `match`."""
+) -> Iterator[Callable[[str], str | None]]:
+    """Run a statement as if a filter could: returns the error that the reader notes for this filter."""
     log.subscribe(topic, "true")
     ((name,),) = connection.execute(
         "select function_name from headwater.condition where expression = 'true'"
     ).fetchall()
-    connection.execute(
-        f"create or replace function headwater_condition.{name}(e headwater.condition_event, s headwater.subscription) "
-        "returns boolean language plpgsql as $$ begin "
-        "execute 'alter function headwater_condition.match(text[], integer[], headwater.condition_event[], integer) "
-        "security invoker'; return true; end $$"
-    )
-    connection.execute(
-        f"comment on function headwater_condition.{name}(headwater.condition_event, headwater.subscription) is '{{}}'"
-    )
-    log.publish(topic, 1)
-    try:
-        assert log.read_next(topic, reader="me").events == ()
+    signature = f"headwater_condition.{name}(e headwater.condition_event, s headwater.subscription)"
+
+    def run(statement: str) -> str | None:
+        connection.execute(
+            f"create or replace function {signature} returns boolean language plpgsql as $got_through$ begin "
+            f"execute {sql.Literal(statement).as_string()}; return true; end $got_through$".encode()
+        )
+        connection.execute(f"comment on function {signature} is '{{}}'".encode())
+        log.publish(topic, 1)
+        log.read_next(topic, reader="me")
         (told,) = log.subscriptions(topic)
-        assert "read-only transaction" in (told.last_error or "")
-        assert connection.execute(
-            "select prosecdef from pg_proc where proname = 'match' "
-            "and pronamespace = 'headwater_condition'::regnamespace"
-        ).fetchone() == (True,)
+        return told.last_error
+
+    try:
+        yield run
     finally:
         connection.execute("select headwater_condition.uninstall(%s)", (name,))
         connection.execute("delete from headwater.subscription")
         connection.execute("delete from headwater.condition")
+
+
+@pytest.mark.parametrize(("statement", "why"), ESCAPES.values(), ids=ESCAPES.keys())
+def test_code_that_did_run_as_a_filter_could_change_nothing(
+    got_through: Callable[[str], str | None], statement: str, why: str
+) -> None:
+    assert why in (got_through(statement) or "it ran")
+
+
+def test_a_setting_or_a_notification_of_code_that_did_run_ends_with_it(
+    got_through: Callable[[str], str | None], dsn: str, log: headwater.Headwater, topic: str
+) -> None:
+    assert (
+        got_through("select set_config('search_path', 'evil', false), pg_notify('evil', ''), pg_advisory_xact_lock(1)")
+        is None
+    )
+    with psycopg.connect(dsn, autocommit=True) as listener:
+        listener.execute("listen evil")
+        with psycopg.connect(dsn) as reader:
+            log.publish(topic, 1)
+            assert reader.execute("select count(*) from headwater.read_next(%s, 'me')", (topic,)).fetchone() == (3,)
+            assert reader.execute("show search_path").fetchone() == ('"$user", public',)
+            assert reader.execute(
+                "select count(*) from pg_locks where pid = pg_backend_pid() and locktype = 'advisory' and objid = 1"
+            ).fetchone() == (0,)
+        listener.execute("notify evil, 'the last'")
+        assert [one.payload for one in listener.notifies(timeout=30, stop_after=1)] == ["the last"]
+
+
+def test_a_large_object_of_code_that_did_run_is_not_kept(
+    got_through: Callable[[str], str | None], connection: psycopg.Connection
+) -> None:
+    # Postgres 15 allows them in a read-only transaction; what matters is that the block is rolled back.
+    assert "read-only" in (got_through("select lo_from_bytea(0, 'x')") or "read-only, or rolled back")
+    assert connection.execute("select count(*) from pg_largeobject_metadata").fetchone() == (0,)
+
+
+def test_a_function_of_that_role_that_was_replaced_would_not_run_as_the_caller(
+    log: headwater.Headwater, topic: str, connection: psycopg.Connection
+) -> None:
+    """As if the role had altered what it owns: the code then runs as the owner's role, and read-only all the same."""
+    before = connection.execute(f"select pg_get_functiondef('{MATCH_AS_FILTER}'::regprocedure)".encode()).fetchone()
+    assert before is not None
+    log.subscribe(topic, "true")
+    try:
+        for statement, why in (
+            ("select ('ran as ' || current_user)::integer", '"ran as headwater_condition_owner"'),
+            ("alter function headwater_condition.install(text) security invoker", "read-only"),
+            ("set transaction_read_only = off", "read-write mode"),
+            ("set role postgres", "security-definer"),
+        ):
+            connection.execute(
+                "create or replace function headwater_condition.match_as_filter("
+                "statement text, events headwater.condition_event[], group_id integer, first_position bigint) "
+                "returns headwater.condition_match[] language plpgsql security invoker as $replaced$ begin "
+                f"execute {sql.Literal(statement).as_string()}; return null; end $replaced$".encode()
+            )
+            log.publish(topic, 1)
+            log.read_next(topic, reader="me")
+            (told,) = log.subscriptions(topic)
+            assert why in (told.last_error or "it ran")
+    finally:
+        connection.execute(before[0])
+        connection.execute("delete from headwater.subscription")
+        connection.execute("delete from headwater.condition")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "headwater_condition.explain_as_filter('select 1')",
+        "headwater_condition.match_as_filter('select null', '{}', 1, 1)",
+        "headwater_condition.plan('condition_')",
+        "headwater_condition.install_part('a', 'b', 'c')",
+    ],
+)
+def test_a_consumer_cannot_call_what_runs_filters(attacker: psycopg.Connection, call: str) -> None:
+    with pytest.raises(psycopg.errors.InsufficientPrivilege):
+        attacker.execute(f"select {call}".encode())
+
+
+def test_params_are_bounded(attacker: psycopg.Connection) -> None:
+    with pytest.raises(psycopg.errors.CheckViolation, match="at most 1 MiB"):
+        attacker.execute("select headwater.subscribe('large', 'true', jsonb_build_object('a', repeat('x', 2000000)))")
 
 
 def test_a_consumer_cannot_have_another_text_run_as_a_filter(attacker: psycopg.Connection, topic: str) -> None:
@@ -287,6 +459,13 @@ def test_a_consumer_cannot_have_another_text_run_as_a_filter(attacker: psycopg.C
         "substring(e.topic from 1 for 3) = 'abc' and split_part(e.routing_key, '.', 2) = 'x'",
         "('10.0.0.1'::inet << '10.0.0.0/8'::inet) and e.event_id::uuid is not null",
         "e.topic collate \"C\" < 'b' and s.id > 0 and s.params -> 'n' = e.data -> 'n'",
+        "e.data @? '$.tags[*] ? (@ == \"a,$.**.**?\")' or e.data @@ '$.a == 1 && $.b == 2'",
+        "jsonb_path_exists(e.data, '$.**.x') or e.data @? '$ ? (@.a like_regex \"^a\\\\d\")'",
+        "extract(hour from e.published_at at time zone 'UTC') < 25 and e.topic similar to 'a%' and trim(e.topic) <> ''",
+        "position('a' in e.topic) > 0 and substring(e.topic from '^a') is null and initcap(e.topic) <> ''",
+        "encode(sha256(convert_to(e.topic, 'UTF8')), 'hex') like 'a%' and concat(e.topic, ':', e.type) <> ''",
+        "e.data ->> 'a' = any (array[s.params ->> 'x', s.params ->> 'y']) and (e.data ->> 'at')::timestamptz < now()",
+        "(e.data ->> 'price')::numeric(10, 2) > 9.99 and (e.data ->> 'code')::char(3) = 'abc' and abs(-1) = 1",
         "int4range(1, 5) @> (e.data ->> 'n')::int and 'it''s' <> E'it\\'s not' and e.topic is distinct from 'x'",
     ],
 )

@@ -7,9 +7,12 @@
 --    without bound (refuse_tree). Up to here nothing of it was planned, so no constant was folded;
 -- 3. its dependencies: nothing but e and s;
 -- 4. the planner: what is not expanded could have side effects.
--- Two roles: headwater_condition_owner owns the schema, the filters and `install`; headwater_condition runs and plans
--- filters. It owns the two functions that do so and nothing else, may create nothing and read nothing but
--- subscriptions, and those two functions make the transaction read-only while they run.
+-- Two roles. headwater_condition_owner owns the schema, the filters and every function that decides what is run.
+-- headwater_condition is what filters run as: it may create nothing and read nothing but subscriptions. Postgres lets a
+-- function run as another role only if that role owns it, so it owns two, `explain_as_filter` and `match_as_filter`,
+-- which execute one statement and decide nothing. Two rules make this ownership useless:
+-- - nothing but functions of headwater_condition_owner may call them, so that they never run with more rights than its;
+-- - the caller makes the transaction read-only before it calls them, and read-only cannot be left from within.
 
 do $do$
 declare
@@ -58,6 +61,61 @@ begin
             return;
     end;
     grant usage on schema headwater_condition to headwater_condition;
+
+    -- The role that runs filters may create its own two functions here, and only now.
+    grant create on schema headwater_condition to headwater_condition;
+    execute format('set local role %I', installer);
+    set local role headwater_condition;
+    for old in
+        select p.oid::regprocedure::text as signature
+        from pg_proc p
+        where
+            p.proowner = 'headwater_condition'::regrole
+            and p.pronamespace = 'headwater_condition'::regnamespace
+            and p.proname not in ('explain_as_filter', 'match_as_filter')
+    loop
+        execute format('drop function %s', old.signature);
+    end loop;
+
+    execute $run$
+        -- Plan a statement as the role that filters run as.
+        create or replace function headwater_condition.explain_as_filter(statement text)
+        returns json
+        language plpgsql
+        security definer
+        set search_path = pg_catalog, pg_temp
+        as $body$
+        declare
+            plan json;
+        begin
+            execute 'explain (verbose, format json) ' || statement into plan;
+            return plan;
+        end;
+        $body$
+    $run$;
+
+    execute $run$
+        -- Run a statement that matches events, as the role that filters run as.
+        create or replace function headwater_condition.match_as_filter(
+            statement text, events headwater.condition_event[], group_id integer, first_position bigint
+        )
+        returns headwater.condition_match[]
+        language plpgsql
+        security definer
+        set search_path = pg_catalog, pg_temp
+        as $body$
+        declare
+            matches headwater.condition_match[];
+        begin
+            execute statement into matches using events, group_id::text, group_id, first_position;
+            return matches;
+        end;
+        $body$
+    $run$;
+
+    execute format('set local role %I', installer);
+    set local role headwater_condition_owner;
+    revoke create on schema headwater_condition from headwater_condition;
 
     execute $refuse$
         -- Refuse a text that names anything beyond e, s and pg_catalog, or that could be read in two ways.
@@ -150,6 +208,39 @@ begin
             tree constant text := (select f.prosqlbody::text from pg_proc f where f.oid = filter);
             refused text;
             most integer;
+            -- What a filter may call by name. Operators and casts are checked below.
+            callable constant text[] := string_to_array(
+                'abs age array_append array_cat array_dims array_length array_lower array_ndims array_position array_positions '
+                'array_prepend array_remove array_replace array_upper ascii atan atan2 bit_length broadcast btrim cardinality '
+                'casefold cbrt ceil ceiling char_length character_length chr concat convert_from convert_to cos crc32 crc32c '
+                'date date_bin date_part date_trunc datemultirange daterange decode degrees div encode exp extract factorial family '
+                'floor gcd host hostmask inet_same_family initcap int4multirange int4range int8multirange int8range is_normalized '
+                'isempty isfinite json_array_length json_build_array json_build_object json_extract_path '
+                'json_extract_path_text json_strip_nulls json_typeof jsonb_array_length jsonb_build_array jsonb_build_object '
+                'jsonb_contained jsonb_contains jsonb_exists jsonb_exists_all jsonb_exists_any jsonb_extract_path '
+                'jsonb_extract_path_text jsonb_insert jsonb_path_exists jsonb_path_exists_tz jsonb_path_match '
+                'jsonb_path_match_tz jsonb_path_query_array jsonb_path_query_array_tz jsonb_path_query_first '
+                'jsonb_path_query_first_tz jsonb_set jsonb_strip_nulls jsonb_typeof justify_days justify_hours '
+                'justify_interval lcm left length like like_escape ln log log10 lower lower_inc lower_inf ltrim make_date '
+                'make_interval make_time make_timestamp make_timestamptz masklen md5 mod netmask network normalize notlike '
+                'now num_nonnulls num_nulls nummultirange numrange octet_length overlaps overlay pi position pow power '
+                'radians range_merge regexp_count regexp_instr regexp_like regexp_match regexp_split_to_array regexp_substr '
+                'reverse right round rtrim scale sha224 sha256 sha384 sha512 sign similar_escape similar_to_escape sin '
+                'split_part sqrt starts_with statement_timestamp string_to_array strpos substr substring tan text timestamp '
+                'timestamptz timezone to_char to_date to_hex to_json to_jsonb to_number to_timestamp transaction_timestamp '
+                'translate trim_array trim_scale trunc tsmultirange tsrange tstzmultirange tstzrange unistr upper upper_inc '
+                'upper_inf uuid_extract_timestamp uuid_extract_version width_bucket', ' '
+            );
+            node record;
+            -- For the current node and those above it: whether it enlarges what it is given, whether its result has a fixed
+            -- length, and the sum of the sizes of its arguments. A size of 1 is that of the event or the params.
+            enlarges boolean[] := '{f}';
+            fixed boolean[] := '{f}';
+            sizes float8[] := '{0}';
+            kinds text[] := '{""}';
+            depth integer := 1;
+            size float8;
+            total float8 := 0;
         begin
             select m.found[1] into refused
             from regexp_matches(tree, '\{([A-Z_]+)', 'g') as m (found)
@@ -184,6 +275,8 @@ begin
                     or t.typtype in ('c', 'd', 'e')
                     or coalesce(element.typtype in ('c', 'd', 'e', 'p'), false)
                     or t.typtype = 'p' and t.typname not in ('unknown', 'anyarray', 'anyelement')
+                    -- Paths are checked one by one below.
+                    or element.typname = 'jsonpath'
                     or coalesce(element.typname, t.typname)
                         ~ '^(?:xml|oid|xid|xid8|cid|tid|refcursor|aclitem|txid_snapshot|reg.*|pg_.*)$'
                 )
@@ -191,6 +284,18 @@ begin
             if found then
                 raise exception 'a filter cannot use the type %', refused
                     using errcode = 'HW002', hint = 'Only types of Postgres itself that are plain values.';
+            end if;
+            -- Functions that are called by name (funcformat 0), or by a syntax of their own (3).
+            select p.proname into refused
+            from regexp_matches(
+                tree, '\{FUNCEXPR :funcid ([0-9]{1,9}) :funcresulttype [0-9]+ :funcretset [a-z]+ :funcvariadic [a-z]+ :funcformat [03]\M', 'g'
+            ) as m (found)
+            join pg_proc p on p.oid = m.found[1]::oid
+            where p.proname <> all (callable)
+            limit 1;
+            if found then
+                raise exception 'a filter cannot call %', refused
+                    using errcode = 'HW002', hint = 'Only functions of Postgres itself that are known to be harmless.';
             end if;
             -- Functions, also those of operators and casts.
             select p.proname into refused
@@ -226,9 +331,10 @@ begin
                 select
                     case
                         when p.proname ~ '^(textcat|textanycat|anytextcat|byteacat|bitcat|concat|array_cat|array_append)'
-                            or p.proname ~ '^(array_prepend|jsonb_concat|jsonb_set|jsonb_insert|overlay)' then 'joins'
-                        when p.proname ~ '^(encode|convert|quote_|to_json|ascii|to_char|jsonb_pretty|jsonb_build)'
-                            or p.proname ~ '^(bpchar|varbit|bit|translate|string_to_array|regexp_split|array_replace)'
+                            or p.proname ~ '^(array_prepend|jsonb_concat|jsonb_set|jsonb_insert|overlay|jsonb?_build)'
+                            or p.proname ~ '^(tsvector_concat|tsquery_|path_add)' then 'joins'
+                        when p.proname ~ '^(encode|convert|to_json|ascii|to_char|normalize)'
+                            or p.proname ~ '^(bpchar|varbit|bit|translate|string_to_array|regexp_|array_replace)'
                             then 'functions that enlarge'
                         when p.proname ~ '^(factorial|numeric_(power|exp|ln|log|sqrt)|power|exp|ln|log|sqrt)$'
                             or p.proname ~ '^(pow|gcd|lcm|numeric_fac)' then 'large numbers'
@@ -246,11 +352,87 @@ begin
             if found then
                 raise exception 'a filter has at most % %', most, refused using errcode = 'HW002';
             end if;
-            -- char(n), bit(n) and the like make a value of n characters of anything.
-            if exists (
-                select from regexp_matches(tree, ':[A-Za-z_]*typmod ([0-9]{1,10})\M', 'g') as m (found)
-                where m.found[1]::bigint > 10000004
-            ) or tree ~ ':(?:funcid) (?:668|1685|1687) ' and tree ~ ':constlen 4 [^}]*:constvalue 4 \[ [-0-9]+ [-0-9]+ (?!0 )'
+            -- Bound the memory of one evaluation: what is computed on the way is freed only at its end. A conversion to text
+            -- can double what it is given (it escapes backslashes and quotes), so that n of them within each other make 2^n
+            -- times as much; all else is at most as large as its arguments together.
+            for node in
+                select
+                    m.found[1] as kind,
+                    m.found[1] in ('COERCEVIAIO', 'ARRAYCOERCEEXPR') or coalesce(
+                        p.proname ~ '^(encode|convert|to_json|to_char|normalize|translate|string_to_array|regexp_|array_replace)'
+                        or p.proname ~ '^(concat|jsonb?_build|textanycat|anytextcat)',
+                        false
+                    ) as enlarges,
+                    m.found[1] in ('BOOLEXPR', 'NULLTEST', 'BOOLEANTEST', 'DISTINCTEXPR', 'SCALARARRAYOPEXPR', 'JSONISPREDICATE')
+                    or coalesce(t.typlen > 0, false) as fixed,
+                    m.found[4] is not null and r.typlen > 0 as converted_to_fixed
+                from regexp_matches(
+                    tree,
+                    '\{([A-Z_]+)(?: :(?:opno [0-9]+ :op)?funcid ([0-9]{1,9}) :(?:func|op)resulttype ([0-9]{1,9})\M)?'
+                    '|\}(?: :resulttype ([0-9]{1,9})\M)?', 'g'
+                ) with ordinality as m (found, number)
+                left join pg_proc p on p.oid = m.found[2]::oid
+                left join pg_type t on t.oid = m.found[3]::oid
+                left join pg_type r on r.oid = m.found[4]::oid
+                order by m.number
+            loop
+                if node.kind is not null then
+                    depth := depth + 1;
+                    enlarges[depth] := node.enlarges;
+                    fixed[depth] := node.fixed;
+                    -- A constant is at most 10000 characters.
+                    sizes[depth] := case node.kind when 'PARAM' then 1 when 'CONST' then 0.01 else 0 end;
+                    kinds[depth] := node.kind;
+                    continue;
+                end if;
+                size := sizes[depth] * case when enlarges[depth] and not fixed[depth] then 2 else 1 end;
+                if kinds[depth] in ('FUNCEXPR', 'OPEXPR', 'COERCEVIAIO', 'ARRAYCOERCEEXPR', 'ARRAYEXPR', 'ARRAY') and (
+                    not fixed[depth] or enlarges[depth]
+                ) then
+                    total := total + size;
+                end if;
+                depth := depth - 1;
+                if not fixed[depth + 1] then
+                    sizes[depth] := sizes[depth] + size;
+                end if;
+                if node.converted_to_fixed then
+                    fixed[depth] := true;
+                end if;
+                if total > 128 then
+                    raise exception 'a filter is too large: it could take more than 128 times the memory of its event'
+                        using errcode = 'HW002',
+                              hint = 'Use fewer texts, JSON values and arrays, and fewer conversions within each other.';
+                end if;
+            end loop;
+            -- A path in JSON is a language of its own, in which a few characters can ask for more items than fit into
+            -- memory: [0,0][0,0]... doubles them each time, .**.** squares them, and $ within ?() asks for all of them
+            -- again for each. So a path is a constant, and has none of these.
+            if tree ~ ':resulttype 4072\M' or (
+                select count(*) filter (where m.found[1] = '4072')
+                from regexp_matches(
+                    tree, ':consttype ([0-9]+) :consttypmod -?[0-9]+ :constcollid [0-9]+ :constlen -?[0-9]+ :constbyval [a-z]+ :constisnull false', 'g'
+                ) as m (found)
+            ) <> (
+                select count(*)
+                from regexp_matches(pg_get_function_sqlbody(filter), $re$(E?)'((?:[^']|'')*)'(::jsonpath\M)?$re$, 'g') as m (found)
+                cross join lateral (
+                    select regexp_replace(
+                        case m.found[1] when 'E' then replace(m.found[2], $$\\$$, $$\$$) else m.found[2] end,
+                        $re$"(?:[^"\\]|\\.)*"$re$, '""', 'g'
+                    ) as path
+                ) as plain
+                where
+                    m.found[3] is not null
+                    and plain.path !~ ',|\*\*.*\*\*|\?.*\$'
+                    and plain.path !~ 'like_regex.*like_regex.*like_regex'
+            ) then
+                raise exception 'a path in JSON is a constant with at most one .**, no list of subscripts and no $ within ?()'
+                    using errcode = 'HW002';
+            end if;
+            -- char(n), bit(n) and the like make a value of n characters of anything. Their functions are not callable by
+            -- name, so a length is one of a type, and the filter as Postgres shows it has it as a number.
+            if regexp_replace(pg_get_function_sqlbody(filter), $re$'(?:[^']|'')*'$re$, '', 'g')
+                ~ '::"?(?:character|char|bpchar|bit|bit varying|varbit)"?\([0-9]{5,}\)'
             then
                 raise exception 'a length in a filter is too large' using errcode = 'HW002';
             end if;
@@ -444,11 +626,6 @@ begin
         $body$
     $uninstall$;
 
-    -- The role that runs filters may create its own functions here, and only now.
-    grant create on schema headwater_condition to headwater_condition;
-    execute format('set local role %I', installer);
-    set local role headwater_condition;
-
     execute $plan$
         -- How Postgres plans a filter: what it asks of the event, of the subscription, of both, and once.
         create or replace function headwater_condition.plan(function_name text)
@@ -472,9 +649,10 @@ begin
             -- Read-only until this block is rolled back, which Postgres takes as the end of a transaction.
             begin
                 perform set_config('transaction_read_only', 'on', true);
-                execute 'explain (verbose, format json) select from unnest(array[]::headwater.condition_event[]) as e, '
+                plan := headwater_condition.explain_as_filter(
+                    'select from unnest(array[]::headwater.condition_event[]) as e, '
                     'headwater.subscription as s where headwater_condition.' || function_name || '(e, s)'
-                    into plan;
+                );
                 raise exception 'planned' using errcode = 'HW000';
             exception
                 when sqlstate 'HW000' then null;
@@ -601,9 +779,10 @@ begin
             -- Read-only until this block is rolled back; what was found stays in the variable.
             begin
                 perform set_config('transaction_read_only', 'on', true);
-                execute 'select array_agg(row(f.*)::headwater.condition_match) from (' || array_to_string(arms, ' union all ')
-                    || ') as f'
-                    into matches using events, group_id::text, group_id, first_position;
+                matches := headwater_condition.match_as_filter(
+                    'select array_agg(row(f.*)::headwater.condition_match) from (' || array_to_string(arms, ' union all ')
+                    || ') as f', events, group_id, first_position
+                );
                 raise exception 'matched' using errcode = 'HW000';
             exception
                 when sqlstate 'HW000' then null;
@@ -613,9 +792,6 @@ begin
         $body$
     $match$;
 
-    execute format('set local role %I', installer);
-    set local role headwater_condition_owner;
-    revoke create on schema headwater_condition from headwater_condition;
     execute format('set local role %I', installer);
 
     for old in
@@ -628,14 +804,15 @@ begin
         where
             p.pronamespace = 'headwater_condition'::regnamespace
             and p.proname in (
-                'refuse_tokens', 'refuse_tree', 'conjuncts', 'install_part', 'install', 'uninstall', 'plan', 'match'
+                'refuse_tokens', 'refuse_tree', 'conjuncts', 'install_part', 'install', 'uninstall', 'plan', 'match',
+                'explain_as_filter', 'match_as_filter'
             )
     loop
         execute format('set local role %s', old.owner);
         execute format('revoke all on function %s from public', old.signature);
         if old.proname in ('install', 'uninstall', 'match') then
             execute format('grant execute on function %s to %I', old.signature, installer);
-        elsif old.proname = 'plan' then
+        elsif old.proname in ('explain_as_filter', 'match_as_filter') then
             execute format('grant execute on function %s to headwater_condition_owner', old.signature);
         end if;
         execute format('set local role %I', installer);

@@ -18,7 +18,9 @@ end;
 $$;
 
 alter table headwater.subscription
-    add column probe jsonb generated always as (headwater.filter_probe(group_id, params)) stored;
+    add column probe jsonb generated always as (headwater.filter_probe(group_id, params)) stored,
+    -- Every reader of the group has them in memory. What was there before stays.
+    add constraint "params are at most 1 MiB" check (octet_length(params::text) <= 1048576) not valid;
 drop index headwater.subscription_params;
 create index subscription_probe on headwater.subscription using gin (probe jsonb_path_ops) with (fastupdate = off);
 
