@@ -7,6 +7,7 @@ import json
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,6 +23,7 @@ PAUSE_LOOK_SECONDS: Final = 0.02
 APPENDS_PER_SECOND: Final = 20.0
 ROLLBACKS_PER_SECOND: Final = 10.0
 ROLLED_BACK_EVENTS: Final = 10
+FLUSH_SECONDS: Final = 30.0
 
 
 class RolledBack(Exception):
@@ -203,7 +205,9 @@ def produce_by_kafka(stage: Stage, name: str, journal: Journal, numbers: Iterato
                 client.produce(
                     stage.lane_topic, json.dumps(event.payload).encode(), key=event.key, on_delivery=note(number)
                 )
+                client.poll(1 / stage.events_per_second)
             except (KafkaException, BufferError):
                 failed.set()
-            client.poll(1 / stage.events_per_second)
-        client.flush(30)
+        # Each call may raise the fatal error again.
+        with suppress(KafkaException):
+            client.flush(FLUSH_SECONDS)
