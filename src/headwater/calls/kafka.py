@@ -442,7 +442,7 @@ def kafka_look(wanted: Sequence[Wanted]) -> Call[dict[int, Seen]]:
 
 IN_EPOCH: Final = "where (select headwater.current_epoch()) = %s"
 """Records are read in a later statement than the bounds of their lane. If Postgres failed over in between, the offsets
-may be those of other events: then there are no rows. A session is of one epoch, so this holds for the whole statement."""
+may be those of other events: then there are no rows. A session is of one epoch, and so is its statement."""
 
 
 def kafka_fetch_sequenced(

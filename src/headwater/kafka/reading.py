@@ -218,8 +218,8 @@ class Reading:
         if remembered:
             return Read(seen, b"".join([batch.records for batch in remembered]), remembered[-1].end)
         page: Page | None = None
-        # Nothing is read in a later epoch than it was looked for. The reader would get events of the new history from an
-        # offset of the old one, and those before them only when it has gone back.
+        # Nothing is read in a later epoch than it was looked for. The reader would get events of the new history from
+        # an offset of the old one, and those before them only when it has gone back.
         if asked.topic.kind == "open":
             epochs = await self._epochs_in(seen.present_epoch)
             records = await self._open_records(asked, seen)
