@@ -21,11 +21,11 @@ from tests.crash import postgres_crashes
 
 import headwater
 import headwater.aio
-from headwater.chaos.cluster import Cluster
-from headwater.chaos.proxy import Proxy
 from headwater.aio import AsyncHeadwater
 from headwater.calls import Call
 from headwater.calls.kafka import KafkaTopic, Lane
+from headwater.chaos.cluster import Cluster
+from headwater.chaos.proxy import Proxy
 from headwater.errors import LogUnavailable
 from headwater.kafka.broker import Broker, Settings
 from headwater.kafka.reading import Asked, Read, Reading
