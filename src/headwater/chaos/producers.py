@@ -181,8 +181,8 @@ def produce_by_kafka(stage: Stage, name: str, journal: Journal, numbers: Iterato
     settings = {
         "bootstrap.servers": f"127.0.0.1:{stage.kafka_port}",
         "enable.idempotence": True,
-        # Without end: when an event times out, librdkafka raises the producer's epoch and sends others again that it had
-        # no answer for under new sequence numbers, which the broker cannot know for the same.
+        # Without end: when an event times out, librdkafka raises the producer's epoch and sends others again that had
+        # no answer, under new sequence numbers, by which the broker cannot know them.
         "message.timeout.ms": 0,
         "reconnect.backoff.max.ms": 500,
         "log_level": 0,
