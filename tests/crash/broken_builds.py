@@ -74,14 +74,14 @@ def _follow(
             continue
         last = events[-1].position
         if cursor is None:
-            yield Deliver(events)
+            yield Deliver(events, state.epoch)
         else:
             move = calls.advance_cursor(cursor, from_position=saved, to_position=last)
             try:
                 if in_transaction:
                     yield Apply(events, move)
                 else:
-                    yield Deliver(events)
+                    yield Deliver(events, state.epoch)
                     yield move
             except CursorMoved:
                 found: OpenedCursor | None = yield calls.find_cursor(cursor)

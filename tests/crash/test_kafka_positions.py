@@ -1,15 +1,18 @@
 """Does a Kafka consumer skip an event whose offset was issued again, after a crash or a failover of Postgres?
 
-The consumers are of librdkafka, which validates its offsets when the leader epoch changes, as the Java client does.
+The consumers are of librdkafka, which validates its offsets when the leader epoch changes, as the Java client does. A
+fetch that is under way at the failover is stopped between its two steps: looking up a lane, and reading its records.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,15 @@ import pytest
 from tests.crash import postgres_crashes
 
 import headwater
+import headwater.aio
+from headwater.aio import AsyncHeadwater
+from headwater.calls import Call
+from headwater.calls.kafka import KafkaTopic, Lane
 from headwater.chaos.cluster import Cluster
 from headwater.chaos.proxy import Proxy
 from headwater.errors import LogUnavailable
+from headwater.kafka.broker import Broker, Settings
+from headwater.kafka.reading import Asked, Read, Reading
 from serve_process import serve_process
 
 confluent = pytest.importorskip("confluent_kafka")
@@ -41,6 +50,7 @@ def cluster() -> Iterator[Cluster]:
             with headwater.connect(cluster.dsn, pool_size=1) as log:
                 log.create_topic("quiet")
                 log.create_topic("numbered", kind="sequenced")
+                log.create_topic("typed", kind="sequenced")
                 log.create_topic("busy")
             yield cluster
         finally:
@@ -173,5 +183,92 @@ def test_after_a_failover_to_a_standby_that_lags_a_consumer_gets_every_event(clu
                     reader.wait_for(wanted)
                 finally:
                     reader.end()
+        finally:
+            proxy.close()
+
+
+class PausedLog:
+    """Carries calls out on a log; the first one that has this in its SQL is held back until `go_on`."""
+
+    def __init__(self, log: AsyncHeadwater, held_back: str) -> None:
+        self._log = log
+        self._held_back = held_back
+        self.reached = asyncio.Event()
+        self.go_on = asyncio.Event()
+
+    async def run(self, call: Call[Any], **options: Any) -> Any:
+        if self._held_back in call.sql and not self.go_on.is_set():
+            self.reached.set()
+            await self.go_on.wait()
+        return await self._log.run(call, **options)
+
+
+# How a fetch reads a topic of each kind.
+STATEMENTS = {"numbered": "kafka_fetch_plain", "typed": "kafka_fetch_sequenced", "quiet": "kafka_fetch_open"}
+
+
+def publish_to_each(cluster: Cluster, name: str, count: int) -> None:
+    """An event with no more than its bytes is plain, one with a type is not."""
+    with headwater.connect(cluster.dsn, pool_size=1) as log:
+        for topic in STATEMENTS:
+            kind = "Typed" if topic == "typed" else None
+            log.publish_batch(topic, [headwater.NewEvent(name.encode(), type=kind) for _ in range(count)])
+
+
+async def read_from(reading: Reading, topic: KafkaTopic, offset: int) -> Read:
+    asked = Asked(topic, Lane(topic.id, 0), offset, 1_000_000, True)
+    (found,) = await reading.read([asked], max_bytes=1_000_000)
+    assert found is not None
+    return found
+
+
+async def fetches_across(
+    dsn: str, offsets: dict[str, int], fail_over: Callable[[], None]
+) -> dict[str, tuple[Read, Read]]:
+    """For each topic what a fetch gets that is between its two steps at a failover, and what the next one gets."""
+    async with await headwater.aio.connect(dsn, pool_size=4) as log:
+        paused = {name: PausedLog(log, statement) for name, statement in STATEMENTS.items()}
+        reads: dict[str, Callable[[], Coroutine[Any, Any, Read]]] = {}
+        for name, held_back in paused.items():
+            # Without memory of records, so that each fetch reads them.
+            broker = Broker(log, Settings("127.0.0.1", 0, kept_bytes=0))
+            topic = await broker.topic_named(name)
+            assert topic is not None
+            reading = Reading(broker)
+            # What kind of events the topic has is known from here on.
+            assert (await read_from(reading, topic, 0 if topic.kind == "sequenced" else 1)).records
+            broker.log = held_back  # type: ignore[assignment]
+            reads[name] = partial(read_from, reading, topic, offsets[name])
+        under_way = {name: asyncio.create_task(read()) for name, read in reads.items()}
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            for one in paused.values():
+                await one.reached.wait()
+            await asyncio.to_thread(fail_over)
+            for one in paused.values():
+                one.go_on.set()
+            return {name: (await under_way[name], await reads[name]()) for name in reads}
+
+
+def test_a_fetch_reads_nothing_of_another_history_than_it_looked_up(cluster: Cluster) -> None:
+    with tempfile.TemporaryDirectory(prefix="headwater-proxy-") as name:
+        proxy = Proxy(cluster.dsn, Path(name))
+        try:
+            publish_to_each(cluster, "before", 10)
+            standby = cluster.make_standby()
+            cut_off_at = cluster.cut_off(standby)
+            common = postgres_crashes.head(cluster)
+            publish_to_each(cluster, "lost", 50)
+
+            def fail_over() -> None:
+                cluster.promote(standby, cut_off_at=cut_off_at)
+                publish_to_each(cluster, "after", 50)
+                proxy.switch(cluster.dsn)
+
+            # In the middle of what is lost: the new history has other events before it.
+            offsets = {"numbered": 30, "typed": 30, "quiet": common + 120}
+            for topic, (read, next_read) in asyncio.run(fetches_across(proxy.dsn, offsets, fail_over)).items():
+                assert read.records == b"", topic
+                assert next_read.present_epoch > read.present_epoch, topic
+                assert next_read.records, topic
         finally:
             proxy.close()

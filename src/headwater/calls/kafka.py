@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 from uuid import UUID
 
 from psycopg.types.json import Jsonb
@@ -440,21 +440,29 @@ def kafka_look(wanted: Sequence[Wanted]) -> Call[dict[int, Seen]]:
     )
 
 
-def kafka_fetch_sequenced(lane: Lane, page: Page, *, from_offset: int, after_position: int) -> Call[FetchedRows]:
+IN_EPOCH: Final = "where (select headwater.current_epoch()) = %s"
+"""Records are read in a later statement than the bounds of their lane. If Postgres failed over in between, the offsets
+may be those of other events: then there are no rows. A session is of one epoch, and so is its statement."""
+
+
+def kafka_fetch_sequenced(
+    lane: Lane, page: Page, *, from_offset: int, after_position: int, epoch: int
+) -> Call[FetchedRows]:
+    """The events of a page, if `epoch`, in which it was looked for, is still the present one; else none."""
     return Call(
         "select topic_offset, time_ms, key, payload, record_headers, parts "
-        "from headwater.kafka_fetch_sequenced(%s, %s, %s, %s, %s, %s)",
-        (lane.topic_id, lane.partition, from_offset, page.last_offset, after_position, page.last_position),
+        f"from headwater.kafka_fetch_sequenced(%s, %s, %s, %s, %s, %s) {IN_EPOCH}",
+        (lane.topic_id, lane.partition, from_offset, page.last_offset, after_position, page.last_position, epoch),
         list,
     )
 
 
 def kafka_fetch_plain(
-    lane: Lane, page: Page, *, from_offset: int, after_position: int, max_part_bytes: int
+    lane: Lane, page: Page, *, from_offset: int, after_position: int, max_part_bytes: int, epoch: int
 ) -> Call[PlainRows]:
-    """The events of a plain page; fewer than its offsets: it is not plain."""
+    """The events of a plain page; fewer than its offsets: it is not plain, or `epoch` is not the present one."""
     return Call(
-        "select time_ms, key, payload from headwater.kafka_fetch_plain(%s, %s, %s, %s, %s, %s, %s)",
+        f"select time_ms, key, payload from headwater.kafka_fetch_plain(%s, %s, %s, %s, %s, %s, %s) {IN_EPOCH}",
         (
             lane.topic_id,
             lane.partition,
@@ -463,18 +471,19 @@ def kafka_fetch_plain(
             after_position,
             page.last_position,
             max_part_bytes,
+            epoch,
         ),
         list,
     )
 
 
 def kafka_fetch_open(
-    lane: Lane, *, from_offset: int, end_offset: int, max_events: int, max_bytes: int
+    lane: Lane, *, from_offset: int, end_offset: int, max_events: int, max_bytes: int, epoch: int
 ) -> Call[FetchedRows]:
     return Call(
         "select topic_offset, time_ms, key, payload, record_headers, parts "
-        "from headwater.kafka_fetch_open(%s, %s, %s, %s, %s, %s)",
-        (lane.topic_id, lane.partition, from_offset, end_offset, max_events, max_bytes),
+        f"from headwater.kafka_fetch_open(%s, %s, %s, %s, %s, %s) {IN_EPOCH}",
+        (lane.topic_id, lane.partition, from_offset, end_offset, max_events, max_bytes, epoch),
         list,
     )
 

@@ -73,7 +73,7 @@ PROCESSES_OF: Final[Mapping[str, int]] = {"worker": 2}
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """The readers of one trial. `left_out`: each role that cannot take part, with the module that is not installed."""
+    """The readers of one trial. `left_out`: each role that cannot take part, and why."""
 
     readers: tuple[ReaderKind, ...]
     left_out: Mapping[str, str]
@@ -102,7 +102,7 @@ def choose(roles: Iterable[str] | None = None) -> Cast:
     """Everything that can take part; or only the readers of these roles."""
     wanted = {reader.role for reader in READERS} if roles is None else set(roles)
     missing = {
-        role: module
+        role: f"{module} is not installed"
         for role, modules in NEEDED_MODULES.items()
         if role in wanted
         for module in modules

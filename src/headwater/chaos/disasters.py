@@ -23,6 +23,7 @@ from headwater.chaos.journal import Journal
 from headwater.chaos.producers import RolledBack, publish_and_roll_back
 from headwater.chaos.proxy import Proxy
 from headwater.chaos.stage import Stage, event_of
+from headwater.embedded.stepped_clock import SteppedClock
 from headwater.errors import LogUnavailable
 
 CONNECT_SECONDS: Final = 10
@@ -38,6 +39,9 @@ COMMITTING_ROLES: Final = ("sql", "worker")
 # How long readers have to see the positions of rolled-back events.
 SEEN_SECONDS: Final = 0.3
 QUIET_EVENTS: Final = 20
+# How far the clock of Postgres may be from the real one, and how much it changes at the least in one step.
+MAX_CLOCK_OFFSET_SECONDS: Final = 3600.0
+MIN_CLOCK_STEP_SECONDS: Final = 60.0
 
 TERMINATE: Final = (
     "select count(pg_terminate_backend(pid)) from pg_stat_activity "
@@ -57,6 +61,9 @@ class Scene:
     given_dsn: str
     copy_events: int
     chance: random.Random
+    # None: the clock of this Postgres cannot be stepped.
+    clock: SteppedClock | None = None
+    clock_offset_seconds: float = 0.0
     over: threading.Event = field(default_factory=threading.Event)
     # Disasters that go on beside the others.
     going_on: list[threading.Thread] = field(default_factory=list)
@@ -248,6 +255,16 @@ def copy_very_many(scene: Scene) -> None:
     scene.beside(copy)
 
 
+def step_the_clock(scene: Scene) -> None:
+    """The clock of Postgres goes back or forth by up to two hours. Leases, retries and subscriptions have to go on."""
+    assert scene.clock is not None
+    before = scene.clock_offset_seconds
+    while abs(scene.clock_offset_seconds - before) < MIN_CLOCK_STEP_SECONDS:
+        scene.clock_offset_seconds = scene.chance.uniform(-MAX_CLOCK_OFFSET_SECONDS, MAX_CLOCK_OFFSET_SECONDS)
+    scene.clock.set_offset(scene.clock_offset_seconds)
+    publish_quiet(scene, "clock")
+
+
 DISASTERS: Final[Mapping[str, Callable[[Scene], None]]] = {
     "processes killed": kill_a_process,
     "processes frozen": freeze_a_process,
@@ -260,9 +277,11 @@ DISASTERS: Final[Mapping[str, Callable[[Scene], None]]] = {
     "snapshots held": hold_a_snapshot,
     "publishers held open": hold_a_publisher,
     "huge transactions": copy_very_many,
+    "clock steps": step_the_clock,
 }
 # These need a server that may be killed.
 OF_THE_SERVER: Final = frozenset({"Postgres killed", "Postgres stopped at once", "failovers"})
+OF_THE_CLOCK: Final = frozenset({"clock steps"})
 
 
 def publish_quiet(scene: Scene, kind: str, count: int = QUIET_EVENTS) -> None:

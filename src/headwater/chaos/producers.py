@@ -7,6 +7,7 @@ import json
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,6 +23,7 @@ PAUSE_LOOK_SECONDS: Final = 0.02
 APPENDS_PER_SECOND: Final = 20.0
 ROLLBACKS_PER_SECOND: Final = 10.0
 ROLLED_BACK_EVENTS: Final = 10
+FLUSH_SECONDS: Final = 30.0
 
 
 class RolledBack(Exception):
@@ -168,8 +170,10 @@ def append(stage: Stage, name: str, journal: Journal, numbers: Iterator[int]) ->
 def produce_by_kafka(stage: Stage, name: str, journal: Journal, numbers: Iterator[int]) -> None:
     """A client of Kafka: each event is noted when the broker has acknowledged it.
 
-    After a failover the broker does not know the sequence numbers that were lost with the old primary. The client takes
-    that for a fatal error, as with Kafka; another one goes on with the next event.
+    An idempotent producer promises each event once for as long as it lives. After a failover the broker does not know
+    the sequence numbers that were lost with the old primary. The client takes that for a fatal error, as with Kafka;
+    another one goes on with the next event, and nothing is sent again under another producer id. So each event is in
+    the log at most once, also after a failover.
     """
     from confluent_kafka import KafkaException
     from confluent_kafka import Producer as KafkaProducer
@@ -177,7 +181,9 @@ def produce_by_kafka(stage: Stage, name: str, journal: Journal, numbers: Iterato
     settings = {
         "bootstrap.servers": f"127.0.0.1:{stage.kafka_port}",
         "enable.idempotence": True,
-        "message.timeout.ms": 30_000,
+        # Without end: when an event times out, librdkafka raises the producer's epoch and sends others again that had
+        # no answer, under new sequence numbers, by which the broker cannot know them.
+        "message.timeout.ms": 0,
         "reconnect.backoff.max.ms": 500,
         "log_level": 0,
     }
@@ -203,7 +209,9 @@ def produce_by_kafka(stage: Stage, name: str, journal: Journal, numbers: Iterato
                 client.produce(
                     stage.lane_topic, json.dumps(event.payload).encode(), key=event.key, on_delivery=note(number)
                 )
+                client.poll(1 / stage.events_per_second)
             except (KafkaException, BufferError):
                 failed.set()
-            client.poll(1 / stage.events_per_second)
-        client.flush(30)
+        # Each call may raise the fatal error again.
+        with suppress(KafkaException):
+            client.flush(FLUSH_SECONDS)

@@ -6,7 +6,7 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,12 +20,13 @@ from headwater.chaos import evidence, journal
 from headwater.chaos.cast import PRODUCING_ROLES, Cast
 from headwater.chaos.cluster import Cluster
 from headwater.chaos.crew import Crew
-from headwater.chaos.disasters import DISASTERS, OF_THE_SERVER, Scene, publish_quiet
+from headwater.chaos.disasters import DISASTERS, OF_THE_CLOCK, OF_THE_SERVER, Scene, publish_quiet
 from headwater.chaos.proxy import Proxy
 from headwater.chaos.stage import event_of
 from headwater.chaos.staging import make_stage, staged
 from headwater.chaos.verdict import Verdict, judge
 from headwater.embedded import Postgres
+from headwater.embedded.stepped_clock import SteppedClock
 from headwater.errors import LogUnavailable
 
 POISON_SECONDS: Final = 30.0
@@ -80,7 +81,7 @@ class Outcome:
     head_went_back: int
     processes_started: int
     processes_killed: int
-    # Readers that could not take part, with the module that is not installed.
+    # Readers that could not take part, and disasters that could not be made, each with the reason.
     left_out: Mapping[str, str] = field(default_factory=dict)
     # Processes that ended by themselves though the trial did not kill them, with their last words.
     failures: list[str] = field(default_factory=list)
@@ -91,22 +92,25 @@ def run(
     dsn: str,
     *,
     server: Postgres | None,
+    clock: SteppedClock | None = None,
     tell: Callable[[Progress], None] = lambda progress: None,
 ) -> Outcome:
     """Put the log at `dsn` on trial. `server`: the embedded Postgres that it is on, which may be killed for good: a
-    standby of it may have taken over at the end."""
+    standby of it may have taken over at the end. `clock`: the clock that this server was started under."""
     cast = casting.choose(plan.roles)
+    impossible = _impossible(plan, server, clock)
     with tempfile.TemporaryDirectory(prefix="headwater-chaos-", ignore_cleanup_errors=True) as name:
         directory = Path(name)
         with _cluster(server, dsn, directory) as cluster, closing(Proxy(dsn, directory)) as proxy:
             stage = make_stage(cast, directory, dsn=proxy.dsn, events_per_second=plan.events_per_second)
             crew = Crew(stage, directory, plan.seed, cast.processes(), plan.prelude)
-            scene = Scene(stage, crew, proxy, cluster, dsn, plan.copy_events, random.Random(plan.seed))
+            scene = Scene(stage, crew, proxy, cluster, dsn, plan.copy_events, random.Random(plan.seed), clock)
+            kinds = [name for name in plan.kinds if name not in impossible]
             started = time.monotonic()
             with staged(cast, stage, lambda: scene.direct_dsn):
                 try:
                     _get_going(plan, cast, scene, tell)
-                    happened = _storm(plan, scene, tell)
+                    happened = _storm(plan, kinds, scene, tell)
                     _calm(plan, cast, scene, sum(happened.values()), tell)
                 finally:
                     scene.end(plan.patience_seconds)
@@ -120,9 +124,20 @@ def run(
                 head_went_back=scene.head_went_back,
                 processes_started=crew.started,
                 processes_killed=crew.killed,
-                left_out=cast.left_out,
+                left_out={**cast.left_out, **impossible},
                 failures=crew.failures,
             )
+
+
+def _impossible(plan: Plan, server: Postgres | None, clock: SteppedClock | None) -> dict[str, str]:
+    """The disasters of the plan that cannot be made here, each with the reason."""
+    reasons = {}
+    for name in plan.kinds:
+        if server is None and name in OF_THE_SERVER | OF_THE_CLOCK:
+            reasons[name] = "the database was given"
+        elif clock is None and name in OF_THE_CLOCK:
+            reasons[name] = "libfaketime is not installed"
+    return reasons
 
 
 @contextmanager
@@ -147,10 +162,9 @@ def _get_going(plan: Plan, cast: Cast, scene: Scene, tell: Callable[[Progress], 
             time.sleep(LOOK_SECONDS)
 
 
-def _storm(plan: Plan, scene: Scene, tell: Callable[[Progress], None]) -> Counter[str]:
+def _storm(plan: Plan, kinds: Sequence[str], scene: Scene, tell: Callable[[Progress], None]) -> Counter[str]:
     """Disasters, each kind once before any comes again, until the time is over and each has been."""
     happened: Counter[str] = Counter()
-    kinds = [name for name in plan.kinds if scene.cluster is not None or name not in OF_THE_SERVER]
     begun = time.monotonic()
     deck: list[str] = []
     next_at = begun + plan.pause_seconds

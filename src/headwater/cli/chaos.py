@@ -21,6 +21,7 @@ from headwater.cli.connection import session
 from headwater.cli.exit_codes import ChecksFailed
 from headwater.cli.up import orderly_end, prepare
 from headwater.embedded import Postgres
+from headwater.embedded.stepped_clock import SteppedClock, find_libfaketime
 from headwater.errors import InvalidRequest
 
 app = typer.Typer()
@@ -67,7 +68,7 @@ def chaos(
     Readers: queues, follow with and without a cursor, process, SQL subscription, event store, SSE, gRPC, Kafka,
     webhooks. Disasters: processes are killed and frozen; Postgres is killed, stopped before its WAL is flushed, and
     replaced by a standby that lags; sessions end, connections are cut and stall; transactions stay open, and huge ones
-    are copied in.
+    are copied in; the clock of Postgres is set back and forth (where libfaketime is installed).
 
     Runs on a Postgres of its own, which is removed afterwards. With --dsn or HEADWATER_DSN it runs on that database: it
     publishes there, ends sessions of its own, holds transactions open and slows others down; the server itself is not
@@ -85,8 +86,8 @@ def chaos(
     if given is not None:
         output.note("warning: this burdens a database that others may use; it is made for one that nobody needs")
         output.confirm(f"put the log in this database on trial for {plan.seconds:g} seconds?", yes=yes)
-    with orderly_end(), _database(context, given) as (database, server), _telling(as_json=as_json) as tell:
-        outcome = trial.run(plan, database, server=server, tell=tell)
+    with orderly_end(), _database(context, given) as (database, server, clock), _telling(as_json=as_json) as tell:
+        outcome = trial.run(plan, database, server=server, clock=clock, tell=tell)
     _print(outcome, as_json=as_json)
     if not outcome.verdict.ok:
         raise ChecksFailed(
@@ -106,17 +107,20 @@ def _chosen(names: list[str] | None, known: tuple[str, ...], option: str) -> tup
 
 
 @contextmanager
-def _database(context: typer.Context, dsn: str | None) -> Iterator[tuple[str, Postgres | None]]:
+def _database(context: typer.Context, dsn: str | None) -> Iterator[tuple[str, Postgres | None, SteppedClock | None]]:
     if dsn is not None:
         with session(context).log(dsn):
             pass
-        yield dsn, None
+        yield dsn, None, None
         return
     with tempfile.TemporaryDirectory(prefix="headwater-", ignore_cleanup_errors=True) as directory:
-        server = Postgres(Path(directory, "postgres"))
+        # The server may run as another user, and reads the file of its clock.
+        Path(directory).chmod(0o711)
+        clock = SteppedClock(Path(directory, "clock")) if find_libfaketime() is not None else None
+        server = Postgres(Path(directory, "postgres"), environment=clock.environment if clock is not None else None)
         try:
             server.start()
-            yield prepare(server), server
+            yield prepare(server), server, clock
         finally:
             server.stop(mode="immediate")
 
@@ -162,8 +166,8 @@ def _print(outcome: trial.Outcome, *, as_json: bool) -> None:
     output.say(f"{outcome.processes_killed:>9}  of {outcome.processes_started} processes died")
     for failure in outcome.failures:
         output.say(f"           ended by itself: {output.visible(failure)}")
-    for role, module in outcome.left_out.items():
-        output.say(f"           left out: {role} ({module} is not installed)")
+    for name, reason in outcome.left_out.items():
+        output.say(f"           left out: {name} ({reason})")
     output.say("")
     output.say(f"{'lost':>9}{'repeated':>10}{'dead':>7}{'delivered':>11}  reader")
     for one in verdict.readers:

@@ -222,6 +222,7 @@ class Postgres:
             data_dir,
             port=None if self._wanted_port is None else 0,
             settings=self._settings,
+            environment=self._server_environment,
             binaries=binaries,
             start_seconds=self._start_seconds,
             stop_seconds=self._stop_seconds,

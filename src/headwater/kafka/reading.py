@@ -218,8 +218,8 @@ class Reading:
         if remembered:
             return Read(seen, b"".join([batch.records for batch in remembered]), remembered[-1].end)
         page: Page | None = None
-        # What is read in a later epoch than it was looked for is of the one in which it was looked for: its reader then
-        # goes back and reads it again, and misses nothing.
+        # Nothing is read in a later epoch than it was looked for. The reader would get events of the new history from
+        # an offset of the old one, and those before them only when it has gone back.
         if asked.topic.kind == "open":
             epochs = await self._epochs_in(seen.present_epoch)
             records = await self._open_records(asked, seen)
@@ -260,7 +260,7 @@ class Reading:
         """The records of a page, or of one that is looked at first, where this one is not as plain as was believed."""
         page = first_seen.page
         if (page is None or page.plain) and not self._varied.get(asked.lane):
-            records = None if page is None else await self._plain_records(asked, page)
+            records = None if page is None else await self._plain_records(asked, page, first_seen.present_epoch)
             if records is not None:
                 return records, page
             _remember(self._varied, asked.lane, PAGES_LOOKED_AT)
@@ -274,10 +274,16 @@ class Reading:
         if self._varied.get(asked.lane):
             self._varied[asked.lane] -= 1
         after_position = self._places.get((asked.lane, asked.offset), 0)
-        call = calls.kafka_fetch_sequenced(asked.lane, page, from_offset=asked.offset, after_position=after_position)
+        call = calls.kafka_fetch_sequenced(
+            asked.lane,
+            page,
+            from_offset=asked.offset,
+            after_position=after_position,
+            epoch=first_seen.present_epoch,
+        )
         return _records(await self._broker.log.run(call, patience_seconds=PATIENCE_SECONDS)), page
 
-    async def _plain_records(self, asked: Asked, page: Page) -> Records | None:
+    async def _plain_records(self, asked: Asked, page: Page, epoch: int) -> Records | None:
         offsets = range(asked.offset, page.last_offset + 1)
         size = self._sizes.get(asked.lane, FIRST_SIZE_BYTES)
         call = calls.kafka_fetch_plain(
@@ -286,6 +292,7 @@ class Reading:
             from_offset=asked.offset,
             after_position=self._places.get((asked.lane, asked.offset), 0),
             max_part_bytes=min(TIMES_AS_LARGE * size, MAX_UNSEEN_BYTES // len(offsets)),
+            epoch=epoch,
         )
         rows = await self._broker.log.run(call, patience_seconds=PATIENCE_SECONDS)
         if len(rows) != len(offsets):
@@ -305,6 +312,7 @@ class Reading:
                 end_offset=bounds.end,
                 max_events=MAX_EVENTS,
                 max_bytes=asked.max_bytes,
+                epoch=seen.present_epoch,
             ),
             patience_seconds=PATIENCE_SECONDS,
         )
