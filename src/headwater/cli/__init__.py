@@ -55,24 +55,10 @@ COMMANDS: Final = {
     "bench": "bench",
     "chaos": "chaos",
 }
-NOUNS: Final = frozenset(
-    [
-        "topic",
-        "cursor",
-        "archive",
-        "group",
-        "dead",
-        "webhook",
-        "sub",
-        "table",
-        "scheduled",
-        "periodic",
-        "pipeline",
-        "lake",
-        "account",
-        "schema",
-        "settings",
-    ]
+# A verb is a command of its module; a noun is the module, whose commands are its verbs.
+VERBS: Final = frozenset(
+    {"up", "down", "demo", "publish", "read", "tail", "work", "replay", "replica", "serve", "migrate", "doctor"}
+    | {"maintain", "metrics", "check", "bench", "chaos"}
 )
 
 
@@ -85,7 +71,7 @@ class _Commands(Mapping[str, Any]):
         module = COMMANDS[name]
         # Without a name, Typer adds the module's commands to the holder itself.
         holder = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
-        holder.add_typer(importlib.import_module(f"headwater.cli.{module}").app, name=name if name in NOUNS else None)
+        holder.add_typer(importlib.import_module(f"headwater.cli.{module}").app, name=None if name in VERBS else name)
         return typer.main.get_group(holder).commands[name]
 
     def __iter__(self) -> Iterator[str]:
