@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
+import resource
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import psycopg
-from typer.testing import CliRunner
 
 import headwater
 from bench import _measure as measure
 from bench._measure import Server
 from bench._serving import serving
-from headwater import calls, cli
+from headwater import calls
 
 TOPICS = 10_000
 QUEUES = 1_000
@@ -61,9 +65,8 @@ from generate_series(1, {QUEUES}) as i;
 insert into headwater.binding (group_id, topic_id, from_position)
 select g.id, t.id, 0
 from headwater.consumer_group g
-join headwater.topic t
-    on t.name = 't' || lpad((1 + (g.id * 37) % {TOPICS})::text, 5, '0')
-    or (g.id % 10 = 7 and (t.id + g.id) % {TOPICS} < 10)
+cross join generate_series(0, case when g.id % 10 = 7 then 9 else 0 end) as i
+join headwater.topic t on t.name = 't' || lpad((1 + (g.id * 37 + i) % {TOPICS})::text, 5, '0')
 where g.id % 10 < 8;
 insert into headwater.binding (group_id, pattern, pattern_regex, from_position)
 select g.id, 'orders.t' || lpad(g.id::text, 5, '0'), headwater.pattern_regex('orders.t' || lpad(g.id::text, 5, '0')), 0
@@ -92,9 +95,10 @@ where t.name > 't05000' and t.name <= 't' || lpad((5000 + %s::integer)::text, 5,
 """
 
 
-def milliseconds(act: Callable[[], Any], times: int) -> float:
-    """The median of some runs, after one that warms up."""
-    act()
+def milliseconds(act: Callable[[], Any], times: int, *, warm: bool = False) -> float:
+    """The median of some runs, after one that warms up, unless it is warm."""
+    if not warm:
+        act()
     taken = []
     for _ in range(times):
         started = time.perf_counter()
@@ -106,15 +110,33 @@ def milliseconds(act: Callable[[], Any], times: int) -> float:
 # --- looking -------------------------------------------------------------------------------------------------
 
 
-def command(server: Server, *arguments: str) -> Callable[[], None]:
-    """A command, less the start of its interpreter."""
+def commands(server: Server, times: int) -> dict[str, float]:
+    """Commands as a user runs them: medians of the time from start to end, and the CPU time of the process and of the
+    server. `command_start_ms` is what is left if the command does nothing.
+    """
+    found: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as bytecode:
+        # An installed package has its bytecode; here the warm-up writes it.
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        environment |= {"PYTHONPYCACHEPREFIX": bytecode, "HEADWATER_DSN": server.dsn}
+        for name, arguments in (("command_start", "--version"), ("doctor", "doctor"), ("group_list", "group list")):
+            program = [sys.executable, "-c", "from headwater.cli import main; main()", *arguments.split()]
 
-    def run() -> None:
-        result = CliRunner().invoke(cli.app, [*arguments, "--dsn", server.dsn])
-        if result.exit_code != 0:
-            raise RuntimeError(f"{arguments}: {result.output}")
+            def run(program: list[str] = program) -> None:
+                subprocess.run(program, env=environment, stdout=subprocess.DEVNULL, check=True)
 
-    return run
+            run()
+            client, database = children_cpu_seconds(), server.cpu_seconds()
+            found[f"{name}_ms"] = milliseconds(run, times, warm=True)
+            found[f"{name}_client_cpu_ms"] = (children_cpu_seconds() - client) / times * 1000
+            if database is not None and name != "command_start":
+                found[f"{name}_server_cpu_ms"] = ((server.cpu_seconds() or 0) - database) / times * 1000
+    return found
+
+
+def children_cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 @contextmanager
@@ -137,9 +159,7 @@ def http_client(server: Server) -> Iterator[Callable[[str], Any]]:
 
 
 def looking(server: Server, times: int) -> dict[str, float]:
-    found = {
-        "doctor_ms": milliseconds(command(server, "doctor"), times),
-        "group_list_ms": milliseconds(command(server, "group", "list"), times),
+    found = commands(server, times) | {
         "maintain_ms": milliseconds(lambda: server.execute("select headwater.maintain()"), times),
     }
     with http_client(server) as get:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import importlib
 import json
 import os
 import pty
@@ -24,7 +25,7 @@ from psycopg import sql
 from typer.testing import CliRunner, Result
 
 import headwater
-from headwater import errors
+from headwater import cli, errors
 from headwater.cli import app, arguments, exit_codes, output
 from headwater.embedded import Postgres
 from headwater.errors import HeadwaterError
@@ -123,6 +124,29 @@ def test_every_command_has_help_with_an_example_and_json(run: Any, path: tuple[s
     assert "Example" in result.stdout
     assert f"headwater {' '.join(path)}" in result.stdout
     assert "--json" in result.stdout
+
+
+def test_every_module_with_commands_is_found_by_their_names() -> None:
+    for module in set(cli.COMMANDS.values()):
+        found = importlib.import_module(f"headwater.cli.{module}").app
+        names = {name for name, of in cli.COMMANDS.items() if of == module}
+        if names <= cli.VERBS:
+            assert {one.name or one.callback.__name__ for one in found.registered_commands} == names
+    with_commands = {
+        path.stem for path in Path(cli.__file__).parent.glob("[!_]*.py") if "\napp = typer.Typer(" in path.read_text()
+    }
+    assert with_commands == set(cli.COMMANDS.values())
+
+
+def test_a_command_imports_no_other_command(environment: dict[str, str]) -> None:
+    script = (
+        "import sys, typer\n"
+        "from headwater import cli\n"
+        "typer.main.get_command(cli.app).main(['doctor', '--help'], standalone_mode=False)\n"
+        "print(*(name for name in cli.COMMANDS.values() if f'headwater.cli.{name}' in sys.modules), file=sys.stderr)"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=True)
+    assert ended.stderr.split() == [b"doctor"]
 
 
 def test_every_kind_of_error_has_an_exit_code() -> None:

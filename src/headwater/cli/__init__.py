@@ -2,57 +2,91 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 from typer.core import TyperGroup
 
 import headwater
-from headwater.cli import (
-    account,
-    archive,
-    bench,
-    chaos,
-    cursor,
-    dead,
-    demo,
-    doctor,
-    exit_codes,
-    group,
-    lake,
-    log_settings,
-    maintain,
-    metrics,
-    migrate,
-    output,
-    periodic,
-    pipeline,
-    publish,
-    read,
-    replay,
-    replica,
-    scheduled,
-    schema,
-    serve,
-    sub,
-    table,
-    topic,
-    up,
-    webhook,
-    work,
-)
+from headwater.cli import exit_codes, output
 from headwater.cli.connection import Session
 from headwater.errors import HeadwaterError
 
 # Typer does not name the class of wrong usage in all of its versions; it is what a bad parameter is.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
+# Every noun, and every verb without a noun, and the module of its commands; in the order of the help.
+COMMANDS: Final = {
+    "up": "up",
+    "down": "up",
+    "demo": "demo",
+    "publish": "publish",
+    "read": "read",
+    "tail": "read",
+    "topic": "topic",
+    "cursor": "cursor",
+    "archive": "archive",
+    "group": "group",
+    "dead": "dead",
+    "webhook": "webhook",
+    "work": "work",
+    "sub": "sub",
+    "table": "table",
+    "scheduled": "scheduled",
+    "periodic": "periodic",
+    "pipeline": "pipeline",
+    "lake": "lake",
+    "replay": "replay",
+    "replica": "replica",
+    "serve": "serve",
+    "account": "account",
+    "schema": "schema",
+    "migrate": "migrate",
+    "doctor": "doctor",
+    "maintain": "maintain",
+    "metrics": "metrics",
+    "check": "metrics",
+    "settings": "log_settings",
+    "bench": "bench",
+    "chaos": "chaos",
+}
+# A verb is a command of its module; a noun is the module, whose commands are its verbs.
+VERBS: Final = frozenset(
+    {"up", "down", "demo", "publish", "read", "tail", "work", "replay", "replica", "serve", "migrate", "doctor"}
+    | {"maintain", "metrics", "check", "bench", "chaos"}
+)
+
+
+class _Commands(Mapping[str, Any]):
+    """The commands by name. A module is imported, and the options of its commands are built, when one of them is used:
+    all modules together take longer than most commands do.
+    """
+
+    def __getitem__(self, name: str) -> Any:
+        module = COMMANDS[name]
+        # Without a name, Typer adds the module's commands to the holder itself.
+        holder = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+        holder.add_typer(importlib.import_module(f"headwater.cli.{module}").app, name=None if name in VERBS else name)
+        return typer.main.get_group(holder).commands[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
 
 class _Root(TyperGroup):
     """The root of the command line: turns every error of ours into words and an exit code, in one place."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands: Any = _Commands()
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         # Looked up here, since what is wrong may be the very parsing of the options.
@@ -117,38 +151,6 @@ def root(
 ) -> None:
     """One event log in your Postgres. Write an event once; consume it every way."""
     context.obj = Session(log_format=log_format.value if log_format is not None else None)
-
-
-# A noun is one line here; a verb without a noun is one line without a name.
-app.add_typer(up.app)
-app.add_typer(demo.app)
-app.add_typer(publish.app)
-app.add_typer(read.app)
-app.add_typer(topic.app, name="topic")
-app.add_typer(cursor.app, name="cursor")
-app.add_typer(archive.app, name="archive")
-app.add_typer(group.app, name="group")
-app.add_typer(dead.app, name="dead")
-app.add_typer(webhook.app, name="webhook")
-app.add_typer(work.app)
-app.add_typer(sub.app, name="sub")
-app.add_typer(table.app, name="table")
-app.add_typer(scheduled.app, name="scheduled")
-app.add_typer(periodic.app, name="periodic")
-app.add_typer(pipeline.app, name="pipeline")
-app.add_typer(lake.app, name="lake")
-app.add_typer(replay.app)
-app.add_typer(replica.app)
-app.add_typer(serve.app)
-app.add_typer(account.app, name="account")
-app.add_typer(schema.app, name="schema")
-app.add_typer(migrate.app)
-app.add_typer(doctor.app)
-app.add_typer(maintain.app)
-app.add_typer(metrics.app)
-app.add_typer(log_settings.app, name="settings")
-app.add_typer(bench.app)
-app.add_typer(chaos.app)
 
 
 def main() -> None:

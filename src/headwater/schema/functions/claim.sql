@@ -105,8 +105,10 @@ end;
 -- Claim new events for a queue of several topics, or whose bindings must be looked at event by event, or whose keys are
 -- ordered. The index finds the events of a topic, not those of a range of positions, so the work is kept to one lookup a
 -- topic: events are looked for in a window of positions, which holds no more events than it has positions.
+-- `ids` are the topics; those that were deleted have nothing.
 create or replace function headwater.claim_selected(
     target headwater.consumer_group,
+    ids integer[],
     lease bigint,
     worker text,
     room integer,
@@ -120,7 +122,6 @@ language plpgsql
 volatile
 as $$
 declare
-    ids constant integer[] := headwater.bound_topics(target.id, last_claimed);
     -- Every event of the topics is the group's: nothing to select.
     plain constant boolean := not target.ordered_keys and not exists (
         select from headwater.binding b
@@ -134,9 +135,10 @@ declare
     few_topics constant integer := 4;
     scan_size constant integer := greatest(4 * room, 1000);
     enough constant integer := case when plain then room else scan_size end;
-    -- The topics that have something in the window, or might.
+    -- The topics that have something in the window, or might; the one that begins first comes first.
     active integer[];
-    window_start bigint;
+    -- The position of the first event of each.
+    firsts bigint[];
     window_end bigint;
     scanned integer;
     scanned_to bigint;
@@ -148,57 +150,75 @@ declare
 begin
     -- One round, unless bindings match nothing of what was scanned: then on from there, within bounds.
     for round in 1 .. 20 loop
-        window_end := settled_to;
         active := ids;
-        if cardinality(ids) > few_topics and settled_to - last_claimed > scan_size then
-            -- Far behind, or other topics are busy: the window begins at the first event.
-            select array_agg(i.id), min(f.position) - 1 into active, window_start
-            from unnest(ids) as i (id)
-            join headwater.topic t on t.id = i.id
-            cross join lateral (
-                select e.position from headwater.event e
-                where
-                    e.topic_id = t.id and e.position > greatest(last_claimed, t.expired_to)
-                    and e.position <= settled_to
-                order by e.position
-                limit 1
-            ) as f;
-            if cardinality(active) > few_topics then
-                window_end := least(window_start + scan_size, settled_to);
+        window_end := case
+            when cardinality(ids) > few_topics then least(last_claimed + scan_size, settled_to) else settled_to
+        end;
+        -- A window right after the last claim; if it holds less than a batch, one that begins at the first event.
+        for attempt in 1 .. 2 loop
+            if cardinality(active) <= few_topics then
+                select array_agg(s.position order by s.position), array_agg(s.topic_id order by s.position)
+                into positions, topic_ids
+                from (
+                    select f.position, t.id as topic_id
+                    from unnest(active) as i (id)
+                    join headwater.topic t on t.id = i.id and t.deleted_at is null
+                    cross join lateral (
+                        select e.position from headwater.event e
+                        where
+                            e.topic_id = t.id and e.position > greatest(last_claimed, t.expired_to)
+                            and e.position <= window_end
+                        order by e.position
+                        limit enough
+                    ) as f
+                    order by f.position
+                    limit enough
+                ) as s;
+            else
+                -- One index scan for all topics. What has expired is looked up event by event: a join might read all
+                -- topics.
+                select array_agg(s.position order by s.position), array_agg(s.topic_id order by s.position)
+                into positions, topic_ids
+                from (
+                    select e.position, e.topic_id
+                    from headwater.event e
+                    where
+                        e.topic_id = any (active) and e.position > last_claimed and e.position <= window_end
+                        and e.position > (
+                            select t.expired_to from headwater.topic t
+                            where t.id = e.topic_id and t.deleted_at is null
+                        )
+                    order by e.position
+                    limit enough
+                ) as s;
             end if;
-        end if;
-        if cardinality(active) <= few_topics then
-            select array_agg(s.position order by s.position), array_agg(s.topic_id order by s.position)
-            into positions, topic_ids
+            exit when attempt = 2 or window_end = settled_to or cardinality(positions) >= room;
+            -- Far behind, or other topics are busy: one lookup a topic.
+            select array_agg(f.id order by f.position), array_agg(f.position order by f.position)
+            into active, firsts
             from (
-                select f.position, t.id as topic_id
-                from unnest(active) as i (id)
-                join headwater.topic t on t.id = i.id
+                select t.id, n.position
+                from unnest(ids) as i (id)
+                join headwater.topic t on t.id = i.id and t.deleted_at is null
                 cross join lateral (
                     select e.position from headwater.event e
                     where
                         e.topic_id = t.id and e.position > greatest(last_claimed, t.expired_to)
-                        and e.position <= window_end
+                        and e.position <= settled_to
                     order by e.position
-                    limit enough
-                ) as f
-                order by f.position
-                limit enough
-            ) as s;
-        else
-            -- One index scan for all topics. What has expired is looked up event by event: a join might read all topics.
-            select array_agg(s.position order by s.position), array_agg(s.topic_id order by s.position)
-            into positions, topic_ids
-            from (
-                select e.position, e.topic_id
-                from headwater.event e
-                where
-                    e.topic_id = any (active) and e.position > last_claimed and e.position <= window_end
-                    and e.position > (select t.expired_to from headwater.topic t where t.id = e.topic_id)
-                order by e.position
-                limit enough
-            ) as s;
-        end if;
+                    limit 1
+                ) as n
+            ) as f;
+            if active is null then
+                return;
+            end if;
+            window_end := settled_to;
+            if cardinality(active) > few_topics then
+                -- The first events of that many topics are a batch: a topic that begins later has nothing before them.
+                window_end := least(firsts[1] + scan_size - 1, firsts[enough], settled_to);
+                active := active[:width_bucket(window_end, firsts)];
+            end if;
+        end loop;
         scanned := coalesce(cardinality(positions), 0);
         if scanned = 0 then
             return;
@@ -318,6 +338,7 @@ declare
     seen record;
     looked_at timestamptz;
     due_after timestamptz;
+    bound_ids integer[];
     nothing text;
 begin
     -- Another isolation level would take the frontier from one time and the events from another.
@@ -442,15 +463,16 @@ begin
     end if;
     lease := coalesce(lease, headwater.next_token());
     if target.ordered_keys or not seen.whole_topics or seen.last_change > seen.last_claimed then
+        bound_ids := headwater.bound_topics(target.id, seen.last_claimed);
         return query
         select * from headwater.claim_selected(
-            target, lease, worker, room, ends_at, seen.last_claimed,
+            target, bound_ids, lease, worker, room, ends_at, seen.last_claimed,
             -- A binding to no topic in particular waits for every publisher: a topic may be made in this moment.
             headwater.refresh_settled(
                 case
                     when not exists (
                         select from headwater.binding b where b.group_id = target.id and b.topic_id is null
-                    ) then headwater.bound_topics(target.id, seen.last_claimed)
+                    ) then bound_ids
                 end
             ),
             due_after
@@ -475,7 +497,7 @@ begin
         if cardinality(seen.ids) > 1 then
             return query
             select * from headwater.claim_selected(
-                target, lease, worker, room, ends_at, seen.last_claimed, settled_to, due_after
+                target, seen.ids, lease, worker, room, ends_at, seen.last_claimed, settled_to, due_after
             );
         else
             return query

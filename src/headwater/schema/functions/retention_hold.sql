@@ -146,7 +146,7 @@ begin atomic
     waiting as (
         select h.consumer_kind, h.consumer, t.id, t.name, t.retention, t.expired_to, h.held_after, f.published_at
         from of_topics h
-        join headwater.topic t on t.id = h.topic_id
+        join headwater.topic t on t.id = h.topic_id and t.retention is not null
         cross join lateral (
             select e.published_at
             from headwater.event e

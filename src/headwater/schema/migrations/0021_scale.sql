@@ -16,3 +16,6 @@ create table headwater.queue_activity (
 drop function if exists headwater.metrics(integer), headwater.metrics_of_doors(integer);
 drop view if exists headwater.group_lag, headwater.group_overview, headwater.cursor_lag, headwater.pipeline_status,
     headwater.archive_overview;
+
+-- It takes the topics as an argument now.
+drop function if exists headwater.claim_selected;
