@@ -508,6 +508,7 @@ begin
         set enable_hashjoin = off
         set enable_mergejoin = off
         set enable_memoize = off
+        set plan_cache_mode = force_generic_plan
         as $body$
         declare
             keys text;
@@ -520,20 +521,23 @@ begin
                 select f.id, f.name, d.how ->> 'key' as key, d.how ->> 'when' as condition, d.how ? 'event_only' as of_event,
                     d.how ? 'key_only' as key_only
                 from unnest(function_names, condition_ids) as f (name, id)
+                -- One that is missing stays in: its call fails, and the error is noted.
+                left join pg_proc p
+                    on p.proname = f.name and p.pronamespace = 'headwater_condition'::regnamespace
                 cross join lateral (
-                    select obj_description(
-                        to_regprocedure(
-                            format(
-                                'headwater_condition.%I(headwater.condition_event, headwater.subscription)', f.name
-                            )
-                        ), 'pg_proc'
+                    select (
+                        select c.description from pg_description c
+                        where c.objoid = p.oid and c.classoid = 'pg_proc'::regclass and c.objsubid = 0
                     )::jsonb as how
+                    -- Looked up once, and not for each mention.
+                    offset 0
                 ) as d
             ), key as (
                 select
                     f.key,
                     row_number() over (order by f.key) as number,
-                    case when count(f.condition) = count(*) then
+                    -- Many of them cost more to plan than the probes that they could save.
+                    case when count(f.condition) = count(*) and count(distinct f.condition) <= 8 then
                         string_agg(distinct 'headwater_condition.' || quote_ident(f.condition) || '(e)', ' or ')
                     end as condition
                 from filter f
@@ -588,14 +592,15 @@ begin
             into keys, tests, arms;
             if keys is not null then
                 arms := format(
-                    'select e.position, array_agg((c.s).id order by (c.s).id) from unnest($1) as e '
+                    'select e.position, array_agg(c.id order by c.id) from unnest($1) as e '
                     'cross join lateral (select * from (values %s) as v (number, key) offset 0) as k '
                     'cross join lateral ('
-                    'select s from headwater.subscription as s '
+                    'select s.id, s.condition_id, s.from_position, %s as s from headwater.subscription as s '
                     'where s.probe @> jsonb_build_object($2, k.key) offset 0) as c '
-                    'where k.key is not null and e.position > (c.s).from_position '
-                    'and case (c.s).condition_id %s else false end group by e.position',
-                    keys, tests
+                    'where k.key is not null and e.position > c.from_position '
+                    'and case c.condition_id %s else false end group by e.position',
+                    -- The whole row only where a filter looks at it.
+                    keys, case when strpos(tests, '(e, c.s)') > 0 then 's' else 'null' end, tests
                 ) || arms;
             end if;
             -- Read-only until this block is rolled back; what was found stays in the variable.
