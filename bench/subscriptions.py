@@ -259,7 +259,8 @@ def measured(ours: Ours, pgmb: Pgmb, cell: Cell, *, rounds: int, events: int = C
 def compared(
     ours: Ours, pgmb: Pgmb, make: Callable[[int], list[str]], *, rounds: int, chunk: int, expected: int
 ) -> Times:
-    warm_up = WARM_UP_ROUNDS if rounds > 1 else 1
+    # A round of many matches takes seconds, of which planning is nothing.
+    warm_up = min(WARM_UP_ROUNDS, rounds)
     times = Times([], [])
     order: list[tuple[Ours | Pgmb, list[float]]] = [(ours, times.headwater), (pgmb, times.pgmb)]
     for number in range(warm_up + rounds):
