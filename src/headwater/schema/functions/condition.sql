@@ -355,6 +355,7 @@ begin
         -- Check a filter and make it callable; returns the name of its function. How it is matched is noted as its comment:
         -- `key`: a function of the event; only subscriptions whose params contain what it returns can match.
         -- `when`: a function of the event that must hold. `event_only`: nothing else must; `key_only`: nothing but both.
+        -- `plain_key`: the key only takes values out of JSON, so it does not fail on events that `when` would keep from it.
         create or replace function headwater_condition.install(expression text)
         returns text
         language plpgsql
@@ -409,6 +410,22 @@ begin
                         when how ->> 'key' is not null and cardinality(headwater_condition.conjuncts(joined)) = 1
                             and plan ->> 'of_subscription' is null and plan ->> 'once' is null then true
                     end,
+                    'plain_key', (
+                        select true from pg_proc k
+                        where
+                            k.proname = how ->> 'key'
+                            and k.pronamespace = 'headwater_condition'::regnamespace
+                            and k.prosqlbody::text !~ '[{](COERCEVIAIO|ARRAYCOERCEEXPR)'
+                            and not exists (
+                                select
+                                from regexp_matches(k.prosqlbody::text, ':[A-Za-z_]*funcid ([0-9]{1,9})\M', 'g') as m (found)
+                                join pg_proc f on f.oid = m.found[1]::oid
+                                where f.proname not in (
+                                    'jsonb_build_object', 'jsonb_build_array', 'jsonb_object_field',
+                                    'jsonb_object_field_text', 'jsonb_extract_path', 'jsonb_extract_path_text'
+                                )
+                            )
+                    ),
                     'when', headwater_condition.install_part('when', 'boolean', nullif(plan ->> 'of_event', '')),
                     'event_only', case
                         when joined is null and plan ->> 'of_subscription' is null and plan ->> 'once' is null then true
@@ -519,7 +536,7 @@ begin
         begin
             with filter as (
                 select f.id, f.name, d.how ->> 'key' as key, d.how ->> 'when' as condition, d.how ? 'event_only' as of_event,
-                    d.how ? 'key_only' as key_only
+                    d.how ? 'key_only' as key_only, d.how ? 'plain_key' as plain_key
                 from unnest(function_names, condition_ids) as f (name, id)
                 -- One that is missing stays in: its call fails, and the error is noted.
                 left join pg_proc p
@@ -536,8 +553,8 @@ begin
                 select
                     f.key,
                     row_number() over (order by f.key) as number,
-                    -- Many of them cost more to plan than the probes that they could save.
-                    case when count(f.condition) = count(*) and count(distinct f.condition) <= 8 then
+                    -- Many of them cost more to plan than the probes that they save. A key that can fail needs them.
+                    case when count(f.condition) = count(*) and not (bool_and(f.plain_key) and count(*) > 8) then
                         string_agg(distinct 'headwater_condition.' || quote_ident(f.condition) || '(e)', ' or ')
                     end as condition
                 from filter f
