@@ -532,7 +532,8 @@ begin
             tests text;
             arms text[];
             matches headwater.condition_match[];
-            first_position constant bigint := (select min(e.position) from unnest(events) as e);
+            -- Events come in the order of their positions.
+            first_position constant bigint := (events[1]).position;
         begin
             with filter as (
                 select f.id, f.name, d.how ->> 'key' as key, d.how ->> 'when' as condition, d.how ? 'event_only' as of_event,
