@@ -22,7 +22,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field
@@ -38,6 +38,7 @@ from headwater import aio, calls, tracing
 from headwater.counters import COUNTERS
 from headwater.errors import HeadwaterError, InvalidRequest, ReaderBusy, SchemaMismatch
 from headwater.model import Dead, Event, MatchedEvent, Outcome, Retry, Snooze
+from headwater.supervisor import failure_of
 from headwater.telemetry import ERROR, GROUP, HANDLED, POSITION, STOPPED_FILTERS, WAIT_SECONDS, logger
 
 LEASE_SECONDS: Final = 30.0
@@ -136,24 +137,6 @@ class Caught:
     ) -> bool:
         self.error = error
         return isinstance(error, self._kind)
-
-
-async def failure_of(work: Coroutine[Any, Any, None]) -> Exception | None:
-    """Run something that must not end its caller, to its end; returns the error that ended it. Cancelling the caller
-    cancels it, and waits for it."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.wait({task})
-    except asyncio.CancelledError:
-        task.cancel()
-        await asyncio.wait({task})
-        raise
-    if task.cancelled():
-        return RuntimeError("cancelled from within")
-    error = task.exception()
-    if error is not None and not isinstance(error, Exception):
-        raise error
-    return error
 
 
 def told(error: BaseException) -> str:

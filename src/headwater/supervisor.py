@@ -4,6 +4,7 @@ A supervised function runs until its task is cancelled. If it raises or returns,
 traceback and counted, and the function is called again after a pause. The pause doubles from MIN_PAUSE_SECONDS to
 MAX_PAUSE_SECONDS; a run that lasted longer than MAX_PAUSE_SECONDS resets it.
 Invariant: only cancellation from outside ends a supervised task. A CancelledError from inside is a failure.
+`failure_of` is one such run: loops that decide by the error what to do next (readers, workers) build on it directly.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from headwater.counters import COUNTERS
 from headwater.telemetry import BACKGROUND_FAILURES, ERROR, WAIT_SECONDS, logger
@@ -56,21 +57,33 @@ def supervise(name: str, run: Callable[[], Awaitable[object]]) -> asyncio.Task[N
     return asyncio.create_task(_run_again(name, run), name=name)
 
 
+async def failure_of(work: Coroutine[Any, Any, object]) -> Exception | None:
+    """Run something that must not end its caller, to its end; returns the error that ended it. Cancelling the caller
+    cancels it, and waits for it."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task})
+    except asyncio.CancelledError:
+        task.cancel()
+        await asyncio.wait({task})
+        raise
+    if task.cancelled():
+        return RuntimeError("cancelled from within")
+    error = task.exception()
+    if error is not None and not isinstance(error, Exception):
+        raise error
+    return error
+
+
 async def _run_again(name: str, run: Callable[[], Awaitable[object]]) -> None:
-    task = asyncio.current_task()
-    assert task is not None
+    async def run_once() -> None:
+        await run()
+
     pause = MIN_PAUSE_SECONDS
     while True:
         started = time.monotonic()
-        try:
-            with Contained(name, **{WAIT_SECONDS: pause}) as outcome:
-                await run()
-            if not outcome.failed:
-                _report(name, None, {WAIT_SECONDS: pause})
-        except asyncio.CancelledError as error:
-            if task.cancelling():
-                raise
-            _report(name, error, {WAIT_SECONDS: pause})
+        error = await failure_of(run_once())
+        _report(name, error, {WAIT_SECONDS: pause})
         if time.monotonic() - started > MAX_PAUSE_SECONDS:
             pause = MIN_PAUSE_SECONDS
         await asyncio.sleep(pause * random.uniform(0.5, 1.0))

@@ -35,11 +35,11 @@ from headwater.subscriber import (
     LONGEST_PAUSE_SECONDS,
     Subscriber,
     SubscriberProcess,
-    failure_of,
     is_expected,
     told,
 )
 from headwater.subscription import Handle, Handled, Wait, WorkStep, work
+from headwater.supervisor import failure_of
 from headwater.telemetry import ERROR, GROUP, HANDLED, LEASES_LOST, POSITION, WAIT_SECONDS, logger
 
 Work = ClaimedEvent | Sequence[ClaimedEvent]

@@ -30,7 +30,8 @@ def run_until(app: App, dsn: str, finished: Callable[[], bool]) -> None:
         stop = asyncio.Event()
         running = asyncio.create_task(app.run(dsn, stop=stop, grace_seconds=5))
         async with asyncio.timeout(SECONDS):
-            while not running.done() and not finished():  # noqa: ASYNC110
+            # In a thread: it may wait for a row that the app, which runs on this loop, has locked.
+            while not running.done() and not await asyncio.to_thread(finished):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             stop.set()
             await running

@@ -349,6 +349,76 @@ def test_subscriptions_are_found_by_index_without_any_statistics(
     assert (after[0] - before[0], after[1] - before[1]) == (500, 0)
 
 
+def test_a_group_does_not_look_at_the_filters_of_other_groups(
+    log: headwater.Headwater, topic: str, connection: psycopg.Connection
+) -> None:
+    """By the number of rows of filters that a reading fetches."""
+    texts = [f"{BY_USER} and e.type is distinct from '{topic} {number}'" for number in range(50)]
+    for group, wanted in ((f"{topic}-other", texts), (topic, texts[:2])):
+        connection.execute(
+            "select headwater.subscribe(%s, t, jsonb_build_object('user', 1)) from unnest(%s::text[]) as t",
+            (group, wanted),
+        )
+    log.publish(topic, {"user": 1})
+    fetched = (
+        "select seq_tup_read + coalesce(idx_tup_fetch, 0) from pg_stat_user_tables "
+        "where schemaname = 'headwater' and relname = 'condition'"
+    )
+
+    def count() -> int:
+        connection.execute("select pg_stat_clear_snapshot()")
+        row = connection.execute(fetched).fetchone()
+        assert row is not None
+        return int(row[0])
+
+    connection.execute("select pg_stat_force_next_flush()")
+    with psycopg.connect(connection.info.dsn, autocommit=True) as other:
+        before = count()
+        matched = other.execute("select subscription_ids from headwater.read_next(%s, 'me')", (topic,)).fetchall()
+        other.execute("select pg_stat_force_next_flush()")
+        other.execute("select 1")
+        after = count()
+    assert len(matched[0][0]) == 2
+    # Its own two; a session that ended before may add a few.
+    assert after - before < 10
+
+
+def test_events_that_many_filters_do_not_want_never_reach_a_key_that_fails_on_them(
+    log: headwater.Headwater, topic: str, connection: psycopg.Connection
+) -> None:
+    """By the number of probes: one for the event that is wanted, and no second try after an error."""
+    connection.execute(
+        "select headwater.subscribe(%s, t, jsonb_build_object('n', 1)) from unnest(%s::text[]) as t",
+        (
+            topic,
+            [
+                f"e.type = '{topic} {number}' and s.params @> jsonb_build_object('n', (e.data ->> 'n')::integer)"
+                for number in range(20)
+            ],
+        ),
+    )
+    wanted = NewEvent({"n": 1}, type=f"{topic} 7")
+    log.publish_batch(topic, [wanted, *[NewEvent({"n": "none"}, type="other") for _ in range(5)]])
+
+    def probes() -> int:
+        connection.execute("select pg_stat_clear_snapshot()")
+        row = connection.execute(
+            "select idx_scan from pg_stat_user_indexes where indexrelname = 'subscription_probe'"
+        ).fetchone()
+        assert row is not None
+        return int(row[0])
+
+    connection.execute("select pg_stat_force_next_flush()")
+    with psycopg.connect(connection.info.dsn, autocommit=True) as other:
+        before = probes()
+        matched = other.execute("select subscription_ids from headwater.read_next(%s, 'me')", (topic,)).fetchall()
+        other.execute("select pg_stat_force_next_flush()")
+        other.execute("select 1")
+        after = probes()
+    assert [len(ids) for (ids,) in matched[:-1]] == [1]
+    assert after - before == 1
+
+
 def test_eight_processes_may_subscribe_to_a_new_filter_at_once(log: headwater.Headwater, topic: str) -> None:
     for number in range(10):
         text = f"e.data ->> '{topic}' = 'k{number}' and s.params @> jsonb_build_object('a', e.data -> 'a')"

@@ -537,6 +537,7 @@ begin
         -- Check a filter and make it callable; returns the name of its function. How it is matched is noted as its comment:
         -- `key`: a function of the event; only subscriptions whose params contain what it returns can match.
         -- `when`: a function of the event that must hold. `event_only`: nothing else must; `key_only`: nothing but both.
+        -- `plain_key`: the key only takes values out of JSON, so it does not fail on events that `when` would keep from it.
         create or replace function headwater_condition.install(expression text)
         returns text
         language plpgsql
@@ -591,6 +592,22 @@ begin
                         when how ->> 'key' is not null and cardinality(headwater_condition.conjuncts(joined)) = 1
                             and plan ->> 'of_subscription' is null and plan ->> 'once' is null then true
                     end,
+                    'plain_key', (
+                        select true from pg_proc k
+                        where
+                            k.proname = how ->> 'key'
+                            and k.pronamespace = 'headwater_condition'::regnamespace
+                            and k.prosqlbody::text !~ '[{](COERCEVIAIO|ARRAYCOERCEEXPR)'
+                            and not exists (
+                                select
+                                from regexp_matches(k.prosqlbody::text, ':[A-Za-z_]*funcid ([0-9]{1,9})\M', 'g') as m (found)
+                                join pg_proc f on f.oid = m.found[1]::oid
+                                where f.proname not in (
+                                    'jsonb_build_object', 'jsonb_build_array', 'jsonb_object_field',
+                                    'jsonb_object_field_text', 'jsonb_extract_path', 'jsonb_extract_path_text'
+                                )
+                            )
+                    ),
                     'when', headwater_condition.install_part('when', 'boolean', nullif(plan ->> 'of_event', '')),
                     'event_only', case
                         when joined is null and plan ->> 'of_subscription' is null and plan ->> 'once' is null then true
@@ -686,32 +703,37 @@ begin
         set enable_hashjoin = off
         set enable_mergejoin = off
         set enable_memoize = off
+        set plan_cache_mode = force_generic_plan
         as $body$
         declare
             keys text;
             tests text;
             arms text[];
             matches headwater.condition_match[];
-            first_position constant bigint := (select min(e.position) from unnest(events) as e);
+            -- Events come in the order of their positions.
+            first_position constant bigint := (events[1]).position;
         begin
             with filter as (
                 select f.id, f.name, d.how ->> 'key' as key, d.how ->> 'when' as condition, d.how ? 'event_only' as of_event,
-                    d.how ? 'key_only' as key_only
+                    d.how ? 'key_only' as key_only, d.how ? 'plain_key' as plain_key
                 from unnest(function_names, condition_ids) as f (name, id)
+                -- One that is missing stays in: its call fails, and the error is noted.
+                left join pg_proc p
+                    on p.proname = f.name and p.pronamespace = 'headwater_condition'::regnamespace
                 cross join lateral (
-                    select obj_description(
-                        to_regprocedure(
-                            format(
-                                'headwater_condition.%I(headwater.condition_event, headwater.subscription)', f.name
-                            )
-                        ), 'pg_proc'
+                    select (
+                        select c.description from pg_description c
+                        where c.objoid = p.oid and c.classoid = 'pg_proc'::regclass and c.objsubid = 0
                     )::jsonb as how
+                    -- Looked up once, and not for each mention.
+                    offset 0
                 ) as d
             ), key as (
                 select
                     f.key,
                     row_number() over (order by f.key) as number,
-                    case when count(f.condition) = count(*) then
+                    -- Many of them cost more to plan than the probes that they save. A key that can fail needs them.
+                    case when count(f.condition) = count(*) and not (bool_and(f.plain_key) and count(*) > 8) then
                         string_agg(distinct 'headwater_condition.' || quote_ident(f.condition) || '(e)', ' or ')
                     end as condition
                 from filter f
@@ -766,14 +788,15 @@ begin
             into keys, tests, arms;
             if keys is not null then
                 arms := format(
-                    'select e.position, array_agg((c.s).id order by (c.s).id) from unnest($1) as e '
+                    'select e.position, array_agg(c.id order by c.id) from unnest($1) as e '
                     'cross join lateral (select * from (values %s) as v (number, key) offset 0) as k '
                     'cross join lateral ('
-                    'select s from headwater.subscription as s '
+                    'select s.id, s.condition_id, s.from_position, %s as s from headwater.subscription as s '
                     'where s.probe @> jsonb_build_object($2, k.key) offset 0) as c '
-                    'where k.key is not null and e.position > (c.s).from_position '
-                    'and case (c.s).condition_id %s else false end group by e.position',
-                    keys, tests
+                    'where k.key is not null and e.position > c.from_position '
+                    'and case c.condition_id %s else false end group by e.position',
+                    -- The whole row only where a filter looks at it.
+                    keys, case when strpos(tests, '(e, c.s)') > 0 then 's' else 'null' end, tests
                 ) || arms;
             end if;
             -- Read-only until this block is rolled back; what was found stays in the variable.

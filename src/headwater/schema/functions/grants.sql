@@ -43,7 +43,7 @@ declare
         'leased_events', 'topic_ends', 'lag_of', 'seconds_behind', 'topics_behind', 'cursor_lags', 'group_overviews',
         'kafka_lag', 'log_faults', 'binding_selects', 'segment_size', 'read_topic_by_segment',
         'clock_tolerance', 'retention_holds', 'releasable_of', 'retention_held',
-        'filter_probe', 'as_condition_events', 'match_filters', 'is_out_of_time', 'merge_matches', 'catch_up', 'resume_filter',
+        'filter_probe', 'as_condition_events', 'filters_of_group', 'match_filters', 'is_out_of_time', 'merge_matches', 'catch_up', 'resume_filter',
         'settle_matched', 'keep_alive', 'directed_matches', 'undirected', 'release_reading', 'stopped_subscriptions',
         'last_event_position', 'last_common_event', 'refuse_lost_position',
         'skip_stride', 'skip_unbound_events'

@@ -302,6 +302,40 @@ exception
 end;
 $$;
 
+-- The filters (conditions) that a group has subscriptions of: a loose index scan, one probe of the index on group, filter
+-- and params for each. It is the only index with this order, and nothing else is left to the planner.
+create or replace function headwater.filters_of_group(target_id integer)
+returns integer[]
+language plpgsql
+stable
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_sort = off
+as $$
+begin
+    return array(
+        with recursive used (id) as (
+            (
+                select s.condition_id from headwater.subscription s
+                where s.group_id = target_id
+                order by s.group_id, s.condition_id
+                limit 1
+            )
+            union all
+            select n.condition_id
+            from used u
+            cross join lateral (
+                select s.condition_id from headwater.subscription s
+                where s.group_id = target_id and s.condition_id > u.id
+                order by s.group_id, s.condition_id
+                limit 1
+            ) as n
+        )
+        select u.id from used u
+    );
+end;
+$$;
+
 -- Match events against all filters of a group, each within the events that it has yet to have: a stopped filter up to
 -- where it stopped, one that catches up from there on, the others from where they all were before. A peek has no past.
 -- `one_by_one` asks filter by filter; on a timeout it returns null, and the filter that took too long is stopped.
@@ -314,6 +348,7 @@ volatile
 set enable_seqscan = off
 set enable_hashjoin = off
 set enable_mergejoin = off
+set plan_cache_mode = force_generic_plan
 as $$
 declare
     one record;
@@ -333,12 +368,8 @@ begin
                     select e from unnest(match.events) as e
                     where e.position > coalesce(b.low, -1) and e.position <= coalesce(b.high, e.position)
                 ) end as events
-            from headwater.condition c
-            cross join lateral (
-                select from headwater.subscription s
-                where s.group_id = held.group_id and s.condition_id = c.id
-                limit 1
-            ) as u
+            from unnest(headwater.filters_of_group(held.group_id)) as u (id)
+            join headwater.condition c on c.id = u.id
             left join headwater.filter_stop f on f.group_id = held.group_id and f.condition_id = c.id
             cross join lateral (
                 select
