@@ -19,6 +19,7 @@ EFFECTS: Final = "select event from headwater_chaos.effect where consumer = %s o
 NEW_EFFECTS: Final = "select id, event from headwater_chaos.effect where consumer = %s and id > %s"
 OVERLAP: Final = 5000
 EFFECT_COUNT: Final = "select count(*) from headwater_chaos.effect where consumer = %s"
+ATTEMPTS: Final = "select coalesce(sum(attempt), 0) from headwater.redelivery"
 PAGE: Final = 1000
 
 
@@ -95,6 +96,13 @@ class Outstanding:
             rows = connection.execute(NEW_EFFECTS, (reader.name, after - OVERLAP)).fetchall()
         missing.difference_update(event for _, event in rows)
         self._effects_to[reader.name] = max((number for number, _ in rows), default=after)
+
+
+def attempts(log: headwater.Headwater) -> int:
+    """How often the events that wait for another try were tried: an event that kills its workers advances only this."""
+    with log.connection() as connection:
+        row = connection.execute(ATTEMPTS).fetchone()
+    return int(row[0]) if row else 0
 
 
 def has_begun(log: headwater.Headwater, stage: Stage, reader: ReaderKind) -> bool:

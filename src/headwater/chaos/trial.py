@@ -236,8 +236,9 @@ def _calm(plan: Plan, cast: Cast, scene: Scene, disasters: int, tell: Callable[[
             left = outstanding.counts(log)
             if not any(left.values()):
                 return
-            if left != before:
-                before, moved_at = left, time.monotonic()
+            now = (left, evidence.attempts(log))
+            if now != before:
+                before, moved_at = now, time.monotonic()
             if time.monotonic() > tell_at:
                 tell_at = time.monotonic() + TELL_SECONDS
                 tell(Progress(1.0, f"calm: {sum(left.values())} deliveries to go", disasters, 0))
