@@ -21,8 +21,10 @@ from tests.crash import postgres_crashes
 
 import headwater
 import headwater.aio
+from headwater import calls as log_calls
 from headwater.aio import AsyncHeadwater
 from headwater.calls import Call
+from headwater.calls import kafka as calls
 from headwater.calls.kafka import KafkaTopic, Lane
 from headwater.chaos.cluster import Cluster
 from headwater.chaos.proxy import Proxy
@@ -272,3 +274,46 @@ def test_a_fetch_reads_nothing_of_another_history_than_it_looked_up(cluster: Clu
                 assert next_read.records, topic
         finally:
             proxy.close()
+
+
+async def commits_across(dsn: str, offset: int, fail_over: Callable[[], None]) -> tuple[list[bool], list[int]]:
+    """Commits of an offset by a broker that was there before a failover and by one that came after it; and the offset
+    of the group after the last one."""
+    async with await headwater.aio.connect(dsn, pool_size=2) as log:
+        lane = next(Lane(one.id, 0) for one in await log.run(calls.kafka_topics()) if one.name == "numbered")
+        epoch = await log.run(log_calls.current_epoch())
+        (_, first) = await log.run(calls.kafka_register("127.0.0.1", 1, lease_seconds=60.0))
+        assert await log.run(calls.kafka_take_up("readers", first)) is not None
+        commit = [calls.OffsetToCommit(lane, offset, epoch, "")]
+        outcomes = [await log.run(calls.kafka_commit_offsets("readers", first, commit))]
+        await asyncio.to_thread(fail_over)
+        # The client has not heard of the new epoch, and the broker has not either.
+        outcomes.append(await log.run(calls.kafka_commit_offsets("readers", first, commit)))
+        outcomes.append(await log.run(calls.kafka_renew(first, lease_seconds=60.0)))
+        # Registered again, with a client that brings what it has stored.
+        (_, second) = await log.run(calls.kafka_register("127.0.0.1", 1, lease_seconds=60.0))
+        assert await log.run(calls.kafka_take_up("readers", second)) is not None
+        outcomes.append(await log.run(calls.kafka_commit_offsets("readers", second, commit)))
+        return outcomes, [one.offset for one in await log.run(calls.kafka_committed("readers"))]
+
+
+def test_a_commit_of_another_history_is_refused_or_ends_with_its_epoch(cluster: Cluster) -> None:
+    with tempfile.TemporaryDirectory(prefix="headwater-proxy-") as name:
+        proxy = Proxy(cluster.dsn, Path(name))
+        try:
+            publish(cluster, "before", 10, ("numbered",))
+            standby = cluster.make_standby()
+            cut_off_at = cluster.cut_off(standby)
+            publish(cluster, "lost", 50, ("numbered",))
+
+            def fail_over() -> None:
+                cluster.promote(standby, cut_off_at=cut_off_at)
+                publish(cluster, "after", 50, ("numbered",))
+                proxy.switch(cluster.dsn)
+
+            outcomes, committed = asyncio.run(commits_across(proxy.dsn, 40, fail_over))
+        finally:
+            proxy.close()
+    assert outcomes == [True, False, False, True]
+    # Events 10 to 39 of the new history were not read by this client.
+    assert committed == [10]

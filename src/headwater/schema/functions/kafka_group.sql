@@ -8,6 +8,32 @@ language sql
 volatile
 return (headwater.current_epoch()::bigint << 32) | (nextval(sequence_name::regclass) & 4294967295);
 
+-- Whether a broker's registration is of the present epoch. One of an earlier epoch registers again, which ends its groups'
+-- generations: their members may be at offsets of events that were lost, and must ask where to go on.
+create or replace function headwater.kafka_is_present(incarnation bigint)
+returns boolean
+language sql
+volatile
+return incarnation >> 32 = headwater.current_epoch();
+
+-- An offset to be committed by a client that has read in a leader epoch. Of an earlier epoch, it is at most where that
+-- epoch ends: what comes after may be other events than the client has read. A number below that of the first epoch says
+-- that the client knows of none.
+create or replace function headwater.kafka_bounded_offset(
+    topic_id integer, lane integer, committed_offset bigint, leader_epoch integer
+)
+returns bigint
+language sql
+volatile
+return case
+    when
+        leader_epoch < headwater.current_epoch() and leader_epoch >= (select min(e.number) from headwater.epoch e)
+    then least(
+        committed_offset, (select e.end_offset from headwater.kafka_epoch_end(topic_id, lane, leader_epoch) as e)
+    )
+    else committed_offset
+end;
+
 -- Register a broker process. One that had this address before is dead, since the address is taken by one alone: its
 -- node id goes to the new one.
 create or replace function headwater.kafka_register(
@@ -49,7 +75,7 @@ begin
 end;
 $$;
 
--- Renew a broker's lease, while nobody took its number. A lease of 0 gives it up.
+-- Renew a broker's lease. False: another broker took its number, or the epoch has changed. A lease of 0 gives it up.
 create or replace function headwater.kafka_renew(incarnation bigint, lease_seconds double precision)
 returns boolean
 language plpgsql
@@ -57,7 +83,9 @@ as $$
 begin
     update headwater.kafka_broker b
     set expires_at = clock_timestamp() + make_interval(secs => lease_seconds), leased_at = clock_timestamp()
-    where b.incarnation = kafka_renew.incarnation;
+    where
+        b.incarnation = kafka_renew.incarnation
+        and (lease_seconds = 0 or headwater.kafka_is_present(kafka_renew.incarnation));
     return found;
 end;
 $$;
@@ -98,6 +126,9 @@ as $$
 declare
     last_generation integer;
 begin
+    if not headwater.kafka_is_present(incarnation) then
+        return null;
+    end if;
     insert into headwater.kafka_group as g (name, coordinator)
     select group_name, b.incarnation
     from headwater.kafka_live_broker b
@@ -128,7 +159,7 @@ begin
         generation = kafka_note_generation.generation,
         protocol_type = kafka_note_generation.protocol_type,
         updated_at = clock_timestamp()
-    where g.name = group_name and g.coordinator = incarnation;
+    where g.name = group_name and g.coordinator = incarnation and headwater.kafka_is_present(incarnation);
     return found;
 end;
 $$;
@@ -150,13 +181,14 @@ as $$
 begin
     -- Held to the end, so that nobody takes the group over in between.
     perform from headwater.kafka_group g where g.name = group_name and g.coordinator = incarnation for share;
-    if not found then
+    if not found or not headwater.kafka_is_present(incarnation) then
         return false;
     end if;
     insert into headwater.kafka_offset as o
         (group_name, topic_id, partition, committed_offset, leader_epoch, metadata)
     select distinct on (c.topic_id, c.lane)
-        kafka_commit_offsets.group_name, c.topic_id, c.lane, c.committed_offset, c.leader_epoch, c.metadata
+        kafka_commit_offsets.group_name, c.topic_id, c.lane,
+        headwater.kafka_bounded_offset(c.topic_id, c.lane, c.committed_offset, c.leader_epoch), c.leader_epoch, c.metadata
     from unnest(topic_ids, lanes, offsets, leader_epochs, metadatas) with ordinality
         as c (topic_id, lane, committed_offset, leader_epoch, metadata, place)
     join headwater.topic t on t.id = c.topic_id and t.deleted_at is null

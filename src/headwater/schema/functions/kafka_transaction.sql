@@ -215,8 +215,8 @@ begin
     insert into headwater.kafka_staged_offset
         (producer_id, group_name, topic_id, partition, committed_offset, leader_epoch, metadata)
     select distinct on (c.topic_id, c.lane)
-        kafka_stage_offsets.producer_id, kafka_stage_offsets.group_name, c.topic_id, c.lane, c.committed_offset,
-        c.leader_epoch, c.metadata
+        kafka_stage_offsets.producer_id, kafka_stage_offsets.group_name, c.topic_id, c.lane,
+        headwater.kafka_bounded_offset(c.topic_id, c.lane, c.committed_offset, c.leader_epoch), c.leader_epoch, c.metadata
     from unnest(topic_ids, lanes, offsets, leader_epochs, metadatas) with ordinality
         as c (topic_id, lane, committed_offset, leader_epoch, metadata, place)
     join headwater.topic t on t.id = c.topic_id and t.deleted_at is null
