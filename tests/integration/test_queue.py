@@ -1016,3 +1016,29 @@ def test_what_retention_took_is_not_tried_again_and_holds_up_nobody(
     assert one_log.redrive(group) == 0
     assert [letter.position for letter in one_log.dead_letters(group)] == [p[2]]
     assert one_log.discard(group) == 1
+
+
+def test_a_claim_reads_few_of_the_events_that_wait_for_their_keys(
+    log: headwater.Headwater, connection: psycopg.Connection, topic: str, group: str
+) -> None:
+    log.create_group(group, [topic], ordered_keys=True)
+    keys, waiting = 20, 3000
+    log.publish_batch(topic, [NewEvent(n, key=f"k{n % keys}") for n in range(keys + waiting)])
+    # The first of each key is leased, so that the others wait.
+    first = log.claim(group, worker="w", batch_size=keys)
+    assert first is not None
+    while log.claim(group, worker="w", batch_size=keys) is not None:
+        pass
+    assert [event.data for event in first.events] == list(range(keys))
+    log.ack(first)
+    with connection.transaction():
+        lease = log.claim(group, worker="w", batch_size=keys, connection=connection)
+        assert lease is not None
+        assert [event.data for event in lease.events] == list(range(keys, 2 * keys))
+        read = connection.execute(
+            "select coalesce(idx_tup_fetch, 0) + coalesce(seq_tup_read, 0) from pg_stat_xact_user_tables "
+            "where relid = 'headwater.redelivery'::regclass"
+        ).fetchone()
+    # A few for each key, and not the waiting ones of each key for each of its events.
+    assert read is not None
+    assert read[0] < waiting

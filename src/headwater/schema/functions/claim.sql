@@ -439,7 +439,7 @@ begin
 
     if seen.anything_due then
         if target.ordered_keys then
-            leased_keys := array(select unnest(l.keys) from headwater.open_claims(target) l);
+            leased_keys := headwater.leased_keys(target);
         end if;
         lease := headwater.next_token();
         return query select * from headwater.claim_suspect(target, lease, worker, ends_at, leased_keys, due_after, looked_at);

@@ -22,7 +22,7 @@ declare
         'find_group', 'find_queue', 'lock_group', 'try_lock_group', 'frontier', 'create_group', 'alter_group', 'pause_group',
         'resume_group', 'delete_group', 'rewind_group', 'pattern_regex', 'bind', 'unbind', 'bound_topics',
         'bound_events', 'bound_events_without', 'as_multirange', 'next_token', 'key_order_hash', 'backoff', 'in_flight', 'with_try', 'open_claims',
-        'waiting_keys', 'is_next_of_key', 'free_next_of_keys', 'reap', 'claim_suspect',
+        'waiting_keys', 'first_of_key', 'leased_keys', 'is_next_of_key', 'free_next_of_keys', 'reap', 'claim_suspect',
         'claim_due', 'claim_selected', 'claim', 'bury', 'settle', 'refuse_lost_lease', 'settle_and_claim', 'extend_lease', 'dead_letters',
         'redrive', 'discard', 'group_low_water', 'due_periodics', 'fire_periodic',
         'as_json', 'subscribe', 'unsubscribe', 'keep_subscriptions', 'hold_reading', 'match', 'read_next',

@@ -85,31 +85,70 @@ return history || jsonb_build_object(
     'attempt', attempt, 'at', clock_timestamp(), 'worker', worker, 'error', left(error, 2000)
 );
 
--- In a group with ordered keys: the keys of which an event waits or is tried again.
+-- In a group with ordered keys: the keys of which an event waits or is tried again. A loose index scan, one lookup a key:
+-- many thousands of events may wait for few keys.
 create or replace function headwater.waiting_keys(group_id integer)
 returns bigint[]
 language sql
 stable
 return array(
-    select distinct r.key_hash
-    from headwater.redelivery r
-    where r.group_id = waiting_keys.group_id and r.key_hash is not null
+    with recursive waiting as (
+        select (
+            select r.key_hash from headwater.redelivery r
+            where r.group_id = waiting_keys.group_id and r.key_hash is not null
+            order by r.key_hash
+            limit 1
+        ) as key_hash
+        union all
+        select (
+            select r.key_hash from headwater.redelivery r
+            where r.group_id = waiting_keys.group_id and r.key_hash > w.key_hash
+            order by r.key_hash
+            limit 1
+        )
+        from waiting w
+        where w.key_hash is not null
+    )
+    select w.key_hash from waiting w where w.key_hash is not null
 );
 
--- Whether an event is the first of its key that waits, and none of its key is leased: `leased_keys` are those of
--- claims of new events.
+-- In a group with ordered keys: the position of the first event of a key that waits. By the order of the index on keys:
+-- with an equality on the key, a plan made without statistics reads all that the group has.
+create or replace function headwater.first_of_key(group_id integer, key_hash bigint)
+returns bigint
+language sql
+stable
+return (
+    select case when f.key_hash = first_of_key.key_hash then f.position end
+    from (
+        select r.key_hash, r.position
+        from headwater.redelivery r
+        where r.group_id = first_of_key.group_id and r.key_hash >= first_of_key.key_hash
+        order by r.key_hash, r.position
+        limit 1
+    ) as f
+);
+
+-- Whether an event is the first of its key that waits, and none of its key is leased: see leased_keys().
 create or replace function headwater.is_next_of_key(waiting headwater.redelivery, leased_keys bigint[])
 returns boolean
 language sql
 stable
 return waiting.key_hash is null or (
     waiting.key_hash <> all (leased_keys)
-    and not exists (
-        select from headwater.redelivery o
-        where
-            o.group_id = waiting.group_id and o.key_hash = waiting.key_hash
-            and (o.position < waiting.position or o.token is not null)
-    )
+    and headwater.first_of_key(waiting.group_id, waiting.key_hash) = waiting.position
+);
+
+-- In a group with ordered keys: the keys of events that are leased, for the first time or again.
+create or replace function headwater.leased_keys(target headwater.consumer_group)
+returns bigint[]
+language sql
+stable
+return array(select unnest(l.keys) from headwater.open_claims(target) l) || array(
+    select r.key_hash
+    from headwater.redelivery r
+    where r.group_id = target.id and r.token is not null and r.key_hash is not null
+    order by r.token
 );
 
 -- In a group with ordered keys: free the next waiting event of each of these keys.
@@ -119,15 +158,12 @@ language sql
 begin atomic
     update headwater.redelivery r
     set visible_at = clock_timestamp(), dated_at = clock_timestamp()
-    from unnest(keys) as k (key_hash)
-    cross join lateral (
-        select n.position
-        from headwater.redelivery n
-        where n.group_id = free_next_of_keys.group_id and n.key_hash = k.key_hash
-        order by n.position
-        limit 1
-    ) as next
-    where r.group_id = free_next_of_keys.group_id and r.position = next.position and r.visible_at = 'infinity';
+    where
+        r.group_id = free_next_of_keys.group_id
+        and r.position = any (
+            array(select headwater.first_of_key(free_next_of_keys.group_id, k) from unnest(keys) as k)
+        )
+        and r.visible_at = 'infinity';
 end;
 
 -- A new proof of a lease. Within a group a later one is greater. A crash may take the sequence back by what was not
