@@ -33,6 +33,8 @@ SPARK_TESTS = Path(__file__).parent / "spark"
 # How long one test may take, with its fixtures; 0: as long as it likes, for a soak. Far more than any needs: a test
 # that waits for ever fails and names the line, and the others still run.
 TEST_SECONDS = float(os.environ.get("TEST_SECONDS", "1200"))
+# How long a signal may take that a test waits for: it scales with the above.
+SIGNAL_SECONDS = (TEST_SECONDS or 1200.0) / 5
 # An event loop may swallow what is raised in one of its callbacks, so it is raised again.
 AGAIN_SECONDS = 30.0
 # How long the process may take to end once all tests have.
@@ -152,12 +154,12 @@ def topic(log: headwater.Headwater) -> str:
 
 @pytest.fixture
 def until() -> Callable[[Callable[[], T]], T]:
-    """Waits for a signal: asks until the answer is true, and fails after a minute."""
+    """Waits for a signal: asks until the answer is true, and fails after some minutes."""
 
     def ask(question: Callable[[], T]) -> T:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + SIGNAL_SECONDS
         while not (answer := question()):
-            assert time.monotonic() < deadline, "the signal did not come within a minute"
+            assert time.monotonic() < deadline, f"the signal did not come within {SIGNAL_SECONDS:g} seconds"
             time.sleep(0.002)
         return answer
 

@@ -395,7 +395,8 @@ KAFKA_DIFFERENCES = (
     "Records are stored one by one, not as the batches that came. What fetched records are packed with, the topic's "
     "`compression.type` says; with `producer` they go as they came while a broker remembers them, and else unpacked.",
     "Fetch sessions are not kept: every fetch is a whole one.",
-    "Any broker serves any partition. Metadata names one leader for each, to spread the work; the leader epoch is the epoch of the log.",
+    "Any broker serves any partition. Metadata names one leader for each, to spread the work; "
+    "the leader epoch is the epoch of the log.",
     "There are no replicas: Postgres replicates. `acks=1` and `acks=all` both mean committed in Postgres.",
     "Looking for an offset by time reads through the partition.",
     "Offsets of a group without members are kept for seven days after it last had any or committed; `headwater "

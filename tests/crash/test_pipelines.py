@@ -42,7 +42,7 @@ from headwater.embedded.nats import Nats
 from headwater.nats import payloads, streams
 
 ROUNDS = int(os.environ.get("CRASH_ROUNDS", "1"))
-PATIENCE_SECONDS = 240.0
+PATIENCE_SECONDS = 600.0
 VICTIMS = ("driver", "worker", "postgres", "nats")
 # The value of the last change: only after it can anything be equal to the table.
 LAST = "the last of all"

@@ -229,7 +229,7 @@ def test_of_two_who_make_the_same_account_the_second_is_refused(
         codes = list(threads.map(make, passwords))
     assert sorted(codes) == [201, 409, 409, 409]
     # The password is that of who was told that it was made.
-    with httpx.Client(base_url=address, auth=("twin", passwords[codes.index(201)])) as twin:
+    with httpx.Client(base_url=address, timeout=60, auth=("twin", passwords[codes.index(201)])) as twin:
         assert twin.get("/v1/me").json()["account"] == "twin"
 
 
@@ -246,10 +246,10 @@ def test_accounts_and_keys_are_kept_by_administrators_and_nothing_secret_is_told
     assert root.post("/v1/accounts/missing/permissions", json=given).status_code == 404
     made = root.post("/v1/accounts/new/keys", json={"label": "ci"}).json()
     assert made["key"].startswith("hw_")
-    with httpx.Client(base_url=address, headers={"authorization": f"Bearer {made['key']}"}) as new:
+    with httpx.Client(base_url=address, timeout=60, headers={"authorization": f"Bearer {made['key']}"}) as new:
         assert new.post("/v1/topics/orders/events", json={"data": 2}).status_code == 200
         assert new.get("/v1/accounts").status_code == 403
-    with httpx.Client(base_url=address, auth=("new", PASSWORD)) as by_password:
+    with httpx.Client(base_url=address, timeout=60, auth=("new", PASSWORD)) as by_password:
         assert by_password.post("/v1/topics/orders/events", json={"data": 3}).status_code == 200
     listed = root.get("/v1/accounts/new/keys").json()["keys"]
     assert [(key["label"], key["hash"]) for key in listed] == [("ci", made["hash"])]
@@ -283,7 +283,7 @@ def test_accounts_and_keys_are_kept_by_administrators_and_nothing_secret_is_told
 def test_a_key_that_is_taken_back_is_worth_nothing(as_: Callable[[str | None], httpx.Client], address: str) -> None:
     root = as_("root")
     made = root.post("/v1/accounts/shop/keys", json={"expires_in_seconds": 3600}).json()
-    with httpx.Client(base_url=address, headers={"authorization": f"Bearer {made['key']}"}) as client:
+    with httpx.Client(base_url=address, timeout=60, headers={"authorization": f"Bearer {made['key']}"}) as client:
         assert client.get("/v1/me").status_code == 200
         root.delete(f"/v1/accounts/shop/keys/{made['hash'][:8]}")
         assert client.get("/v1/me").status_code == 401
@@ -292,7 +292,7 @@ def test_a_key_that_is_taken_back_is_worth_nothing(as_: Callable[[str | None], h
 def test_a_session_is_for_the_console_and_for_no_other_site(
     as_: Callable[[str | None], httpx.Client], address: str
 ) -> None:
-    with httpx.Client(base_url=address) as browser:
+    with httpx.Client(base_url=address, timeout=60) as browser:
         assert browser.post("/v1/sessions", json={"name": "shop", "password": "wrong"}).status_code == 401
         signed_in = browser.post("/v1/sessions", json={"name": "shop", "password": PASSWORD})
         assert signed_in.status_code == 201
@@ -319,7 +319,7 @@ def test_a_session_is_for_the_console_and_for_no_other_site(
 
 
 def test_guessing_passwords_is_slowed_down(dsn: str, keys: dict[str, str]) -> None:
-    with http_door(dsn, authenticate=True) as address, httpx.Client(base_url=address) as client:
+    with http_door(dsn, authenticate=True) as address, httpx.Client(base_url=address, timeout=60) as client:
         codes = [401]
         while codes[-1] == 401:
             codes.append(client.get("/v1/me", auth=("shop", f"guess {len(codes)}")).status_code)
@@ -413,7 +413,7 @@ def test_it_speaks_tls(dsn: str, tmp_path: Path, keys: dict[str, str]) -> None:
     trusted = ssl.create_default_context(cafile=str(certificate))
     with (
         http_door(dsn, authenticate=True, certificate=(str(certificate), str(key))) as address,
-        httpx.Client(base_url=address, verify=trusted) as client,
+        httpx.Client(base_url=address, timeout=60, verify=trusted) as client,
     ):
         assert address.startswith("https://")
         signed_in = client.post("/v1/sessions", json={"name": "shop", "password": PASSWORD})
@@ -458,7 +458,9 @@ def test_it_listens_on_one_port_with_several_processes_and_within_its_limits(dsn
         headers = {"authorization": f"Bearer {keys['shop']}"}
         for _ in range(8):
             # Each on a connection of its own, so that both processes get some.
-            with httpx.Client(base_url=address, headers=headers) as client:
+            with httpx.Client(base_url=address, timeout=60, headers=headers) as client:
                 assert client.get("/v1/me").json()["account"] == "shop"
-        large = httpx.post(f"{address}/v1/topics/orders/events", json={"data": "x" * 1_100_000}, headers=headers)
+        large = httpx.post(
+            f"{address}/v1/topics/orders/events", json={"data": "x" * 1_100_000}, headers=headers, timeout=60
+        )
         assert large.status_code == 413

@@ -799,7 +799,7 @@ def test_the_console_and_the_description_are_served(http: httpx.Client) -> None:
 def test_too_many_requests_of_one_caller_are_told_so(dsn: str) -> None:
     with (
         http_door(dsn, limits=Limits(requests_per_second=0.01)) as address,
-        httpx.Client(base_url=address) as client,
+        httpx.Client(base_url=address, timeout=60) as client,
     ):
         codes = [client.get("/v1/me").status_code for _ in range(12)]
         assert codes == [200] * 10 + [429] * 2
@@ -812,7 +812,7 @@ def test_a_request_that_takes_too_long_is_ended(
     store = log.create_topic("locked", kind="sequenced").name
     with (
         http_door(dsn, limits=Limits(request_seconds=0.5)) as address,
-        httpx.Client(base_url=address) as client,
+        httpx.Client(base_url=address, timeout=60) as client,
         connection.transaction(),
     ):
         connection.execute("select headwater.publish('locked', '1')")

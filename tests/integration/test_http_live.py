@@ -290,7 +290,10 @@ def test_a_stream_keeps_its_subscription_from_expiring(
     dsn: str, http: httpx.Client, log: headwater.Headwater, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headwater.server.http.live.KEEP_SECONDS", 0.05)
-    with http_door(dsn, limits=Limits(heartbeat_seconds=0.2)) as address, httpx.Client(base_url=address) as client:
+    with (
+        http_door(dsn, limits=Limits(heartbeat_seconds=0.2)) as address,
+        httpx.Client(base_url=address, timeout=60) as client,
+    ):
         life = timedelta(seconds=20)
         id = log.subscribe(f"kept-{topic}", "e.topic = s.params ->> 't'", {"t": topic}, expires_after=life)
         with (
@@ -386,7 +389,7 @@ def test_a_slow_client_is_told_the_end_and_resumes_without_loss(
         for _ in range(16):
             positions += log.publish_batch(topic, [headwater.NewEvent("x" * 50_000) for _ in range(20)])
         # It reads nothing until the server has given up on it.
-        until(lambda: httpx.get(f"{address}/v1/overview").json()["streams"] == 0)
+        until(lambda: httpx.get(f"{address}/v1/overview", timeout=60).json()["streams"] == 0)
         told = list(parsed(iter(_all_of(slow).decode().split("\n"))))
     assert told[-1].event == "end"
     assert told[-1].data["reason"] == "too slow"
@@ -648,7 +651,10 @@ def test_streams_that_wait_get_in_order_what_is_no_longer_kept(
     monkeypatch.setattr("headwater.server.http.live.KEPT_EVENTS", 20)
     b = log.create_topic(f"{topic}-b").name
     start = log.publish(b, "first") or 0
-    with http_door(dsn, limits=Limits(heartbeat_seconds=0.5)) as address, httpx.Client(base_url=address) as http:
+    with (
+        http_door(dsn, limits=Limits(heartbeat_seconds=0.5)) as address,
+        httpx.Client(base_url=address, timeout=60) as http,
+    ):
         free = Following(http, f"/v1/topics/{b}/follow?after={start}")
         both = Following(http, f"/v1/follow?topic={topic}&topic={b}&after={start}")
         whole = Following(http, f"/v1/follow?after={start}")
@@ -685,7 +691,7 @@ def test_every_stream_gets_its_topics_in_order_whatever_publishers_do(
     chosen = [[name for n, name in enumerate(topics) if mask & (1 << n)] for mask in range(8)]
     with (
         http_door(dsn, limits=Limits(heartbeat_seconds=0.5)) as address,
-        httpx.Client(base_url=address, limits=httpx.Limits(max_connections=None)) as http,
+        httpx.Client(base_url=address, timeout=60, limits=httpx.Limits(max_connections=None)) as http,
         ExitStack() as stack,
     ):
         paths = ["/v1/follow?" + "".join(f"topic={name}&" for name in names) + f"after={start}" for names in chosen]

@@ -63,7 +63,7 @@ def test_a_pipeline_runs_on_a_cluster(dsn: str, master: str, tmp_path: Path) -> 
         connection.execute("insert into on_cluster select n, n::text from generate_series(1, 1000) n")
     command = [sys.executable, "-c", "from headwater.cli import main; main()", "pipeline", "run", "--once", "--json"]
     ended = subprocess.run(
-        [*command, "--dsn", dsn, "--master", master], cwd=tmp_path, capture_output=True, text=True, timeout=300
+        [*command, "--dsn", dsn, "--master", master], cwd=tmp_path, capture_output=True, text=True, timeout=900
     )
     assert ended.returncode == 0, ended.stderr
     said = [json.loads(line) for line in ended.stdout.splitlines()]
