@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from headwater import schema
+from headwater.database import schema
 from headwater.embedded import Postgres
 
 stderr = Console(stderr=True, highlight=False)

@@ -20,11 +20,11 @@ from bench import _debezium as debezium
 from bench import _measure as measure
 from bench._measure import Server
 from bench._pipeline_place import CAPTURED, COPIED, RUN_SECONDS, SLOW, Place, Turn, Turns, Work, taking_turns, used
-from headwater.cdc.slot import Slot
-from headwater.nats import payloads, streams, subjects
+from headwater.capture.slot import Slot
+from headwater.nats import codec, streams, subjects
 from headwater.nats.subjects import Table
-from headwater.spark.pipeline_file import PipelineSpec, parse
-from headwater.spark.runner import Report, Runner, place_in
+from headwater.spark.pipelines.file import PipelineSpec, parse
+from headwater.spark.pipelines.runner import Report, Runner, place_in
 
 PACKED, EACH, DELTA, CAPTURE, DEBEZIUM = ("packed", "each", "delta", "capture", "debezium")
 """What is done with the same changes, each from a replication slot of its own, which has the same name."""
@@ -140,7 +140,7 @@ def stored(place: Place, *, packed: bool) -> Callable[[], int]:
             while messages < last - first + 1:
                 some = await subscription.fetch(1000, timeout=20)
                 messages += len(some)
-                changes += sum(len(payloads.decode(one.data)) for one in some if one.subject.endswith(".batch"))
+                changes += sum(len(codec.decode(one.data)) for one in some if one.subject.endswith(".batch"))
             return changes
 
     return lambda: asyncio.run(look())
@@ -195,7 +195,7 @@ def seen(dsn: str, url: str, subject: str, count: int, seconds: float) -> dict[i
         done = asyncio.Event()
 
         async def note(message: Msg) -> None:
-            times[payloads.decode(message.data)["data"]["id"]] = time.monotonic_ns()
+            times[codec.decode(message.data)["data"]["id"]] = time.monotonic_ns()
             if len(times) >= count:
                 done.set()
 
@@ -266,7 +266,7 @@ async def requested_snapshot(place: Place) -> float:
     table = Table(*COPIED.split("."))
     async with streams.connected(place.nats.url) as client:
         began = time.monotonic()
-        answer = payloads.decode((await client.request(subjects.request_subject(table), b"", timeout=10)).data)
+        answer = codec.decode((await client.request(subjects.request_subject(table), b"", timeout=10)).data)
         if not answer["accepted"]:
             raise RuntimeError(f"no snapshot: {answer}")
         while time.monotonic() < began + RUN_SECONDS:

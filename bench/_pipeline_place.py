@@ -20,7 +20,7 @@ from headwater.embedded import Postgres
 from headwater.embedded.nats import Nats
 from headwater.nats import streams
 from headwater.spark import local_session
-from headwater.spark.runner import Settings
+from headwater.spark.pipelines.runner import Settings
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

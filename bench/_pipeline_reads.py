@@ -11,7 +11,7 @@ from psycopg import conninfo
 
 from bench import _measure as measure
 from bench._pipeline_place import COPIED, JDBC_JARS, TOPIC, Place, Turn, Turns, Work, taking_turns, used
-from headwater.spark.table_source import opened
+from headwater.spark.formats.table import opened
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

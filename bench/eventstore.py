@@ -37,9 +37,9 @@ import headwater
 from bench import _measure as measure
 from bench._measure import Act, Crew, Server, Variant
 from headwater import aio
-from headwater.client.store import EventStore
+from headwater.client.eventstore.postgres import EventStore
 from headwater.errors import AppendConflict
-from headwater.store import NewStoreEvent, NoMatchAfter, Query, SqliteEventStore, SqliteStores
+from headwater.eventstore import NewStoreEvent, NoMatchAfter, Query, SqliteEventStore, SqliteStores
 
 ACT_SECONDS = 0.2
 APPEND_EVENTS = 1000

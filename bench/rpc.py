@@ -15,9 +15,9 @@ import grpc
 import headwater
 from bench import _measure as measure
 from bench._serving import serving
-from headwater.server.rpc.client import service
-from headwater.server.rpc.generated import eventstore_pb2 as orisun
-from headwater.server.rpc.generated import headwater_pb2 as pb
+from headwater.servers.grpc.client import service
+from headwater.servers.grpc.generated import eventstore_pb2 as orisun
+from headwater.servers.grpc.generated import headwater_pb2 as pb
 
 STORE = "bench"
 DATA = b'{"customer": "c-1", "note": "' + b"x" * 150 + b'"}'

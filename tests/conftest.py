@@ -19,7 +19,7 @@ import pytest
 from psycopg import conninfo, sql
 
 import headwater
-from headwater import schema
+from headwater.database import schema
 
 # How long an example takes says how busy the machine is.
 hypothesis.settings.register_profile("headwater", deadline=None)

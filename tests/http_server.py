@@ -13,8 +13,8 @@ from dataclasses import replace
 from psycopg import conninfo
 
 from headwater import aio
-from headwater.server.door import Limits, Opening
-from headwater.server.http import serving
+from headwater.servers.http.server import serving
+from headwater.servers.options import Limits, Opening
 from serve_process import serve_process
 
 LOCAL = Opening("127.0.0.1", 0, None, None, authenticate=False, loopback=True)

@@ -1,4 +1,4 @@
-"""Make the modules of messages in src/headwater/server/rpc/generated from the files in proto.
+"""Make the modules of messages in src/headwater/servers/grpc/generated from the files in proto.
 
 python tools/protos.py           write them
 python tools/protos.py --check   fail if they are not what would be written
@@ -15,7 +15,7 @@ from grpc_tools import protoc
 
 ROOT = Path(__file__).parent.parent
 PROTOS = ROOT / "proto"
-FOLDER = ROOT / "src" / "headwater" / "server" / "rpc" / "generated"
+FOLDER = ROOT / "src" / "headwater" / "servers" / "grpc" / "generated"
 PACKAGE = '"""Messages and services, as modules: generated from the files in proto by tools/protos.py."""\n'
 
 
@@ -48,7 +48,7 @@ def main() -> int:
     if there == files_made:
         return 0
     if "--check" in sys.argv:
-        print("src/headwater/server/rpc/generated is not what proto says; run: python tools/protos.py")
+        print("src/headwater/servers/grpc/generated is not what proto says; run: python tools/protos.py")
         return 1
     FOLDER.mkdir(parents=True, exist_ok=True)
     for name in there.keys() - files_made.keys():

@@ -15,15 +15,19 @@ from typing import Any
 import typer.main
 
 import headwater
-from headwater import errors, model, query, schema, settings, telemetry, worker
+from headwater import errors, model, settings
 from headwater.cli import app, exit_codes
-from headwater.client.store import EventStore
-from headwater.client.subscribing import Subscribing
+from headwater.client.eventstore.postgres import EventStore
+from headwater.client.eventstore.subscribe import Subscribing
+from headwater.database import schema
+from headwater.eventstore import query
+from headwater.observability import metrics
+from headwater.queue import worker
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "reference"
-FUNCTIONS = ROOT / "src" / "headwater" / "schema" / "functions"
-MIGRATIONS = ROOT / "src" / "headwater" / "schema" / "migrations"
+FUNCTIONS = ROOT / "src" / "headwater" / "database" / "schema" / "functions"
+MIGRATIONS = ROOT / "src" / "headwater" / "database" / "schema" / "migrations"
 PROTOS = ROOT / "proto"
 CALLS = ROOT / "src" / "headwater" / "calls"
 NOTE = "<!-- Written by tools/reference.py; change the code, then run that. -->\n"
@@ -308,7 +312,7 @@ def metrics_page() -> str:
     def rows(source: str) -> list[tuple[str, ...]]:
         return [
             (f"`{metric.name}`", metric.kind, ", ".join(f"`{label}`" for label in metric.labels), metric.meaning)
-            for metric in telemetry.METRICS
+            for metric in metrics.METRICS
             if metric.source == source
         ]
 
@@ -330,7 +334,7 @@ def metrics_page() -> str:
             "A message never varies; what does is a field. With `HEADWATER_LOG_FORMAT=json`, or `headwater "
             "--log-format json`, each line is one JSON object with `time`, `level`, `logger`, `message`, these fields "
             "where they apply, and `exception` with a traceback if there is one.",
-            table(("field", "means"), [(f"`{name}`", text) for name, text in telemetry.LOG_FIELDS.items()]).strip(),
+            table(("field", "means"), [(f"`{name}`", text) for name, text in metrics.LOG_FIELDS.items()]).strip(),
         )
     )
 
@@ -338,8 +342,8 @@ def metrics_page() -> str:
 def kafka_page() -> str:
     from kio.index import api_key_map
 
-    from headwater.kafka.apis import FEATURES, OFFERED
-    from headwater.kafka.configs import TOPIC_CONFIGS
+    from headwater.servers.kafka.configs import TOPIC_CONFIGS
+    from headwater.servers.kafka.dispatch import FEATURES, OFFERED
 
     apis = [
         (str(api), api_key_map[api].replace("_", " "), f"{oldest} to {newest}" if newest > oldest else str(oldest))
@@ -418,8 +422,8 @@ KAFKA_DIFFERENCES = (
 
 
 def http_page() -> str:
-    from headwater.server.http.app import described, document
-    from headwater.server.http.problems import STATUS
+    from headwater.servers.http.app import described, document
+    from headwater.servers.http.errors import STATUS
 
     found = document(described())
     statuses: dict[int, list[str]] = {}
@@ -506,7 +510,7 @@ def http_fields(shape: Any) -> str:
 
 
 def grpc_page() -> str:
-    from headwater.server.rpc import statuses
+    from headwater.servers.grpc import errors as grpc_errors
 
     parts = [
         "# gRPC: services, methods, status codes",
@@ -527,7 +531,7 @@ def grpc_page() -> str:
             ]
             parts += [f"### {name}", promised(comment), table(("method", "takes", "answers", "means"), rows)]
     codes: dict[str, list[str]] = {}
-    for error, code in statuses.BY_ERROR.items():
+    for error, code in grpc_errors.BY_ERROR.items():
         codes.setdefault(code.name, []).append(f"`{error.__name__}`")
     rows = [(f"`{code}`", ", ".join(kinds)) for code, kinds in sorted(codes.items())]
     rows.append(("`INTERNAL`", "what is not in this table, as a bug of ours"))

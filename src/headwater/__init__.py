@@ -1,6 +1,7 @@
 """One event log in your Postgres. Write an event once; consume it every way."""
 
 from headwater.client import Headwater, connect
+from headwater.database.schema import VERSION as __version__
 from headwater.errors import (
     AppendConflict,
     CursorMoved,
@@ -23,11 +24,10 @@ from headwater.errors import (
     TransactionAborted,
     WrongTransaction,
 )
+from headwater.eventstore import open, open_async
+from headwater.eventstore.query import Appended, Item, LatestMatchIs, NewStoreEvent, NoMatchAfter, Query, StoreEvent
 from headwater.model import ClaimedEvent, Cursor, Dead, Event, Lease, LogState, NewEvent, Retry, Snooze, Topic
-from headwater.query import Appended, Item, LatestMatchIs, NewStoreEvent, NoMatchAfter, Query, StoreEvent
-from headwater.schema import VERSION as __version__
-from headwater.store import open, open_async
-from headwater.worker import App
+from headwater.queue.worker import App
 
 __all__ = [
     "App",

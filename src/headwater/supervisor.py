@@ -16,8 +16,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from types import TracebackType
 from typing import Any, Final, Self
 
-from headwater.counters import COUNTERS
-from headwater.telemetry import BACKGROUND_FAILURES, ERROR, WAIT_SECONDS, logger
+from headwater.observability.counters import COUNTERS
+from headwater.observability.metrics import BACKGROUND_FAILURES, ERROR, WAIT_SECONDS, logger
 
 MIN_PAUSE_SECONDS: Final = 0.1
 MAX_PAUSE_SECONDS: Final = 30.0

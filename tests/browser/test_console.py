@@ -12,7 +12,7 @@ from playwright.sync_api import Locator, Page, expect
 from serving import Serve, Serving
 
 import headwater
-from headwater import access
+from headwater.access import permissions
 from headwater.calls import access as access_calls
 from headwater.calls import pipeline_runs
 from webhook_receiver import Receiver
@@ -296,10 +296,10 @@ def test_a_webhook_is_made_tried_and_paused(page: Page, server: Serving, log: he
 
 
 def test_who_is_not_signed_in_sees_nothing(page: Page, serve: Serve, log: headwater.Headwater) -> None:
-    kept = access.verifiers("right", os.urandom(16), 4096)
+    kept = permissions.verifiers("right", os.urandom(16), 4096)
     log.run(access_calls.set_account("anna", kept, administrator=True))
     log.run(access_calls.set_account("ben", kept, administrator=False))
-    log.run(access_calls.allow(access.Permission("ben", "read", "topic", "open-to-ben")))
+    log.run(access_calls.allow(permissions.Permission("ben", "read", "topic", "open-to-ben")))
     log.create_topic("open-to-ben")
     log.create_topic("closed-to-ben")
     with serve("--authenticate") as server:
@@ -336,11 +336,11 @@ def test_accounts_and_rights_are_given_and_taken(page: Page, server: Serving, lo
     dialog.get_by_label("Name").fill("shop-*")
     dialog.get_by_role("button", name="Allow").click()
     expect(row).to_contain_text("read topic shop-*")
-    assert access.Permission("carla", "read", "topic", "shop-", True) in log.run(access_calls.permissions())
+    assert permissions.Permission("carla", "read", "topic", "shop-", True) in log.run(access_calls.permissions())
     row.get_by_role("button", name="Keys").click()
     page.get_by_role("button", name="New key").click()
     page.get_by_role("button", name="Create").click()
-    expect(page.locator("pre").filter(has_text=access.KEY_PREFIX)).to_be_visible()
+    expect(page.locator("pre").filter(has_text=permissions.KEY_PREFIX)).to_be_visible()
     page.get_by_role("button", name="I have kept it").click()
     row.get_by_role("button", name="read topic shop-*").click()
     dialog.get_by_role("button", name="Take back").click()

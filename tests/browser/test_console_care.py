@@ -11,7 +11,7 @@ from playwright.sync_api import Locator, Page, expect
 from serving import Serve, Serving
 
 import headwater
-from headwater import access
+from headwater.access import permissions
 from headwater.calls import access as access_calls
 
 
@@ -44,9 +44,9 @@ def test_who_may_see_little_sees_that_and_is_told_the_rest_once(
     log.create_group("mailer", "orders")
     log.create_group("hidden", "closed")
     publish(log, "orders", 2)
-    log.run(access_calls.set_account("ben", access.verifiers("right", os.urandom(16), 4096), administrator=False))
-    log.run(access_calls.allow(access.Permission("ben", "read", "topic", "orders")))
-    log.run(access_calls.allow(access.Permission("ben", "alter", "group", "mailer")))
+    log.run(access_calls.set_account("ben", permissions.verifiers("right", os.urandom(16), 4096), administrator=False))
+    log.run(access_calls.allow(permissions.Permission("ben", "read", "topic", "orders")))
+    log.run(access_calls.allow(permissions.Permission("ben", "alter", "group", "mailer")))
     refused: list[str] = []
     page.on("response", lambda answer: refused.append(answer.url) if answer.status == 403 else None)
     alert = page.locator("main").get_by_role("alert")

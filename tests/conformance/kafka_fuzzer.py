@@ -26,10 +26,10 @@ from kio.index import load_request_schema, load_response_schema
 from kio.serial import entity_reader
 from kio.serial.errors import SerialError
 
-from headwater.kafka.apis import OFFERED
-from headwater.kafka.compression import compress
-from headwater.kafka.records import TRANSACTIONAL, Columns, build_batch
-from headwater.kafka.wire import _entity_writer, _shapes
+from headwater.servers.kafka.compression import compress
+from headwater.servers.kafka.dispatch import OFFERED
+from headwater.servers.kafka.records import TRANSACTIONAL, Columns, build_batch
+from headwater.servers.kafka.wire import _entity_writer, _shapes
 
 ANSWER_SECONDS: Final = 120.0
 WAIT_SECONDS: Final = 0.5

@@ -14,8 +14,8 @@ from brokers import BrokerProcess
 from kio.index import load_request_schema, load_response_schema
 from kio.serial import entity_reader, entity_writer
 
-from headwater.kafka.records import TRANSACTIONAL, Columns, build_batch, read_header, read_records
-from headwater.kafka.wire import ErrorCode, _shapes
+from headwater.servers.kafka.records import TRANSACTIONAL, Columns, build_batch, read_header, read_records
+from headwater.servers.kafka.wire import ErrorCode, _shapes
 
 
 class Raw:

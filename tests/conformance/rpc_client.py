@@ -12,8 +12,7 @@ from typing import Any
 import grpc
 
 from headwater import calls, errors
-from headwater.model import DeadLetter
-from headwater.query import (
+from headwater.eventstore.query import (
     EVERYTHING,
     Appended,
     Condition,
@@ -25,8 +24,9 @@ from headwater.query import (
     StorePage,
     distinct,
 )
-from headwater.server.rpc.client import service
-from headwater.server.rpc.generated import headwater_pb2 as pb
+from headwater.model import DeadLetter
+from headwater.servers.grpc.client import service
+from headwater.servers.grpc.generated import headwater_pb2 as pb
 
 SECONDS = 90
 

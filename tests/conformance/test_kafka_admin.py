@@ -14,8 +14,8 @@ from raw_client import Raw, batch_of
 import headwater
 from headwater import InvalidRequest, PositionExpired
 from headwater.calls import kafka_admin
-from headwater.kafka.records import Columns, build_batch
-from headwater.kafka.wire import ErrorCode
+from headwater.servers.kafka.records import Columns, build_batch
+from headwater.servers.kafka.wire import ErrorCode
 
 confluent = pytest.importorskip("confluent_kafka")
 from confluent_kafka import KafkaError, KafkaException, TopicPartition  # noqa: E402

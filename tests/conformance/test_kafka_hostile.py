@@ -18,16 +18,17 @@ from kio.serial import entity_reader
 from raw_client import Raw, batch_of
 
 import headwater
-from headwater import access, aio
+from headwater import aio
+from headwater.access import permissions
+from headwater.access.password_checks import WRONG_PASSWORDS
 from headwater.calls import access as access_calls
-from headwater.counters import COUNTERS
-from headwater.kafka.broker import Broker
-from headwater.kafka.compression import CODECS, compress
-from headwater.kafka.server import serving
-from headwater.kafka.wire import ErrorCode, _entity_writer
-from headwater.password_checks import WRONG_PASSWORDS
-from headwater.server.callers import Callers
-from headwater.telemetry import BACKGROUND_FAILURES
+from headwater.observability.counters import COUNTERS
+from headwater.observability.metrics import BACKGROUND_FAILURES
+from headwater.servers.authentication import Callers
+from headwater.servers.kafka.broker import Broker
+from headwater.servers.kafka.compression import CODECS, compress
+from headwater.servers.kafka.server import serving
+from headwater.servers.kafka.wire import ErrorCode, _entity_writer
 
 PATIENCE_SECONDS = 60
 HEARTBEAT = 68
@@ -172,7 +173,7 @@ def kafka_groups(broker: Broker) -> dict[str, Any]:
     """What a broker has in memory of the groups of the server-side protocol."""
     import gc
 
-    from headwater.kafka.heartbeats import Heartbeats
+    from headwater.servers.kafka.consumer_protocol import Heartbeats
 
     (found,) = [one for one in gc.get_objects() if isinstance(one, Heartbeats) and one._broker is broker]
     return found._groups
@@ -225,7 +226,7 @@ async def sign_in(client: Client, name: str, password: str) -> ErrorCode | None:
 
 
 async def make_account(log: Any, name: str, *, iterations: int = 4096) -> None:
-    kept = access.verifiers(f"{name}'s", b"0" * 16, iterations)
+    kept = permissions.verifiers(f"{name}'s", b"0" * 16, iterations)
     await log.run(access_calls.set_account(name, kept, administrator=True))
 
 

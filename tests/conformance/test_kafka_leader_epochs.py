@@ -13,7 +13,7 @@ from brokers import BrokerProcess
 from raw_client import Raw, batch_of, batches
 
 import headwater
-from headwater.kafka.wire import ErrorCode
+from headwater.servers.kafka.wire import ErrorCode
 
 LATEST, EARLIEST = -1, -2
 PRODUCE, FETCH, LIST_OFFSETS, METADATA, OFFSET_COMMIT, OFFSET_FETCH, FIND_COORDINATOR, INIT_PRODUCER, EPOCH_END = (

@@ -18,9 +18,9 @@ from brokers import BrokerProcess
 from raw_client import Raw, batch_of, batches
 
 import headwater
-from headwater.kafka.apis import OFFERED
-from headwater.kafka.records import Columns, build_batch
-from headwater.kafka.wire import ErrorCode, _shapes
+from headwater.servers.kafka.dispatch import OFFERED
+from headwater.servers.kafka.records import Columns, build_batch
+from headwater.servers.kafka.wire import ErrorCode, _shapes
 
 _numbers = itertools.count(1)
 

@@ -15,8 +15,8 @@ import pytest
 from brokers import BrokerProcess, broker_process
 
 import headwater
-from headwater import access
-from headwater.access import Permission
+from headwater.access import permissions
+from headwater.access.permissions import Permission
 from headwater.calls import access as calls
 
 confluent = pytest.importorskip("confluent_kafka")
@@ -51,7 +51,7 @@ def guarded(dsn: str) -> Iterator[BrokerProcess]:
     """A broker that asks who comes; with an administrator, a clerk and a porter who may do a few things, and topics."""
     with headwater.connect(dsn) as log:
         for name, administrator in (("root", True), ("clerk", False), ("porter", False)):
-            kept = access.verifiers(f"{name}'s", os.urandom(16), 4096)
+            kept = permissions.verifiers(f"{name}'s", os.urandom(16), 4096)
             log.run(calls.set_account(name, kept, administrator=administrator))
         for topic in ("open-desk", "vault", "cellar"):
             log.create_topic(topic, kind="sequenced")

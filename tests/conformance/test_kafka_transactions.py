@@ -14,7 +14,7 @@ from brokers import BrokerProcess
 from raw_client import Raw, batch_of
 
 import headwater
-from headwater.kafka.wire import ErrorCode
+from headwater.servers.kafka.wire import ErrorCode
 
 confluent = pytest.importorskip("confluent_kafka")
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition  # noqa: E402

@@ -13,14 +13,14 @@ from brokers import BrokerProcess
 from raw_client import Raw
 
 import headwater
-from headwater.kafka.wire import ErrorCode
-from headwater.store import NewStoreEvent
+from headwater.eventstore import NewStoreEvent
+from headwater.servers.kafka.wire import ErrorCode
 
 grpc = pytest.importorskip("grpc")
 from rpc_servers import rpc_server  # noqa: E402
 
-from headwater.server.rpc.client import service  # noqa: E402
-from headwater.server.rpc.generated import headwater_pb2 as pb  # noqa: E402
+from headwater.servers.grpc.client import service  # noqa: E402
+from headwater.servers.grpc.generated import headwater_pb2 as pb  # noqa: E402
 
 SECONDS = 90
 FETCH = 1

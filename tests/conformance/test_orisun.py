@@ -12,14 +12,14 @@ import pytest
 from raw_messages import fields, message
 
 import headwater
-from headwater.store import NewStoreEvent
+from headwater.eventstore import NewStoreEvent
 
 grpc = pytest.importorskip("grpc")
 from rpc_servers import rpc_server  # noqa: E402
 
-from headwater.server.rpc import orisun_messages  # noqa: E402
-from headwater.server.rpc.client import service  # noqa: E402
-from headwater.server.rpc.generated import eventstore_pb2 as pb  # noqa: E402
+from headwater.servers.grpc import orisun_convert  # noqa: E402
+from headwater.servers.grpc.client import service  # noqa: E402
+from headwater.servers.grpc.generated import eventstore_pb2 as pb  # noqa: E402
 
 SECONDS = 90
 _numbers = itertools.count()
@@ -246,7 +246,7 @@ def test_the_type_is_no_part_of_the_data_and_found_as_if_it_were(store: Any, bou
 def test_a_member_is_cut_out_of_an_object_wherever_it_is(data: str) -> None:
     whole = json.loads(data)
     del whole["eventType"]
-    assert json.loads(orisun_messages.without_member(data, "eventType")) == whole
+    assert json.loads(orisun_convert.without_member(data, "eventType")) == whole
 
 
 # --- reading -----------------------------------------------------------------------------------------------------

@@ -13,12 +13,13 @@ import psycopg
 import pytest
 
 import headwater
-import headwater.schemas
-from headwater import access, registry
-from headwater.access import Permission
+import headwater.schema_registry.schemas
+from headwater.access import permissions
+from headwater.access.permissions import Permission
 from headwater.calls import access as access_calls
 from headwater.calls import registry as registry_calls
-from headwater.registry import LEVELS, carry_out
+from headwater.schema_registry import registry
+from headwater.schema_registry.registry import LEVELS, carry_out
 from http_server import http_door
 
 pytest.importorskip("jsonschema_rs")
@@ -277,7 +278,7 @@ def test_of_schemas_that_come_at_once_each_is_compared_with_those_before_it(
 def test_a_schema_that_is_deleted_here_while_it_is_registered_there_stays(
     dsn: str, log: headwater.Headwater, connection: psycopg.Connection, until: Callable[[Callable[[], Any]], Any]
 ) -> None:
-    schema = headwater.schemas.Schema("AVRO", '{"type": "fixed", "name": "Contested", "size": 3}')
+    schema = headwater.schema_registry.schemas.Schema("AVRO", '{"type": "fixed", "name": "Contested", "size": 3}')
     contested = carry_out(registry.register("here", schema), log.run).id
     log.run(registry_calls.delete_schema("here"))
     with psycopg.connect(dsn) as other:
@@ -298,7 +299,7 @@ def test_a_schema_that_is_deleted_here_while_it_is_registered_there_stays(
 
 def test_rights_are_those_of_topics(dsn: str, log: headwater.Headwater) -> None:
     for name in ("shop", "reader"):
-        log.run(access_calls.set_account(name, access.verifiers("secret", b"0123456789abcdef")))
+        log.run(access_calls.set_account(name, permissions.verifiers("secret", b"0123456789abcdef")))
     for action in ("write", "describe"):
         log.run(access_calls.allow(Permission("shop", action, "topic", "sold", False)))
     log.run(access_calls.allow(Permission("reader", "describe", "topic", "sold", False)))
@@ -316,7 +317,9 @@ def test_rights_are_those_of_topics(dsn: str, log: headwater.Headwater) -> None:
         assert refusal(client("shop", "wrong").get_subjects)[0] == 401
         assert client("reader").get_subjects() == ["sold-value"]
         # A schema that is under no subject of theirs is none to them.
-        hidden = carry_out(registry.register("hidden", headwater.schemas.Schema("AVRO", '"boolean"')), log.run)
+        hidden = carry_out(
+            registry.register("hidden", headwater.schema_registry.schemas.Schema("AVRO", '"boolean"')), log.run
+        )
         assert refusal(client("reader").get_schema, hidden.id) == (404, 40403)
 
 

@@ -14,12 +14,12 @@ from brokers import BrokerProcess
 from raw_client import Raw, batch_of
 
 import headwater
-from headwater import registry
 from headwater.calls import registry as calls
-from headwater.kafka.records import Columns, build_batch
-from headwater.kafka.wire import ErrorCode
-from headwater.registry import carry_out
-from headwater.schemas import Reference, Schema
+from headwater.schema_registry import registry
+from headwater.schema_registry.registry import carry_out
+from headwater.schema_registry.schemas import Reference, Schema
+from headwater.servers.kafka.records import Columns, build_batch
+from headwater.servers.kafka.wire import ErrorCode
 from http_server import http_door
 
 pytest.importorskip("jsonschema_rs")

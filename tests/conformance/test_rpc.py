@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 import headwater
 from headwater import errors
 from headwater.cli import app, exit_codes
+from headwater.eventstore import NewStoreEvent
 from headwater.model import Dead
-from headwater.store import NewStoreEvent
 
 grpc = pytest.importorskip("grpc")
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: E402
@@ -29,10 +29,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc  # noqa:
 from rpc_client import RpcStore  # noqa: E402
 from rpc_servers import RpcServer, rpc_server  # noqa: E402
 
-from headwater.server.rpc.client import service  # noqa: E402
-from headwater.server.rpc.generated import eventstore_pb2  # noqa: E402
-from headwater.server.rpc.generated import headwater_pb2 as pb  # noqa: E402
-from headwater.server.rpc.statuses import MAX_DETAIL_BYTES, code_for, detail_bytes  # noqa: E402
+from headwater.servers.grpc.client import service  # noqa: E402
+from headwater.servers.grpc.errors import MAX_DETAIL_BYTES, code_for, detail_bytes  # noqa: E402
+from headwater.servers.grpc.generated import eventstore_pb2  # noqa: E402
+from headwater.servers.grpc.generated import headwater_pb2 as pb  # noqa: E402
 
 SECONDS = 90
 _numbers = itertools.count()

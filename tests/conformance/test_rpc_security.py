@@ -17,19 +17,19 @@ import psycopg
 import pytest
 
 import headwater
-from headwater import access
-from headwater.access import Permission
+from headwater.access import permissions
+from headwater.access.permissions import Permission
 from headwater.calls import access as calls
 from headwater.errors import GroupNotFound
-from headwater.store import NewStoreEvent
+from headwater.eventstore import NewStoreEvent
 
 grpc = pytest.importorskip("grpc")
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: E402
 from rpc_servers import rpc_server  # noqa: E402
 
-from headwater.server.rpc.client import service  # noqa: E402
-from headwater.server.rpc.generated import eventstore_pb2 as orisun  # noqa: E402
-from headwater.server.rpc.generated import headwater_pb2 as pb  # noqa: E402
+from headwater.servers.grpc.client import service  # noqa: E402
+from headwater.servers.grpc.generated import eventstore_pb2 as orisun  # noqa: E402
+from headwater.servers.grpc.generated import headwater_pb2 as pb  # noqa: E402
 
 SECONDS = 90
 _numbers = itertools.count()
@@ -56,12 +56,14 @@ COMPETITORS_RIGHT = Permission("reader", "read", "group", "shared-", True)
 def channel(dsn: str) -> Iterator[Any]:
     with headwater.connect(dsn) as log:
         # As few as the table takes: what is made slow on purpose is tested elsewhere.
-        log.run(calls.set_account("root", access.verifiers("root:secret", os.urandom(16), 4096), administrator=True))
-        log.run(calls.set_account("shop", access.verifiers("ä", os.urandom(16), 4096)))
+        log.run(
+            calls.set_account("root", permissions.verifiers("root:secret", os.urandom(16), 4096), administrator=True)
+        )
+        log.run(calls.set_account("shop", permissions.verifiers("ä", os.urandom(16), 4096)))
         log.run(calls.allow(Permission("shop", "write", "topic", "shop-", True)))
         log.run(calls.allow(Permission("shop", "read", "topic", "shop-orders")))
         log.run(calls.allow(Permission("shop", "read", "group", "shop")))
-        log.run(calls.set_account("reader", access.verifiers("r", os.urandom(16), 4096)))
+        log.run(calls.set_account("reader", permissions.verifiers("r", os.urandom(16), 4096)))
         log.run(calls.allow(READERS_RIGHT))
         log.run(calls.allow(COMPETITORS_RIGHT))
         log.run(calls.allow(Permission("reader", "read", "topic", "shared")))
@@ -124,7 +126,7 @@ def test_a_password_opens_a_session_and_the_session_is_enough(store: Any, log: h
     assert token
     # Asked for again, it is the same one: sessions are few.
     assert token_of(store.Ping, ROOT) == token
-    assert log.run(calls.account_of_key(access.key_hash(token))) == "root"
+    assert log.run(calls.account_of_key(permissions.key_hash(token))) == "root"
     assert token_of(store.Ping, [("x-auth-token", token)]) is None
     assert token_of(store.Ping, [("x-auth-token", token), *basic("root", "wrong")]) is None
     # One that does not hold is made good by the password.
@@ -132,8 +134,8 @@ def test_a_password_opens_a_session_and_the_session_is_enough(store: Any, log: h
 
 
 def test_a_key_is_enough_and_opens_no_session(store: Any, log: headwater.Headwater) -> None:
-    key = access.key_of(os.urandom(32))
-    log.run(calls.create_api_key(access.key_hash(key), "shop", label="test"))
+    key = permissions.key_of(os.urandom(32))
+    log.run(calls.create_api_key(permissions.key_hash(key), "shop", label="test"))
     assert token_of(store.Ping, bearer(key)) is None
     asked = orisun.GetEventsRequest(boundary="hidden", count=1)
     with refused(grpc.StatusCode.PERMISSION_DENIED):
@@ -294,12 +296,12 @@ def test_a_stream_ends_when_the_right_to_it_is_taken_back(channel: Any, log: hea
 
 
 def test_a_stream_ends_when_its_key_is_taken_back(channel: Any, log: headwater.Headwater, until: Until) -> None:
-    key = access.key_of(os.urandom(32))
-    log.run(calls.create_api_key(access.key_hash(key), "root"))
+    key = permissions.key_of(os.urandom(32))
+    log.run(calls.create_api_key(permissions.key_hash(key), "root"))
     stores = service(channel, "headwater.v1.EventStore")
     answers = stores.Subscribe(pb.SubscribeRequest(store="shop-store"), timeout=60, metadata=bearer(key))
     assert next(answers).events
-    log.run(calls.delete_api_key("root", access.key_hash(key).hex()))
+    log.run(calls.delete_api_key("root", permissions.key_hash(key).hex()))
 
     def ended() -> bool:
         log.store("shop-store").append(NewStoreEvent("B"))
@@ -388,7 +390,7 @@ def test_users_are_made_with_roles_change_their_passwords_and_go(
     assert change("operator", "first").success
     assert (valid("first"), valid("second")) == (False, True)
     # The session that the old password opened is gone.
-    assert log.run(calls.account_of_key(access.key_hash(token))) is None
+    assert log.run(calls.account_of_key(permissions.key_hash(token))) is None
     with refused(grpc.StatusCode.FAILED_PRECONDITION):
         admin.DeleteUser(orisun.DeleteUserRequest(user_id="root"), timeout=SECONDS, metadata=ROOT)
     admin.DeleteUser(orisun.DeleteUserRequest(user_id="operator"), timeout=SECONDS, metadata=ROOT)
@@ -425,7 +427,7 @@ def test_of_two_who_make_the_same_user_the_second_finds_it(
     dsn: str, connection: psycopg.Connection, until: Until
 ) -> None:
     free = calls.account_is_free("wanted")
-    made = calls.set_account("wanted", access.verifiers("p", os.urandom(16), 4096))
+    made = calls.set_account("wanted", permissions.verifiers("p", os.urandom(16), 4096))
     with psycopg.connect(dsn) as first, psycopg.connect(dsn) as second, ThreadPoolExecutor(1) as pool:
         assert first.execute(free.sql, free.params).fetchall() == [(True,)]
         asking = pool.submit(lambda: second.execute(free.sql, free.params).fetchall())

@@ -30,8 +30,7 @@ from headwater.errors import (
     TopicExists,
     TopicNotFound,
 )
-from headwater.query import size_of
-from headwater.store import (
+from headwater.eventstore import (
     EVERYTHING,
     Item,
     LatestMatchIs,
@@ -42,13 +41,14 @@ from headwater.store import (
     SqliteStores,
     StoreEvent,
 )
+from headwater.eventstore.query import size_of
 
 grpc = pytest.importorskip("grpc")
 from rpc_client import RpcStore, RpcStores  # noqa: E402
 from rpc_servers import rpc_server  # noqa: E402
 
 _numbers = itertools.count()
-Store = headwater.client.store.EventStore | SqliteEventStore | RpcStore
+Store = headwater.client.eventstore.postgres.EventStore | SqliteEventStore | RpcStore
 Stores = headwater.Headwater | SqliteStores | RpcStores
 Until = Callable[[Callable[[], Any]], Any]
 
@@ -578,7 +578,9 @@ def test_a_slow_subscriber_is_served_from_the_log_again(
 ) -> None:
     if isinstance(store, RpcStore):
         pytest.skip("what a server keeps is not seen from here")
-    monkeypatch.setattr("headwater.tail.Tail.extended.__kwdefaults__", {"max_events": 5, "max_bytes": 1 << 20})
+    monkeypatch.setattr(
+        "headwater.eventstore.recent_events.Tail.extended.__kwdefaults__", {"max_events": 5, "max_bytes": 1 << 20}
+    )
     slow = store.subscribe(batch_size=2)
     store.append(happened("A"))
     got = [soon(slow)]
@@ -894,7 +896,7 @@ def test_names_of_any_letters_and_the_longest_lease_will_do(store: Store) -> Non
 def test_a_competitor_that_finds_nothing_leaves_the_one_writer_alone(
     tmp_path: Path, group: str, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headwater.client.subscribing.REAP_SECONDS", 0.0)
+    monkeypatch.setattr("headwater.client.eventstore.subscribe.REAP_SECONDS", 0.0)
     looks: list[Any] = []
     writes: list[Any] = []
     with SqliteStores(tmp_path) as stores:
@@ -917,7 +919,7 @@ def test_a_batch_from_a_file_is_bounded_in_bytes(tmp_path: Path, group: str, mon
     with SqliteStores(tmp_path) as stores:
         store = stores.create_store("s")
         store.append([happened("A", data="x" * 1000) for _ in range(5)])
-        monkeypatch.setattr("headwater.store.sqlite_groups.MAX_BYTES", 2 * size_of(store.read()[0]))
+        monkeypatch.setattr("headwater.eventstore.sqlite_groups.MAX_BYTES", 2 * size_of(store.read()[0]))
         batches = list(store.compete(group, worker="w", stop_when_caught_up=True))
         assert [len(batch) for batch in batches] == [2, 2, 1]
         assert places(*batches) == [1, 2, 3, 4, 5]

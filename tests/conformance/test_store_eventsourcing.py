@@ -17,8 +17,8 @@ from eventsourcing.dcb.api import DCBAppendCondition, DCBEvent, DCBQuery, DCBQue
 from eventsourcing.dcb.application import DCBApplication  # noqa: E402
 from eventsourcing.persistence import IntegrityError, OperationalError, ProgrammingError  # noqa: E402
 
-from headwater.store import open as open_stores  # noqa: E402
-from headwater.store.eventsourcing import HeadwaterRecorder  # noqa: E402
+from headwater.eventstore import open as open_stores  # noqa: E402
+from headwater.eventstore.eventsourcing import HeadwaterRecorder  # noqa: E402
 
 Cases = eventsourcing.DCBRecorderTestCase
 
@@ -76,7 +76,7 @@ def test_a_stopped_subscription_ends(recorder: HeadwaterRecorder) -> None:
 
 def test_an_application_of_the_library_runs_on_it(address: str) -> None:
     settings: dict[str, Any] = {
-        "PERSISTENCE_MODULE": "headwater.store.eventsourcing",
+        "PERSISTENCE_MODULE": "headwater.eventstore.eventsourcing",
         "HEADWATER_STORE_ADDRESS": address,
         "HEADWATER_STORE": "application",
     }
@@ -89,4 +89,4 @@ def test_an_application_of_the_library_runs_on_it(address: str) -> None:
 
 def test_a_missing_address_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises((OSError, OperationalError), match="HEADWATER_STORE_ADDRESS"):
-        DCBApplication({"PERSISTENCE_MODULE": "headwater.store.eventsourcing"})
+        DCBApplication({"PERSISTENCE_MODULE": "headwater.eventstore.eventsourcing"})

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 import headwater
 from headwater.errors import InvalidRequest
-from headwater.field_index import FieldIndex, IndexCondition, defined
-from headwater.store import NewStoreEvent, Query, SqliteEventStore, SqliteStores, StoreEvent, sqlite_rows
+from headwater.eventstore import NewStoreEvent, Query, SqliteEventStore, SqliteStores, StoreEvent, sqlite_rows
+from headwater.eventstore.field_index import FieldIndex, IndexCondition, defined
 
 _numbers = itertools.count()
-Store = headwater.client.store.EventStore | SqliteEventStore
+Store = headwater.client.eventstore.postgres.EventStore | SqliteEventStore
 
 
 @pytest.fixture(params=["postgres", "sqlite"])

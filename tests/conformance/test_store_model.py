@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 import headwater
 from headwater import calls
-from headwater.client.appending import new_event_ids
-from headwater.store import Item, LatestMatchIs, NewStoreEvent, NoMatchAfter, Query, SqliteStores, StoreEvent
+from headwater.client.eventstore.group_commit import new_event_ids
+from headwater.eventstore import Item, LatestMatchIs, NewStoreEvent, NoMatchAfter, Query, SqliteStores, StoreEvent
 
 _numbers = itertools.count()
 RELAXED = settings(

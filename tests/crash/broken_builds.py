@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import Any
 
-from headwater import calls, subscription, worker
+from headwater import calls
 from headwater.errors import CursorMoved
+from headwater.log import steps
+from headwater.log.steps import Apply, Deliver, FollowStep, Handle, Handled, Wait, WorkStep
 from headwater.model import Event, Lease, LogState, OpenedCursor
-from headwater.subscription import Apply, Deliver, FollowStep, Handle, Handled, Wait, WorkStep
+from headwater.queue import worker
 
 
 def acknowledge_before_handling() -> None:
@@ -38,7 +40,7 @@ def _work(
 
 def move_to_settled() -> None:
     """A follower that finds nothing remembers the settled position, and goes on from it whatever happened since."""
-    subscription.follow = _follow
+    steps.follow = _follow
 
 
 def _follow(

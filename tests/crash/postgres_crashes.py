@@ -8,9 +8,9 @@ from typing import Any
 
 import psycopg
 
-from headwater import schema
-from headwater.chaos.cluster import Cluster, connected
+from headwater.database import schema
 from headwater.embedded import Binaries, Postgres
+from headwater.trials.chaos.cluster import Cluster, connected
 
 TRIES = 20
 

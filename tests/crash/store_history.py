@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headwater.errors import AppendConflict
-from headwater.store import Condition, LatestMatchIs, NewStoreEvent, Query, StoreEvent
+from headwater.eventstore import Condition, LatestMatchIs, NewStoreEvent, Query, StoreEvent
 
 
 @dataclass(frozen=True)

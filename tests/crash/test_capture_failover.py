@@ -14,12 +14,12 @@ import psycopg
 import pytest
 from pyspark.sql.streaming.datasource import ReadAllAvailable
 
-from headwater.cdc.slot import Slot
-from headwater.cdc.timeline import History, WalPlace
-from headwater.chaos.cluster import Cluster, connected
+from headwater.capture.slot import Slot
+from headwater.capture.timeline import History, WalPlace
 from headwater.embedded import Binaries, EmbeddedError, Postgres, find_binaries
 from headwater.errors import SlotLost
-from headwater.spark.changes_source import ChangesReader, ChangesSource
+from headwater.spark.formats.changes import ChangesReader, ChangesSource
+from headwater.trials.chaos.cluster import Cluster, connected
 
 PATIENCE_SECONDS = 60.0
 FAILOVER_SLOTS_SINCE = 17

@@ -15,9 +15,10 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from headwater import chaos, schema
+from headwater.database import schema
 from headwater.embedded import Postgres
 from headwater.embedded.stepped_clock import find_libfaketime
+from headwater.trials import chaos
 
 # Longer for a soak.
 SECONDS = float(os.environ.get("CHAOS_SECONDS", "6.5"))

@@ -24,8 +24,8 @@ import pytest
 
 import headwater
 from headwater import NewEvent
-from headwater.server.rpc.client import service
-from headwater.server.rpc.generated import headwater_pb2 as pb
+from headwater.servers.grpc.client import service
+from headwater.servers.grpc.generated import headwater_pb2 as pb
 from serve_process import first_line, serve_process
 from webhook_receiver import Received, Receiver, Reply
 

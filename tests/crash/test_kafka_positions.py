@@ -26,11 +26,11 @@ from headwater.aio import AsyncHeadwater
 from headwater.calls import Call
 from headwater.calls import kafka as calls
 from headwater.calls.kafka import KafkaTopic, Lane
-from headwater.chaos.cluster import Cluster
-from headwater.chaos.proxy import Proxy
 from headwater.errors import LogUnavailable
-from headwater.kafka.broker import Broker, Settings
-from headwater.kafka.reading import Asked, Read, Reading
+from headwater.servers.kafka.broker import Broker, Settings
+from headwater.servers.kafka.partition_reader import Asked, Read, Reading
+from headwater.trials.chaos.cluster import Cluster
+from headwater.trials.chaos.proxy import Proxy
 from serve_process import serve_process
 
 confluent = pytest.importorskip("confluent_kafka")

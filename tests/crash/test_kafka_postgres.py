@@ -15,7 +15,7 @@ import psycopg
 import pytest
 
 import headwater
-from headwater import schema
+from headwater.database import schema
 from headwater.embedded import Postgres
 from serve_process import STOP_SECONDS, first_line
 

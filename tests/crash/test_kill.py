@@ -20,7 +20,7 @@ import psycopg
 import pytest
 
 import headwater
-from headwater import schema
+from headwater.database import schema
 from headwater.embedded import Postgres
 
 ROUNDS = int(os.environ.get("CRASH_ROUNDS", "3"))

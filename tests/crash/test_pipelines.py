@@ -35,11 +35,11 @@ from nats.errors import Error as NatsError
 from nats.js.api import AckPolicy, ConsumerConfig
 
 import headwater
-from headwater import schema
 from headwater.cli import exit_codes
+from headwater.database import schema
 from headwater.embedded import Postgres
 from headwater.embedded.nats import Nats
-from headwater.nats import payloads, streams
+from headwater.nats import codec, streams
 
 ROUNDS = int(os.environ.get("CRASH_ROUNDS", "1"))
 PATIENCE_SECONDS = 600.0
@@ -262,7 +262,7 @@ async def published_ids(url: str) -> Counter[str]:
         left = info.state.messages
         while left:
             for message in await reader.fetch(min(left, 500), timeout=10):
-                body = payloads.decode(message.data)
+                body = codec.decode(message.data)
                 found.update(event["msg_id"][:25] for event in (body if isinstance(body, list) else [body]))
                 left -= 1
     return found

@@ -18,14 +18,14 @@ from psycopg_pool import PoolClosed
 from tests.crash import postgres_crashes
 
 import headwater
-from headwater.chaos.cluster import Cluster, connected
-from headwater.chaos.proxy import Proxy
-from headwater.deciding import Decider, Snapshots
 from headwater.errors import LogUnavailable
-from headwater.query import LatestMatchIs, NewStoreEvent, NoMatchAfter, Query
-from headwater.server.rpc.client import service
-from headwater.server.rpc.generated import headwater_pb2 as pb
-from headwater.store import execute
+from headwater.eventstore import execute
+from headwater.eventstore.decider import Decider, Snapshots
+from headwater.eventstore.query import LatestMatchIs, NewStoreEvent, NoMatchAfter, Query
+from headwater.servers.grpc.client import service
+from headwater.servers.grpc.generated import headwater_pb2 as pb
+from headwater.trials.chaos.cluster import Cluster, connected
+from headwater.trials.chaos.proxy import Proxy
 from serve_process import serve_process
 
 PATIENCE_SECONDS = 120.0

@@ -18,10 +18,10 @@ import pytest
 from tests.crash import postgres_crashes
 
 import headwater
-from headwater.chaos.cluster import Cluster, connected
-from headwater.chaos.proxy import Proxy
 from headwater.embedded import Binaries, EmbeddedError, find_binaries
 from headwater.errors import LogUnavailable
+from headwater.trials.chaos.cluster import Cluster, connected
+from headwater.trials.chaos.proxy import Proxy
 
 PATIENCE_SECONDS = 120.0
 OLDEST = 15

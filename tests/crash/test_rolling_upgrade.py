@@ -15,11 +15,11 @@ import pytest
 from psycopg import conninfo, sql
 
 import headwater
-from headwater import schema
-from headwater.chaos import cast, evidence, journal, staging
-from headwater.chaos.crew import PART
-from headwater.chaos.stage import EXACT, FOLLOW, PLAIN, PROCESS, STAGE_VARIABLE, Stage, quiet_and_busy
-from headwater.chaos.verdict import judge
+from headwater.database import schema
+from headwater.trials.chaos import cast, evidence, journal, staging
+from headwater.trials.chaos.stage import EXACT, FOLLOW, PLAIN, PROCESS, STAGE_VARIABLE, Stage, quiet_and_busy
+from headwater.trials.chaos.supervisor import PART
+from headwater.trials.chaos.verdict import judge
 
 SOURCE = Path(headwater.__file__).parent
 STOP_SECONDS = 120
@@ -45,14 +45,14 @@ def next_release(tmp_path: Path) -> Path:
     package = root / "headwater"
     shutil.copytree(SOURCE, package, ignore=shutil.ignore_patterns("__pycache__"))
     last = schema.migrations()[-1].number
-    (package / "schema" / "migrations" / f"{last + 1:04}_next.sql").write_text(
+    (package / "database" / "schema" / "migrations" / f"{last + 1:04}_next.sql").write_text(
         f"-- What the next version adds.\n-- oldest program: {last}\n"
         "alter table headwater.event add column shade text;\n"
         "alter table headwater.consumer_group add column colour text not null default 'red';\n"
         "create table headwater.next_thing (id integer primary key);\n"
     )
-    edit(package / "schema" / "__init__.py", f'VERSION = "{schema.VERSION}"', 'VERSION = "99.0.0"')
-    functions = package / "schema" / "functions"
+    edit(package / "database" / "schema" / "__init__.py", f'VERSION = "{schema.VERSION}"', 'VERSION = "99.0.0"')
+    functions = package / "database" / "schema" / "functions"
     edit(
         functions / "lease.sql", "language plpgsql\nas $$\n", "language plpgsql\nas $$\n-- as the next version has it\n"
     )

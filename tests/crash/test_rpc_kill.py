@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 import headwater
-from headwater.store import NewStoreEvent
+from headwater.eventstore import NewStoreEvent
 
 grpc = pytest.importorskip("grpc")
 sys.path.append(str(Path(__file__).parents[1] / "conformance"))
@@ -30,8 +30,8 @@ from rpc_servers import rpc_server  # noqa: E402
 from store_history import Asked, check  # noqa: E402
 from test_store_history import NO_ANSWER, random_appends  # noqa: E402
 
-from headwater.server.rpc.client import service  # noqa: E402
-from headwater.server.rpc.generated import headwater_pb2 as pb  # noqa: E402
+from headwater.servers.grpc.client import service  # noqa: E402
+from headwater.servers.grpc.generated import headwater_pb2 as pb  # noqa: E402
 
 Until = Callable[[Callable[[], Any]], Any]
 WRITERS = 4

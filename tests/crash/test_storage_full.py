@@ -15,7 +15,7 @@ import psycopg
 import pytest
 
 import headwater
-from headwater import schema
+from headwater.database import schema
 from headwater.embedded import Postgres
 from headwater.errors import StorageFull
 from serve_process import serve_process

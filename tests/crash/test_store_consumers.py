@@ -18,7 +18,7 @@ from test_store_history import killing, random_appends
 
 import headwater
 from headwater import aio
-from headwater.store import NewStoreEvent, Query, SqliteStores, StoreEvent
+from headwater.eventstore import NewStoreEvent, Query, SqliteStores, StoreEvent
 
 pytestmark = pytest.mark.crash
 
@@ -31,7 +31,7 @@ SUBSCRIBERS = int(os.environ.get("STORE_SUBSCRIBERS", "1000"))
 PROJECTOR = """
 import sys
 import headwater
-from headwater.store import Query
+from headwater.eventstore import Query
 
 def handle(connection, events):
     for event in events:
@@ -98,7 +98,7 @@ def test_a_projector_that_is_killed_counts_every_event_once(
 ON_SQLITE = """
 import os, signal, sys
 from pathlib import Path
-from headwater.store import NewStoreEvent, Query, SqliteStores, sqlite_rows
+from headwater.eventstore import NewStoreEvent, Query, SqliteStores, sqlite_rows
 
 move_cursor = sqlite_rows.move_cursor
 
@@ -149,7 +149,9 @@ def test_thousands_of_subscribers_share_one_reader_while_backends_are_killed(
     dsn: str, log: headwater.Headwater, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = log.create_store(f"store-{next(_numbers)}")
-    monkeypatch.setattr("headwater.tail.Tail.extended.__kwdefaults__", {"max_events": 16, "max_bytes": 1 << 20})
+    monkeypatch.setattr(
+        "headwater.eventstore.recent_events.Tail.extended.__kwdefaults__", {"max_events": 16, "max_bytes": 1 << 20}
+    )
     ends = Query.of(types=["Begin", "End"])
     wanted = [Query(), Query.of(tags=["a"]) | ends, Query.of(types=["A", "Begin", "End"])]
     reading = most = lost = looked = 0
@@ -233,7 +235,7 @@ def test_thousands_of_subscribers_share_one_reader_while_backends_are_killed(
 COMPETING = """
 import os, random, signal, sys, threading, time
 from pathlib import Path
-from headwater.store import NewStoreEvent, SqliteStores, sqlite_groups
+from headwater.eventstore import NewStoreEvent, SqliteStores, sqlite_groups
 
 folder, chance, appended = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
 witness = os.open(folder / "witness", os.O_WRONLY | os.O_APPEND | os.O_CREAT)

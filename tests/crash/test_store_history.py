@@ -25,11 +25,12 @@ from psycopg.sql import SQL, Identifier
 from store_history import Asked, Violation, ask, check
 
 import headwater
-from headwater import aio, calls, schema
-from headwater.client.store import EventStore
+from headwater import aio, calls
+from headwater.client.eventstore.postgres import EventStore
+from headwater.database import schema
 from headwater.embedded import Postgres
 from headwater.errors import LogUnavailable, StoreBusy, TransactionAborted
-from headwater.store import (
+from headwater.eventstore import (
     Condition,
     Item,
     LatestMatchIs,
@@ -39,8 +40,8 @@ from headwater.store import (
     SqliteStores,
     StoreEvent,
 )
-from headwater.window import Noted, Window
-from headwater.wires import _Line
+from headwater.eventstore.conflict_cache import Noted, Window
+from headwater.eventstore.pipelined_connection import _Line
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[1] / "conformance"))
@@ -287,7 +288,7 @@ def test_every_verdict_is_right_on_sqlite(tmp_path: Path) -> None:
 WRITER = """
 import os, sys
 from pathlib import Path
-from headwater.store import NewStoreEvent, NoMatchAfter, Query, SqliteStores
+from headwater.eventstore import NewStoreEvent, NoMatchAfter, Query, SqliteStores
 
 with SqliteStores(Path(sys.argv[1])) as stores:
     store = stores.create_store("s", if_missing=True)

@@ -13,7 +13,8 @@ import psycopg
 import pytest
 
 import headwater
-from headwater import App, NewEvent, schema
+from headwater import App, NewEvent
+from headwater.database import schema
 from headwater.embedded import Postgres
 
 SECONDS = 120

@@ -13,7 +13,8 @@ import pytest
 from psycopg import conninfo, sql
 
 import headwater
-from headwater import NewEvent, schema
+from headwater import NewEvent
+from headwater.database import schema
 from headwater.embedded import EmbeddedError, find_binaries
 
 

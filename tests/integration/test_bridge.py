@@ -27,21 +27,21 @@ pytest.importorskip("nats")
 
 import psycopg
 
-from headwater.cdc.connection import connect
-from headwater.cdc.slot import Slot
+from headwater.capture.connection import connect
+from headwater.capture.slot import Slot
 from headwater.embedded.nats import Nats
 from headwater.errors import InvalidRequest, LogUnavailable
-from headwater.nats import payloads, streams, subjects
-from headwater.nats.failure import NatsUnavailable, ReplicaRefused
+from headwater.nats import codec, streams, subjects
+from headwater.nats.errors import NatsUnavailable, ReplicaRefused
 from headwater.nats.replica import Progress, Replica
 from headwater.nats.replica_store import ReplicaStore
 from headwater.nats.subjects import Table
-from headwater.spark.bridge import Bridge
-from headwater.spark.changes_task import ChangesTask
-from headwater.spark.nats_sink import SinkOptions
-from headwater.spark.schema_documents import SchemaDocuments
-from headwater.spark.snapshot_ranges import HereRanges, RangeTask
-from headwater.spark.snapshots import Snapshots
+from headwater.spark.formats.nats import SinkOptions
+from headwater.spark.nats_bridge.bridge import Bridge
+from headwater.spark.nats_bridge.changes_task import ChangesTask
+from headwater.spark.nats_bridge.schema_documents import SchemaDocuments
+from headwater.spark.nats_bridge.snapshot_ranges import HereRanges, RangeTask
+from headwater.spark.nats_bridge.snapshots import Snapshots
 
 NAMES = iter(f"goods_{n}" for n in range(1000))
 
@@ -133,7 +133,7 @@ def ask(url: str, question: Callable[[Any], Any], *, decoded: bool = False) -> A
             return await question(client.jetstream())
 
     answer = asyncio.run(run())
-    return payloads.decode(answer.data) if decoded else answer
+    return codec.decode(answer.data) if decoded else answer
 
 
 def request(url: str, subject: str) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def request(url: str, subject: str) -> dict[str, Any]:
         async with streams.connected(url) as client:
             return bytes((await client.request(subject, b"", timeout=10)).data)
 
-    return dict(payloads.decode(asyncio.run(run())))
+    return dict(codec.decode(asyncio.run(run())))
 
 
 @contextmanager
@@ -202,8 +202,8 @@ def test_a_dictionary_is_published_and_used_again(
         meta = rig.meta()
         subject = subjects.chunk_subject(table, meta["snapshot_id"], meta["chunks"][0][0])
         chunk = ask(server.url, lambda js, subject=subject: js.get_last_msg("INIT", subject))
-        assert chunk.headers[payloads.CONTENT_ENCODING] == "zstd"
-        keys.add(chunk.headers[payloads.DICTIONARY])
+        assert chunk.headers[codec.CONTENT_ENCODING] == "zstd"
+        keys.add(chunk.headers[codec.DICTIONARY])
     (key,) = keys
     assert ask(server.url, lambda js: streams.get_dictionary(js, key))
 
@@ -324,8 +324,8 @@ def test_a_stream_that_cannot_hold_a_snapshot_fails_it_with_words(
 
 DRIVER = """
 import os, signal, sys, threading
-from headwater.spark.bridge import Bridge
-from headwater.spark.snapshot_ranges import HereRanges
+from headwater.spark.nats_bridge.bridge import Bridge
+from headwater.spark.nats_bridge.snapshot_ranges import HereRanges
 from headwater.nats.subjects import Table
 
 dsn, url, name, ranges = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
@@ -543,11 +543,11 @@ def test_a_schema_that_changed_is_in_the_bucket_before_its_changes(
     async def times(js: Any) -> tuple[Any, Any]:
         bucket = await js.get_last_msg("KV_schemas", f"$KV.schemas.{table.token}")
         change = await js.get_last_msg("CDC", f"cdc.{table.token}.insert.batch")
-        assert payloads.decode(change.data)[0]["data"]["extra"] == "2.50"
+        assert codec.decode(change.data)[0]["data"]["extra"] == "2.50"
         return bucket, change
 
     bucket, change = ask(server.url, times)
-    columns = payloads.decode(bucket.data)["columns"]
+    columns = codec.decode(bucket.data)["columns"]
     assert (columns[-1]["name"], columns[-1]["data_type"], columns[-1]["column_default"]) == ("extra", "numeric", "1.5")
     assert bucket.time < change.time
 

@@ -18,13 +18,13 @@ from psycopg import conninfo, pq, sql
 
 pytest.importorskip("pyarrow")
 
-from headwater.cdc import connection as capture_connection
-from headwater.cdc.slot import Level, Slot, SlotState
-from headwater.cdc.snapshot import Snapshot, open_snapshot, plan
-from headwater.cdc.snapshot import read as read_chunk
+from headwater.capture import connection as capture_connection
+from headwater.capture.slot import Level, Slot, SlotState
+from headwater.capture.snapshot import Snapshot, open_snapshot, plan
+from headwater.capture.snapshot import read as read_chunk
+from headwater.database.pg_snapshot import is_visible
 from headwater.embedded import Postgres
 from headwater.errors import CaptureRefused, InvalidRequest, SlotBusy, SlotLost
-from headwater.visibility import is_visible
 
 _numbers = itertools.count()
 Change = dict[str, Any]

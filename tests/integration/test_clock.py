@@ -20,8 +20,9 @@ from psycopg import sql
 from typer.testing import CliRunner
 
 import headwater
-from headwater import NewEvent, Retry, schema
+from headwater import NewEvent, Retry
 from headwater.cli import app
+from headwater.database import schema
 from headwater.embedded import Postgres
 from headwater.errors import ReaderBusy
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import headwater
 from headwater import NewEvent, calls
-from headwater.cdc.slot import Slot
+from headwater.capture.slot import Slot
 from headwater.cli import app, doctor
 
 Run = Callable[..., Any]

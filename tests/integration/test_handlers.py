@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 import headwater
 from headwater import App, Dead, NewEvent, Retry, aio
 from headwater.cli import app as cli
-from headwater.counters import COUNTERS
-from headwater.telemetry import STOPPED_FILTERS
+from headwater.observability.counters import COUNTERS
+from headwater.observability.metrics import STOPPED_FILTERS
 from http_server import http_door
 
 SECONDS = 60
@@ -371,7 +371,7 @@ def test_a_filter_that_is_stopped_is_logged_and_counted(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("headwater.subscriber.KEEP_SECONDS", 0.1)
+    monkeypatch.setattr("headwater.sql_subscriptions.reader.KEEP_SECONDS", 0.1)
     app = App()
 
     @app.subscriber(*of(topic))

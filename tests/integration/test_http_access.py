@@ -19,12 +19,12 @@ import pytest
 from typer.testing import CliRunner
 
 import headwater
-from headwater import access
-from headwater.access import Permission
+from headwater.access import permissions as access_permissions
+from headwater.access.permissions import Permission
 from headwater.calls import access as calls
 from headwater.cli import app
-from headwater.server.callers import Caller
-from headwater.server.http import app as application
+from headwater.servers.authentication import Caller
+from headwater.servers.http import app as application
 from http_server import http_door, http_process
 
 PASSWORD = "correct horse"
@@ -35,11 +35,15 @@ def account(
 ) -> str:
     """An account that may do this, and a key of it."""
     # As few iterations as the table takes: what is tested here is not how slow a guess is.
-    log.run(calls.set_account(name, access.verifiers(PASSWORD, os.urandom(16), 4096), administrator=administrator))
+    log.run(
+        calls.set_account(
+            name, access_permissions.verifiers(PASSWORD, os.urandom(16), 4096), administrator=administrator
+        )
+    )
     for action, kind, of in permissions:
         log.run(calls.allow(Permission(name, action, kind, of)))
-    key = access.key_of(os.urandom(32))
-    log.run(calls.create_api_key(access.key_hash(key), name))
+    key = access_permissions.key_of(os.urandom(32))
+    log.run(calls.create_api_key(access_permissions.key_hash(key), name))
     return key
 
 
@@ -440,7 +444,7 @@ def test_keys_are_made_listed_and_taken_back_on_the_command_line(
     made = json.loads(
         run(dsn, "account", "key", "create", "shop", "--label", "ci", "--expires-in", "1h", "--json").stdout
     )
-    assert log.run(calls.account_of_key(access.key_hash(made["key"]))) == "shop"
+    assert log.run(calls.account_of_key(access_permissions.key_hash(made["key"]))) == "shop"
     listed = json.loads(run(dsn, "account", "key", "list", "shop", "--json").stdout)["keys"]
     assert ("shop", made["hash"], "ci") in {(key["account"], key["hash"], key["label"]) for key in listed}
     assert made["key"] not in json.dumps(listed)
@@ -449,7 +453,7 @@ def test_keys_are_made_listed_and_taken_back_on_the_command_line(
     assert run(dsn, "account", "key", "delete", "shop", made["hash"][:12]).exit_code == 4
     assert run(dsn, "account", "key", "delete", "shop", "abc").exit_code == 3
     assert run(dsn, "account", "key", "create", "missing").exit_code == 3
-    assert log.run(calls.account_of_key(access.key_hash(made["key"]))) is None
+    assert log.run(calls.account_of_key(access_permissions.key_hash(made["key"]))) is None
 
 
 def test_it_listens_on_one_port_with_several_processes_and_within_its_limits(dsn: str, keys: dict[str, str]) -> None:

@@ -18,8 +18,8 @@ import pytest
 import headwater
 from headwater import calls
 from headwater.errors import LogUnavailable
-from headwater.server.door import Limits
-from headwater.server.http.registry import _refused as refused_by_registry
+from headwater.servers.http.schema_registry import _refused as refused_by_registry
+from headwater.servers.options import Limits
 from http_server import http_door, http_process
 
 MAX_BODY = 1024 * 1024

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 import headwater
-from headwater.server.http.app import ROUTERS
-from headwater.server.http.bodies import OTHER, SIGN_IN, has_more_elements, limit_for
+from headwater.servers.http.app import ROUTERS
+from headwater.servers.http.body_limits import OTHER, SIGN_IN, has_more_elements, limit_for
 from http_server import http_process
 
 KEYS = 1_200_000

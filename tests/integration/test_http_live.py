@@ -17,8 +17,8 @@ import psycopg
 import pytest
 
 import headwater
-from headwater.server.door import Limits
-from headwater.server.http.rendering import Mark
+from headwater.servers.http.event_json import Mark
+from headwater.servers.options import Limits
 from http_server import http_door, http_process
 
 CONNECTIONS = 1000
@@ -289,7 +289,7 @@ def test_a_stream_that_passed_over_what_retention_took_resumes(
 def test_a_stream_keeps_its_subscription_from_expiring(
     dsn: str, http: httpx.Client, log: headwater.Headwater, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headwater.server.http.live.KEEP_SECONDS", 0.05)
+    monkeypatch.setattr("headwater.servers.http.sse_hub.KEEP_SECONDS", 0.05)
     with (
         http_door(dsn, limits=Limits(heartbeat_seconds=0.2)) as address,
         httpx.Client(base_url=address, timeout=60) as client,
@@ -421,7 +421,7 @@ def _all_of(connection: socket.socket) -> bytes:
 def test_who_falls_behind_what_is_kept_reads_from_the_log_again(
     dsn: str, log: headwater.Headwater, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headwater.server.http.live.KEPT_EVENTS", 20)
+    monkeypatch.setattr("headwater.servers.http.sse_hub.KEPT_EVENTS", 20)
     with http_door(dsn) as address, httpx.Client(base_url=address, timeout=20) as client:
         host, _, port = address.removeprefix("http://").partition(":")
         late = socket.socket()
@@ -648,7 +648,7 @@ def test_a_stream_waits_for_publishers_of_its_own_topics_only(
 def test_streams_that_wait_get_in_order_what_is_no_longer_kept(
     dsn: str, log: headwater.Headwater, topic: str, connection: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headwater.server.http.live.KEPT_EVENTS", 20)
+    monkeypatch.setattr("headwater.servers.http.sse_hub.KEPT_EVENTS", 20)
     b = log.create_topic(f"{topic}-b").name
     start = log.publish(b, "first") or 0
     with (
@@ -682,9 +682,9 @@ def test_every_stream_gets_its_topics_in_order_whatever_publishers_do(
     dsn: str, log: headwater.Headwater, topic: str, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """Publishers begin, publish and end at random, over three topics; streams of each choice of topics."""
-    monkeypatch.setattr("headwater.server.http.live.KEPT_EVENTS", 10)
-    monkeypatch.setattr("headwater.server.http.live.BATCH_SIZE", 7)
-    monkeypatch.setattr("headwater.server.http.live.HELD_SECONDS", 0.003)
+    monkeypatch.setattr("headwater.servers.http.sse_hub.KEPT_EVENTS", 10)
+    monkeypatch.setattr("headwater.servers.http.sse_hub.BATCH_SIZE", 7)
+    monkeypatch.setattr("headwater.servers.http.sse_hub.HELD_SECONDS", 0.003)
     choose = random.Random(seed)
     topics = [log.create_topic(f"{topic}-{name}").name for name in "abc"]
     start = log.publish(topics[0], "first") or 0

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import headwater
-from headwater.server.door import Limits
+from headwater.servers.options import Limits
 from http_server import http_door
 
 pytest.importorskip("schemathesis")

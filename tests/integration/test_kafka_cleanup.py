@@ -13,7 +13,7 @@ import headwater
 from headwater.calls import kafka as calls
 from headwater.calls import kafka_admin
 from headwater.calls.kafka import Bounds, Lane
-from headwater.kafka.configs import change_of, topic_values
+from headwater.servers.kafka.configs import change_of, topic_values
 
 _numbers = itertools.count()
 DAY = timedelta(days=1)

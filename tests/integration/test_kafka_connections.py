@@ -14,7 +14,7 @@ import pytest
 
 import headwater
 from headwater import aio
-from headwater.kafka.server import UNSENT_BYTES, Connection, serving
+from headwater.servers.kafka.server import UNSENT_BYTES, Connection, serving
 
 PATIENCE_SECONDS = 60
 EVENT_BYTES = 1_000_000

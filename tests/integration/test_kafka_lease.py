@@ -8,8 +8,8 @@ from contextlib import AsyncExitStack
 import pytest
 
 from headwater import aio
-from headwater.kafka import broker as broker_module
-from headwater.kafka.broker import Broker, Settings
+from headwater.servers.kafka import broker as broker_module
+from headwater.servers.kafka.broker import Broker, Settings
 
 PATIENCE_SECONDS = 60
 POOL_SIZE = 4

@@ -20,11 +20,11 @@ import headwater
 from headwater import aio
 from headwater.calls import kafka as calls
 from headwater.calls.kafka import AppendBatch, Appended
-from headwater.kafka.broker import Broker, Settings
-from headwater.kafka.compression import codecs_for
-from headwater.kafka.fetch import Fetching
-from headwater.kafka.produce import Producing
-from headwater.kafka.records import (
+from headwater.servers.kafka.broker import Broker, Settings
+from headwater.servers.kafka.compression import codecs_for
+from headwater.servers.kafka.fetch import Fetching
+from headwater.servers.kafka.produce import Producing
+from headwater.servers.kafka.records import (
     LOG_APPEND_TIME,
     Columns,
     as_appended,
@@ -33,7 +33,7 @@ from headwater.kafka.records import (
     read_records,
     write_headers,
 )
-from headwater.kafka.wire import ErrorCode, Request
+from headwater.servers.kafka.wire import ErrorCode, Request
 
 EXAMPLES = int(os.environ.get("CRASH_ROUNDS", "1")) * 40
 _numbers = itertools.count()

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 from psycopg import conninfo
 
-from headwater.cdc.slot import Slot
+from headwater.capture.slot import Slot
 from headwater.errors import CaptureRefused, InvalidRequest, LakeBusy
 from headwater.lake import Location, all_files, current, open_table, written_files
 from headwater.lake.columns import CapturedColumn, described, typed

@@ -18,11 +18,11 @@ import pytest
 
 import headwater
 from headwater import NewEvent, NewStoreEvent, NoMatchAfter, Query, aio
-from headwater.counters import COUNTERS, MOST_SERIES, OTHERS, Counters
 from headwater.model import Sample
-from headwater.server import metrics
-from headwater.server.counts import Counts
-from headwater.telemetry import APPENDS, METRICS, PUBLISHED
+from headwater.observability.counters import COUNTERS, MOST_SERIES, OTHERS, Counters
+from headwater.observability.metrics import APPENDS, METRICS, PUBLISHED
+from headwater.servers import prometheus
+from headwater.servers.multiprocess_counters import Counts
 from http_server import http_door
 
 parser = pytest.importorskip("prometheus_client.parser")
@@ -204,7 +204,7 @@ def test_what_is_rendered_is_what_prometheus_reads(log: headwater.Headwater, dsn
     odd = f'{topic} "quoted" \\ and\nbroken ü'
     log.create_group(odd, topic)
     log.publish(topic, 1)
-    text = with_log(dsn, metrics.render).decode()
+    text = with_log(dsn, prometheus.render).decode()
     read = {
         (sample.name, *sample.labels.values()): sample.value
         for family in parser.text_string_to_metric_families(text)
@@ -230,8 +230,8 @@ def test_many_who_ask_at_once_cost_one_question(dsn: str, monkeypatch: pytest.Mo
             return await original(most=most)
 
         monkeypatch.setattr(log, "metrics", counting)
-        monkeypatch.setattr(metrics, "CACHE_SECONDS", 3600.0)
-        return set(await asyncio.gather(*(metrics.render(log) for _ in range(50))))
+        monkeypatch.setattr(prometheus, "CACHE_SECONDS", 3600.0)
+        return set(await asyncio.gather(*(prometheus.render(log) for _ in range(50))))
 
     assert len(with_log(dsn, ask)) == 1
     assert questions == 1
@@ -240,12 +240,12 @@ def test_many_who_ask_at_once_cost_one_question(dsn: str, monkeypatch: pytest.Mo
 def test_without_a_database_the_page_says_so_and_keeps_what_was_counted(
     dsn: str, connection: psycopg.Connection
 ) -> None:
-    async def ask(log: aio.AsyncHeadwater) -> tuple[bytes, list[metrics.Check]]:
+    async def ask(log: aio.AsyncHeadwater) -> tuple[bytes, list[prometheus.Check]]:
         await log.create_topic("gone")
         await log.publish("gone", 1)
         connection.execute("alter schema headwater rename to hidden")
         try:
-            return await metrics.render(log), await metrics.readiness(log)
+            return await prometheus.render(log), await prometheus.readiness(log)
         finally:
             connection.execute("alter schema hidden rename to headwater")
 
@@ -253,7 +253,7 @@ def test_without_a_database_the_page_says_so_and_keeps_what_was_counted(
     assert b"\nheadwater_up 0\n" in page
     assert b'headwater_published_events_total{topic="gone"} 1' in page
     assert b"headwater_log_drawn_position" not in page
-    assert not metrics.is_ready(checks)
+    assert not prometheus.is_ready(checks)
     assert [(check.name, check.ok) for check in checks] == [("database", True), ("schema", False)]
 
 
@@ -267,7 +267,7 @@ def test_labels_without_end_are_counted_together() -> None:
 
 
 def test_a_log_that_can_be_worked_with_is_ready(dsn: str) -> None:
-    checks = with_log(dsn, metrics.readiness)
+    checks = with_log(dsn, prometheus.readiness)
     names = [
         "database",
         "schema",
@@ -281,7 +281,7 @@ def test_a_log_that_can_be_worked_with_is_ready(dsn: str) -> None:
         "storage",
     ]
     assert [(check.name, check.ok) for check in checks] == [(name, True) for name in names]
-    assert metrics.is_ready(checks)
+    assert prometheus.is_ready(checks)
 
 
 @pytest.mark.parametrize(
@@ -314,22 +314,22 @@ def test_a_log_that_can_be_worked_with_is_ready(dsn: str) -> None:
 def test_readiness_tells_what_is_wrong(
     dsn: str, connection: psycopg.Connection, broken: str, mended: str, failing: str, ready: bool
 ) -> None:
-    async def ask(log: aio.AsyncHeadwater) -> list[metrics.Check]:
+    async def ask(log: aio.AsyncHeadwater) -> list[prometheus.Check]:
         connection.execute(broken.encode())
         try:
-            return await metrics.readiness(log)
+            return await prometheus.readiness(log)
         finally:
             connection.execute(mended.encode())
 
     checks = with_log(dsn, ask)
     assert [check.name for check in checks if not check.ok] == [failing]
     assert all(check.action for check in checks if not check.ok)
-    assert metrics.is_ready(checks) == ready
+    assert prometheus.is_ready(checks) == ready
 
 
 def test_a_publisher_that_stays_open_for_long_is_a_warning() -> None:
     health = headwater.model.LogHealth(True, True, 1.0, 10**8, 4711, 301.0, 12)
-    (check,) = [check for check in metrics._judged(health) if not check.ok]
+    (check,) = [check for check in prometheus._judged(health) if not check.ok]
     assert (check.name, check.required) == ("settling", False)
     assert "pg_terminate_backend(4711)" in (check.action or "")
 

@@ -23,7 +23,7 @@ from nats.js.api import AckPolicy, ConsumerConfig
 from headwater.embedded.failure import EmbeddedError
 from headwater.embedded.nats import Nats
 from headwater.nats import frames, messages, streams, subjects
-from headwater.nats.failure import InvalidMessage, NatsRefused, NatsUnavailable
+from headwater.nats.errors import InvalidMessage, NatsRefused, NatsUnavailable
 from headwater.nats.publisher import Published, Publisher
 from headwater.nats.subjects import Table
 

@@ -9,7 +9,7 @@ import pytest
 from psycopg import conninfo
 
 from headwater import aio, calls
-from headwater.server import metrics
+from headwater.servers import prometheus
 from http_server import free_port
 
 
@@ -23,13 +23,13 @@ async def lose(log: aio.AsyncHeadwater, monkeypatch: pytest.MonkeyPatch, dsn: st
 def test_a_server_that_is_not_there_is_told_from_one_that_does_not_answer(
     dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def look() -> list[metrics.Check]:
+    async def look() -> list[prometheus.Check]:
         async with await aio.connect(dsn, pool_size=1) as log:
             await lose(log, monkeypatch, dsn)
-            return await metrics.readiness(log)
+            return await prometheus.readiness(log)
 
     # Whatever else is slow here, it is not waited for.
-    monkeypatch.setattr(metrics, "ASK_SECONDS", 60)
+    monkeypatch.setattr(prometheus, "ASK_SECONDS", 60)
     (check,) = asyncio.run(asyncio.wait_for(look(), 120))
     assert not check.ok
     assert "refused" in check.message

@@ -31,12 +31,12 @@ import psycopg
 import pyarrow as pa
 from nats.aio.msg import Msg
 
-from headwater.cdc import json_text
-from headwater.cdc.connection import connect
-from headwater.cdc.slot import Slot
+from headwater.capture import json_text
+from headwater.capture.connection import connect
+from headwater.capture.slot import Slot
 from headwater.embedded.nats import Nats
-from headwater.nats import messages, payloads, streams, subjects
-from headwater.nats.failure import ReplicaRefused
+from headwater.nats import codec, messages, streams, subjects
+from headwater.nats.errors import ReplicaRefused
 from headwater.nats.publisher import Publisher
 from headwater.nats.replica import Progress, Replica
 from headwater.nats.replica_store import Diverged, ReplicaStore, State
@@ -148,7 +148,7 @@ class Bridge:
             after = connection.execute("select pg_current_wal_insert_lsn()::text").fetchone()[0]  # type: ignore[index]
         texts = as_json([(name, kind) for name, kind, *_ in columns], rows)
         snapshot = messages.Snapshot(self.table, f"snap-{time.time_ns()}", lsn, visible, before)
-        dictionary = payloads.train(messages.samples(texts, self._encoding))
+        dictionary = codec.train(messages.samples(texts, self._encoding))
         if dictionary is not None:
             await streams.put_dictionary(js, self.table, dictionary)
         with Publisher(self._url) as publisher:

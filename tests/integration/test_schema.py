@@ -16,9 +16,9 @@ import pytest
 from psycopg import conninfo, sql
 
 import headwater
-from headwater import schema
+from headwater.database import schema
+from headwater.database.schema import Installed, Migration
 from headwater.embedded import EmbeddedError, find_binaries
-from headwater.schema import Installed, Migration
 
 _numbers = itertools.count()
 ROLES = ("headwater_publisher", "headwater_consumer", "headwater_admin")

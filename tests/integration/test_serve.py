@@ -16,10 +16,10 @@ import pytest
 from typer.testing import CliRunner
 
 import headwater
-from headwater import access
+from headwater.access import permissions
 from headwater.calls import access as calls
 from headwater.cli import app, open_files, processes
-from headwater.server.door import Limits
+from headwater.servers.options import Limits
 from http_server import http_door, http_process
 
 SECONDS = 60
@@ -101,7 +101,7 @@ def test_as_many_connections_are_taken_as_the_limit_says_and_probes_always(dsn: 
 @pytest.fixture(scope="module")
 def accounts(dsn: str) -> None:
     with headwater.connect(dsn) as log:
-        log.run(calls.set_account("shop", access.verifiers(PASSWORD, os.urandom(16), 4096), administrator=True))
+        log.run(calls.set_account("shop", permissions.verifiers(PASSWORD, os.urandom(16), 4096), administrator=True))
 
 
 @pytest.mark.usefixtures("accounts")

@@ -19,7 +19,8 @@ import pytest
 from psycopg import conninfo
 
 import headwater
-from headwater import NewEvent, schema
+from headwater import NewEvent
+from headwater.database import schema
 
 Until = Callable[[Callable[[], Any]], Any]
 # What ends a writer's transaction: its own deadlock, its killed backend.

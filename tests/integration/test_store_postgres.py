@@ -16,7 +16,7 @@ from psycopg import conninfo, sql
 
 import headwater
 from headwater import aio, calls
-from headwater.client.store import EventStore
+from headwater.client.eventstore.postgres import EventStore
 from headwater.errors import (
     AppendConflict,
     InvalidRequest,
@@ -25,8 +25,8 @@ from headwater.errors import (
     TransactionAborted,
     WrongTransaction,
 )
-from headwater.field_index import defined
-from headwater.store import LatestMatchIs, NewStoreEvent, NoMatchAfter, Query, StoreEvent
+from headwater.eventstore import LatestMatchIs, NewStoreEvent, NoMatchAfter, Query, StoreEvent
+from headwater.eventstore.field_index import defined
 
 _numbers = itertools.count()
 Until = Callable[[Callable[[], Any]], Any]

@@ -13,9 +13,10 @@ import pytest
 from psycopg import conninfo, sql
 
 import headwater
-from headwater import App, NewEvent, aio, schema
+from headwater import App, NewEvent, aio
 from headwater.calls import Call
-from headwater.schema import Migration
+from headwater.database import schema
+from headwater.database.schema import Migration
 
 _numbers = itertools.count()
 

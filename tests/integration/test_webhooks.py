@@ -24,12 +24,12 @@ from standardwebhooks import WebhookVerificationError
 
 import headwater
 from headwater import NewEvent, aio
-from headwater.counters import COUNTERS
-from headwater.server.webhook_addresses import networks
-from headwater.server.webhook_requests import Answer, Request
-from headwater.server.webhook_sender import Sender
-from headwater.server.webhooks import dispatching, send_test
-from headwater.telemetry import WEBHOOK_REQUESTS
+from headwater.observability.counters import COUNTERS
+from headwater.observability.metrics import WEBHOOK_REQUESTS
+from headwater.webhooks.addresses import networks
+from headwater.webhooks.deliver import dispatching, send_test
+from headwater.webhooks.requests import Answer, Request
+from headwater.webhooks.sender import Sender
 from webhook_receiver import Received, Receiver, Reply
 
 Until = Callable[[Callable[[], Any]], Any]

@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import headwater
 from headwater import NewEvent
 from headwater.lake import Location, commit_files, open_or_create, version_of, written_files
-from headwater.spark import archive
 from headwater.spark.arrow import EVENT
-from headwater.spark.log_source import LogReader, LogSource
+from headwater.spark.formats.log import LogReader, LogSource
+from headwater.spark.sinks import archive
 
 DAY = timedelta(days=1)
 

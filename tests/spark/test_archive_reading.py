@@ -22,11 +22,12 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 
 from headwater import calls
 from headwater.errors import InvalidRequest, PositionExpired
-from headwater.spark import archive, log_source
 from headwater.spark.arrow import EVENT
-from headwater.spark.batch import Batch, Context
-from headwater.spark.log_source import LogReader, LogSource, LogStreamReader
-from headwater.spark.to_lake import LakeSink
+from headwater.spark.formats import log as formats_log
+from headwater.spark.formats.log import LogReader, LogSource, LogStreamReader
+from headwater.spark.pipelines.batch import Batch, Context
+from headwater.spark.sinks import archive
+from headwater.spark.sinks.lake import LakeSink
 
 _numbers = itertools.count()
 
@@ -92,7 +93,7 @@ TOPICS = [("short",), ("longer",), ("forever", "short"), ("longer", "short", "fo
 
 @pytest.mark.parametrize("topics", TOPICS, ids=",".join)
 def test_a_batch_read_has_no_seam(seam: ArchivedLog, topics: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_source, "WINDOW", 1_000_003)
+    monkeypatch.setattr(formats_log, "WINDOW", 1_000_003)
     wanted = seam.positions(*topics)
     named = {"topics": ",".join(topics)} if topics else {}
     for partitions in ("1", "2", "7"):
@@ -246,14 +247,14 @@ def test_retention_during_a_read_is_noticed_and_the_next_try_finds_all(
     archived.pass_days(1)
     one = reader(archived, topics=topics, partitions="1")
     (part,) = one.partitions()
-    scan = log_source._scanned
+    scan = formats_log._scanned
 
     def overtaken(*arguments: Any) -> Iterator[pa.RecordBatch]:
         archived.pass_days(5)
         return scan(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(log_source, "_scanned", overtaken)
+        patch.setattr(formats_log, "_scanned", overtaken)
         with pytest.raises(PositionExpired, match="read again"):
             list(one.read(part))
     found = [p for batch in one.read(part) for p in batch.column("position").to_pylist()]

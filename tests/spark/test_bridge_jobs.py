@@ -16,12 +16,12 @@ from psycopg import conninfo
 pytest.importorskip("pyspark")
 pytest.importorskip("nats")
 
-from headwater.cdc.slot import Slot
+from headwater.capture.slot import Slot
 from headwater.embedded.nats import Nats
 from headwater.nats.replica import Progress, Replica
 from headwater.nats.replica_store import ReplicaStore
 from headwater.nats.subjects import Table
-from headwater.spark.bridge import Bridge
+from headwater.spark.nats_bridge.bridge import Bridge
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

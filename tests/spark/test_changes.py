@@ -18,12 +18,12 @@ from psycopg import conninfo
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes
 
-from headwater.cdc.slot import Slot
+from headwater.capture.slot import Slot
+from headwater.database.pg_snapshot import is_visible
 from headwater.errors import CaptureRefused, InvalidRequest
-from headwater.spark import table_source
-from headwater.spark.changes_source import ChangesReader, ChangesSource
-from headwater.spark.table_source import TableSource
-from headwater.visibility import is_visible
+from headwater.spark.formats import table as formats_table
+from headwater.spark.formats.changes import ChangesReader, ChangesSource
+from headwater.spark.formats.table import TableSource
 
 _numbers = itertools.count()
 
@@ -211,7 +211,7 @@ def test_a_shared_snapshot_is_one_point_in_time_for_all_tasks(
     spark: SparkSession, dsn: str, table: str, connection: psycopg.Connection
 ) -> None:
     connection.execute(f"insert into {table} select n, repeat('x', 100) from generate_series(1, 5000) as n")
-    with table_source.opened(dsn, [table]) as shared:
+    with formats_table.opened(dsn, [table]) as shared:
         connection.execute(f"insert into {table} values (0)")
         connection.execute(f"delete from {table} where id > 100")
         frame = spark.read.format("headwater.table").options(**shared, chunkBlocks="20").load()

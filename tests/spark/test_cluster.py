@@ -16,7 +16,7 @@ import psycopg
 import pytest
 
 import headwater
-from headwater.cdc.slot import Slot
+from headwater.capture.slot import Slot
 from headwater.spark.java import prepare
 
 PIPELINES = """

@@ -14,14 +14,14 @@ from tests.crash import postgres_crashes
 
 import headwater
 from headwater import NewEvent, calls
-from headwater.chaos.cluster import Cluster, connected
 from headwater.errors import EpochChanged
 from headwater.lake import Location, open_table, version_of
 from headwater.lake.table import epoch_of
 from headwater.spark.arrow import EVENT
-from headwater.spark.log_source import LogSource
-from headwater.spark.pipeline_file import PipelineSpec, parse
-from headwater.spark.runner import Runner, Settings
+from headwater.spark.formats.log import LogSource
+from headwater.spark.pipelines.file import PipelineSpec, parse
+from headwater.spark.pipelines.runner import Runner, Settings
+from headwater.trials.chaos.cluster import Cluster, connected
 
 T = TypeVar("T")
 EVENT_COUNT = 20

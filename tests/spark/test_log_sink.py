@@ -20,8 +20,8 @@ import headwater
 from headwater import NewEvent, calls
 from headwater.errors import NotAllowed, StagedEventsLost, TopicNotFound
 from headwater.spark.arrow import EVENT
-from headwater.spark.log_sink import Staged, discard, publish, stage
-from headwater.spark.log_source import LogSource
+from headwater.spark.formats.log import LogSource
+from headwater.spark.formats.log_writer import Staged, discard, publish, stage
 
 
 def staged_by(

@@ -23,7 +23,7 @@ import headwater
 from headwater import Event, NewEvent
 from headwater.errors import PositionExpired, TopicNotFound
 from headwater.spark.arrow import EVENT
-from headwater.spark.log_source import LogReader, LogSource, LogStreamReader, PositionRanges
+from headwater.spark.formats.log import LogReader, LogSource, LogStreamReader, PositionRanges
 
 
 def reader(dsn: str, **options: str) -> LogReader:
@@ -61,7 +61,7 @@ def test_several_topics_come_in_the_order_of_the_log(
     other = log.create_topic(f"{topic}-other").name
     left_out = log.create_topic(f"{topic}-left-out").name
     published = [publish(log, name, 3) for name in (topic, left_out, other, topic)]
-    monkeypatch.setattr("headwater.spark.log_source.WINDOW", 4)
+    monkeypatch.setattr("headwater.spark.formats.log.WINDOW", 4)
     one = reader(dsn, topics=f"{other},{topic}")
     assert positions_of(one, one.partitions()) == published[0] + published[2] + published[3]
     # The whole log has them all.

@@ -19,7 +19,7 @@ from nats.js.api import AckPolicy, ConsumerConfig
 
 from headwater.embedded.nats import Nats
 from headwater.errors import InvalidRequest
-from headwater.nats import payloads, streams, subjects
+from headwater.nats import codec, streams, subjects
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -94,7 +94,7 @@ def test_changes_are_published_once_however_often_they_are_written(
         writer = changes(spark, 95).write.format("headwater.nats").mode("append")
         writer.option("url", server.url).option("encoding", encoding).save()
     found = stored(server.url)
-    assert [payloads.decode(payload)["data"]["id"] for _, _, payload in found] == list(range(95))
+    assert [codec.decode(payload)["data"]["id"] for _, _, payload in found] == list(range(95))
     assert found[12][:2] == ("cdc.orders.insert", "0000000000001389-00000002-public.orders-insert")
 
 
@@ -104,7 +104,7 @@ def test_packed_changes_are_one_message_for_each_transaction(spark: SparkSession
     found = stored(server.url)
     assert len(found) == 10
     assert {subject for subject, _, _ in found} == {"cdc.orders.insert.batch"}
-    events = [event for _, _, payload in found for event in payloads.decode(payload)]
+    events = [event for _, _, payload in found for event in codec.decode(payload)]
     assert [event["data"]["id"] for event in events] == list(range(95))
 
 
@@ -137,7 +137,7 @@ def test_without_rows_not_even_a_connection_is_made(spark: SparkSession) -> None
 def test_rows_that_are_neither_messages_nor_changes_are_refused() -> None:
     from pyspark.sql.types import LongType, StructField, StructType
 
-    from headwater.spark.nats_sink import SinkOptions
+    from headwater.spark.formats.nats import SinkOptions
 
     with pytest.raises(InvalidRequest, match="neither messages"):
         SinkOptions.parse({"url": "nats://x"}, StructType([StructField("id", LongType())]))

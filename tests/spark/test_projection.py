@@ -21,13 +21,13 @@ from pyspark.sql import functions as F
 
 import headwater
 from headwater import NewEvent
-from headwater.cdc.slot import Slot
+from headwater.capture.slot import Slot
 from headwater.errors import InvalidEvent, InvalidRequest, ProjectionRebuilt
-from headwater.spark import to_table
-from headwater.spark.batch import Batch, Context
-from headwater.spark.checkpoint import Checkpoint
-from headwater.spark.to_table import TableSink
-from headwater.spark.transform import Transform, is_stateful, place_column
+from headwater.spark.pipelines.batch import Batch, Context
+from headwater.spark.pipelines.checkpoint import Checkpoint
+from headwater.spark.pipelines.transform import Transform, is_stateful, place_column
+from headwater.spark.sinks import table
+from headwater.spark.sinks.table import TableSink
 
 TOTALS = (
     "select data:customer::string as customer, count(*) as orders, sum(data:amount::decimal(20,2)) as total "
@@ -370,12 +370,12 @@ def test_a_rebuild_with_other_sql_is_seen_by_readers_at_once_and_whole(
     reader = threading.Thread(target=read)
     reader.start()
     try:
-        generation = to_table.begin_rebuild(log, totals.name)
+        generation = table.begin_rebuild(log, totals.name)
         changed = pipeline(sql=TOTALS.replace("events", "events where data:amount::double > 2"))
         changed.run(rebuild=generation, max_events=100)
         assert totals.kept() == before
         settled = log.read(topic, batch_size=100)[-1].position
-        to_table.switch(log, totals.name, generation=generation, caught_up_to=settled)
+        table.switch(log, totals.name, generation=generation, caught_up_to=settled)
     finally:
         done.set()
         reader.join(30)

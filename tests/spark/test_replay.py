@@ -26,9 +26,9 @@ import headwater
 from headwater import calls
 from headwater.cli import app
 from headwater.errors import CursorMoved, InvalidRequest, PositionExpired
-from headwater.spark import replay_targets
-from headwater.spark.replay import Progress, Selection, ToGroup, ToTable, ToTopic, preview, replay
-from headwater.spark.replay_targets import Part
+from headwater.spark.replay import targets
+from headwater.spark.replay.run import Progress, Selection, ToGroup, ToTable, ToTopic, preview, replay
+from headwater.spark.replay.targets import Part
 
 _numbers = itertools.count()
 
@@ -155,7 +155,7 @@ def test_a_replay_that_fails_at_any_moment_goes_on_and_brings_each_event_once(
     class Killed(Exception):
         pass
 
-    publish, moments = replay_targets.publish, itertools.cycle((0, 1, 2))
+    publish, moments = targets.publish, itertools.cycle((0, 1, 2))
 
     def killed(rows: DataFrame, part: Part, *, topic: str) -> int:
         moment = next(moments)
@@ -170,7 +170,7 @@ def test_a_replay_that_fails_at_any_moment_goes_on_and_brings_each_event_once(
     wanted = past.positions("short")
     selection = Selection(topics=("short",))
     with monkeypatch.context() as patch:
-        patch.setattr(replay_targets, "publish", killed)
+        patch.setattr(targets, "publish", killed)
         for parts in (5, 3, 7, 4, 5, 6):
             with pytest.raises(Killed):
                 replay(spark, past.dsn, selection, ToTopic("copy"), name="again", events_per_part=parts)

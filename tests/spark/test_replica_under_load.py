@@ -21,14 +21,14 @@ from pyspark.sql import SparkSession
 
 pytest.importorskip("nats")
 
-from headwater import schema
-from headwater.cdc.slot import Slot
+from headwater.capture.slot import Slot
+from headwater.database import schema
 from headwater.embedded.nats import Nats
 from headwater.nats.replica import Replica
 from headwater.nats.replica_store import ReplicaStore
 from headwater.nats.subjects import Table
-from headwater.spark.pipeline_file import parse
-from headwater.spark.runner import Runner, Settings
+from headwater.spark.pipelines.file import parse
+from headwater.spark.pipelines.runner import Runner, Settings
 
 ROWS = int(os.environ.get("SNAPSHOT_ROWS", "20000"))
 CHANGES = int(os.environ.get("SNAPSHOT_CHANGES", "2000"))

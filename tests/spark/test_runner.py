@@ -17,17 +17,17 @@ from pyspark.sql import DataFrame, SparkSession
 
 import headwater
 from headwater import NewEvent, calls
-from headwater.cdc.slot import Slot
+from headwater.capture.slot import Slot
+from headwater.database.pg_snapshot import is_visible
 from headwater.errors import InvalidRequest, PipelineBusy, PipelineNotFound, SlotLost
 from headwater.model import PipelineSnapshot
-from headwater.spark import batch_query
-from headwater.spark import runner as running
-from headwater.spark.batch import Batch, Context
-from headwater.spark.pipeline_file import PipelineSpec, parse
-from headwater.spark.rebuild import rebuild
-from headwater.spark.runner import Report, Runner, Settings
-from headwater.spark.snapshot_load import seen
-from headwater.visibility import is_visible
+from headwater.spark.pipelines import batch_query
+from headwater.spark.pipelines import runner as running
+from headwater.spark.pipelines.batch import Batch, Context
+from headwater.spark.pipelines.file import PipelineSpec, parse
+from headwater.spark.pipelines.rebuild import rebuild
+from headwater.spark.pipelines.runner import Report, Runner, Settings
+from headwater.spark.pipelines.snapshot_load import seen
 
 _numbers = itertools.count()
 

@@ -19,14 +19,15 @@ from pyspark.sql.pandas.types import from_arrow_schema
 
 import headwater
 from headwater import calls
-from headwater.cdc import snapshot
-from headwater.cdc.slot import Slot
+from headwater.capture import snapshot
+from headwater.capture.slot import Slot
 from headwater.errors import InvalidRequest, LakeBusy
 from headwater.lake import Location, all_files, files_between, open_table, version_of
-from headwater.spark import table_source, to_lake
 from headwater.spark.arrow import EVENT
-from headwater.spark.batch import Batch, Context, Source
-from headwater.spark.to_lake import LakeSink
+from headwater.spark.formats import table as formats_table
+from headwater.spark.pipelines.batch import Batch, Context, Source
+from headwater.spark.sinks import lake
+from headwater.spark.sinks.lake import LakeSink
 
 NEW_YEAR = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -92,7 +93,7 @@ def test_a_batch_that_is_repeated_after_a_kill_is_there_once(
     class Killed(BaseException):
         pass
 
-    committing: Any = to_lake.commit_files
+    committing: Any = lake.commit_files
 
     def kill(*arguments: Any, **named: Any) -> bool:
         if killed == "after the commit":
@@ -101,7 +102,7 @@ def test_a_batch_that_is_repeated_after_a_kill_is_there_once(
 
     options, batch = {"path": "my log"}, Batch("archive", 0, 10)
     with monkeypatch.context() as patched:
-        patched.setattr(to_lake, "commit_files", kill)
+        patched.setattr(lake, "commit_files", kill)
         with pytest.raises(Killed):
             LakeSink(options, context(spark, tmp_path)).write(events(spark, 1, 10), batch)
     LakeSink(options, context(spark, tmp_path)).write(events(spark, 1, 10), batch)
@@ -115,7 +116,7 @@ def test_a_batch_that_is_repeated_after_a_kill_is_there_once(
     sink.write(events(spark, 15, 20), Batch("archive", 1, 20))
     assert positions(tmp_path / "my log") == list(range(1, 21))
     # What is known to be there is not even written.
-    monkeypatch.setattr(to_lake, "write_parquet", None)
+    monkeypatch.setattr(lake, "write_parquet", None)
     assert sink.write(events(spark, 15, 20), Batch("archive", 1, 20))["rows"] == 0
 
 
@@ -124,14 +125,14 @@ def test_of_two_runners_of_one_pipeline_the_second_to_commit_adds_nothing(
 ) -> None:
     late, quick = (LakeSink({"path": "log"}, context(spark, tmp_path)) for _ in range(2))
     quick.write(events(spark, 1, 2), Batch("archive", 0, 2))
-    writing = to_lake.write_parquet
+    writing = lake.write_parquet
 
     def overtaken(*arguments: Any, **named: Any) -> None:
         writing(*arguments, **named)
-        monkeypatch.setattr(to_lake, "write_parquet", writing)
+        monkeypatch.setattr(lake, "write_parquet", writing)
         quick.write(events(spark, 3, 6), Batch("archive", 1, 6))
 
-    monkeypatch.setattr(to_lake, "write_parquet", overtaken)
+    monkeypatch.setattr(lake, "write_parquet", overtaken)
     with pytest.raises(LakeBusy, match="another process"):
         late.write(events(spark, 3, 10), Batch("archive", 1, 10))
     late.write(events(spark, 3, 10), Batch("archive", 1, 10))
@@ -194,7 +195,7 @@ def test_a_table_is_loaded_and_then_follows_its_changes(
     sink.prepare()
 
     load = Batch("archive", -1, start)
-    with table_source.opened(dsn, [f"public.{name}"]) as shared:
+    with formats_table.opened(dsn, [f"public.{name}"]) as shared:
         rows = spark.read.format("headwater.table").options(**shared, chunkBlocks="4").load()
         assert sink.write_snapshot(rows, f"public.{name}", load) == 500
     assert (

@@ -20,8 +20,8 @@ import headwater
 from headwater import calls
 from headwater.calls import Projection
 from headwater.errors import HeadwaterError, InvalidRequest, LeaseLost, NotAllowed, ProjectionRebuilt, StagedEventsLost
-from headwater.spark import to_table
-from headwater.spark.to_table import Shape, TableOptions, stage
+from headwater.spark.sinks import table as sinks_table
+from headwater.spark.sinks.table import Shape, TableOptions, stage
 
 _numbers = itertools.count()
 Rows = Sequence[tuple[Any, ...]]
@@ -327,9 +327,9 @@ def test_columns_that_somebody_adds_stay_out_of_the_way(keep: Any) -> None:
 def test_a_very_long_name_has_room_for_what_stands_beside_it(keep: Any) -> None:
     kept = keep(name="n" * 63)
     kept.write([(1, 10, False)], end=1)
-    generation = to_table.begin_rebuild(kept.log, kept.projection.pipeline)
+    generation = sinks_table.begin_rebuild(kept.log, kept.projection.pipeline)
     kept.shadow(generation).write([(1, 11, False)], end=1)
-    to_table.switch(kept.log, kept.projection.pipeline, generation=generation, caught_up_to=1)
+    sinks_table.switch(kept.log, kept.projection.pipeline, generation=generation, caught_up_to=1)
     assert kept.rows() == [(1, 11)]
 
 
@@ -347,9 +347,9 @@ def test_a_role_without_the_right_is_told_which(keep: Any, dsn: str, admin_dsn: 
                 assert f"grant usage, create on schema public to {user}" in str(refusal.value)
                 owner.execute(sql.SQL("grant usage, create on schema public to {}").format(sql.Identifier(user)))
                 assert kept.write([(1, 10, False)], end=1) == (1, 0)
-                generation = to_table.begin_rebuild(kept.log, kept.projection.pipeline)
+                generation = sinks_table.begin_rebuild(kept.log, kept.projection.pipeline)
                 kept.shadow(generation).write([(2, 20, False)], end=1)
-                to_table.switch(kept.log, kept.projection.pipeline, generation=generation, caught_up_to=1)
+                sinks_table.switch(kept.log, kept.projection.pipeline, generation=generation, caught_up_to=1)
                 assert kept.rows() == [(2, 20)]
                 owner.execute(sql.SQL("drop owned by {}").format(sql.Identifier(user)))
         finally:
@@ -375,15 +375,15 @@ def test_a_rebuild_changes_rows_that_differ_and_nothing_around_them(keep: Any, d
     kept.execute("create view seen_by_rebuild as select * from {}")
     kept.execute("grant select on {} to headwater_consumer")
     before = kept.rows("id, xmin::text")
-    generation = to_table.begin_rebuild(kept.log, kept.projection.pipeline)
+    generation = sinks_table.begin_rebuild(kept.log, kept.projection.pipeline)
     shadow = kept.shadow(generation)
     shadow.write([(1, 10, False), (2, 22, False)], end=3)
     shadow.write([(4, 40, False)], end=6)
     assert kept.rows() == [(1, 10), (2, 20), (3, 30)]
-    done = to_table.switch(kept.log, kept.projection.pipeline, generation=generation, caught_up_to=6)
+    done = sinks_table.switch(kept.log, kept.projection.pipeline, generation=generation, caught_up_to=6)
     assert done == {"written": 2, "removed": 1}
     # Asked again by somebody who did not hear the answer.
-    again = to_table.switch(kept.log, kept.projection.pipeline, generation=generation, caught_up_to=6)
+    again = sinks_table.switch(kept.log, kept.projection.pipeline, generation=generation, caught_up_to=6)
     assert again == {"written": 0, "removed": 0}
     assert kept.rows() == [(1, 10), (2, 22), (4, 40)]
     assert kept.rows("id, xmin::text")[0] == before[0]
@@ -399,7 +399,7 @@ def test_a_rebuild_changes_rows_that_differ_and_nothing_around_them(keep: Any, d
 def test_readers_never_wait_for_a_switch_nor_see_half_of_it(keep: Any, dsn: str) -> None:
     kept = keep()
     kept.write([(n, 1, False) for n in range(100)], end=5)
-    generation = to_table.begin_rebuild(kept.log, kept.projection.pipeline)
+    generation = sinks_table.begin_rebuild(kept.log, kept.projection.pipeline)
     kept.shadow(generation).write([(n, 2, False) for n in range(50, 250)], end=5)
     count = sql.SQL("select count(*), sum(amount) from {}").format(kept.table)
     call = calls.switch_rebuilt(kept.projection.pipeline, generation=generation, caught_up_to=5)
@@ -420,12 +420,12 @@ def test_a_rebuild_that_was_killed_leaves_the_table_and_the_next_begins_again(ke
     kept = keep()
     pipeline = kept.projection.pipeline
     kept.write([(1, 10, False)], end=5)
-    first = to_table.begin_rebuild(kept.log, pipeline)
+    first = sinks_table.begin_rebuild(kept.log, pipeline)
     killed = kept.shadow(first)
     killed.write([(9, 90, False)], end=3)
-    assert to_table.begin_rebuild(kept.log, pipeline, resume=True) == first
+    assert sinks_table.begin_rebuild(kept.log, pipeline, resume=True) == first
     staged = killed.stage([(8, 80, False)])
-    second = to_table.begin_rebuild(kept.log, pipeline)
+    second = sinks_table.begin_rebuild(kept.log, pipeline)
     assert second > first
     # It was only thought to be dead.
     with pytest.raises(ProjectionRebuilt):
@@ -433,16 +433,16 @@ def test_a_rebuild_that_was_killed_leaves_the_table_and_the_next_begins_again(ke
     with pytest.raises(ProjectionRebuilt):
         killed.prepare()
     with pytest.raises(ProjectionRebuilt):
-        to_table.switch(kept.log, pipeline, generation=first, caught_up_to=9)
+        sinks_table.switch(kept.log, pipeline, generation=first, caught_up_to=9)
     assert kept.rows() == [(1, 10)]
     # The table goes on being kept meanwhile.
     kept.write([(1, 11, False)], end=6)
     again = kept.shadow(second)
     again.write([(1, 12, False)], end=6)
     late = kept.stage([(1, 13, False)])
-    to_table.switch(kept.log, pipeline, generation=second, caught_up_to=6)
+    sinks_table.switch(kept.log, pipeline, generation=second, caught_up_to=6)
     assert kept.rows() == [(1, 12)]
-    assert to_table.generation(kept.log, pipeline) == second
+    assert sinks_table.generation(kept.log, pipeline) == second
     assert tables_beside(kept) == ["", "__staged"]
     # Whoever kept it before does so no longer.
     with pytest.raises(ProjectionRebuilt):
@@ -457,9 +457,9 @@ def test_a_rebuild_that_was_killed_leaves_the_table_and_the_next_begins_again(ke
 def test_a_rebuild_that_is_given_up_leaves_nothing(keep: Any) -> None:
     kept = keep()
     kept.write([(1, 10, False)], end=5)
-    kept.shadow(to_table.begin_rebuild(kept.log, kept.projection.pipeline)).write([(9, 90, False)], end=3)
-    assert to_table.abandon_rebuild(kept.log, kept.projection.pipeline)
-    assert not to_table.abandon_rebuild(kept.log, kept.projection.pipeline)
+    kept.shadow(sinks_table.begin_rebuild(kept.log, kept.projection.pipeline)).write([(9, 90, False)], end=3)
+    assert sinks_table.abandon_rebuild(kept.log, kept.projection.pipeline)
+    assert not sinks_table.abandon_rebuild(kept.log, kept.projection.pipeline)
     assert tables_beside(kept) == ["", "__staged"]
     assert kept.write([(1, 11, False)], end=6) == (1, 0)
 
@@ -468,17 +468,17 @@ def test_a_rebuild_must_have_caught_up_and_have_something_to_show(keep: Any) -> 
     kept = keep()
     pipeline = kept.projection.pipeline
     with pytest.raises(InvalidRequest, match="keeps no table yet"):
-        to_table.begin_rebuild(kept.log, pipeline)
+        sinks_table.begin_rebuild(kept.log, pipeline)
     kept.write([(1, 10, False)], end=5)
-    generation = to_table.begin_rebuild(kept.log, pipeline)
+    generation = sinks_table.begin_rebuild(kept.log, pipeline)
     with pytest.raises(InvalidRequest, match="came to no batch"):
-        to_table.switch(kept.log, pipeline, generation=generation, caught_up_to=9)
+        sinks_table.switch(kept.log, pipeline, generation=generation, caught_up_to=9)
     kept.shadow(generation).write([(1, 11, False)], end=3)
     with pytest.raises(InvalidRequest, match=r"the rebuild is at 4, the table .* at 5"):
-        to_table.switch(kept.log, pipeline, generation=generation, caught_up_to=4)
+        sinks_table.switch(kept.log, pipeline, generation=generation, caught_up_to=4)
     assert kept.rows() == [(1, 10)]
     # Batches end elsewhere; what counts is that there was nothing more to read.
-    to_table.switch(kept.log, pipeline, generation=generation, caught_up_to=4, read_to=5)
+    sinks_table.switch(kept.log, pipeline, generation=generation, caught_up_to=4, read_to=5)
     assert kept.rows() == [(1, 11)]
 
 
@@ -486,11 +486,11 @@ def test_a_rebuild_can_change_columns_and_key(keep: Any) -> None:
     kept = keep(t.StructType().add("id", "long").add("amount", "long").add("old", "string"))
     kept.write([(1, 10, "a"), (2, 20, "b")], end=5)
     kept.execute("alter table {} add column note text default 'kept'")
-    generation = to_table.begin_rebuild(kept.log, kept.projection.pipeline)
+    generation = sinks_table.begin_rebuild(kept.log, kept.projection.pipeline)
     changed = keep(t.StructType().add("customer", "string").add("amount", "string"), name=kept.name, key=["customer"])
     changed.projection = replace(kept.projection, generation=generation, rebuild=True)
     changed.write([("ada", "x"), ("bob", None)], end=5)
-    to_table.switch(kept.log, kept.projection.pipeline, generation=generation, caught_up_to=5)
+    sinks_table.switch(kept.log, kept.projection.pipeline, generation=generation, caught_up_to=5)
     assert kept.rows("customer, amount, note") == [("ada", "x", "kept"), ("bob", None, "kept")]
     changed.projection = replace(changed.projection, rebuild=False)
     assert changed.write([("ada", "y")], end=6) == (1, 0)
@@ -501,16 +501,16 @@ def test_a_view_that_needs_a_column_that_would_go_is_named_and_the_rebuild_kept(
     kept = keep()
     kept.write([(1, 10, False)], end=5)
     kept.execute("create view needs_amount as select id, amount from {}")
-    generation = to_table.begin_rebuild(kept.log, kept.projection.pipeline)
+    generation = sinks_table.begin_rebuild(kept.log, kept.projection.pipeline)
     changed = keep(t.StructType().add("id", "long").add("total", "long"), name=kept.name)
     changed.projection = replace(kept.projection, generation=generation, rebuild=True)
     changed.write([(1, 11)], end=5)
     with pytest.raises(InvalidRequest, match="cannot get its new columns") as refusal:
-        to_table.switch(kept.log, kept.projection.pipeline, generation=generation, caught_up_to=5)
+        sinks_table.switch(kept.log, kept.projection.pipeline, generation=generation, caught_up_to=5)
     assert "Drop the views" in str(refusal.value)
     assert kept.rows() == [(1, 10)]
     kept.execute("drop view needs_amount")
-    to_table.switch(kept.log, kept.projection.pipeline, generation=generation, caught_up_to=5)
+    sinks_table.switch(kept.log, kept.projection.pipeline, generation=generation, caught_up_to=5)
     assert kept.rows("id, total") == [(1, 11)]
 
 
@@ -518,9 +518,9 @@ def test_a_table_that_was_dropped_comes_back_with_a_rebuild(keep: Any) -> None:
     kept = keep()
     kept.write([(1, 10, False)], end=5)
     kept.execute("drop table {}")
-    generation = to_table.begin_rebuild(kept.log, kept.projection.pipeline)
+    generation = sinks_table.begin_rebuild(kept.log, kept.projection.pipeline)
     kept.shadow(generation).write([(1, 10, False)], end=5)
-    to_table.switch(kept.log, kept.projection.pipeline, generation=generation, caught_up_to=5)
+    sinks_table.switch(kept.log, kept.projection.pipeline, generation=generation, caught_up_to=5)
     assert kept.rows() == [(1, 10)]
 
 
@@ -529,20 +529,20 @@ def test_all_tables_of_a_pipeline_are_switched_together(keep: Any, dsn: str) -> 
     other.projection = replace(other.projection, pipeline=one.projection.pipeline)
     one.write([(1, 10, False)], end=5)
     other.write([(1, 1, 10)], end=5)
-    generation = to_table.begin_rebuild(one.log, one.projection.pipeline)
+    generation = sinks_table.begin_rebuild(one.log, one.projection.pipeline)
     one.shadow(generation).write([(1, 11, False)], end=5)
     with pytest.raises(InvalidRequest, match="came to no batch"):
-        to_table.switch(one.log, one.projection.pipeline, generation=generation, caught_up_to=5)
+        sinks_table.switch(one.log, one.projection.pipeline, generation=generation, caught_up_to=5)
     assert one.rows() == [(1, 10)]
     other.shadow(generation).write([(1, 1, 11), (2, 1, 12)], end=5)
-    to_table.switch(one.log, one.projection.pipeline, generation=generation, caught_up_to=5)
+    sinks_table.switch(one.log, one.projection.pipeline, generation=generation, caught_up_to=5)
     assert (one.rows(), other.rows()) == ([(1, 11)], [(1, 11), (1, 12)])
 
 
 def test_a_switch_that_needs_the_table_to_itself_waits_its_turn(keep: Any, dsn: str, until: Any) -> None:
     kept = keep()
     kept.write([(1, 10, False)], end=5)
-    generation = to_table.begin_rebuild(kept.log, kept.projection.pipeline)
+    generation = sinks_table.begin_rebuild(kept.log, kept.projection.pipeline)
     changed = keep(t.StructType().add("id", "long").add("total", "long"), name=kept.name)
     changed.projection = replace(kept.projection, generation=generation, rebuild=True)
     changed.write([(1, 11)], end=5)
@@ -551,7 +551,7 @@ def test_a_switch_that_needs_the_table_to_itself_waits_its_turn(keep: Any, dsn: 
         reader.execute(sql.SQL("select * from {}").format(kept.table))
         switching = threading.Thread(
             target=lambda: done.append(
-                to_table.switch(kept.log, kept.projection.pipeline, generation=generation, caught_up_to=5)
+                sinks_table.switch(kept.log, kept.projection.pipeline, generation=generation, caught_up_to=5)
             )
         )
         switching.start()
@@ -574,10 +574,10 @@ def test_a_pipeline_goes_on_with_the_checkpoint_and_from_the_place_of_its_rebuil
 
     before = claimed("before")
     kept.write([(1, 10, False)], end=5)
-    generation = to_table.begin_rebuild(kept.log, pipeline)
+    generation = sinks_table.begin_rebuild(kept.log, pipeline)
     kept.shadow(generation).write([(1, 11, False)], end=7)
     assert claimed("another").held_by == "before"
-    to_table.switch(kept.log, pipeline, generation=generation, caught_up_to=7)
+    sinks_table.switch(kept.log, pipeline, generation=generation, caught_up_to=7)
     with pytest.raises(LeaseLost):
         kept.log.run(calls.renew_pipeline(pipeline, before.token, lease=LEASE))
     after = claimed("after")
@@ -589,7 +589,7 @@ def test_a_pipeline_goes_on_with_the_checkpoint_and_from_the_place_of_its_rebuil
 def test_a_pipeline_that_is_no_more_lets_go_of_its_tables(keep: Any) -> None:
     kept = keep()
     kept.write([(1, 10, False)], end=5)
-    kept.shadow(to_table.begin_rebuild(kept.log, kept.projection.pipeline)).prepare()
+    kept.shadow(sinks_table.begin_rebuild(kept.log, kept.projection.pipeline)).prepare()
     kept.log.run(calls.forget_projections(kept.projection.pipeline))
     assert tables_beside(kept) == [""]
     assert kept.rows() == [(1, 10)]

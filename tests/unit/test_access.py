@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater.access import (
+from headwater.access.permissions import (
     MECHANISMS,
     Access,
     AuthenticationFailed,

@@ -16,10 +16,10 @@ import pyarrow as pa
 
 from headwater.calls import KeptTopic
 from headwater.errors import PositionExpired
-from headwater.spark import archive_reader
-from headwater.spark.archive import topics_of
-from headwater.spark.archive_reader import ArchiveFile, archived_ranges, merged
-from headwater.spark.log_source import known_archives, refuse_lost, refuse_overtaken
+from headwater.spark.formats import archive_reader
+from headwater.spark.formats.archive_reader import ArchiveFile, archived_ranges, merged
+from headwater.spark.formats.log import known_archives, refuse_lost, refuse_overtaken
+from headwater.spark.sinks.archive import topics_of
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from headwater.chaos.cluster import Divergence
-from headwater.chaos.journal import Line
-from headwater.chaos.verdict import Found, Reader, Verdict, judge
+from headwater.trials.chaos.cluster import Divergence
+from headwater.trials.chaos.journal import Line
+from headwater.trials.chaos.verdict import Found, Reader, Verdict, judge
 
 # Two transactions of p that were acknowledged, one that was rolled back, and one without an answer.
 LINES = [

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater.cron import next_time
 from headwater.errors import InvalidRequest
+from headwater.log.cron import next_time
 
 
 def utc(text: str) -> datetime:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headwater.telemetry import METRICS
+from headwater.observability.metrics import METRICS
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "docs" / "dashboards" / "headwater.json"

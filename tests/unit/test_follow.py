@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater import calls, subscription
+from headwater import calls
 from headwater.errors import CursorMoved, EpochChanged, PositionExpired
+from headwater.log import steps as log_steps
+from headwater.log.steps import Apply, Deliver, FollowStep, Rewound, UpkeepTimes, Wait
 from headwater.model import Event, LogState, OpenedCursor, Released, Upkeep
-from headwater.subscription import Apply, Deliver, FollowStep, Rewound, UpkeepTimes, Wait
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -142,7 +143,7 @@ class FakeLog:
                 failure = error
 
     def follow(self, **options: Any) -> Iterator[Event]:
-        return self.drive(subscription.follow(["t"], **options))
+        return self.drive(log_steps.follow(["t"], **options))
 
     def idle(self, follower: Iterator[Event], *, until: Callable[[], bool]) -> None:
         """Let a follower that has nothing to deliver run until something has happened."""
@@ -247,7 +248,7 @@ def test_a_rewind_while_idle_is_noticed_within_half_a_second() -> None:
     log.surprises[log.steps + 20] = lambda log: log.cursors.update(c=OpenedCursor(1, 0))
     before = log.seconds
     assert [next(follower).position for _ in range(2)] == [2, 3]
-    assert log.seconds - before <= subscription.IDLE_LOOK_SECONDS + 0.1
+    assert log.seconds - before <= log_steps.IDLE_LOOK_SECONDS + 0.1
 
 
 @pytest.mark.parametrize("busy", [True, False])
@@ -323,7 +324,7 @@ def test_a_settled_log_is_watched_by_its_head_alone() -> None:
     log.idle(follower, until=lambda: log.seconds > 10)
     assert set(log.asked) == {"head", "log_state"}
     # Now and then it looks at the epoch too, which a crash may change without the head being another.
-    assert log.asked.count("log_state") <= 2 + (10 - 5) / subscription.IDLE_LOOK_SECONDS
+    assert log.asked.count("log_state") <= 2 + (10 - 5) / log_steps.IDLE_LOOK_SECONDS
 
 
 @given(st.floats(0.001, 2.0))
@@ -332,13 +333,13 @@ def test_waits_double_up_to_the_poll_interval_and_start_again_after_an_event(pol
     follower = log.follow(poll_seconds=poll_seconds)
     log.surprises[40] = lambda log: log.publish(1)
     assert next(follower).position == 1
-    assert log.waits[0] == subscription.SHORTEST_WAIT_SECONDS
+    assert log.waits[0] == log_steps.SHORTEST_WAIT_SECONDS
     assert all(later == min(earlier * 2, poll_seconds) for earlier, later in pairwise(log.waits))
     assert max(log.waits) <= poll_seconds
     log.waits.clear()
     log.surprises[log.steps + 10] = lambda log: log.publish(2)
     assert next(follower).position == 2
-    assert log.waits[0] == subscription.SHORTEST_WAIT_SECONDS
+    assert log.waits[0] == log_steps.SHORTEST_WAIT_SECONDS
 
 
 def test_an_idle_cursor_is_moved_on_after_30_seconds_of_silence() -> None:

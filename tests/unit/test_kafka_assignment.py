@@ -9,8 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.calls.kafka import Lane
-from headwater.kafka.assignment import LEAVES, LEAVES_FOR_NOW, Assigned, AssignedGroup, Beaten, Heartbeat, assigned
-from headwater.kafka.wire import ErrorCode
+from headwater.servers.kafka.assignment import (
+    LEAVES,
+    LEAVES_FOR_NOW,
+    Assigned,
+    AssignedGroup,
+    Beaten,
+    Heartbeat,
+    assigned,
+)
+from headwater.servers.kafka.wire import ErrorCode
 
 TOPICS = {"a": (1, 6), "b": (2, 3)}
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 
 from headwater.calls.kafka import KafkaTopic
-from headwater.kafka.configs import BOOLEAN, TOPIC_CONFIGS, BadConfig, after, change_of, described, topic_values
+from headwater.servers.kafka.configs import BOOLEAN, TOPIC_CONFIGS, BadConfig, after, change_of, described, topic_values
 
 TOPIC = KafkaTopic(
     1, "t", "sequenced", True, 1, None, 1_048_576, 65_536, "CreateTime", "producer", False, timedelta(days=1), None,

@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater.kafka.coordinator import Group, Join, Joined, Reply, State, Sync, Synced
-from headwater.kafka.wire import ErrorCode
+from headwater.servers.kafka.coordinator import Group, Join, Joined, Reply, State, Sync, Synced
+from headwater.servers.kafka.wire import ErrorCode
 
 RANGE = (("range", b"r"), ("sticky", b"s"))
 _numbers = itertools.count()

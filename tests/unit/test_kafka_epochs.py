@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.calls.kafka import Epoch, Lane
-from headwater.kafka.epochs import Epochs, epoch_refused
-from headwater.kafka.kept import Batch, Kept
-from headwater.kafka.wire import ErrorCode
+from headwater.servers.kafka.batch_cache import Batch, Kept
+from headwater.servers.kafka.leader_epochs import Epochs, epoch_refused
+from headwater.servers.kafka.wire import ErrorCode
 
 starts = st.lists(st.integers(0, 50), min_size=1, max_size=5).map(sorted)
 

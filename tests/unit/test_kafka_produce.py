@@ -14,11 +14,11 @@ import google_crc32c
 import pytest
 
 from headwater.calls.kafka import AppendBatch, Appended, KafkaTopic
-from headwater.kafka import produce
-from headwater.kafka.broker import Broker
-from headwater.kafka.produce import MAX_BATCH_RECORDS, RECORD_BYTES, SMALL_RECORDS, TURN_RECORDS, Producing
-from headwater.kafka.records import TRANSACTIONAL, Columns, build_batch, read_header, read_records
-from headwater.kafka.wire import ErrorCode, Request
+from headwater.servers.kafka import produce
+from headwater.servers.kafka.broker import Broker
+from headwater.servers.kafka.produce import MAX_BATCH_RECORDS, RECORD_BYTES, SMALL_RECORDS, TURN_RECORDS, Producing
+from headwater.servers.kafka.records import TRANSACTIONAL, Columns, build_batch, read_header, read_records
+from headwater.servers.kafka.wire import ErrorCode, Request
 
 TOPIC = KafkaTopic(
     1, "t", "sequenced", writable=True, partitions=1, retention=None, max_payload_bytes=10_000_000,

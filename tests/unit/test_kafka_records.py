@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headwater.kafka.compression import CODECS, Undecodable, compress, decompress
-from headwater.kafka.events import parts_of, section_of
-from headwater.kafka.records import (
+from headwater.servers.kafka.compression import CODECS, Undecodable, compress, decompress
+from headwater.servers.kafka.record_mapping import parts_of, section_of
+from headwater.servers.kafka.records import (
     LOG_APPEND_TIME,
     BadBatch,
     Columns,

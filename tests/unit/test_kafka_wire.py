@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from kio.index import load_request_schema, load_response_schema
 from kio.serial import entity_reader, entity_writer
 
-from headwater.kafka.apis import OFFERED
-from headwater.kafka.wire import (
+from headwater.servers.kafka.dispatch import OFFERED
+from headwater.servers.kafka.wire import (
     ErrorCode,
     Malformed,
     Request,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from headwater import telemetry
 from headwater.cli.log_lines import JsonLines, TextLines
-from headwater.telemetry import ERROR, GROUP, LOG_FIELDS, POSITION, logger
+from headwater.observability import metrics
+from headwater.observability.metrics import ERROR, GROUP, LOG_FIELDS, POSITION, logger
 
 
 @pytest.fixture
@@ -59,9 +59,9 @@ def test_every_field_has_a_meaning() -> None:
 
 
 def test_every_field_that_a_log_line_has_is_on_the_page() -> None:
-    named = {name: value for name, value in vars(telemetry).items() if isinstance(value, str)}
+    named = {name: value for name, value in vars(metrics).items() if isinstance(value, str)}
     unknown = []
-    for path in Path(telemetry.__file__).parent.rglob("*.py"):
+    for path in Path(metrics.__file__).parents[1].rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call) or "logger" not in ast.unparse(node.func):
                 continue

@@ -17,11 +17,11 @@ import pyarrow as pa
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from headwater.database.pg_snapshot import is_visible, lsn_number
 from headwater.errors import InvalidRequest
-from headwater.nats import frames, messages, payloads, subjects
-from headwater.nats.failure import InvalidMessage
+from headwater.nats import codec, frames, messages, subjects
+from headwater.nats.errors import InvalidMessage
 from headwater.nats.subjects import Table
-from headwater.visibility import is_visible, lsn_number
 
 NO_CLOCK = settings(deadline=None, max_examples=60)
 
@@ -286,7 +286,7 @@ def test_each_change_becomes_its_event(rows: list[dict[str, Any]], encoding: Any
     expected = [expected_event(row) for row in rows]
     if encoding == "msgpack":
         expected = [in_msgpack(event) for event in expected]
-    assert [payloads.decode(payload) for payload in batch.column("payload").to_pylist()] == expected
+    assert [codec.decode(payload) for payload in batch.column("payload").to_pylist()] == expected
     assert batch.column("subject").to_pylist() == [event["subject"] for event in expected]
     assert batch.column("msg_id").to_pylist() == [event["msg_id"] for event in expected]
     assert len(set(batch.column("msg_id").to_pylist())) == len(rows)
@@ -310,7 +310,7 @@ def test_the_same_lsn_on_another_timeline_is_another_message(rows: list[dict[str
     assert later_ids == [f"{one}@2" for one in ids]
     assert packed_later == [f"{one}@2" for one in packed]
     assert each_later.column("subject") == each.column("subject")
-    assert [payloads.decode(one)["msg_id"] for one in each_later.column("payload").to_pylist()] == later_ids
+    assert [codec.decode(one)["msg_id"] for one in each_later.column("payload").to_pylist()] == later_ids
 
 
 @NO_CLOCK
@@ -336,7 +336,7 @@ def test_packed_changes_are_the_same_messages_however_they_are_cut_into_batches(
 
     events = []
     for message in packed:
-        body = payloads.decode(message["payload"])
+        body = codec.decode(message["payload"])
         assert 1 <= len(body) <= packed_changes
         assert len({(event["lsn"], event["schema"], event["table"]) for event in body}) == 1
         kinds = {event["operation"].lower() for event in body}
@@ -380,33 +380,33 @@ def test_a_batch_that_ends_inside_of_a_packed_message_does_not_cut_it(cut: int) 
 def test_compressed_chunks_say_how_to_read_them(encoding: Any, with_dictionary: bool) -> None:
     table = Table("public", "orders")
     rows = [json.dumps({"id": n, "state": "delivered" if n % 3 else "open", "note": f"row {n}"}) for n in range(2000)]
-    dictionary = payloads.train(messages.samples(rows, encoding)) if with_dictionary else None
+    dictionary = codec.train(messages.samples(rows, encoding)) if with_dictionary else None
     assert (dictionary is not None) == with_dictionary
     snapshot = messages.Snapshot(table, "snap-1", "0/191BFD0", "10:12:11", 5)
     plain = messages.chunks(snapshot, [rows[:20], rows[20:]], encoding=encoding)
     batch = messages.chunks(snapshot, [rows[:20], rows[20:]], encoding=encoding, compressed=True, dictionary=dictionary)
     frames.check(batch, max_payload_bytes=10**6)
     dictionaries = (
-        {} if dictionary is None else {subjects.dictionary_key(table, payloads.dictionary_id(dictionary)): dictionary}
+        {} if dictionary is None else {subjects.dictionary_key(table, codec.dictionary_id(dictionary)): dictionary}
     )
     got = []
     for message, whole in zip(batch.to_pylist(), plain.to_pylist(), strict=True):
         headers = dict(line.split(": ") for line in message["headers"].decode().splitlines())
-        document = payloads.plain(message["payload"], headers, dictionaries)
-        assert document == payloads.decode(whole["payload"])
+        document = codec.plain(message["payload"], headers, dictionaries)
+        assert document == codec.decode(whole["payload"])
         assert len(message["payload"]) < len(whole["payload"]) / (3 if with_dictionary else 1.2)
         got += document["data"]
     assert got == [json.loads(row) for row in rows]
     if with_dictionary:
         with pytest.raises(InvalidMessage, match="is missing"):
-            payloads.plain(message["payload"], headers, {})
+            codec.plain(message["payload"], headers, {})
 
 
 @NO_CLOCK
 @given(data=st.binary(max_size=100))
 @example(data=b"\x81\x80\x00")  # a map whose key is a map
 def test_payloads_that_are_garbage_are_refused(data: bytes) -> None:
-    for read in (payloads.decode, payloads.decompress):
+    for read in (codec.decode, codec.decompress):
         with contextlib.suppress(InvalidMessage):
             read(data)
 

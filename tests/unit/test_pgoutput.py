@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 pa = pytest.importorskip("pyarrow")
 
-from headwater.cdc import pgoutput  # noqa: E402
+from headwater.capture import pgoutput  # noqa: E402
 
 INT4, TEXT, FLOAT8, BOOL, JSONB, STAMP, STAMPTZ, NUMERIC = 23, 25, 701, 16, 3802, 1114, 1184, 1700
 UNCHANGED = object()

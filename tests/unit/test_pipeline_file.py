@@ -6,12 +6,12 @@ import pytest
 
 pytest.importorskip("pyspark")
 
-from headwater.cdc.timeline import History
+from headwater.capture.timeline import History
 from headwater.errors import InvalidRequest, PipelineNotFound, SlotLost
-from headwater.spark.batch_query import explained, place_in
-from headwater.spark.checkpoint import end_in
-from headwater.spark.pipeline_file import parse
-from headwater.spark.runner import is_final
+from headwater.spark.pipelines.batch_query import explained, place_in
+from headwater.spark.pipelines.checkpoint import end_in
+from headwater.spark.pipelines.file import parse
+from headwater.spark.pipelines.runner import is_final
 
 GOOD = """
 postgres: postgresql://${DB_USER}@db/shop

@@ -12,9 +12,9 @@ pytest.importorskip("pyspark")
 from pyspark.sql import types as t
 
 from headwater.errors import InvalidRequest
-from headwater.spark import pipeline_file, transform
-from headwater.spark.to_table import Shape, TableOptions
-from headwater.spark.transform import Transform, shown_place
+from headwater.spark.pipelines import file, transform
+from headwater.spark.pipelines.transform import Transform, shown_place
+from headwater.spark.sinks.table import Shape, TableOptions
 
 KEYED = {"name": "totals", "key": ["id"]}
 
@@ -147,7 +147,7 @@ def test_a_refusal_shows_the_line_and_the_place() -> None:
 
 def test_the_example_declares_what_can_run() -> None:
     folder = Path(__file__).parents[2] / "examples" / "pipelines"
-    declared = pipeline_file.parse((folder / "pipelines.yaml").read_text(), {})
+    declared = file.parse((folder / "pipelines.yaml").read_text(), {})
     assert [spec.name for spec in declared.pipelines] == ["totals", "running-totals"]
     for spec in declared.pipelines:
         transform.check(spec.transform, directory=folder)

@@ -18,17 +18,16 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from headwater.errors import HeadwaterError, LogUnavailable
+from headwater.eventstore.query import Query, StoreEvent
 from headwater.model import Event
-from headwater.query import Query, StoreEvent
-from headwater.server import rpc
-from headwater.server.callers import Caller
-from headwater.server.rpc import messages, orisun_messages
-from headwater.server.rpc.calling import Call, Gate, _streaming, _unary
-from headwater.server.rpc.generated import eventstore_pb2 as orisun
-from headwater.server.rpc.generated import headwater_pb2 as pb
-from headwater.server.rpc.names import Names
-from headwater.server.rpc.orisun_store import OrisunEventStore
-from headwater.server.rpc.store_service import WINDOW_APPENDS, WINDOW_BYTES, EventStoreService, Window
+from headwater.servers.authentication import Caller
+from headwater.servers.grpc import convert, orisun_convert, server
+from headwater.servers.grpc.generated import eventstore_pb2 as orisun
+from headwater.servers.grpc.generated import headwater_pb2 as pb
+from headwater.servers.grpc.interceptor import Call, Gate, _streaming, _unary
+from headwater.servers.grpc.orisun_store import OrisunEventStore
+from headwater.servers.grpc.store_service import WINDOW_APPENDS, WINDOW_BYTES, EventStoreService, Window
+from headwater.servers.grpc.subscriber_names import Names
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -121,23 +120,23 @@ parts = st.tuples(st.integers(0, 700_000), st.integers(0, 60_000), st.integers(0
 @given(st.lists(parts, min_size=1, max_size=30), st.integers(1, 20))
 def test_parcels_hold_all_events_in_order_and_fit_into_messages(sizes: list[tuple[int, int, int]], times: int) -> None:
     events = [
-        messages.event_message(
+        convert.event_message(
             Event(n, "t", 0, None, None, None, None, {"m": "x" * metadata}, None, b"x" * payload, None, NOW)
         )
         for n, (payload, metadata, _) in enumerate(sizes * times)
     ]
-    parcels = list(messages.parcels(events))
+    parcels = list(convert.parcels(events))
     assert [event for parcel in parcels for event in parcel] == events
     for parcel in parcels:
-        assert len(parcel) == 1 or pb.FollowResponse(events=parcel).ByteSize() <= messages.PARCEL_BYTES
+        assert len(parcel) == 1 or pb.FollowResponse(events=parcel).ByteSize() <= convert.PARCEL_BYTES
     stored = [
-        messages.store_event_message(
+        convert.store_event_message(
             StoreEvent(n, n, "id", "A", ("t" * 250,) * tags, {"m": "x" * metadata}, None, b"x" * payload, NOW)
         )
         for n, (payload, metadata, tags) in enumerate(sizes)
     ]
-    for parcel in messages.parcels(stored):
-        assert len(parcel) == 1 or pb.SubscribeResponse(events=parcel).ByteSize() <= messages.PARCEL_BYTES
+    for parcel in convert.parcels(stored):
+        assert len(parcel) == 1 or pb.SubscribeResponse(events=parcel).ByteSize() <= convert.PARCEL_BYTES
 
 
 class Noting:
@@ -164,12 +163,12 @@ def test_what_is_in_hand_for_a_subscriber_is_about_a_message() -> None:
         call = Call(Caller(None, None), None, None)
         async for _ in EventStoreService(backend).subscribe(pb.SubscribeRequest(store="s"), call):
             pass
-        assert backend.asked.pop("max_bytes") == messages.PARCEL_BYTES
+        assert backend.asked.pop("max_bytes") == convert.PARCEL_BYTES
         async for _ in OrisunEventStore(backend).catch_up_subscribe_to_events(
             orisun.CatchUpSubscribeToEventStoreRequest(boundary="s"), call
         ):
             pass
-        assert backend.asked.pop("max_bytes") == messages.PARCEL_BYTES
+        assert backend.asked.pop("max_bytes") == convert.PARCEL_BYTES
 
     in_loop(test())
 
@@ -178,9 +177,9 @@ def test_what_is_in_hand_for_a_subscriber_is_about_a_message() -> None:
 def test_positions_are_pairs_in_their_order(of: int, commit: int, prepare: int) -> None:
     asked = orisun.Position(commit_position=commit, prepare_position=prepare)
     pair, limit = (of, of), (commit, prepare)
-    assert (of > orisun_messages.first_from(asked)) == (pair >= limit)
-    assert (of < orisun_messages.last_before(asked)) == (pair <= limit)
-    assert (of > orisun_messages.first_after(asked)) == (pair > limit)
+    assert (of > orisun_convert.first_from(asked)) == (pair >= limit)
+    assert (of < orisun_convert.last_before(asked)) == (pair <= limit)
+    assert (of > orisun_convert.first_after(asked)) == (pair > limit)
 
 
 JSON = st.recursive(
@@ -192,7 +191,7 @@ JSON = st.recursive(
 
 @given(st.dictionaries(st.sampled_from(["eventType", "a", "{", '"', ""]) | st.text(), JSON), st.sampled_from([None, 1]))
 def test_a_member_is_cut_out_of_any_object(whole: dict[str, Any], indent: int | None) -> None:
-    cut = orisun_messages.without_member(json.dumps(whole, indent=indent), "eventType")
+    cut = orisun_convert.without_member(json.dumps(whole, indent=indent), "eventType")
     whole.pop("eventType", None)
     assert json.loads(cut) == whole
 
@@ -238,7 +237,7 @@ def test_what_nobody_foresaw_is_a_bug_of_ours_and_told_as_one(around: Any, error
 
 
 def test_health_follows_the_database(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc, "HEALTH_SECONDS", 0.01)
+    monkeypatch.setattr(server, "HEALTH_SECONDS", 0.01)
     told: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
 
     class Database:
@@ -254,7 +253,7 @@ def test_health_follows_the_database(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def test() -> None:
         database: Any = Database()
-        watch = asyncio.create_task(rpc._keep_health(database, Healthy(), ["a.Service"]))
+        watch = asyncio.create_task(server._keep_health(database, Healthy(), ["a.Service"]))
         states = health_pb2.HealthCheckResponse
         for error, status in ((LogUnavailable("gone"), states.NOT_SERVING), (None, states.SERVING)):
             database.error = error

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from headwater import schemas
 from headwater.errors import InvalidSchema
-from headwater.schemas import AVRO, JSON, PROTOBUF, Schema
-from headwater.schemas.work import Work
+from headwater.schema_registry import schemas
+from headwater.schema_registry.schemas import AVRO, JSON, PROTOBUF, Schema
+from headwater.schema_registry.work_limit import Work
 
 pytest.importorskip("jsonschema_rs")
 

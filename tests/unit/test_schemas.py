@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater import schemas
 from headwater.errors import InvalidSchema
-from headwater.schemas import AVRO, JSON, PROTOBUF, Schema, Unfit
+from headwater.schema_registry import schemas
+from headwater.schema_registry.schemas import AVRO, JSON, PROTOBUF, Schema, Unfit
 
 pytest.importorskip("jsonschema_rs")
 fastavro = pytest.importorskip("fastavro")

@@ -15,15 +15,15 @@ pytest.importorskip("pyspark")
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from headwater.cdc.relation import Column, Relation
-from headwater.cdc.snapshot import Chunk, Plan, Snapshot
-from headwater.nats import messages, payloads
-from headwater.nats.chunks import CHUNKS_PER_RANGE, ChunkWriter, runs
-from headwater.nats.failure import InvalidMessage
-from headwater.nats.figures import Figures, log_line, prometheus
+from headwater.capture.relation import Column, Relation
+from headwater.capture.snapshot import Chunk, Plan, Snapshot
+from headwater.nats import codec, messages
+from headwater.nats.bridge_metrics import Figures, log_line, prometheus
+from headwater.nats.errors import InvalidMessage
 from headwater.nats.replica_store import Diverged, ReplicaStore, State
+from headwater.nats.snapshot_chunks import CHUNKS_PER_RANGE, ChunkWriter, runs
 from headwater.nats.subjects import Table
-from headwater.spark.snapshot_record import RangeDone, Record, can_resume, missing
+from headwater.spark.nats_bridge.snapshot_record import RangeDone, Record, can_resume, missing
 
 NO_CLOCK = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TABLE = Table("public", "orders")
@@ -50,7 +50,7 @@ def written(rows: list[str], pieces: list[int], **options: Any) -> list[tuple[st
     sizes=st.lists(st.integers(0, 3000), max_size=120),
     pieces=st.lists(st.integers(0, 40), max_size=10),
     compressed=st.booleans(),
-    encoding=st.sampled_from(payloads.ENCODINGS),
+    encoding=st.sampled_from(codec.ENCODINGS),
 )
 def test_chunks_hold_every_row_once_fit_the_server_and_do_not_depend_on_how_rows_come(
     sizes: list[int], pieces: list[int], compressed: bool, encoding: Any
@@ -64,7 +64,7 @@ def test_chunks_hold_every_row_once_fit_the_server_and_do_not_depend_on_how_rows
         assert len(payload) < 20_000
         assert subject == f"init.snap.orders.snap-1.{number}"
         assert msg_id == f"snap-public.orders-snap-1-{number}"
-        document = payloads.decode(payloads.decompress(payload) if compressed else payload)
+        document = codec.decode(codec.decompress(payload) if compressed else payload)
         assert 0 < len(document["data"]) <= 50
         seen += [row["id"] for row in document["data"]]
     assert seen == list(range(len(rows)))

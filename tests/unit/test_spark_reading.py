@@ -27,8 +27,8 @@ from pyspark.sql.datasource import (
 from headwater.calls import Call, Conditions
 from headwater.errors import InvalidRequest
 from headwater.spark.arrow import text_of
-from headwater.spark.log_ranges import Stretch, common, divide, united, windows
-from headwater.spark.read_options import Pushed, ReadOptions, push
+from headwater.spark.formats.log_ranges import Stretch, common, divide, united, windows
+from headwater.spark.formats.read_options import Pushed, ReadOptions, push
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 

@@ -14,8 +14,8 @@ import pyarrow as pa
 from pyspark.sql.types import LongType, StringType, StructType
 
 from headwater.errors import InvalidEvent, InvalidRequest
-from headwater.spark import log_sink
-from headwater.spark.log_sink import WriteOptions, chunks, staging_row
+from headwater.spark.formats import log_writer
+from headwater.spark.formats.log_writer import WriteOptions, chunks, staging_row
 
 
 def schema(*names: str) -> StructType:
@@ -86,8 +86,8 @@ def test_chunks_hold_every_row_once_and_each_topic_in_order(
         payload=pa.array([payload for _, payload in rows], pa.binary()),
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(log_sink, "CHUNK_EVENTS", most_events)
-        patch.setattr(log_sink, "CHUNK_BYTES", most_bytes)
+        patch.setattr(log_writer, "CHUNK_EVENTS", most_events)
+        patch.setattr(log_writer, "CHUNK_BYTES", most_bytes)
         cut = list(chunks(made, None))
     for name in "abc":
         got = [payload for chunk in cut if chunk.topic == name for payload in chunk.columns["payload"].to_pylist()]

@@ -14,13 +14,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater import calls, turns
-from headwater.client import appending, subscribing
-from headwater.client.appending import Lane, new_event_ids
-from headwater.client.subscribing import Subscribing
-from headwater.client.tailing import Feed
+from headwater import calls
+from headwater.client.eventstore import group_commit, subscribe
+from headwater.client.eventstore.group_commit import Lane, new_event_ids
+from headwater.client.eventstore.live_reader import Feed
+from headwater.client.eventstore.subscribe import Subscribing
 from headwater.errors import EpochChanged, InvalidEvent, InvalidRequest, LogUnavailable, OrderBroken, epoch_changed
-from headwater.query import (
+from headwater.eventstore import SqliteStores, leader_lock
+from headwater.eventstore import open as open_stores
+from headwater.eventstore.leader_lock import AsyncTurn, Pace, Turn
+from headwater.eventstore.query import (
     EVERYTHING,
     Item,
     LatestMatchIs,
@@ -31,10 +34,7 @@ from headwater.query import (
     Verdict,
     size_of,
 )
-from headwater.store import SqliteStores
-from headwater.store import open as open_stores
-from headwater.tail import Tail
-from headwater.turns import AsyncTurn, Pace, Turn
+from headwater.eventstore.recent_events import Tail
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -186,7 +186,7 @@ def test_a_thread_that_is_stopped_while_it_waits_keeps_nothing(monkeypatch: pyte
         def release(self) -> None:
             """Nobody sleeps here."""
 
-    monkeypatch.setattr("headwater.turns.threading.Lock", Interrupted)
+    monkeypatch.setattr("headwater.eventstore.leader_lock.threading.Lock", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         turn.take_unless(lambda: False, 1)
     monkeypatch.undo()
@@ -280,16 +280,16 @@ def test_the_faster_of_two_paces_is_kept_to_and_the_other_one_tried_again(halves
             pace.note(16, now)
         return in_halves
 
-    assert groups(turns.KEEP_GROUPS, halves_take) == 0
-    assert groups(turns.TRY_GROUPS, halves_take) == turns.TRY_GROUPS
-    assert pace.in_halves is (halves_take < turns.WORTH_IT)
+    assert groups(leader_lock.KEEP_GROUPS, halves_take) == 0
+    assert groups(leader_lock.TRY_GROUPS, halves_take) == leader_lock.TRY_GROUPS
+    assert pace.in_halves is (halves_take < leader_lock.WORTH_IT)
     # Hours without anybody, and one alone, say nothing.
     now += 10_000
     pace.note(16, now)
     pace.note(1, now + 0.05, alone=True)
-    assert pace.in_halves is (halves_take < turns.WORTH_IT)
+    assert pace.in_halves is (halves_take < leader_lock.WORTH_IT)
     # Things change, and it is noticed.
-    groups(3 * (turns.KEEP_GROUPS + turns.TRY_GROUPS), 2 - halves_take)
+    groups(3 * (leader_lock.KEEP_GROUPS + leader_lock.TRY_GROUPS), 2 - halves_take)
     later = groups(1000, 2 - halves_take)
     assert later > 900 if halves_take > 1 else later < 100
 
@@ -306,12 +306,12 @@ def done(appends: Sequence[calls.EncodedAppend]) -> list[Verdict]:
 
 
 def test_a_group_is_bounded_in_appends_events_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(appending, "MAX_GROUP_APPENDS", 3)
-    monkeypatch.setattr(appending, "MAX_GROUP_EVENTS", 5)
-    monkeypatch.setattr(appending, "MAX_GROUP_BYTES", 100)
+    monkeypatch.setattr(group_commit, "MAX_GROUP_APPENDS", 3)
+    monkeypatch.setattr(group_commit, "MAX_GROUP_EVENTS", 5)
+    monkeypatch.setattr(group_commit, "MAX_GROUP_BYTES", 100)
     lane = Lane(done)
     for append in [*(encoded() for _ in range(4)), encoded(4), encoded(9), encoded(1, b"x" * 200), encoded()]:
-        lane._waiting.append(appending.Ticket(append))
+        lane._waiting.append(group_commit.Ticket(append))
     groups = []
     while group := lane._next_group():
         groups.append([len(ticket.append.events) for ticket in group])
@@ -336,7 +336,7 @@ def test_what_is_refused_fails_alone_and_what_is_lost_fails_together() -> None:
         return done(appends)
 
     lane = Lane(send)
-    others = [appending.Ticket(good), appending.Ticket(bad), appending.Ticket(good)]
+    others = [group_commit.Ticket(good), group_commit.Ticket(bad), group_commit.Ticket(good)]
     lane._waiting.extend(others)
     assert lane.append(encoded(), timeout_seconds=1).positions
     assert sent == [4, 1, 1, 1, 1]
@@ -347,7 +347,7 @@ def test_what_is_refused_fails_alone_and_what_is_lost_fails_together() -> None:
         raise LogUnavailable("gone")
 
     lane = Lane(fail)
-    others = [appending.Ticket(good), appending.Ticket(good)]
+    others = [group_commit.Ticket(good), group_commit.Ticket(good)]
     lane._waiting.extend(others)
     with pytest.raises(LogUnavailable):
         lane.append(encoded(), timeout_seconds=1)
@@ -360,7 +360,7 @@ def test_who_is_stopped_in_the_middle_leaves_the_others_their_place() -> None:
         raise KeyboardInterrupt
 
     lane = Lane(interrupted)
-    others = [appending.Ticket(encoded()), appending.Ticket(encoded())]
+    others = [group_commit.Ticket(encoded()), group_commit.Ticket(encoded())]
     lane._waiting.extend(others)
     with pytest.raises(KeyboardInterrupt):
         lane.append(encoded(), timeout_seconds=1)
@@ -376,7 +376,7 @@ def test_waiting_has_an_end_and_a_bound(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(LogUnavailable, match="same event ids"):
         lane.append(encoded(), timeout_seconds=0.01)
     assert not lane._waiting
-    monkeypatch.setattr(appending, "MAX_WAITING", 0)
+    monkeypatch.setattr(group_commit, "MAX_WAITING", 0)
     with pytest.raises(LogUnavailable, match="appends wait already"):
         lane.append(encoded(), timeout_seconds=0.01)
 
@@ -484,7 +484,7 @@ class Following(Subscribing):
 
 
 def test_one_who_is_ahead_of_the_log_keeps_nobody_else_from_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subscribing, "LIVE_SECONDS", 0.01)
+    monkeypatch.setattr(subscribe, "LIVE_SECONDS", 0.01)
     store = Following(1, 2)
     for _ in range(3):
         assert store.next(1000) == (1000, [])
@@ -500,7 +500,7 @@ def test_one_who_is_ahead_of_the_log_keeps_nobody_else_from_waiting(monkeypatch:
 
 
 def test_who_follows_a_store_that_was_made_anew_waits_and_gets_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subscribing, "LIVE_SECONDS", 0.01)
+    monkeypatch.setattr(subscribe, "LIVE_SECONDS", 0.01)
     store = Following(1, 2)
     assert store.next(20) == (20, [])
     store.log.events = []
@@ -513,7 +513,7 @@ def test_who_follows_a_store_that_was_made_anew_waits_and_gets_its_events(monkey
 
 
 def test_nobody_gets_past_an_event_that_their_reader_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subscribing, "LIVE_SECONDS", 0.01)
+    monkeypatch.setattr(subscribe, "LIVE_SECONDS", 0.01)
     store = Following(1, 2)
     assert store.next(20) == (20, [])
     store.log.events.append(event(3))
@@ -524,7 +524,7 @@ def test_nobody_gets_past_an_event_that_their_reader_missed(monkeypatch: pytest.
 
 
 def test_what_is_kept_is_not_given_to_a_reader_of_another_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subscribing, "LIVE_SECONDS", 0.01)
+    monkeypatch.setattr(subscribe, "LIVE_SECONDS", 0.01)
     store = Following(1, 2)
     assert store.next(20) == (20, [])
     # The log lost event 2, and issued its position and the one after it again.

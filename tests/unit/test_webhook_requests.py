@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from headwater.errors import InvalidRequest
 from headwater.model import Dead, Event, Retry, Webhook
-from headwater.server.webhook_addresses import may_reach, networks
-from headwater.server.webhook_requests import (
+from headwater.webhooks.addresses import may_reach, networks
+from headwater.webhooks.requests import (
     Answer,
     Gone,
     envelope,

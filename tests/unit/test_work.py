@@ -11,10 +11,11 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater import calls, subscription
+from headwater import calls
 from headwater.errors import LeaseLost
+from headwater.log import steps as log_steps
+from headwater.log.steps import Handle, Handled, Wait, WorkStep
 from headwater.model import ClaimedEvent, Dead, Lease, LogState, Outcome, Retry, Snooze
-from headwater.subscription import Handle, Handled, Wait, WorkStep
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -130,7 +131,7 @@ class FakeQueue:
                         self.said[position] = "done"
             return Handled(ended, stop=len(handled) == stop_after)
 
-        self.drive(subscription.work("g", worker="w", batch_size=batch_size, **options), handle)
+        self.drive(log_steps.work("g", worker="w", batch_size=batch_size, **options), handle)
         return handled
 
 
@@ -252,7 +253,7 @@ def test_a_growing_log_wakes_an_idle_worker() -> None:
 
 def test_what_settled_between_the_claim_and_the_look_is_not_slept_through() -> None:
     queue = FakeQueue()
-    steps = subscription.work("g", worker="w", batch_size=1, look_seconds=1000)
+    steps = log_steps.work("g", worker="w", batch_size=1, look_seconds=1000)
     assert queue.answer(next(steps)) is None  # type: ignore[arg-type]
     queue.publish(1)
     step = steps.send(None)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
-from headwater import calls, schema
-from headwater.aio.administration import Administration
-from headwater.aio.following import Following
-from headwater.aio.groups import Groups
-from headwater.aio.publishing import Publishing
-from headwater.aio.shell import PooledConnection, prepare_session
-from headwater.aio.store import Stores
-from headwater.aio.subscriptions import Subscriptions
-from headwater.aio.webhooks import Webhooks
+from headwater import calls
+from headwater.database import schema
+from headwater.database.connection import PooledConnection, prepare_session
 from headwater.errors import LogUnavailable
+from headwater.eventstore.postgres import Stores
+from headwater.log.administration import Administration
+from headwater.log.follow import Following
+from headwater.log.publish import Publishing
+from headwater.queue.api import Groups
+from headwater.sql_subscriptions.api import Subscriptions
+from headwater.webhooks.api import Webhooks
 
 # A pool waits between its tries to reach a lost Postgres, each time twice as long, and gives up after so many seconds.
 # It then begins anew: a Postgres that comes back after an hour is found as soon as one that comes back after seconds.

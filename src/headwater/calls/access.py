@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
-from headwater.access import ApiKey, Credential, Permission, Verifiers
+from headwater.access.permissions import ApiKey, Credential, Permission, Verifiers
 from headwater.calls.call import Call, nothing, only_value
 from headwater.calls.encoding import checked_text
 

@@ -9,6 +9,7 @@ from typing import Any
 from headwater.calls.call import Call, Rows, nothing, only_value
 from headwater.calls.encoding import checked_text, encode_headers, optional_text
 from headwater.calls.reading import EVENT_COLUMNS, topic_names
+from headwater.eventstore.query import StoreLease
 from headwater.model import (
     Binding,
     ClaimedEvent,
@@ -22,7 +23,6 @@ from headwater.model import (
     Retry,
     Snooze,
 )
-from headwater.query import StoreLease
 
 _GROUP = (
     "name, start_position, lease_seconds, max_attempts, backoff_seconds, backoff_factor, backoff_max_seconds, "

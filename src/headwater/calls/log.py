@@ -7,6 +7,7 @@ from datetime import timedelta
 
 from headwater.calls.call import Call, Rows, nothing, only_value
 from headwater.calls.encoding import checked_text
+from headwater.database.schema import Installed
 from headwater.errors import never_issued
 from headwater.model import (
     LogSettings,
@@ -17,7 +18,6 @@ from headwater.model import (
     TopicOverview,
     Upkeep,
 )
-from headwater.schema import Installed
 
 
 def installed() -> Call[Installed | None]:

@@ -10,7 +10,7 @@ from psycopg.types.json import Jsonb
 
 from headwater.calls.call import Call, Rows, nothing, only_value
 from headwater.calls.encoding import checked_text
-from headwater.schemas import Reference, Schema
+from headwater.schema_registry.schemas import Reference, Schema
 
 _COLUMNS = "subject, version, id, type, text, refers_to, deleted"
 

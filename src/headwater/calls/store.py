@@ -19,10 +19,11 @@ from headwater.calls.encoding import (
     encode_payload,
     pack,
 )
-from headwater.deciding import SavedState, SnapshotKey
 from headwater.errors import InvalidEvent, InvalidRequest
-from headwater.field_index import FieldIndex, conditions_as_json, conditions_from_json
-from headwater.query import (
+from headwater.eventstore.conflict_cache import Known, Question, marks_of, question_of
+from headwater.eventstore.decider import SavedState, SnapshotKey
+from headwater.eventstore.field_index import FieldIndex, conditions_as_json, conditions_from_json
+from headwater.eventstore.query import (
     EVERYTHING,
     LAST_POSITION,
     MAX_TAGS,
@@ -38,7 +39,6 @@ from headwater.query import (
     refuse_beyond,
     refuse_too_deep,
 )
-from headwater.window import Known, Question, marks_of, question_of
 
 MAX_CONTENT_TYPE = 200
 MAX_EVENTS = 1000

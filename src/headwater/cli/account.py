@@ -8,12 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
-from headwater import access
-from headwater.access import Permission
+from headwater.access import permissions as access_permissions
+from headwater.access.permissions import Permission
 from headwater.calls import access as calls
 from headwater.cli import output
-from headwater.cli.acting import acting
 from headwater.cli.arguments import Dsn, Json, duration, examples
+from headwater.cli.audited import acting
 from headwater.cli.connection import session
 from headwater.cli.exit_codes import NotThere
 from headwater.errors import InvalidRequest
@@ -24,8 +24,8 @@ keys = typer.Typer(no_args_is_help=True, help="Keys with which programs come in 
 app.add_typer(keys, name="key")
 
 Name = Annotated[str, typer.Argument(metavar="ACCOUNT", help="The account's name; * is everybody.", show_default=False)]
-Action = Annotated[str, typer.Argument(metavar="ACTION", help=f"One of {', '.join(access.ACTIONS)}.")]
-Kind = Annotated[str, typer.Argument(metavar="KIND", help=f"One of {', '.join(access.KINDS)}.")]
+Action = Annotated[str, typer.Argument(metavar="ACTION", help=f"One of {', '.join(access_permissions.ACTIONS)}.")]
+Kind = Annotated[str, typer.Argument(metavar="KIND", help=f"One of {', '.join(access_permissions.KINDS)}.")]
 Of = Annotated[str, typer.Argument(metavar="[NAME]", help="Of what; a* is all that begin with a, * is all.")]
 
 
@@ -43,11 +43,11 @@ def create(
     as_json: Json = False,
 ) -> None:
     """Make an account, or give one that there is a new password."""
-    if name == access.EVERYBODY:
+    if name == access_permissions.EVERYBODY:
         raise InvalidRequest("* stands for everybody and is no account")
     if not password:
         raise InvalidRequest("a password has at least one character")
-    kept = access.verifiers(password, os.urandom(16))
+    kept = access_permissions.verifiers(password, os.urandom(16))
     with session(context).log(dsn) as log, acting(log, "account.create", name, {"administrator": administrator}) as log:
         log.run(calls.set_account(name, kept, administrator=administrator))
     _said({"account": name}, f"account {name} is there", as_json=as_json)
@@ -140,8 +140,8 @@ def create_key(
     as_json: Json = False,
 ) -> None:
     """Make a key of an account. It is shown this once; only its hash is kept."""
-    key = access.key_of(os.urandom(32))
-    hashed = access.key_hash(key)
+    key = access_permissions.key_of(os.urandom(32))
+    hashed = access_permissions.key_hash(key)
     detail: dict[str, Any] = {"hash": hashed.hex()[:16], "label": label, "expires_in": expires_in}
     with session(context).log(dsn) as log, acting(log, "key.create", name, detail) as log:
         log.run(calls.create_api_key(hashed, name, label=label, expires_in=expires_in))
@@ -181,10 +181,10 @@ def delete_key(
 
 
 def _permission(account: str, action: str, kind: str, of: str) -> Permission:
-    if action not in access.ACTIONS:
-        raise typer.BadParameter(f"{action!r} is none of {', '.join(access.ACTIONS)}", param_hint="ACTION")
-    if kind not in access.KINDS:
-        raise typer.BadParameter(f"{kind!r} is none of {', '.join(access.KINDS)}", param_hint="KIND")
+    if action not in access_permissions.ACTIONS:
+        raise typer.BadParameter(f"{action!r} is none of {', '.join(access_permissions.ACTIONS)}", param_hint="ACTION")
+    if kind not in access_permissions.KINDS:
+        raise typer.BadParameter(f"{kind!r} is none of {', '.join(access_permissions.KINDS)}", param_hint="KIND")
     prefix = of.endswith("*") and of != "*"
     return Permission(account, action, kind, of.removesuffix("*") if prefix else of, prefix)
 

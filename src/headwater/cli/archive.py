@@ -8,8 +8,8 @@ import typer
 
 from headwater import calls
 from headwater.cli import output
-from headwater.cli.acting import acting
 from headwater.cli.arguments import Dsn, Json, Yes, examples
+from headwater.cli.audited import acting
 from headwater.cli.connection import session
 from headwater.cli.exit_codes import NotThere
 

@@ -13,7 +13,7 @@ import headwater
 from headwater.cli import output
 from headwater.cli.arguments import Dsn, Json, Yes, examples
 from headwater.cli.connection import session
-from headwater.cli.scratch import scratch_log
+from headwater.cli.temporary_log import scratch_log
 from headwater.model import NewEvent
 
 app = typer.Typer()

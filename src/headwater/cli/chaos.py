@@ -14,7 +14,6 @@ import typer
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from headwater import chaos as trial
 from headwater.cli import output
 from headwater.cli.arguments import Dsn, Json, Yes, examples
 from headwater.cli.connection import session
@@ -23,6 +22,7 @@ from headwater.cli.up import orderly_end, prepare
 from headwater.embedded import Postgres
 from headwater.embedded.stepped_clock import SteppedClock, find_libfaketime
 from headwater.errors import InvalidRequest
+from headwater.trials import chaos as trial
 
 app = typer.Typer()
 

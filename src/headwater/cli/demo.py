@@ -16,7 +16,7 @@ import headwater
 from headwater.cli import demo_pipeline, output
 from headwater.cli.arguments import Dsn, Json, examples
 from headwater.cli.connection import session
-from headwater.cli.scratch import scratch_log
+from headwater.cli.temporary_log import scratch_log
 from headwater.errors import NotAllowed, TopicNotFound
 from headwater.model import Dead, Event, Lease, NewEvent, Retry
 

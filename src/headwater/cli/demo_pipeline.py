@@ -18,7 +18,7 @@ import psycopg
 
 import headwater
 from headwater.cli.exit_codes import NotThere
-from headwater.cli.extras import needs
+from headwater.cli.optional_packages import needs
 from headwater.cli.up import prepare
 from headwater.embedded import Postgres
 from headwater.embedded.nats import Nats
@@ -177,8 +177,8 @@ def _running(directory: Path, dsn: str, nats_url: str, tell: Callable[[str], Non
     """The pipelines, running, for the block."""
     with needs("spark,nats"):
         from headwater.spark import local_session
-        from headwater.spark.pipeline_file import parse
-        from headwater.spark.runner import Report, Runner, Settings
+        from headwater.spark.pipelines.file import parse
+        from headwater.spark.pipelines.runner import Report, Runner, Settings
     started: set[str] = set()
     failed: list[str] = []
 
@@ -228,14 +228,14 @@ def _wait_for(look: Callable[[], Any]) -> Any:
 async def _message(url: str) -> dict[str, Any] | None:
     from nats.js.errors import NotFoundError
 
-    from headwater.nats import payloads, streams
+    from headwater.nats import codec, streams
 
     async with streams.connected(url) as client:
         try:
             message = await client.jetstream().get_last_msg("CDC", "cdc.orders.update")
         except NotFoundError:
             return None
-    found = payloads.decode(message.data or b"")
+    found = codec.decode(message.data or b"")
     assert isinstance(found, dict)
     return found
 

@@ -8,7 +8,7 @@ from typing import Final
 from headwater import errors
 from headwater.embedded import EmbeddedError
 from headwater.errors import HeadwaterError
-from headwater.nats.failure import NatsRefused, NatsUnavailable, ReplicaRefused
+from headwater.nats.errors import NatsRefused, NatsUnavailable, ReplicaRefused
 
 OK: Final = 0
 UNEXPECTED: Final = 1

@@ -10,11 +10,11 @@ import typer
 
 import headwater
 from headwater.cli import output
-from headwater.cli.acting import acting
 from headwater.cli.arguments import After, Dsn, Json, Since, Yes, examples, header, past_instant
+from headwater.cli.audited import acting
 from headwater.cli.connection import session
 from headwater.cli.exit_codes import NotThere
-from headwater.cli.reading_group import reading_group, reading_groups, refuse_reading_group
+from headwater.cli.sql_subscription_groups import reading_group, reading_groups, refuse_reading_group
 from headwater.cli.sub import print_subscriptions
 from headwater.model import Binding, GroupOverview
 

@@ -13,7 +13,7 @@ from headwater.cli import output
 from headwater.cli.arguments import Json, duration, examples
 from headwater.cli.connection import session
 from headwater.cli.exit_codes import NotThere
-from headwater.cli.extras import needs
+from headwater.cli.optional_packages import needs
 
 if TYPE_CHECKING:
     from deltalake import DeltaTable

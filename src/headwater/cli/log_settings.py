@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from headwater.cli import output
-from headwater.cli.acting import acting
 from headwater.cli.arguments import Dsn, Json, duration, examples
+from headwater.cli.audited import acting
 from headwater.cli.connection import session
 from headwater.model import LogSettings
 

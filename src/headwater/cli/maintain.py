@@ -15,9 +15,9 @@ from headwater.cli import output
 from headwater.cli.arguments import Dsn, Json, examples
 from headwater.cli.connection import session
 from headwater.errors import LogUnavailable
+from headwater.log.steps import FULL_SWEEP, UpkeepTimes
 from headwater.model import Upkeep
-from headwater.subscription import FULL_SWEEP, UpkeepTimes
-from headwater.telemetry import ERROR, WAIT_SECONDS, logger
+from headwater.observability.metrics import ERROR, WAIT_SECONDS, logger
 
 app = typer.Typer()
 

@@ -15,7 +15,7 @@ from headwater.cli.arguments import Dsn, Json, examples
 from headwater.cli.connection import CONNECT_SECONDS, connect, session, translated
 from headwater.cli.exit_codes import ChecksFailed
 from headwater.errors import HeadwaterError, LogUnavailable
-from headwater.server.metrics import POSITIONS, Check, is_ready, readiness, render
+from headwater.servers.prometheus import POSITIONS, Check, is_ready, readiness, render
 
 app = typer.Typer()
 T = TypeVar("T")

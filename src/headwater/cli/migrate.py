@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from headwater import schema
 from headwater.cli import output
 from headwater.cli.arguments import Dsn, Json, examples
 from headwater.cli.connection import session
+from headwater.database import schema
 
 app = typer.Typer()
 

@@ -15,19 +15,19 @@ import typer
 
 from headwater import calls
 from headwater.cli import output
-from headwater.cli.acting import acting
 from headwater.cli.arguments import Dsn, Json, Yes, examples
+from headwater.cli.audited import acting
 from headwater.cli.connection import connect, session, translated
 from headwater.cli.exit_codes import NotThere
-from headwater.cli.extras import needs
+from headwater.cli.optional_packages import needs
 from headwater.errors import InvalidRequest, PipelineNotFound
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from headwater.model import PipelineBatch, PipelineStatus
-    from headwater.spark.pipeline_file import PipelineFile
-    from headwater.spark.runner import Report
+    from headwater.spark.pipelines.file import PipelineFile
+    from headwater.spark.pipelines.runner import Report
 
 app = typer.Typer(help="Pipelines on Spark, declared in a file.", no_args_is_help=True)
 
@@ -75,7 +75,7 @@ def run(
     with translated():
         connect(database).close()
     spark = _spark(declared, master=master, cores=cores, heap_mb=heap_mb, fast_start=once, as_json=as_json)
-    from headwater.spark.runner import Runner, Settings
+    from headwater.spark.pipelines.runner import Runner, Settings
 
     runner = Runner(
         spark,
@@ -123,8 +123,8 @@ def rebuild(
     with translated():
         connect(database).close()
     spark = _spark(declared, master=master, cores=cores, heap_mb=1024, fast_start=False, as_json=as_json)
-    from headwater.spark import rebuild as rebuilding
-    from headwater.spark.runner import Settings
+    from headwater.spark.pipelines import rebuild as rebuilding
+    from headwater.spark.pipelines.runner import Settings
 
     settings = Settings(
         dsn=database, nats_url=declared.nats, directory=file.resolve().parent, checkpoints=declared.checkpoints
@@ -171,7 +171,7 @@ def validate(
     """Check a file, and whether what it needs of Postgres is there. Changes nothing and starts no Spark."""
     declared = _read(file)
     with needs("spark,nats"):
-        from headwater.spark.validation import problems
+        from headwater.spark.pipelines.validation import problems
     database = session(context).dsn(dsn or declared.postgres)
     with translated():
         connect(database).close()
@@ -319,7 +319,7 @@ def reset(
     with session(context).log(database) as log, acting(log, "pipeline.reset", name, detail) as log:
         log.run(calls.reset_pipeline(name, place=to, forget_written=forget))
     if drop_slot and spec.source == "changes":
-        from headwater.cdc.slot import Slot
+        from headwater.capture.slot import Slot
 
         Slot(database, spec.slot, spec.slot).drop()
     if as_json:
@@ -343,7 +343,7 @@ def delete(context: typer.Context, name: Name, yes: Yes = False, dsn: Dsn = None
 
 def _read(file: Path) -> PipelineFile:
     with needs("spark,nats"):
-        from headwater.spark.pipeline_file import parse
+        from headwater.spark.pipelines.file import parse
     try:
         text = file.read_text()
     except OSError as error:

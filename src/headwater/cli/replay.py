@@ -14,16 +14,16 @@ from rich.progress import Progress as Bar
 from headwater import calls
 from headwater.calls import Replay
 from headwater.cli import output
-from headwater.cli.acting import acting
 from headwater.cli.arguments import After, Dsn, Json, Since, Yes, examples, past_instant
+from headwater.cli.audited import acting
 from headwater.cli.connection import session
 from headwater.cli.exit_codes import NotThere
-from headwater.cli.extras import needs
+from headwater.cli.optional_packages import needs
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from headwater.spark.replay import Preview, Progress, Target
+    from headwater.spark.replay.run import Preview, Progress, Target
 
 app = typer.Typer()
 
@@ -87,9 +87,9 @@ def replay(
             output.emit({"forgotten": forget}) if as_json else output.say(f"replay {forget} is forgotten")
             return
     with needs("spark"):
-        from headwater.spark.replay import Selection, ToGroup, ToTable, ToTopic
-        from headwater.spark.replay import preview as look
-        from headwater.spark.replay import replay as carry_out
+        from headwater.spark.replay.run import Selection, ToGroup, ToTable, ToTopic
+        from headwater.spark.replay.run import preview as look
+        from headwater.spark.replay.run import replay as carry_out
 
     target: Target
     if to_topic is not None:

@@ -11,8 +11,8 @@ import typer
 from headwater.cli import output
 from headwater.cli.arguments import Json, examples
 from headwater.cli.connection import session
-from headwater.cli.extras import needs
-from headwater.cli.stopping import stop_on_signals
+from headwater.cli.optional_packages import needs
+from headwater.cli.signals import stop_on_signals
 
 app = typer.Typer()
 

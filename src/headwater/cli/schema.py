@@ -9,17 +9,17 @@ from typing import Annotated, Any, Final
 import psycopg
 import typer
 
-from headwater import registry
 from headwater.calls import Call
 from headwater.calls import registry as calls
 from headwater.calls.registry import SchemaVersion
 from headwater.cli import output
-from headwater.cli.acting import acting
 from headwater.cli.arguments import Dsn, Json, Yes, examples
+from headwater.cli.audited import acting
 from headwater.cli.connection import session
 from headwater.errors import IncompatibleSchema, InvalidRequest, SchemaNotFound
-from headwater.registry import LEVELS, carry_out
-from headwater.schemas import TYPES, Reference, Schema
+from headwater.schema_registry import registry
+from headwater.schema_registry.registry import LEVELS, carry_out
+from headwater.schema_registry.schemas import TYPES, Reference, Schema
 
 app = typer.Typer(help="Schemas: what payloads must fit, and what may follow what.", no_args_is_help=True)
 

@@ -17,21 +17,21 @@ from typing import Annotated, Any, Final, TypeVar
 import typer
 
 import headwater
-from headwater import aio, store
+from headwater import aio, eventstore
+from headwater.access.password_checks import PasswordChecks
 from headwater.calls import access as access_calls
 from headwater.calls import kafka as kafka_calls
 from headwater.cli import open_files, output, processes
 from headwater.cli.arguments import Dsn, Json, examples
 from headwater.cli.connection import connect, session, translated
-from headwater.cli.extras import needs
-from headwater.cli.garbage import collected_now_and_then
+from headwater.cli.gc_tuning import collected_now_and_then
 from headwater.cli.log_lines import LogLines
-from headwater.cli.stopping import first_of, stop_on_signals
+from headwater.cli.optional_packages import needs
+from headwater.cli.signals import first_of, stop_on_signals
 from headwater.cli.webhook import AllowNetwork
 from headwater.errors import HeadwaterError, InvalidRequest
-from headwater.password_checks import PasswordChecks
-from headwater.server.door import Limits, Opening
-from headwater.server.webhook_addresses import Network, networks
+from headwater.servers.options import Limits, Opening
+from headwater.webhooks.addresses import Network, networks
 
 app = typer.Typer()
 
@@ -459,16 +459,16 @@ async def _open_doors(stack: AsyncExitStack, plan: Plan) -> tuple[dict[str, str]
     # All of them before the first connection: what is missing is told at once.
     if plan.http is not None:
         with needs("http"):
-            from headwater.server.http import serving as serving_http
+            from headwater.servers.http.server import serving as serving_http
     if plan.grpc is not None:
         with needs("grpc"):
-            from headwater.server.rpc import serving as serving_grpc
+            from headwater.servers.grpc.server import serving as serving_grpc
     if plan.kafka is not None:
         with needs("kafka"):
-            import headwater.kafka.server  # noqa: F401
+            import headwater.servers.kafka.server  # noqa: F401
     if plan.webhooks:
         with needs("webhooks"):
-            from headwater.server.webhooks import dispatching
+            from headwater.webhooks.deliver import dispatching
     addresses: dict[str, str] = {}
     failures: list[asyncio.Event] = []
     # A broker has one connection for its lease alone.
@@ -496,20 +496,20 @@ async def _open_doors(stack: AsyncExitStack, plan: Plan) -> tuple[dict[str, str]
 async def _open_stores(stack: AsyncExitStack, plan: Plan) -> tuple[dict[str, str], list[asyncio.Event]]:
     """The same for the event stores of a directory."""
     with needs("grpc"):
-        from headwater.server.rpc import serving_stores
+        from headwater.servers.grpc.server import serving_stores
     assert plan.stores is not None
     assert plan.grpc is not None
     if not plan.stores.startswith("sqlite:"):
         raise InvalidRequest("event stores in Postgres are served with --dsn, and need no --store")
-    stores = await store.open_async(plan.stores)
-    assert isinstance(stores, store.AsyncSqliteStores)
+    stores = await eventstore.open_async(plan.stores)
+    assert isinstance(stores, eventstore.AsyncSqliteStores)
     await stack.enter_async_context(stores)
     door = await stack.enter_async_context(serving_stores(stores, plan.grpc))
     return {"grpc": door.address}, [door.failed]
 
 
 async def _open_kafka(doors: _Doors, log: aio.AsyncHeadwater, plan: KafkaPlan, passwords: PasswordChecks) -> str:
-    from headwater.kafka.server import serving
+    from headwater.servers.kafka.server import serving
 
     opening = plan.opening
     try:

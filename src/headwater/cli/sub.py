@@ -9,11 +9,11 @@ from typing import Annotated, Any
 import typer
 
 from headwater.cli import output
-from headwater.cli.acting import acting
 from headwater.cli.arguments import After, Dsn, Json, Yes, duration, examples, json_object
+from headwater.cli.audited import acting
 from headwater.cli.connection import session
 from headwater.cli.exit_codes import NotThere
-from headwater.cli.reading_group import reading_group
+from headwater.cli.sql_subscription_groups import reading_group
 from headwater.errors import InvalidRequest
 from headwater.model import Subscription
 

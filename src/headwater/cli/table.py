@@ -9,8 +9,8 @@ import typer
 
 import headwater
 from headwater.cli import output
-from headwater.cli.acting import acting
 from headwater.cli.arguments import Dsn, Json, examples
+from headwater.cli.audited import acting
 from headwater.cli.connection import session
 from headwater.cli.exit_codes import NotThere
 from headwater.cli.queries import ask

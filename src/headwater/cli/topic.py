@@ -11,8 +11,8 @@ import typer
 from headwater.calls import kafka_admin
 from headwater.calls import registry as calls
 from headwater.cli import output
-from headwater.cli.acting import acting
 from headwater.cli.arguments import Dsn, Json, Yes, duration, examples
+from headwater.cli.audited import acting
 from headwater.cli.connection import session
 
 app = typer.Typer(help="Topics: the named parts of the log.", no_args_is_help=True)

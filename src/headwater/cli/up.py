@@ -10,11 +10,11 @@ from typing import Annotated
 
 import typer
 
-from headwater import schema
 from headwater.cli import output
 from headwater.cli.arguments import Json, examples
 from headwater.cli.connection import DATABASE, connect, session, translated
 from headwater.cli.maintain import keep_up
+from headwater.database import schema
 from headwater.embedded import Postgres
 
 app = typer.Typer()

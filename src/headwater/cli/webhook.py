@@ -11,12 +11,12 @@ import typer
 
 from headwater import aio
 from headwater.cli import output
-from headwater.cli.acting import acting
 from headwater.cli.arguments import Dsn, Json, Yes, examples, header, json_object, past_instant
+from headwater.cli.audited import acting
 from headwater.cli.connection import connect, session, translated
 from headwater.cli.exit_codes import NotThere
-from headwater.cli.extras import needs
-from headwater.cli.stopping import stop_on_signals
+from headwater.cli.optional_packages import needs
+from headwater.cli.signals import stop_on_signals
 from headwater.errors import InvalidRequest
 from headwater.model import GroupOverview, Webhook, WebhookTest
 
@@ -334,8 +334,8 @@ def try_out(
 ) -> None:
     """Send a signed test event, once, and show what came of it. Ends with 3 if it was not accepted."""
     with needs("webhooks"):
-        from headwater.server.webhook_addresses import networks
-        from headwater.server.webhooks import send_test
+        from headwater.webhooks.addresses import networks
+        from headwater.webhooks.deliver import send_test
     allowed = networks(allow_network or ())
     database = session(context).dsn(dsn)
     with translated():
@@ -373,8 +373,8 @@ def deliver(
     Run as many as you like, on as many machines: they share the work. New and changed webhooks are noticed.
     """
     with needs("webhooks"):
-        from headwater.server.webhook_addresses import networks
-        from headwater.server.webhooks import dispatching
+        from headwater.webhooks.addresses import networks
+        from headwater.webhooks.deliver import dispatching
     allowed = networks(allow_network or ())
     found = session(context)
     database = found.dsn(dsn)

@@ -15,7 +15,7 @@ from headwater.cli.arguments import Dsn, Json, examples
 from headwater.cli.connection import connect, session, translated
 from headwater.cli.exit_codes import NotThere
 from headwater.errors import HeadwaterError, InvalidRequest
-from headwater.worker import App
+from headwater.queue.worker import App
 
 app = typer.Typer()
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 
 from psycopg_pool import ConnectionPool, PoolTimeout
 
-from headwater import calls, schema
-from headwater.client.administration import Administration
-from headwater.client.following import Following
-from headwater.client.groups import Groups
-from headwater.client.publishing import Publishing
-from headwater.client.shell import PooledConnection, prepare_session
-from headwater.client.store import Stores
-from headwater.client.subscriptions import Subscriptions
-from headwater.client.webhooks import Webhooks
+from headwater import calls
+from headwater.client.database.connection import PooledConnection, prepare_session
+from headwater.client.eventstore.postgres import Stores
+from headwater.client.log.administration import Administration
+from headwater.client.log.follow import Following
+from headwater.client.log.publish import Publishing
+from headwater.client.queue.api import Groups
+from headwater.client.sql_subscriptions.api import Subscriptions
+from headwater.client.webhooks.api import Webhooks
+from headwater.database import schema
 from headwater.errors import LogUnavailable
 
 # A pool waits between its tries to reach a lost Postgres, each time twice as long, and gives up after so many seconds.

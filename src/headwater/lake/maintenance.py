@@ -14,10 +14,10 @@ import pyarrow.fs as pafs
 from deltalake import DeltaTable
 from deltalake.exceptions import CommitFailedError, DeltaError
 
-from headwater import telemetry
 from headwater.errors import InvalidRequest
 from headwater.lake.files import BATCHES, filesystem
 from headwater.lake.table import WRITTEN, despite_others
+from headwater.observability import metrics
 
 TARGET_BYTES: Final = 128 << 20
 # Today's partition still grows: what is rewritten now is rewritten again, so it waits for some files more.
@@ -136,7 +136,7 @@ class Upkeep:
             compacted = compact(table, today=today, target_bytes=self._target_bytes)
             vacuum(table, leftovers=False)
         except (DeltaError, CommitFailedError, OSError) as error:
-            telemetry.logger.warning("upkeep of a lake table failed", extra={telemetry.ERROR: str(error)})
+            metrics.logger.warning("upkeep of a lake table failed", extra={metrics.ERROR: str(error)})
             return None
         return compacted
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from headwater.nats.failure import InvalidMessage
+from headwater.nats.errors import InvalidMessage
 
 # What is published: `headers` holds further header lines, each with its end of line, or is null.
 SCHEMA: Final = pa.schema(

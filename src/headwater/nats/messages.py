@@ -1,6 +1,6 @@
 """Captured changes and snapshots as messages of NATS, in ZeBridge's shapes. No I/O here.
 
-A batch of changes has the columns that `headwater.cdc` gives; what comes out has `frames.SCHEMA`.
+A batch of changes has the columns that `headwater.capture` gives; what comes out has `frames.SCHEMA`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from headwater.nats import frames, payloads, subjects
-from headwater.nats.failure import InvalidMessage
-from headwater.nats.payloads import Encoding
+from headwater.nats import codec, frames, subjects
+from headwater.nats.codec import Encoding
+from headwater.nats.errors import InvalidMessage
 from headwater.nats.subjects import Table
 
 CHANGE_COLUMNS: Final = (
@@ -219,7 +219,7 @@ def _events(changes: pa.RecordBatch, kinds: _Kinds, encoding: Encoding) -> pa.Ar
         return _json_events(changes, kinds, data, old, unchanged)
     if encoding == "msgpack":
         return _msgpack_events(changes, kinds, data, old, unchanged)
-    raise InvalidMessage(f"{encoding!r} is no encoding: {', '.join(payloads.ENCODINGS)}")
+    raise InvalidMessage(f"{encoding!r} is no encoding: {', '.join(codec.ENCODINGS)}")
 
 
 def _times(changes: pa.RecordBatch) -> pa.Array:
@@ -273,34 +273,34 @@ def _msgpack_events(changes: pa.RecordBatch, kinds: _Kinds, data: Any, old: Any,
             "operation": kind.operation.upper(),
             "subject": kind.subject,
         }
-        packed = b"".join(payloads.encode(part, "msgpack") for pair in values.items() for part in pair)
+        packed = b"".join(codec.encode(part, "msgpack") for pair in values.items() for part in pair)
         id_bytes = _ID_BYTES + len(kind.id_end)
-        return packed + payloads.encode("msg_id", "msgpack") + _text_head(id_bytes)
+        return packed + codec.encode("msg_id", "msgpack") + _text_head(id_bytes)
 
     fields = np.full(rows, 0x80 + 10, np.uint8)  # a map of so many pairs
     ends: list[Any] = []
     if old.null_count < len(old):
         fields += old.is_valid().to_numpy(zero_copy_only=False).astype(np.uint8)
-        old_key = payloads.encode("old", "msgpack")
+        old_key = codec.encode("old", "msgpack")
         ends.append(pc.fill_null(pc.binary_join_element_wise(old_key, _transcoded(old), b""), b""))
     if _any_listed(unchanged):
-        key = payloads.encode("unchanged", "msgpack")
-        lists = [key + payloads.encode(names, "msgpack") if names else b"" for names in unchanged.to_pylist()]
+        key = codec.encode("unchanged", "msgpack")
+        lists = [key + codec.encode(names, "msgpack") if names else b"" for names in unchanged.to_pylist()]
         fields += np.array([bool(listed) for listed in lists]).astype(np.uint8)
         ends.append(pa.array(lists, pa.binary()))
     return pc.binary_join_element_wise(
         _raw(fields.reshape(-1, 1)),
         kinds.of_kind([shared(kind) for kind in kinds.kinds], pa.binary()),
         pc.cast(kinds.msg_ids(), pa.binary()),
-        payloads.encode("lsn", "msgpack"),
+        codec.encode("lsn", "msgpack"),
         _unsigned(changes.column("commit_lsn")),
-        payloads.encode("xid", "msgpack"),
+        codec.encode("xid", "msgpack"),
         _unsigned(changes.column("xid")),
-        payloads.encode("sequence", "msgpack"),
+        codec.encode("sequence", "msgpack"),
         _unsigned(changes.column("sequence")),
-        payloads.encode("committed_at", "msgpack") + _text_head(_TIME_BYTES),
+        codec.encode("committed_at", "msgpack") + _text_head(_TIME_BYTES),
         pc.cast(_times(changes), pa.binary()),
-        payloads.encode("data", "msgpack"),
+        codec.encode("data", "msgpack"),
         pc.fill_null(_transcoded(data), _NO_DATA["msgpack"]),
         *ends,
         b"",
@@ -316,7 +316,7 @@ def _transcoded(texts: Any) -> pa.Array:
     there = texts.drop_null() if texts.null_count else texts
     # One call for all of them: a call for each would cost more than the parsing.
     values = json.loads("[" + ",".join(there.to_pylist()) + "]")
-    packed = pa.array(payloads.encode_all(values), pa.binary())
+    packed = pa.array(codec.encode_all(values), pa.binary())
     if not texts.null_count:
         return packed
     valid = texts.is_valid().to_numpy(zero_copy_only=False)
@@ -420,9 +420,9 @@ def chunks(
     """Chunks of a snapshot, each a list of rows as JSON objects, as messages."""
     headers: dict[str, str] = {}
     if compressed:
-        headers[payloads.CONTENT_ENCODING] = "zstd"
+        headers[codec.CONTENT_ENCODING] = "zstd"
         if dictionary is not None:
-            headers[payloads.DICTIONARY] = subjects.dictionary_key(snapshot.table, payloads.dictionary_id(dictionary))
+            headers[codec.DICTIONARY] = subjects.dictionary_key(snapshot.table, codec.dictionary_id(dictionary))
     lines = frames.header_lines(headers) if headers else None
     out: tuple[list[str], list[str], list[Any], list[bytes]] = ([], [], [], [])
     for number, texts in enumerate(rows, first_chunk):
@@ -435,11 +435,11 @@ def chunks(
             "lsn": snapshot.lsn,
             "data": json.loads("[" + ",".join(texts) + "]"),
         }
-        payload = payloads.encode(document, encoding)
+        payload = codec.encode(document, encoding)
         out[0].append(subjects.chunk_subject(snapshot.table, snapshot.snapshot_id, number))
         out[1].append(f"snap-{snapshot.table.full_name}-{snapshot.snapshot_id}-{number}")
         out[2].append(lines)
-        out[3].append(payloads.compress(payload, dictionary) if compressed else payload)
+        out[3].append(codec.compress(payload, dictionary) if compressed else payload)
     return _batch(*out)
 
 
@@ -477,10 +477,10 @@ def meta(
     if settles_at is not None:
         document |= {"resumed": True, "settles_at": settles_at}
     msg_id = f"snap-{snapshot.table.full_name}-{snapshot.snapshot_id}-meta"
-    return _batch([subjects.meta_subject(snapshot.table)], [msg_id], [None], [payloads.encode(document, encoding)])
+    return _batch([subjects.meta_subject(snapshot.table)], [msg_id], [None], [codec.encode(document, encoding)])
 
 
 def samples(rows: Sequence[str], encoding: Encoding = "msgpack") -> Iterator[bytes]:
     """Rows as a dictionary learns from them."""
     for row in rows:
-        yield payloads.encode(json.loads(row), encoding)
+        yield codec.encode(json.loads(row), encoding)

@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from headwater.nats import frames
-from headwater.nats.failure import InvalidMessage, NatsRefused, NatsUnavailable
-from headwater.telemetry import logger
+from headwater.nats.errors import InvalidMessage, NatsRefused, NatsUnavailable
+from headwater.observability.metrics import logger
 
 _RECEIVE_BYTES: Final = 262_144
 _FIRST_WAIT_SECONDS: Final = 0.02

@@ -14,12 +14,12 @@ from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 from nats.js.errors import APIError, NotFoundError
 
-from headwater.nats import payloads, streams, subjects
-from headwater.nats.failure import InvalidMessage, NatsUnavailable, ReplicaRefused
+from headwater.database.pg_snapshot import VisibleTransactions, is_visible, lsn_number
+from headwater.database.pg_snapshot import parse as parse_snapshot
+from headwater.nats import codec, streams, subjects
+from headwater.nats.errors import InvalidMessage, NatsUnavailable, ReplicaRefused
 from headwater.nats.replica_store import Diverged, ReplicaStore, State
-from headwater.telemetry import logger
-from headwater.visibility import VisibleTransactions, is_visible, lsn_number
-from headwater.visibility import parse as parse_snapshot
+from headwater.observability.metrics import logger
 
 _ANSWER_SECONDS: Final = 2.0
 _INACTIVE_SECONDS: Final = 300.0
@@ -173,7 +173,7 @@ class Replica:
         except NotFoundError:
             await js.stream_info(subjects.INIT_STREAM)  # says so if it is the stream that is not there
             return None
-        document = payloads.decode(message.data or b"")
+        document = codec.decode(message.data or b"")
         if not isinstance(document, dict) or any(document.get(name) is None for name in _META_FIELDS):
             return None
         return document
@@ -184,7 +184,7 @@ class Replica:
             message = await js.get_last_msg(subjects.INIT_STREAM, subjects.error_subject(self._table))
         except NotFoundError:
             return None
-        document = payloads.decode(message.data or b"")
+        document = codec.decode(message.data or b"")
         return int(message.seq or 0), str(document.get("error")) if isinstance(document, dict) else ""
 
     async def _request(
@@ -252,13 +252,13 @@ class Replica:
         self._tell(snapshots=self.progress.snapshots + 1, rows_loaded=self.progress.rows_loaded + rows)
 
     async def _plain(self, js: JetStreamContext, message: Msg) -> Any:
-        key = (message.headers or {}).get(payloads.DICTIONARY)
+        key = (message.headers or {}).get(codec.DICTIONARY)
         if key is not None and key not in self._dictionaries:
             dictionary = await streams.get_dictionary(js, key)
             if dictionary is None:
                 raise InvalidMessage(f"the dictionary {key} is not in the bucket {subjects.DICTIONARIES_BUCKET}")
             self._dictionaries[key] = dictionary
-        return payloads.plain(message.data, message.headers, self._dictionaries)
+        return codec.plain(message.data, message.headers, self._dictionaries)
 
     # -- changes
 
@@ -343,7 +343,7 @@ def _is_new(event: Mapping[str, Any], state: State, visible: VisibleTransactions
 
 def _refuse_if_refused(answer: bytes) -> None:
     """Whoever serves snapshots says whether it will; ZeBridge answers nothing."""
-    document = payloads.decode(answer) if answer else None
+    document = codec.decode(answer) if answer else None
     if isinstance(document, dict) and document.get("accepted") is False:
         raise ReplicaRefused(str(document.get("error") or "the snapshot was refused"), hint=document.get("hint"))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from headwater.nats.failure import InvalidMessage, ReplicaRefused
+from headwater.nats.errors import InvalidMessage, ReplicaRefused
 from headwater.nats.subjects import DEFAULT_SCHEMA, Table
 
 _INTEGERS: Final = frozenset({"smallint", "integer", "bigint", "int2", "int4", "int8", "oid"})

@@ -14,9 +14,9 @@ from nats.js import JetStreamContext
 from nats.js.api import DiscardPolicy, KeyValueConfig, RetentionPolicy, StorageType, StreamConfig
 from nats.js.errors import BucketNotFoundError, KeyNotFoundError, NotFoundError
 
-from headwater.nats import payloads, subjects
-from headwater.nats.failure import InvalidMessage, NatsRefused, NatsUnavailable
-from headwater.nats.payloads import Encoding
+from headwater.nats import codec, subjects
+from headwater.nats.codec import Encoding
+from headwater.nats.errors import InvalidMessage, NatsRefused, NatsUnavailable
 from headwater.nats.subjects import Table
 
 
@@ -113,20 +113,20 @@ async def put_schema(
     known = await get_schema(js, table)
     if known is not None and {**known, "timestamp": None} == {**document, "timestamp": None}:
         return False
-    await bucket.put(table.token, payloads.encode(dict(document), encoding))
+    await bucket.put(table.token, codec.encode(dict(document), encoding))
     return True
 
 
 async def get_schema(js: JetStreamContext, table: Table) -> dict[str, Any] | None:
     """What the bucket says of a table's columns."""
     value = await _value(js, subjects.SCHEMAS_BUCKET, table.token)
-    document = None if value is None else payloads.decode(value)
+    document = None if value is None else codec.decode(value)
     return document if isinstance(document, dict) else None
 
 
 async def put_dictionary(js: JetStreamContext, table: Table, dictionary: bytes) -> str:
     """Publish a dictionary; returns the key by which messages name it."""
-    key = subjects.dictionary_key(table, payloads.dictionary_id(dictionary))
+    key = subjects.dictionary_key(table, codec.dictionary_id(dictionary))
     bucket = await js.key_value(subjects.DICTIONARIES_BUCKET)
     if await _value(js, subjects.DICTIONARIES_BUCKET, key) != dictionary:
         await bucket.put(key, dictionary)
@@ -149,20 +149,20 @@ async def _value(js: JetStreamContext, bucket: str, key: str) -> bytes | None:
 async def get_snapshot(js: JetStreamContext, table: Table) -> dict[str, Any] | None:
     """What is known of the last snapshot of a table, or of the one that runs."""
     value = await _value(js, subjects.SNAPSHOTS_BUCKET, table.token)
-    document = None if value is None else payloads.decode(value)
+    document = None if value is None else codec.decode(value)
     return document if isinstance(document, dict) else None
 
 
 async def put_snapshot(js: JetStreamContext, table: Table, document: Mapping[str, Any]) -> None:
     """Say how a table's snapshot stands."""
     bucket = await js.key_value(subjects.SNAPSHOTS_BUCKET)
-    await bucket.put(table.token, payloads.encode(dict(document), "json"))
+    await bucket.put(table.token, codec.encode(dict(document), "json"))
 
 
 async def get_ranges(js: JetStreamContext, table: Table, snapshot_id: str) -> list[dict[str, Any]]:
     """What was noted of the ranges of a snapshot that are done."""
     found = await _values(js, subjects.SNAPSHOTS_BUCKET, f"{table.token}.{snapshot_id}.*")
-    return [payloads.decode(value) for value in found.values()]
+    return [codec.decode(value) for value in found.values()]
 
 
 async def put_range(
@@ -170,7 +170,7 @@ async def put_range(
 ) -> None:
     """Note that a range of a snapshot is done."""
     bucket = await js.key_value(subjects.SNAPSHOTS_BUCKET)
-    await bucket.put(subjects.range_key(table, snapshot_id, number), payloads.encode(dict(document), "json"))
+    await bucket.put(subjects.range_key(table, snapshot_id, number), codec.encode(dict(document), "json"))
 
 
 async def forget_ranges(js: JetStreamContext, table: Table, snapshot_id: str) -> None:
@@ -204,7 +204,7 @@ async def publish_error(
     js: JetStreamContext, table: Table, document: Mapping[str, Any], *, encoding: Encoding = "msgpack"
 ) -> None:
     """Say that a snapshot failed, and why."""
-    await js.publish(subjects.error_subject(table), payloads.encode(dict(document), encoding))
+    await js.publish(subjects.error_subject(table), codec.encode(dict(document), encoding))
 
 
 async def schemas(js: JetStreamContext) -> dict[Table, dict[str, Any]]:
@@ -212,7 +212,7 @@ async def schemas(js: JetStreamContext) -> dict[Table, dict[str, Any]]:
     documents = {}
     for key, value in (await _values(js, subjects.SCHEMAS_BUCKET, ">")).items():
         try:
-            table, document = Table.of_token(key), payloads.decode(value)
+            table, document = Table.of_token(key), codec.decode(value)
         except InvalidMessage:
             continue
         if isinstance(document, dict):

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from headwater.nats.failure import InvalidMessage
+from headwater.nats.errors import InvalidMessage
 
 CDC_STREAM: Final = "CDC"
 INIT_STREAM: Final = "INIT"

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 __all__ = ["local_session", "register"]
 
 SOURCES = (
-    ("headwater.spark.log_source", "LogSource"),
-    ("headwater.spark.changes_source", "ChangesSource"),
-    ("headwater.spark.table_source", "TableSource"),
-    ("headwater.spark.nats_sink", "NatsSink"),
+    ("headwater.spark.formats.log", "LogSource"),
+    ("headwater.spark.formats.changes", "ChangesSource"),
+    ("headwater.spark.formats.table", "TableSource"),
+    ("headwater.spark.formats.nats", "NatsSink"),
 )
 
 

@@ -31,7 +31,7 @@ from pyspark.sql.types import (
 
 from headwater import errors
 from headwater.calls import Call
-from headwater.cdc.connection import arrow_database
+from headwater.capture.connection import arrow_database
 from headwater.errors import LogUnavailable
 
 T = TypeVar("T")

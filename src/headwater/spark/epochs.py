@@ -16,7 +16,7 @@ from headwater.errors import EpochChanged
 
 if TYPE_CHECKING:
     from headwater import Headwater
-    from headwater.cdc.timeline import History
+    from headwater.capture.timeline import History
 
 
 class Offset(NamedTuple):

@@ -1,0 +1,1 @@
+"""Access: accounts, permissions, passwords and API keys, the same for every server."""

@@ -1,0 +1,1 @@
+"""The database: connections to it, and how calls are run on them."""

@@ -1,0 +1,36 @@
+"""One address for event stores, wherever they live: a Postgres, or a directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headwater import aio
+from headwater.client import Headwater, connect
+from headwater.errors import InvalidRequest
+from headwater.eventstore.sqlite import SqliteStores
+from headwater.eventstore.sqlite_async import AsyncSqliteStores
+
+
+def open(address: str) -> Headwater | SqliteStores:
+    """The log at `postgresql://...`, or the event stores in the directory of `sqlite:///dir` (`sqlite:////var/dir`)."""
+    directory = _directory(address)
+    return connect(address) if directory is None else SqliteStores(directory)
+
+
+async def open_async(address: str) -> aio.AsyncHeadwater | AsyncSqliteStores:
+    """The same for programs with an event loop."""
+    directory = _directory(address)
+    return await aio.connect(address) if directory is None else AsyncSqliteStores(directory)
+
+
+def _directory(address: str) -> Path | None:
+    """Of an address of files; None: it is one of a Postgres."""
+    scheme, separator, rest = address.partition("://")
+    if separator and scheme in ("postgresql", "postgres"):
+        return None
+    if separator and scheme == "sqlite" and rest.startswith("/") and len(rest) > 1:
+        return Path(rest[1:])
+    raise InvalidRequest(
+        f'"{address}" is no address of event stores',
+        hint="Write postgresql://user@host/database, sqlite:///directory or sqlite:////absolute/directory.",
+    )

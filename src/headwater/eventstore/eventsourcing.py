@@ -1,0 +1,174 @@
+"""An event store as the recorder of the `eventsourcing` library's dynamic consistency boundaries.
+
+PERSISTENCE_MODULE=headwater.eventstore.eventsourcing and HEADWATER_STORE_ADDRESS make its applications use Headwater.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeAlias
+
+from eventsourcing.dcb.api import (
+    DCBAppendCondition,
+    DCBEvent,
+    DCBQuery,
+    DCBReadResponse,
+    DCBRecorder,
+    DCBSequencedEvent,
+    DCBSubscription,
+)
+from eventsourcing.dcb.persistence import DCBInfrastructureFactory
+from eventsourcing.persistence import IntegrityError, OperationalError, ProgrammingError
+from eventsourcing.popo import POPOTrackingRecorder
+from eventsourcing.utils import Environment, EnvType
+
+from headwater.client.eventstore.postgres import EventStore
+from headwater.errors import AppendConflict, EpochChanged, HeadwaterError, LogUnavailable
+from headwater.eventstore.addresses import open
+from headwater.eventstore.query import EVERYTHING, Item, NewStoreEvent, NoMatchAfter, Query, StoreEvent
+from headwater.eventstore.sqlite import SqliteEventStore
+
+AnyEventStore: TypeAlias = EventStore | SqliteEventStore
+BATCH_SIZE = 500
+
+
+class HeadwaterRecorder(DCBRecorder):
+    """Appends to and reads from one event store. Its positions are those of the store."""
+
+    def __init__(self, store: AnyEventStore) -> None:
+        self.store = store
+        # The library's conditions have no epoch: what a thread read last is what its next append is about.
+        self._read_in = threading.local()
+
+    def read(
+        self, query: DCBQuery | None = None, *, after: int | None = None, limit: int | None = None
+    ) -> DCBReadResponse:
+        """Events that match. Without a limit the head is the end of the store, else it is the last event read."""
+        with _translated():
+            if limit is None:
+                head, self._read_in.epoch = self.store._end()
+                events = self.store.read_all(_query(query), after=after or 0, before=head + 1)
+                return _Response(events, head or None)
+            events_read: Sequence[StoreEvent] = []
+            if limit >= 1:
+                events_read, self._read_in.epoch = self.store.read_page(
+                    _query(query), after=after or 0, batch_size=limit
+                )
+            return _Response(iter(events_read), events_read[-1].position if events_read else None)
+
+    def append(self, events: Sequence[DCBEvent], condition: DCBAppendCondition | None = None) -> int:
+        """Append, or IntegrityError if the condition fails; returns the position of the last event."""
+        if not events:
+            raise ProgrammingError("an append has one event or more")
+        new = [NewStoreEvent(event.type, event.data, event.tags) for event in events]
+        asked = None
+        if condition is not None:
+            epoch: int | None = getattr(self._read_in, "epoch", None)
+            asked = NoMatchAfter(_query(condition.fail_if_events_match), condition.after or 0, epoch)
+        with _translated():
+            return self.store.append(new, asked).position
+
+    def subscribe(self, query: DCBQuery | None = None, *, after: int | None = None) -> HeadwaterSubscription:
+        """Every event that matches, those to come included."""
+        return HeadwaterSubscription(self, query, after)
+
+
+class HeadwaterSubscription(DCBSubscription[HeadwaterRecorder]):
+    """Catches up and stays live until it is stopped."""
+
+    def __init__(self, recorder: HeadwaterRecorder, query: DCBQuery | None, after: int | None) -> None:
+        super().__init__(recorder, query, after)
+        self._wanted = _query(query)
+        self._epoch: int | None = None
+        self._fetched: Iterator[StoreEvent] = iter(())
+        self._fetching = threading.Lock()
+
+    def __next__(self) -> DCBSequencedEvent:
+        with self._fetching:
+            while not self._has_been_stopped:
+                event = next(self._fetched, None)
+                if event is not None:
+                    return _sequenced(event)
+                with _translated():
+                    self._fetched = iter(self._fetch())
+            raise StopIteration
+
+    def _fetch(self) -> Sequence[StoreEvent]:
+        """Comes back within half a second, so that a stop is heard."""
+        store, place = self._recorder.store, self._last_position
+        if self._epoch is None:
+            place, self._epoch = store._begin(place, None, False, None, "rewind")
+        try:
+            self._last_position, events = store._next(self._wanted, place, self._epoch, BATCH_SIZE, False, 60.0)
+        except EpochChanged as error:
+            self._last_position, self._epoch = store._rewound(error, place, self._epoch, None, "rewind", 60.0)
+            return ()
+        return events
+
+
+class _Response(DCBReadResponse):
+    def __init__(self, events: Iterator[StoreEvent], head: int | None) -> None:
+        self._events = events
+        self._head = head
+
+    @property
+    def head(self) -> int | None:
+        return self._head
+
+    def __next__(self) -> DCBSequencedEvent:
+        with _translated():
+            return _sequenced(next(self._events))
+
+
+class HeadwaterFactory(DCBInfrastructureFactory[POPOTrackingRecorder]):
+    """Makes recorders for the event store that the environment names."""
+
+    ADDRESS = "HEADWATER_STORE_ADDRESS"
+    STORE = "HEADWATER_STORE"
+
+    def __init__(self, env: Environment | EnvType | None) -> None:
+        super().__init__(env)
+        address = self.env.get(self.ADDRESS)
+        if not address:
+            raise OSError(f"{self.ADDRESS} is not set: postgresql://user@host/database or sqlite:///directory")
+        self._stores = open(address)
+
+    def dcb_recorder(self) -> DCBRecorder:
+        name = self.env.get(self.STORE) or self.env.name.lower() or "events"
+        with _translated():
+            return HeadwaterRecorder(self._stores.create_store(name, if_missing=True))
+
+    def tracking_recorder(
+        self, tracking_recorder_class: type[POPOTrackingRecorder] | None = None
+    ) -> POPOTrackingRecorder:
+        """Projections of Headwater keep their place in cursors; this one is in memory, as the library has it."""
+        return (tracking_recorder_class or POPOTrackingRecorder)()
+
+    def close(self) -> None:
+        self._stores.close()
+
+
+def _query(query: DCBQuery | None) -> Query:
+    return EVERYTHING if query is None else Query([Item(item.types, item.tags) for item in query.items])
+
+
+def _sequenced(event: StoreEvent) -> DCBSequencedEvent:
+    return DCBSequencedEvent(
+        event=DCBEvent(type=event.type or "", data=event.payload or b"", tags=list(event.tags)),
+        position=event.position,
+    )
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    """Our errors as the library knows them."""
+    try:
+        yield
+    except (AppendConflict, EpochChanged) as error:
+        raise IntegrityError(error.message) from error
+    except LogUnavailable as error:
+        raise OperationalError(error.message) from error
+    except HeadwaterError as error:
+        raise ProgrammingError(error.message) from error

@@ -1,0 +1,1 @@
+"""Observability: metrics, counters, traces and the fields of log lines."""

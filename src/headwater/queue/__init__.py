@@ -1,0 +1,1 @@
+"""Queues: claim and settle leases, and run handlers on them."""

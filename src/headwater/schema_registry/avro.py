@@ -1,0 +1,415 @@
+"""Avro: a schema from its JSON, strictly; and whether a payload is what it says, byte by byte. Pure.
+
+Payloads are walked and not decoded: nothing is built, so that neither a count of a trillion nothings nor a list that
+nests a million times can take memory or stack.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from headwater.errors import InvalidSchema
+from headwater.schema_registry.schemas import MAX_DEPTH, Unfit, read_json
+from headwater.schema_registry.work_limit import Work
+
+PRIMITIVES: Final = frozenset(("null", "boolean", "int", "long", "float", "double", "bytes", "string"))
+_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_FULL_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
+MAX_SYMBOLS: Final = 10_000
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A type. Compared by identity: a record may hold itself."""
+
+    kind: str
+    # Of a record, an enum or a fixed.
+    name: str = ""
+    aliases: frozenset[str] = frozenset()
+    fields: tuple[Field, ...] = ()
+    symbols: tuple[str, ...] = ()
+    default_symbol: str | None = None
+    size: int = 0
+    # Items of an array, values of a map, branches of a union.
+    inner: tuple[Node, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A field of a record."""
+
+    name: str
+    type: Node
+    aliases: frozenset[str]
+    has_default: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AvroSchema:
+    """An Avro schema that was understood."""
+
+    root: Node
+    canonical: bytes
+    _walk: Callable[[bytes, int, int], int] = field(repr=False)
+
+    def check(self, payload: bytes, *, framed: bool) -> str | None:
+        try:
+            end = self._walk(payload, 0, MAX_DEPTH)
+        except (IndexError, struct.error):
+            raise Unfit("the payload ends too early") from None
+        if end != len(payload):
+            raise Unfit(f"{len(payload) - end} bytes follow the payload")
+        return self.root.name or self.root.kind
+
+    def compare(self, written: AvroSchema, work: Work) -> None:
+        from headwater.schema_registry.avro_compatibility import compare
+
+        compare(self.root, written.root, work)
+
+
+def parse(text: str, dependencies: Sequence[tuple[str, str]] = ()) -> AvroSchema:
+    """Understand a schema; what it refers to may define names for it."""
+    names: dict[str, Node] = {}
+    for name, other in dependencies:
+        _Parsing(names).type_of(read_json(other, f"the schema {name}"), "", 0)
+    document = _bare_or_json(text)
+    root = _Parsing(names).type_of(document, "", 0)
+    canonical = json.dumps(_plain(document), sort_keys=True, separators=(",", ":")).encode()
+    return AvroSchema(root, canonical, _walker(root, {}))
+
+
+def _bare_or_json(text: str) -> Any:
+    # Some clients send a primitive without its quotes.
+    return text.strip() if text.strip() in PRIMITIVES else read_json(text)
+
+
+def _plain(document: Any) -> Any:
+    """Without what can be written in two ways: {"type": "string"} is "string"."""
+    if isinstance(document, dict):
+        if set(document) == {"type"}:
+            return _plain(document["type"])
+        return {name: value if name == "default" else _plain(value) for name, value in document.items()}
+    if isinstance(document, list):
+        return [_plain(one) for one in document]
+    return document
+
+
+class _Parsing:
+    """Turns JSON into nodes, with the names that were defined so far."""
+
+    def __init__(self, names: dict[str, Node]) -> None:
+        self._names = names
+
+    def type_of(self, document: Any, namespace: str, depth: int) -> Node:
+        if depth > MAX_DEPTH:
+            raise InvalidSchema(f"the schema nests deeper than {MAX_DEPTH} levels")
+        if isinstance(document, str):
+            return self._named(document, namespace)
+        if isinstance(document, list):
+            return self._union(document, namespace, depth)
+        if not isinstance(document, dict):
+            raise InvalidSchema(f"a type is a name, an object or a list of types, not {json.dumps(document)}")
+        kind = document.get("type")
+        if kind in ("record", "error", "enum", "fixed"):
+            return self._definition(document, str(kind), namespace, depth)
+        if kind == "array" or kind == "map":
+            inside = "items" if kind == "array" else "values"
+            if inside not in document:
+                raise InvalidSchema(f'type "{kind}" needs "{inside}"')
+            return Node(kind, inner=(self.type_of(document[inside], namespace, depth + 1),))
+        if kind is None:
+            raise InvalidSchema('an object that is a type needs "type"')
+        return self.type_of(kind, namespace, depth + 1)
+
+    def _named(self, name: str, namespace: str) -> Node:
+        if name in PRIMITIVES:
+            return Node(name)
+        full = name if "." in name or not namespace else f"{namespace}.{name}"
+        found = self._names.get(full) or self._names.get(name)
+        if found is None:
+            raise InvalidSchema(f'there is no type "{full}"', hint="Define it before it is used, or refer to it.")
+        return found
+
+    def _union(self, branches: list[Any], namespace: str, depth: int) -> Node:
+        if not branches:
+            raise InvalidSchema("a union has at least one type")
+        inner = tuple(self.type_of(branch, namespace, depth + 1) for branch in branches)
+        if any(branch.kind == "union" for branch in inner):
+            raise InvalidSchema("a union may not directly hold another")
+        told = [branch.name or branch.kind for branch in inner]
+        if len(set(told)) != len(told):
+            raise InvalidSchema(f"a union has a type twice: {', '.join(told[:10])}")
+        return Node("union", inner=inner)
+
+    def _definition(self, document: Mapping[str, Any], kind: str, namespace: str, depth: int) -> Node:
+        name = document.get("name")
+        if not isinstance(name, str) or not _FULL_NAME.fullmatch(name):
+            raise InvalidSchema(f"{json.dumps(name)} is no name of a type")
+        given = document.get("namespace", namespace)
+        if not isinstance(given, str) or (given and not _FULL_NAME.fullmatch(given)):
+            raise InvalidSchema(f"{json.dumps(given)} is no namespace")
+        full = name if "." in name or not given else f"{given}.{name}"
+        inside = full.rpartition(".")[0]
+        if full in self._names or full in PRIMITIVES:
+            raise InvalidSchema(f'type "{full}" is defined twice')
+        node = Node("record" if kind == "error" else kind, name=full)
+        node.aliases = frozenset(
+            one if "." in one or not inside else f"{inside}.{one}" for one in _names(document.get("aliases", []))
+        )
+        self._names[full] = node
+        if kind == "fixed":
+            node.size = document.get("size", -1)
+            if type(node.size) is not int or not 0 <= node.size < 2**31:
+                raise InvalidSchema(f'fixed "{full}" needs a "size" of 0 or more')
+        elif kind == "enum":
+            node.symbols = _names(document.get("symbols"), _NAME)
+            if not 1 <= len(node.symbols) <= MAX_SYMBOLS or len(set(node.symbols)) != len(node.symbols):
+                raise InvalidSchema(f'enum "{full}" needs "symbols", each once, up to {MAX_SYMBOLS}')
+            node.default_symbol = document.get("default")
+            if node.default_symbol is not None and node.default_symbol not in node.symbols:
+                raise InvalidSchema(f'the default of enum "{full}" is none of its symbols')
+        else:
+            fields = document.get("fields")
+            if not isinstance(fields, list):
+                raise InvalidSchema(f'record "{full}" needs a list "fields"')
+            node.fields = tuple(self._field(one, full, inside, depth) for one in fields)
+            if len({one.name for one in node.fields}) != len(node.fields):
+                raise InvalidSchema(f'record "{full}" has a field twice')
+        return node
+
+    def _field(self, document: Any, record: str, namespace: str, depth: int) -> Field:
+        if not isinstance(document, dict) or "type" not in document or "name" not in document:
+            raise InvalidSchema(f'a field of record "{record}" is an object with "name" and "type"')
+        (name,) = _names([document["name"]], _NAME)
+        kind = self.type_of(document["type"], namespace, depth + 1)
+        if "default" in document and not _Defaults().fit(document["default"], kind):
+            raise InvalidSchema(f'the default of field "{name}" of record "{record}" does not fit its type')
+        return Field(name, kind, frozenset(_names(document.get("aliases", []), _NAME)), "default" in document)
+
+
+def _names(given: Any, form: re.Pattern[str] = _FULL_NAME) -> tuple[str, ...]:
+    if not isinstance(given, list) or not all(isinstance(one, str) and form.fullmatch(one) for one in given):
+        raise InvalidSchema(f"{json.dumps(given)[:100]} should be names of letters, digits and _")
+    return tuple(given)
+
+
+class _Defaults:
+    """Whether values fit types; what was found is kept, since unions within unions would ask again and again."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], bool] = {}
+
+    def fit(self, value: Any, node: Node) -> bool:
+        asked = (id(value), id(node))
+        if asked not in self._known:
+            # A type that leads to itself without anything between does not fit by that.
+            self._known[asked] = False
+            self._known[asked] = self._fit(value, node)
+        return self._known[asked]
+
+    def _fit(self, value: Any, node: Node) -> bool:
+        kind = node.kind
+        if kind == "union":
+            # Strictly the first; yet clients long wrote others, and none of them minds.
+            return any(self.fit(value, branch) for branch in node.inner)
+        if kind == "null":
+            return value is None
+        if kind == "boolean":
+            return isinstance(value, bool)
+        if kind in ("int", "long"):
+            limit = 2**31 if kind == "int" else 2**63
+            return type(value) is int and -limit <= value < limit
+        if kind in ("float", "double"):
+            return type(value) in (int, float) or value in ("NaN", "Infinity", "-Infinity")
+        if kind in ("string", "bytes"):
+            return isinstance(value, str)
+        if kind == "fixed":
+            return isinstance(value, str) and len(value) == node.size
+        if kind == "enum":
+            return value in node.symbols
+        if kind == "array":
+            return isinstance(value, list) and all(self.fit(one, node.inner[0]) for one in value)
+        if kind == "map":
+            return isinstance(value, dict) and all(self.fit(one, node.inner[0]) for one in value.values())
+        if not isinstance(value, dict):
+            return False
+        return all(self.fit(value[one.name], one.type) if one.name in value else one.has_default for one in node.fields)
+
+
+# Walking: each type becomes a function of the payload, a place in it and the depth that is left. It gives the place
+# after the value.
+
+Walk = Callable[[bytes, int, int], int]
+
+
+def _long(payload: bytes, place: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = payload[place]
+        place += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return (value >> 1) ^ -(value & 1), place
+        shift += 7
+        if shift > 63:
+            raise Unfit("a number is longer than ten bytes")
+
+
+def _walk_null(payload: bytes, place: int, depth: int) -> int:
+    return place
+
+
+def _walk_boolean(payload: bytes, place: int, depth: int) -> int:
+    if payload[place] > 1:
+        raise Unfit(f"{payload[place]} is no boolean")
+    return place + 1
+
+
+def _walk_int(payload: bytes, place: int, depth: int) -> int:
+    value, place = _long(payload, place)
+    if not -(2**31) <= value < 2**31:
+        raise Unfit(f"{value} is above 32 bits")
+    return place
+
+
+def _walk_long(payload: bytes, place: int, depth: int) -> int:
+    return _long(payload, place)[1]
+
+
+def _sized(payload: bytes, place: int) -> tuple[int, int]:
+    size, place = _long(payload, place)
+    if size < 0 or size > len(payload) - place:
+        raise Unfit(f"{size} bytes are announced, and {len(payload) - place} are left")
+    return place, place + size
+
+
+def _walk_bytes(payload: bytes, place: int, depth: int) -> int:
+    return _sized(payload, place)[1]
+
+
+def _walk_string(payload: bytes, place: int, depth: int) -> int:
+    begin, end = _sized(payload, place)
+    try:
+        payload[begin:end].decode()
+    except UnicodeDecodeError:
+        raise Unfit("a string is not UTF-8") from None
+    return end
+
+
+def _fixed(size: int) -> Walk:
+    def walk(payload: bytes, place: int, depth: int) -> int:
+        if size > len(payload) - place:
+            raise Unfit("the payload ends too early")
+        return place + size
+
+    return walk
+
+
+_WALKS: Final[Mapping[str, Walk]] = {
+    "null": _walk_null,
+    "boolean": _walk_boolean,
+    "int": _walk_int,
+    "long": _walk_long,
+    "float": _fixed(4),
+    "double": _fixed(8),
+    "bytes": _walk_bytes,
+    "string": _walk_string,
+}
+
+
+def _walker(node: Node, known: dict[int, Walk]) -> Walk:
+    """The function that walks over one value of a type."""
+    if node.kind in _WALKS:
+        return _WALKS[node.kind]
+    if id(node) in known:
+        return known[id(node)]
+    if node.kind == "fixed":
+        return _fixed(node.size)
+    if node.kind == "enum":
+        return _enum(node)
+    if node.kind == "record":
+        walks: list[Walk] = []
+
+        def walk_record(payload: bytes, place: int, depth: int) -> int:
+            if depth == 0:
+                raise Unfit(f"the payload nests deeper than {MAX_DEPTH} levels")
+            number = 0
+            try:
+                for walk in walks:
+                    place = walk(payload, place, depth - 1)
+                    number += 1
+            except Unfit as unfit:
+                told = str(unfit)
+                raise Unfit(f"{node.fields[number].name}{'.' if ': ' in told else ': '}{told}") from None
+            except IndexError:
+                raise Unfit(f"{node.fields[number].name}: the payload ends too early") from None
+            return place
+
+        # Known before its fields are made, one of which may be it.
+        known[id(node)] = walk_record
+        walks.extend(_walker(one.type, known) for one in node.fields)
+        return walk_record
+    if node.kind == "union":
+        return _union([_walker(branch, known) for branch in node.inner])
+    return _blocks(_walker(node.inner[0], known), keyed=node.kind == "map", empty=_takes_no_byte(node.inner[0], set()))
+
+
+def _enum(node: Node) -> Walk:
+    count = len(node.symbols)
+
+    def walk(payload: bytes, place: int, depth: int) -> int:
+        number, place = _long(payload, place)
+        if not 0 <= number < count:
+            raise Unfit(f"enum {node.name} has no symbol {number}")
+        return place
+
+    return walk
+
+
+def _union(branches: list[Walk]) -> Walk:
+    def walk(payload: bytes, place: int, depth: int) -> int:
+        number, place = _long(payload, place)
+        if not 0 <= number < len(branches):
+            raise Unfit(f"a union of {len(branches)} types has no type {number}")
+        return branches[number](payload, place, depth)
+
+    return walk
+
+
+def _blocks(item: Walk, *, keyed: bool, empty: bool) -> Walk:
+    def walk(payload: bytes, place: int, depth: int) -> int:
+        if depth == 0:
+            raise Unfit(f"the payload nests deeper than {MAX_DEPTH} levels")
+        while True:
+            count, place = _long(payload, place)
+            if count == 0:
+                return place
+            if count < 0:
+                count = -count
+                _, place = _long(payload, place)
+            # What takes no byte is not counted: there can be a trillion of it. All else ends with the payload.
+            for _ in range(1 if empty and not keyed else count):
+                if keyed:
+                    place = _walk_string(payload, place, depth)
+                place = item(payload, place, depth - 1)
+
+    return walk
+
+
+def _takes_no_byte(node: Node, seen: set[int]) -> bool:
+    """Whether every value of the type takes no byte at all."""
+    if node.kind == "null":
+        return True
+    if node.kind == "fixed":
+        return node.size == 0
+    if node.kind == "record":
+        if id(node) in seen:
+            return False
+        seen.add(id(node))
+        return all(_takes_no_byte(one.type, seen) for one in node.fields)
+    return False

@@ -1,1 +1,0 @@
-"""The doors that a server has beside Kafka's: HTTP with its console, gRPC, webhooks."""

@@ -1,0 +1,1 @@
+"""The gRPC server: the services of the log, and those of Orisun."""

@@ -1,0 +1,158 @@
+"""The service Log: publish, read, follow, cursors, topics."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from datetime import UTC, timedelta
+from typing import Any, Literal
+
+from headwater import calls
+from headwater.aio import AsyncHeadwater
+from headwater.errors import InvalidRequest
+from headwater.model import Topic, TopicOverview
+from headwater.servers.grpc import convert
+from headwater.servers.grpc.generated import headwater_pb2 as pb
+from headwater.servers.grpc.interceptor import Call
+
+
+class LogService:
+    """Every method is one of the protocol; its promise is there."""
+
+    def __init__(self, log: AsyncHeadwater) -> None:
+        self._log = log
+
+    async def publish(self, request: pb.PublishRequest, call: Call) -> pb.PublishResponse:
+        call.need("write", "topic", request.topic)
+        event = convert.new_event(request.event)
+        if not request.HasField("deliver_at"):
+            (position,) = await self._log.publish_batch(request.topic, [event])
+            return pb.PublishResponse(position=position)
+        if event.partition is not None:
+            raise InvalidRequest("an event that waits for its time cannot name its partition")
+        waiting = await self._log.publish(
+            request.topic, **_of(event), deliver_at=request.deliver_at.ToDatetime(tzinfo=UTC)
+        )
+        return pb.PublishResponse(position=waiting)
+
+    async def publish_batch(self, request: pb.PublishBatchRequest, call: Call) -> pb.PublishBatchResponse:
+        call.need("write", "topic", request.topic)
+        events = [convert.new_event(event) for event in request.events]
+        positions = await self._log.publish_batch(request.topic, events)
+        # None of them waits for its time, so each has one.
+        return pb.PublishBatchResponse(positions=[position for position in positions if position is not None])
+
+    async def read(self, request: pb.ReadRequest, call: Call) -> pb.ReadResponse:
+        for topic in request.topics or ("*",):
+            call.need("read", "topic", topic)
+        epoch = request.epoch or await self._log._run(calls.current_epoch())
+        events = await self._log.read(
+            list(request.topics) or None,
+            after=request.after,
+            batch_size=convert.within(request.batch_size, 100, convert.MAX_READ, "a batch"),
+            max_bytes=convert.within(request.max_bytes, convert.MAX_READ_BYTES, convert.MAX_READ_BYTES, "max_bytes"),
+            skip_expired=request.skip_expired,
+            epoch=epoch,
+        )
+        return pb.ReadResponse(events=map(convert.event_message, events), epoch=epoch)
+
+    async def follow(self, request: pb.FollowRequest, call: Call) -> AsyncIterator[pb.FollowResponse]:
+        topics = tuple(request.topics) or ("*",)
+        for topic in topics:
+            call.need("read", "topic", topic)
+        batches = self._log.follow_deliveries(
+            list(request.topics) or None,
+            after=None if request.from_end else request.after,
+            epoch=request.epoch or None,
+            from_end=request.from_end,
+            batch_size=convert.within(request.batch_size, convert.MAX_STREAMED, convert.MAX_STREAMED, "a batch"),
+            max_bytes=convert.FOLLOWED_BYTES,
+            skip_expired=request.skip_expired,
+            stop_when_caught_up=request.stop_when_caught_up,
+        )
+        async with aclosing(batches):  # type: ignore[type-var]
+            async for delivery in batches:
+                for topic in topics:
+                    call.need_still("read", "topic", topic)
+                for parcel in convert.parcels(map(convert.event_message, delivery.events)):
+                    yield pb.FollowResponse(events=parcel, epoch=delivery.epoch)
+
+    async def open_cursor(self, request: pb.OpenCursorRequest, call: Call) -> pb.OpenCursorResponse:
+        call.need("read", "group", request.cursor)
+        start_after, epoch = await self._log._run(calls.resume(request.epoch or None, request.start_after))
+        opened = await self._log._run(
+            calls.open_cursor(request.cursor, topics=list(request.topics) or None, start_after=start_after)
+        )
+        return pb.OpenCursorResponse(position=opened.position, epoch=epoch)
+
+    async def advance_cursor(self, request: pb.AdvanceCursorRequest, call: Call) -> pb.AdvanceCursorResponse:
+        call.need("read", "group", request.cursor)
+        await self._log._run(
+            calls.advance_cursor(
+                request.cursor,
+                from_position=request.from_position,
+                to_position=request.to_position,
+                epoch=request.epoch or None,
+            )
+        )
+        return pb.AdvanceCursorResponse()
+
+    async def create_topic(self, request: pb.CreateTopicRequest, call: Call) -> pb.Topic:
+        call.need("create", "topic", request.name)
+        told = {"partitions": request.partitions or 1}
+        async with self._log.audited(call.caller.account, "topic.create", request.name, told) as connection:
+            topic = await self._log.create_topic(
+                request.name,
+                kind=_kind(request.kind),
+                partitions=request.partitions or 1,
+                retention=timedelta(seconds=request.retention_seconds)
+                if request.HasField("retention_seconds")
+                else None,
+                max_payload_bytes=request.max_payload_bytes if request.HasField("max_payload_bytes") else None,
+                max_header_bytes=request.max_header_bytes if request.HasField("max_header_bytes") else None,
+                if_missing=request.if_missing,
+                connection=connection,
+            )
+        return _topic(topic)
+
+    async def get_topic(self, request: pb.GetTopicRequest, call: Call) -> pb.Topic:
+        call.need("describe", "topic", request.name)
+        return _topic(await self._log.topic(request.name))
+
+    async def list_topics(self, request: pb.ListTopicsRequest, call: Call) -> pb.ListTopicsResponse:
+        topics: Sequence[TopicOverview] = await self._log.topics()
+        return pb.ListTopicsResponse(
+            topics=[_topic(topic) for topic in topics if call.caller.may("describe", "topic", topic.name)]
+        )
+
+    async def delete_topic(self, request: pb.DeleteTopicRequest, call: Call) -> pb.DeleteTopicResponse:
+        call.need("delete", "topic", request.name)
+        async with self._log.audited(call.caller.account, "topic.delete", request.name, {}) as connection:
+            await self._log.delete_topic(request.name, connection=connection)
+        return pb.DeleteTopicResponse()
+
+
+def _of(event: Any) -> dict[str, Any]:
+    parts: dict[str, Any] = event._asdict()
+    del parts["partition"]
+    return parts
+
+
+def _kind(kind: str) -> Literal["open", "sequenced"]:
+    if kind in ("", "open"):
+        return "open"
+    if kind == "sequenced":
+        return "sequenced"
+    raise InvalidRequest(f'a topic is "open" or "sequenced", not "{kind}"')
+
+
+def _topic(topic: Topic | TopicOverview) -> pb.Topic:
+    return pb.Topic(
+        name=topic.name,
+        kind=topic.kind,
+        partitions=topic.partitions,
+        retention_seconds=None if topic.retention is None else topic.retention.total_seconds(),
+        max_payload_bytes=topic.max_payload_bytes,
+        max_header_bytes=topic.max_header_bytes,
+        created_at=topic.created_at,
+    )

@@ -1,0 +1,1 @@
+"""The HTTP server: the API, server-sent events and the console."""

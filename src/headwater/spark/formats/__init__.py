@@ -1,0 +1,1 @@
+"""The formats of Spark: the log, captured changes, tables, NATS."""

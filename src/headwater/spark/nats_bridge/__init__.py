@@ -1,0 +1,1 @@
+"""The bridge from captured changes to NATS JetStream."""

@@ -1,0 +1,61 @@
+"""What a task does with captured changes: publishes them, and the schemas of those that look different first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from headwater.nats.publisher import Publisher
+from headwater.spark.formats.nats import SinkOptions, message_batches
+from headwater.spark.nats_bridge.schema_documents import SchemaDocuments
+
+# What a task says in its one row, for Spark and for Arrow.
+OUTCOME: Final = "changes long, stored long, duplicates long, reconnects long, schemas long, hashes array<string>"
+_PUBLISHED: Final = pa.schema(
+    [
+        ("changes", pa.int64()),
+        ("stored", pa.int64()),
+        ("duplicates", pa.int64()),
+        ("reconnects", pa.int64()),
+        ("schemas", pa.int64()),
+        ("hashes", pa.list_(pa.string())),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ChangesTask:
+    """What a task needs to publish changes, and the schemas of those that look different first."""
+
+    options: SinkOptions
+    known_hashes: frozenset[str]
+    schemas: SchemaDocuments
+
+    def publish(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Publish; then say in one row what was done. Without rows there is not even a connection."""
+        changes = schemas = 0
+        shown: set[str] = set()
+
+        def announced() -> Iterator[pa.RecordBatch]:
+            nonlocal changes, schemas
+            for batch in batches:
+                hashes = set(pc.unique(batch.column("columns_hash")).drop_null().to_pylist())
+                if not hashes <= self.known_hashes | shown:
+                    schemas += self.schemas.publish(retry_seconds=self.options.retry_seconds)
+                shown.update(hashes)
+                changes += batch.num_rows
+                yield batch
+
+        options = self.options
+        with Publisher(options.url, retry_seconds=options.retry_seconds, window=options.window) as publisher:
+            for messages in message_batches(announced(), options):
+                publisher.send(messages)
+            published = publisher.flush()
+        row = (changes, published.stored, published.duplicates, publisher.reconnects, schemas, sorted(shown))
+        yield pa.RecordBatch.from_arrays(
+            [pa.array([value], field.type) for value, field in zip(row, _PUBLISHED, strict=True)], schema=_PUBLISHED
+        )

@@ -1,0 +1,125 @@
+"""One range of a table to NATS: what a task does, and where tasks run."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Protocol
+
+import psycopg
+
+from headwater.capture import snapshot
+from headwater.capture.snapshot import Chunk, Plan
+from headwater.errors import HeadwaterError
+from headwater.nats import messages
+from headwater.nats.codec import Encoding
+from headwater.nats.errors import NatsUnavailable
+from headwater.nats.publisher import Publisher
+from headwater.nats.snapshot_chunks import ChunkWriter
+from headwater.spark.nats_bridge.snapshot_record import RangeDone
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+@dataclass(frozen=True, slots=True)
+class RangeTask:
+    """One range of a table, to be read at a snapshot that the driver holds open, and published."""
+
+    dsn: str
+    nats_url: str
+    plan: Plan
+    part: Chunk
+    snapshot: messages.Snapshot
+    first_chunk: int
+    chunk_rows: int
+    encoding: Encoding
+    compressed: bool
+    dictionary: bytes | None
+    retry_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RangeFailed:
+    """Why a range could not be published; `final` if trying again would not help."""
+
+    error: str
+    final: bool
+
+
+def publish_range(task: RangeTask) -> RangeDone | RangeFailed:
+    """Read one range and publish its chunks; returns when each is acknowledged. Repeated, it sends the same ids."""
+    try:
+        with Publisher(task.nats_url, name="headwater snapshot", retry_seconds=task.retry_seconds) as publisher:
+            writer = ChunkWriter(
+                task.snapshot,
+                first_chunk=task.first_chunk,
+                max_payload_bytes=publisher.max_payload_bytes,
+                chunk_rows=task.chunk_rows,
+                encoding=task.encoding,
+                compressed=task.compressed,
+                dictionary=task.dictionary,
+            )
+            for batch in snapshot.read(task.dsn, task.plan, task.part):
+                for message in writer.add(batch.column("row").to_pylist()):
+                    publisher.send(message)
+            for message in writer.finish():
+                publisher.send(message)
+            publisher.flush()
+    except psycopg.errors.InsufficientPrivilege as error:
+        return RangeFailed(str(error), final=True)
+    except (psycopg.Error, NatsUnavailable) as error:
+        return RangeFailed(str(error), final=False)
+    except HeadwaterError as error:
+        return RangeFailed(str(error), final=True)
+    return RangeDone(task.part.number, task.first_chunk, writer.chunks, writer.rows)
+
+
+class Ranges(Protocol):
+    """Where ranges are read: some at a time, each somewhere."""
+
+    parallel: int
+
+    def run(self, task: RangeTask) -> RangeDone | RangeFailed:
+        """Do it and say what came of it. Called from several threads."""
+
+    def cancel(self) -> None:
+        """Give up what runs."""
+
+
+class HereRanges:
+    """Ranges that are read in this process."""
+
+    def __init__(self, parallel: int = 1) -> None:
+        self.parallel = parallel
+
+    def run(self, task: RangeTask) -> RangeDone | RangeFailed:
+        return publish_range(task)
+
+    def cancel(self) -> None:
+        """Each range ends by itself, soon."""
+
+
+class SparkRanges:
+    """Ranges that are read by tasks of Spark, each a job of its own.
+
+    One core is left to the stream of changes, which would otherwise wait until a whole table is read.
+    """
+
+    def __init__(self, spark: SparkSession) -> None:
+        self._context: Final = spark.sparkContext
+        self._group: Final = f"headwater snapshots {uuid.uuid4().hex}"
+        self.parallel = max(1, self._context.defaultParallelism - 1)
+
+    def run(self, task: RangeTask) -> RangeDone | RangeFailed:
+        from py4j.protocol import Py4JError
+
+        try:
+            self._context.setJobGroup(self._group, f"snapshot of {task.snapshot.table.full_name}", True)
+            done: RangeDone | RangeFailed = self._context.parallelize([task], 1).map(publish_range).collect()[0]
+        except Py4JError as error:
+            return RangeFailed(str(error).partition("\n")[0], final=False)
+        return done
+
+    def cancel(self) -> None:
+        self._context.cancelJobGroup(self._group)

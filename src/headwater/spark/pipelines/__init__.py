@@ -1,0 +1,1 @@
+"""Pipelines: the file that declares them, and running them."""

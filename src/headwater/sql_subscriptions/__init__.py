@@ -1,0 +1,1 @@
+"""SQL subscriptions: their API, and the reader that feeds handlers."""

@@ -1,0 +1,1 @@
+"""Trials of the log. Never imported by a program that only publishes."""

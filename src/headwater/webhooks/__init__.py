@@ -1,0 +1,1 @@
+"""Webhooks: queues whose events are sent to a URL."""
