@@ -313,3 +313,8 @@ def kafka_group_offsets(group: str) -> Call[list[KafkaGroupOffset] | None]:
         (checked_text(group, "group name"),),
         decode,
     )
+
+
+def redelivery_attempts() -> Call[int]:
+    """How often all events that wait for another try were tried."""
+    return Call("select coalesce(sum(attempt), 0)::bigint from headwater.redelivery", (), only_value)

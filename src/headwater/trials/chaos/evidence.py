@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import headwater
+from headwater.calls import overview
 from headwater.trials.chaos.cast import Cast, ReaderKind
 from headwater.trials.chaos.journal import DeliveriesTail, delivered
 from headwater.trials.chaos.stage import Stage
@@ -19,7 +20,6 @@ EFFECTS: Final = "select event from headwater_chaos.effect where consumer = %s o
 NEW_EFFECTS: Final = "select id, event from headwater_chaos.effect where consumer = %s and id > %s"
 OVERLAP: Final = 5000
 EFFECT_COUNT: Final = "select count(*) from headwater_chaos.effect where consumer = %s"
-ATTEMPTS: Final = "select coalesce(sum(attempt), 0) from headwater.redelivery"
 PAGE: Final = 1000
 
 
@@ -100,9 +100,7 @@ class Outstanding:
 
 def attempts(log: headwater.Headwater) -> int:
     """How often the events that wait for another try were tried: an event that kills its workers advances only this."""
-    with log.connection() as connection:
-        row = connection.execute(ATTEMPTS).fetchone()
-    return int(row[0]) if row else 0
+    return log.run(overview.redelivery_attempts())
 
 
 def has_begun(log: headwater.Headwater, stage: Stage, reader: ReaderKind) -> bool:
