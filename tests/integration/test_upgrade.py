@@ -13,8 +13,9 @@ import pytest
 from psycopg import conninfo, sql
 
 import headwater
-from headwater import App, NewEvent, aio
+from headwater import App, NewEvent
 from headwater.calls import Call
+from headwater.database import connection as database_connection
 from headwater.database import schema
 from headwater.database.schema import Migration
 
@@ -177,7 +178,7 @@ def test_workers_that_were_left_behind_end_and_leave_their_events_to_others(
             assert len(seen) < 200
             await app.run(dsn, stop=finished)
 
-    monkeypatch.setattr(aio.shell, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(database_connection, "LOOK_SECONDS", 0.0)
     asyncio.run(run())
     assert seen == set(range(200))
 

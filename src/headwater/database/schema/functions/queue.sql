@@ -86,45 +86,53 @@ return history || jsonb_build_object(
 );
 
 -- In a group with ordered keys: the keys of which an event waits or is tried again. A loose index scan, one lookup a key:
--- many thousands of events may wait for few keys.
+-- many thousands of events may wait for few keys. (Rows are compared whole, and their order asked for, so that the index
+-- on keys is the only one that serves: with equalities, a plan made without statistics may read all that the group has.)
 create or replace function headwater.waiting_keys(group_id integer)
 returns bigint[]
 language sql
 stable
 return array(
     with recursive waiting as (
-        select (
-            select r.key_hash from headwater.redelivery r
-            where r.group_id = waiting_keys.group_id and r.key_hash is not null
-            order by r.key_hash
+        select f.group_id, f.key_hash
+        from (
+            select r.group_id, r.key_hash
+            from headwater.redelivery r
+            where
+                (r.group_id, r.key_hash) >= (waiting_keys.group_id, '-9223372036854775808'::bigint)
+                and r.key_hash is not null
+            order by r.group_id, r.key_hash
             limit 1
-        ) as key_hash
+        ) as f
         union all
-        select (
-            select r.key_hash from headwater.redelivery r
-            where r.group_id = waiting_keys.group_id and r.key_hash > w.key_hash
-            order by r.key_hash
-            limit 1
-        )
+        select n.group_id, n.key_hash
         from waiting w
-        where w.key_hash is not null
+        cross join lateral (
+            select r.group_id, r.key_hash
+            from headwater.redelivery r
+            where (r.group_id, r.key_hash) > (w.group_id, w.key_hash) and r.key_hash is not null
+            order by r.group_id, r.key_hash
+            limit 1
+        ) as n
+        where w.group_id = waiting_keys.group_id
     )
-    select w.key_hash from waiting w where w.key_hash is not null
+    select w.key_hash from waiting w where w.group_id = waiting_keys.group_id
 );
 
--- In a group with ordered keys: the position of the first event of a key that waits. By the order of the index on keys:
--- with an equality on the key, a plan made without statistics reads all that the group has.
+-- In a group with ordered keys: the position of the first event of a key that waits. The same index, for the same reason.
 create or replace function headwater.first_of_key(group_id integer, key_hash bigint)
 returns bigint
 language sql
 stable
 return (
-    select case when f.key_hash = first_of_key.key_hash then f.position end
+    select case when f.group_id = first_of_key.group_id and f.key_hash = first_of_key.key_hash then f.position end
     from (
-        select r.key_hash, r.position
+        select r.group_id, r.key_hash, r.position
         from headwater.redelivery r
-        where r.group_id = first_of_key.group_id and r.key_hash >= first_of_key.key_hash
-        order by r.key_hash, r.position
+        where
+            (r.group_id, r.key_hash, r.position) >= (first_of_key.group_id, first_of_key.key_hash, 0)
+            and r.key_hash is not null
+        order by r.group_id, r.key_hash, r.position
         limit 1
     ) as f
 );
