@@ -354,8 +354,8 @@ class Runner:
         call = calls.settle_matched(
             self.one.group, ended, handler=self.one.name, max_attempts=self.one.max_attempts, worker=self.reader
         )
-        # Before the note is committed: from then on a retry may be read again, and one that still counts as in hand would
-        # be passed over until its next lease ends.
+        # Before the note is committed: from then on a retry may be read again, and one that still counted as in hand
+        # would be passed over until its next lease ends.
         self.retrying.difference_update(matched.retry_id for matched in batch if matched.retry_id is not None)
         await self.log.run(call, patience_seconds=PATIENCE_SECONDS)
 
