@@ -210,8 +210,9 @@ def produce_by_kafka(stage: Stage, name: str, journal: Journal, numbers: Iterato
                     stage.lane_topic, json.dumps(event.payload).encode(), key=event.key, on_delivery=note(number)
                 )
                 client.poll(1 / stage.events_per_second)
-            except (KafkaException, BufferError):
+            # SystemError: the client raises its fatal error and still calls on_delivery for what was answered before.
+            except (KafkaException, BufferError, SystemError):
                 failed.set()
         # Each call may raise the fatal error again.
-        with suppress(KafkaException):
+        with suppress(KafkaException, SystemError):
             client.flush(FLUSH_SECONDS)
