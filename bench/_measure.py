@@ -1,4 +1,4 @@
-"""What every measurement needs: a server, a crew of client processes, interleaved rounds, a table and a line of JSON.
+"""Shared code of the benchmarks: a server, client processes, interleaved rounds, a table and a line of JSON.
 
 Rates on a shared machine wander by tens of percents within a minute, so nothing here compares two runs: the
 variants of a comparison take turns, a fraction of a second each, and a ratio is the median over the rounds.
@@ -36,7 +36,7 @@ from headwater.embedded import Postgres
 stderr = Console(stderr=True, highlight=False)
 
 Act = Callable[[], int]
-"""One unit of work of a client; returns how many events it handled."""
+"""One unit of work of a client; returns the number of events."""
 
 START_SECONDS = 0.02
 ANSWER_SECONDS = 120.0
@@ -46,13 +46,13 @@ ANSWER_SECONDS = 120.0
 
 
 def arguments(description: str) -> argparse.Namespace:
-    """The options that every measurement takes."""
+    """The options of all benchmarks."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--quick", action="store_true", help="take less than 50 seconds; the figures are rougher")
+    parser.add_argument("--quick", action="store_true", help="run for less than 50 seconds, with less precise results")
     parser.add_argument(
-        "--dsn", default=os.environ.get("HEADWATER_DSN"), help="a Postgres to measure on; default: an embedded one"
+        "--dsn", default=os.environ.get("HEADWATER_DSN"), help="Postgres to use (default: a temporary embedded one)"
     )
-    parser.add_argument("--only", action="append", metavar="KEY", help="of the workloads, only this (may be repeated)")
+    parser.add_argument("--only", action="append", metavar="KEY", help="run only this workload (may be repeated)")
     return parser.parse_args()
 
 
@@ -61,11 +61,11 @@ def arguments(description: str) -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Server:
-    """The Postgres that is measured, and a database in it for this run alone."""
+    """The Postgres that is measured, and a temporary database in it."""
 
     dsn: str
     postmaster: int | None
-    """Its process, where it runs on this machine: only then is its CPU time known."""
+    """Its process id if it runs on this machine; otherwise its CPU time is unknown."""
 
     @cached_property
     def _connection(self) -> psycopg.Connection:
@@ -76,11 +76,11 @@ class Server:
         return cursor.fetchall() if cursor.description else []
 
     def wal_bytes(self) -> int:
-        """How much WAL was ever written."""
+        """The amount of WAL written so far."""
         return int(self.execute("select pg_current_wal_insert_lsn() - '0/0'::pg_lsn")[0][0])
 
     def cpu_seconds(self) -> float | None:
-        """The CPU time of all its processes, those that ended included."""
+        """The CPU time of all its processes, including those that ended."""
         return None if self.postmaster is None else _family_cpu_seconds(self.postmaster)
 
     def about(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class Server:
 
 @contextmanager
 def measured_server(dsn: str | None) -> Iterator[Server]:
-    """A server with durable settings and a fresh database with the log in it, gone afterwards."""
+    """A server with durable settings and a new database with the log; removed afterwards."""
     if dsn is not None:
         with _database(dsn) as own:
             yield Server(own, _postmaster(own))
@@ -109,7 +109,7 @@ def measured_server(dsn: str | None) -> Iterator[Server]:
 
 @contextmanager
 def twin(server: Server) -> Iterator[Server]:
-    """Another fresh database with the log in it, on the same server."""
+    """Another new database with the log on the same server."""
     with _database(conninfo.make_conninfo(server.dsn, dbname="postgres"), "_twin") as own:
         yield Server(own, server.postmaster)
 
@@ -140,7 +140,7 @@ def _postmaster(dsn: str) -> int | None:
 
 
 def _stat(pid: int) -> list[int]:
-    """The numbers of /proc/PID/stat behind the name: [1] parent, [11:13] own ticks, [13:15] of reaped children."""
+    """The numbers of /proc/PID/stat after the name: [1] parent, [11:13] own ticks, [13:15] ticks of reaped children."""
     text = Path(f"/proc/{pid}/stat").read_text()
     return [0, *map(int, text[text.rindex(")") + 4 :].split())]
 
@@ -159,7 +159,7 @@ def _family_cpu_seconds(parent: int) -> float:
                         continue
                     if stat[1] == parent:
                         ticks += stat[11] + stat[12]
-            # A child that was reaped meanwhile moved its ticks to the parent: count again.
+            # A child that was reaped in between moved its ticks to the parent: count again.
             after = _stat(parent)
             if after[13:15] == own[13:15]:
                 break
@@ -173,17 +173,17 @@ def _family_cpu_seconds(parent: int) -> float:
 
 @dataclass(frozen=True)
 class Variant:
-    """One thing to measure: `connections` processes that each do what `make` returns, over and over."""
+    """One variant to measure: `connections` processes that repeat the work that `make` returns."""
 
     name: str
     make: Callable[..., Act]
-    """Called once in each process with the DSN and `options`; must be importable. Opens, warms up, returns the work."""
+    """Called once in each process with the DSN and `options`; must be importable. Connects and warms up."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
     connections: int = 1
 
     before: Callable[[], None] | None = None
-    """Called here before each turn, outside of what is measured: fills what the turn takes."""
+    """Called before each turn, outside the measured time, to create the data that the turn uses."""
 
 
 @dataclass(frozen=True)
@@ -201,8 +201,8 @@ class Sample:
         return self.events / self.seconds
 
 
-class Crew:
-    """Client processes, so that no interpreter lock is shared. They stay for the whole run, connected and warm."""
+class ClientProcesses:
+    """Client processes, so that no interpreter lock is shared. They stay connected and warm for the whole run."""
 
     def __init__(self, dsn: str, size: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -215,13 +215,13 @@ class Crew:
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
-        # Starting them takes all the CPU there is: nothing is measured meanwhile.
+        # Starting them takes all available CPU, so nothing is measured until they are ready.
         for pipe in self._pipes:
             pipe.send((_call, "start", _nothing, {}, None))
         for pipe in self._pipes:
             _answer(pipe, "start")
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> ClientProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -233,11 +233,11 @@ class Crew:
                 process.kill()
 
     def ready(self, variant: Variant) -> None:
-        """Let the clients make what the variant needs, and do it once."""
+        """Prepare the work of a variant in all clients, and run it once."""
         self._ask(variant, None)
 
     def run(self, variant: Variant, seconds: float) -> tuple[int, float, float]:
-        """Events, elapsed seconds and client CPU seconds of one turn."""
+        """Run one turn; returns events, elapsed seconds and client CPU seconds."""
         start = time.monotonic() + START_SECONDS
         answers = self._ask(variant, (start, start + seconds))
         return (
@@ -247,7 +247,7 @@ class Crew:
         )
 
     def begin(self, function: Callable[..., Any], *, client: int = 0, **options: Any) -> Callable[[], Any]:
-        """Let one client call `function` with the DSN and the options; the answer is got by calling what returns."""
+        """Call `function` with the DSN and the options in one client; returns a function that waits for the result."""
         pipe = self._pipes[client]
         pipe.send((_call, function.__name__, function, options, None))
         return lambda: _answer(pipe, function.__name__)
@@ -269,7 +269,7 @@ def _answer(pipe: Pipe, name: str) -> Any:
 
 
 def _client(dsn: str, pipe: Pipe) -> None:
-    """One client process: does what it is asked for until the pipe ends."""
+    """The main function of a client process: runs requests until the pipe is closed."""
     acts: dict[str, Act] = {}
     while True:
         try:
@@ -283,7 +283,7 @@ def _client(dsn: str, pipe: Pipe) -> None:
 
 
 def _nothing(dsn: str) -> None:
-    """What a client is asked first, to see it up."""
+    """The first request to a client, to check that it runs."""
 
 
 def _call(
@@ -300,7 +300,7 @@ def _work(
     options: Mapping[str, Any],
     times: tuple[float, float] | None,
 ) -> tuple[int, float, float]:
-    """Make a variant's work when it is first asked for, then do it until its time is over."""
+    """Prepare the work of a variant when first requested, then repeat it until the time is over."""
     if name not in acts:
         acts[name] = make(dsn, **options)
     act = acts[name]
@@ -321,26 +321,28 @@ def _work(
 Samples = dict[str, list[Sample]]
 
 
-def interleaved(server: Server, crew: Crew, variants: Sequence[Variant], *, rounds: int, seconds: float) -> Samples:
-    """Every variant in turn, `rounds` times over; the order goes round, so that no variant is always behind another."""
+def interleaved(
+    server: Server, clients: ClientProcesses, variants: Sequence[Variant], *, rounds: int, seconds: float
+) -> Samples:
+    """Run every variant once per round; the order rotates, so that no variant always follows the same one."""
     samples: Samples = {variant.name: [] for variant in variants}
     with _progress(len(variants) * (rounds + 1)) as step:
         for variant in variants:
             step(f"warming {variant.name}")
-            crew.ready(variant)
+            clients.ready(variant)
         for number in range(rounds):
             shift = number % len(variants)
             for variant in [*variants[shift:], *variants[:shift]]:
                 step(f"round {number + 1} of {rounds}: {variant.name}")
-                samples[variant.name].append(_turn(server, crew, variant, seconds))
+                samples[variant.name].append(_turn(server, clients, variant, seconds))
     return samples
 
 
-def _turn(server: Server, crew: Crew, variant: Variant, seconds: float) -> Sample:
+def _turn(server: Server, clients: ClientProcesses, variant: Variant, seconds: float) -> Sample:
     if variant.before is not None:
         variant.before()
     cpu, wal = server.cpu_seconds(), server.wal_bytes()
-    events, elapsed, client_cpu = crew.run(variant, seconds)
+    events, elapsed, client_cpu = clients.run(variant, seconds)
     wal = server.wal_bytes() - wal
     after = server.cpu_seconds()
     server_cpu = None if cpu is None or after is None else after - cpu
@@ -348,14 +350,14 @@ def _turn(server: Server, crew: Crew, variant: Variant, seconds: float) -> Sampl
 
 
 def ratio(samples: Samples, ours: str, floor: str) -> float:
-    """How fast ours is as a part of the floor: the median over the rounds."""
+    """The speed of Headwater relative to the baseline: the median over the rounds."""
     pairs = zip(samples[ours], samples[floor], strict=True)
     return statistics.median(a.rate / b.rate for a, b in pairs)
 
 
 @dataclass(frozen=True)
 class Figures:
-    """A variant over all its rounds."""
+    """The results of a variant over all rounds."""
 
     rate: float
     server_cpu_us: float | None
@@ -368,7 +370,7 @@ def figures(samples: Sequence[Sample]) -> Figures:
     server = [sample.server_cpu_seconds for sample in samples if sample.server_cpu_seconds is not None]
     return Figures(
         rate=statistics.median(sample.rate for sample in samples),
-        # Sums, since the clock ticks of one short turn are coarse.
+        # Sums, since the clock ticks of one short turn are too coarse.
         server_cpu_us=sum(server) / events * 1e6 if len(server) == len(samples) else None,
         client_cpu_us=sum(sample.client_cpu_seconds for sample in samples) / events * 1e6,
         wal_bytes=sum(sample.wal_bytes for sample in samples) / events,
@@ -380,14 +382,14 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
 
-# --- what is shown -------------------------------------------------------------------------------------------
+# --- output --------------------------------------------------------------------------------------------------
 
 
 STARTED = time.monotonic()
 
 
 def say(text: str) -> None:
-    """One line of progress."""
+    """Print one line of progress."""
     stderr.print(f"[dim]{time.monotonic() - STARTED:4.0f} s  {text}[/dim]")
 
 
@@ -397,14 +399,14 @@ def _progress(total: int) -> Iterator[Callable[[str], None]]:
         yield lambda text: None
         return
     columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
-    # Drawn between turns only: a thread that draws would take CPU from what is measured.
+    # Drawn only between turns: a drawing thread would take CPU from the measurement.
     with Progress(*columns, console=stderr, transient=True, auto_refresh=False) as progress:
         task = progress.add_task("", total=total)
         yield lambda text: progress.update(task, advance=1, description=text, refresh=True)
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str] | None]) -> None:
-    """Print a table: the first column is text, the others numbers; None draws a line."""
+    """Print a table: the first column is text, the others are numbers; None draws a line."""
     shown = Table(title=title, title_justify="left", header_style="bold")
     for number, column in enumerate(columns):
         shown.add_column(column, justify="left" if number == 0 else "right", no_wrap=True)
@@ -413,13 +415,13 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str] | Non
             shown.add_section()
         else:
             shown.add_row(*row)
-    # The width of a pipe is not known; a table that is cut off is of no use.
+    # The width of a pipe is unknown, and a truncated table is useless.
     console = Console() if sys.stdout.isatty() else Console(width=120)
     console.print(shown)
 
 
 def finish(server: Server, result: Mapping[str, Any]) -> None:
-    """Print the last line: one JSON object with the results and where they come from."""
+    """Print the last line: a JSON object with the results and a description of the machine."""
     about = server.about()
     place = {
         "cores": os.cpu_count(),

@@ -1,4 +1,4 @@
-"""Captured changes: through pipelines to NATS and Delta, to nothing, by Debezium; and one change at a time."""
+"""Captured changes: through pipelines to NATS and Delta, to a null sink, with Debezium; and single changes."""
 
 from __future__ import annotations
 
@@ -19,23 +19,35 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 from bench import _debezium as debezium
 from bench import _measure as measure
 from bench._measure import Server
-from bench._pipeline_place import CAPTURED, COPIED, RUN_SECONDS, SLOW, Place, Turn, Turns, Work, taking_turns, used
+from bench._pipeline_setup import (
+    CAPTURED,
+    COPIED,
+    RUN_SECONDS,
+    SLOW,
+    BenchSetup,
+    Measurement,
+    Measurements,
+    Work,
+    measure_variants,
+    used,
+)
 from headwater.capture.slot import Slot
 from headwater.nats import codec, streams, subjects
 from headwater.nats.subjects import Table
+from headwater.spark.pipelines.batch_query import offset_in
 from headwater.spark.pipelines.file import PipelineSpec, parse
-from headwater.spark.pipelines.runner import Report, Runner, place_in
+from headwater.spark.pipelines.runner import Report, Runner
 
 PACKED, EACH, DELTA, CAPTURE, DEBEZIUM = ("packed", "each", "delta", "capture", "debezium")
-"""What is done with the same changes, each from a replication slot of its own, which has the same name."""
+"""The variants. Each reads the same changes from a replication slot with its name."""
 
 SUBSCRIBE_SECONDS = 0.5
-# How many changes the transactions have, over and over: half of the changes are in ones of up to 1000.
+# The sizes of the transactions, repeated: half of the changes are in transactions of up to 1000.
 TRANSACTIONS = (1, 10, 1, 100, 1, 1000, 1, 10, 100, 1, 10, 1, 2000, 1, 100, 1, 10, 1, 500, 1)
 
 
 def make_changes(server: Server, count: int) -> int:
-    """So many changes at least, in transactions of all sizes; says how many."""
+    """Make at least `count` changes, in transactions of all sizes; return their number."""
     sizes: list[int] = []
     while sum(sizes) < count:
         sizes += TRANSACTIONS
@@ -43,91 +55,91 @@ def make_changes(server: Server, count: int) -> int:
         connection.execute("set synchronous_commit = off")
         connection.execute("select setval('bench.next_id', nextval('bench.next_id'))")
         connection.execute("call bench.change_much(%s)", (sizes[:-1],))
-        # Waits for the disk, and so for all before it: what is not there yet is not captured.
+        # A synchronous commit flushes all earlier ones: capture reads only flushed WAL.
         connection.execute("set synchronous_commit = on")
         connection.execute("call bench.change_much(%s)", (sizes[-1:],))
     return sum(sizes)
 
 
 def pipeline(name: str, tables: Sequence[str], sink: Mapping[str, Any], **more: Any) -> PipelineSpec:
-    """A pipeline as a file would declare it."""
+    """A pipeline as declared in a file."""
     body = {"from": {"changes": {"tables": list(tables), "slot": name, "publication": name}}, "to": sink, **more}
     (spec,) = parse(json.dumps({"pipelines": {name: body}}), {}).pipelines
     return spec
 
 
-def through_pipeline(place: Place, spec: PipelineSpec, counted: Callable[[], int]) -> Work:
-    """Work off the slot as `headwater pipeline run --once` does: the time is that of its micro-batches.
+def through_pipeline(setup: BenchSetup, spec: PipelineSpec, counted: Callable[[], int]) -> Work:
+    """Drain the slot as `headwater pipeline run --once` does: the time is the sum of its micro-batches.
 
-    `counted` says how many changes came to the end since it was last asked.
+    `counted` returns the number of changes that arrived since its last call.
     """
 
-    def work(_: int) -> Turn:
+    def work(_: int) -> Measurement:
         counted()
-        said: list[Report] = []
-        with used(place) as cpu:
-            Runner(place.spark, [spec], place.settings(once=True), report=said.append).run()
-        seconds = sum(report.details["seconds"] for report in said if report.what == "batch")
-        return Turn(counted(), seconds, cpu)
+        reports: list[Report] = []
+        with used(setup) as cpu:
+            Runner(setup.spark, [spec], setup.settings(once=True), report=reports.append).run()
+        seconds = sum(report.details["seconds"] for report in reports if report.what == "batch")
+        return Measurement(counted(), seconds, cpu)
 
     return work
 
 
-def captured(place: Place) -> Work:
-    """Work off a slot into nothing: what capture costs without a sink."""
-    slot = Slot(place.server.dsn, CAPTURE, CAPTURE)
+def captured(setup: BenchSetup) -> Work:
+    """Drain a slot into a null sink: the cost of capture alone."""
+    slot = Slot(setup.server.dsn, CAPTURE, CAPTURE)
 
-    def work(_: int) -> Turn:
-        with used(place) as cpu:
+    def work(_: int) -> Measurement:
+        with used(setup) as cpu:
             query = (
-                place.spark.readStream.format("headwater.changes")
+                setup.spark.readStream.format("headwater.changes")
                 .options(dsn=slot.dsn, slot=slot.name, publication=slot.publication, tables=CAPTURED)
                 .load()
                 .writeStream.format("noop")
-                .option("checkpointLocation", str(place.directory / "checkpoints" / "capture"))
+                .option("checkpointLocation", str(setup.directory / "checkpoints" / "capture"))
                 .trigger(availableNow=True)
                 .start()
             )
             if not query.awaitTermination(int(RUN_SECONDS)):
                 raise TimeoutError(f"capture took more than {RUN_SECONDS:.0f} s")
         progress = query.recentProgress
-        slot.advance(max(place_in(one) or 0 for one in progress))
+        slot.advance(max(offset.position for one in progress if (offset := offset_in(one)) is not None))
         seconds = sum(one["durationMs"]["triggerExecution"] for one in progress) / 1000
-        return Turn(sum(one["numInputRows"] for one in progress), seconds, cpu)
+        return Measurement(sum(one["numInputRows"] for one in progress), seconds, cpu)
 
     return work
 
 
-def by_debezium(place: Place) -> Work:
-    """The same into Debezium's handler; the time is from its first batch to its last."""
+def by_debezium(setup: BenchSetup) -> Work:
+    """Capture the same changes with Debezium; the time is from its first batch to its last."""
 
-    def work(count: int) -> Turn:
-        postgres = place.server.cpu_seconds() or 0.0
-        begun = place.crew.begin(
+    def work(count: int) -> Measurement:
+        postgres = setup.server.cpu_seconds() or 0.0
+        begun = setup.crew.begin(
             debezium.capture,
             slot=DEBEZIUM,
             publication=DEBEZIUM,
-            directory=str(place.directory),
+            directory=str(setup.directory),
             count=count,
             seconds=measure.ANSWER_SECONDS - 40,
         )
         done: debezium.Captured = begun()
-        postgres = (place.server.cpu_seconds() or 0.0) - postgres
-        place.server.execute("select pg_replication_slot_advance(%s, pg_current_wal_lsn())", (DEBEZIUM,))
-        # The part of the run without its start, in proportion.
+        postgres = (setup.server.cpu_seconds() or 0.0) - postgres
+        setup.server.execute("select pg_replication_slot_advance(%s, pg_current_wal_lsn())", (DEBEZIUM,))
+        # Scale the measured part, which excludes the start, to all changes.
         seconds = done.seconds * done.changes / done.measured_changes
-        return Turn(done.changes, seconds, {"java": done.cpu_seconds, "postgres": postgres})
+        return Measurement(done.changes, seconds, {"java": done.cpu_seconds, "postgres": postgres})
 
     return work
 
 
-def stored(place: Place, *, packed: bool) -> Callable[[], int]:
-    """Counts the changes that came into the stream since it was last asked: one in each message, or many."""
+def stored(setup: BenchSetup, *, packed: bool) -> Callable[[], int]:
+    """A counter of the changes that the stream received since the last call, one or many in each message."""
     last = 0
 
     async def look() -> int:
         nonlocal last
-        async with streams.connected(place.nats.url) as client:
+        async with streams.connect(setup.nats.url) as client:
             js = client.jetstream()
             first, last = last + 1, (await js.stream_info(subjects.CDC_STREAM)).state.last_seq
             if not packed or last < first:
@@ -146,8 +158,8 @@ def stored(place: Place, *, packed: bool) -> Callable[[], int]:
     return lambda: asyncio.run(look())
 
 
-def measure_changes(place: Place, *, count: int, rounds: int) -> Turns:
-    history = str(place.directory / "lake")
+def measure_changes(setup: BenchSetup, *, count: int, rounds: int) -> Measurements:
+    history = str(setup.directory / "lake")
     in_lake = 0
 
     def to_lake() -> int:
@@ -159,21 +171,21 @@ def measure_changes(place: Place, *, count: int, rounds: int) -> Turns:
 
     works: dict[str, Work] = {
         PACKED: through_pipeline(
-            place, pipeline(PACKED, [CAPTURED], {"nats": {"shape": "packed"}}), stored(place, packed=True)
+            setup, pipeline(PACKED, [CAPTURED], {"nats": {"shape": "packed"}}), stored(setup, packed=True)
         ),
         EACH: through_pipeline(
-            place, pipeline(EACH, [CAPTURED], {"nats": {"shape": "each"}}), stored(place, packed=False)
+            setup, pipeline(EACH, [CAPTURED], {"nats": {"shape": "each"}}), stored(setup, packed=False)
         ),
-        DELTA: through_pipeline(place, pipeline(DELTA, [CAPTURED], {"lake": {"path": history}}), to_lake),
-        CAPTURE: captured(place),
+        DELTA: through_pipeline(setup, pipeline(DELTA, [CAPTURED], {"lake": {"path": history}}), to_lake),
+        CAPTURE: captured(setup),
     }
     if (reason := debezium.missing()) is None:
-        works[DEBEZIUM] = by_debezium(place)
+        works[DEBEZIUM] = by_debezium(setup)
     else:
         measure.say(f"without Debezium: {reason}")
     for name in works:
-        Slot(place.server.dsn, name, name).prepare((CAPTURED,))
-    return taking_turns(place, works, rounds=rounds, before=lambda: make_changes(place.server, count))
+        Slot(setup.server.dsn, name, name).prepare((CAPTURED,))
+    return measure_variants(setup, works, rounds=rounds, before=lambda: make_changes(setup.server, count))
 
 
 # --- one change at a time ------------------------------------------------------------------------------------
@@ -181,14 +193,14 @@ def measure_changes(place: Place, *, count: int, rounds: int) -> Turns:
 
 @dataclass(frozen=True)
 class Live:
-    """What a running pipeline to NATS does."""
+    """Measurements of a continuous pipeline to NATS."""
 
     latencies_ms: list[float]
     snapshot_rows_per_s: float
 
 
 def seen(dsn: str, url: str, subject: str, count: int, seconds: float) -> dict[int, int]:
-    """When each row came to a subscriber, by its key; so many rows at most, for so long at most."""
+    """The times at which rows arrived at a subscriber, by key; at most `count` rows and `seconds`."""
     times: dict[int, int] = {}
 
     async def listen() -> None:
@@ -199,7 +211,7 @@ def seen(dsn: str, url: str, subject: str, count: int, seconds: float) -> dict[i
             if len(times) >= count:
                 done.set()
 
-        async with streams.connected(url) as client:
+        async with streams.connect(url) as client:
             await client.subscribe(subject, cb=note)
             with suppress(TimeoutError):
                 await asyncio.wait_for(done.wait(), seconds)
@@ -208,12 +220,12 @@ def seen(dsn: str, url: str, subject: str, count: int, seconds: float) -> dict[i
     return times
 
 
-def latencies_ms(place: Place, *, keys: range, per_second: float) -> list[float]:
-    """Milliseconds from the commit of a row to its message, for rows that come one by one."""
-    answer = place.crew.begin(
+def latencies_ms(setup: BenchSetup, *, keys: range, per_second: float) -> list[float]:
+    """Milliseconds from the commit of a row to its message, for single inserts."""
+    answer = setup.crew.begin(
         seen,
         client=1,
-        url=place.nats.url,
+        url=setup.nats.url,
         subject=subjects.changes_filter(Table(*SLOW.split("."))),
         count=len(keys),
         seconds=len(keys) / per_second + 30,
@@ -222,9 +234,9 @@ def latencies_ms(place: Place, *, keys: range, per_second: float) -> list[float]
     committed: dict[int, int] = {}
     began = time.monotonic()
     for number, key in enumerate(keys):
-        # Not in step with the micro-batches.
+        # Spread the inserts, so that they are not in step with the micro-batches.
         time.sleep(max(0.0, began + (number + number * 0.618 % 1) / per_second - time.monotonic()))
-        place.server.execute("insert into bench.slow values (%s, md5(%s::text))", (key, key))
+        setup.server.execute("insert into bench.slow values (%s, md5(%s::text))", (key, key))
         committed[key] = time.monotonic_ns()
     times: dict[int, int] = answer()
     if lost := committed.keys() - times.keys():
@@ -232,8 +244,8 @@ def latencies_ms(place: Place, *, keys: range, per_second: float) -> list[float]
     return [(times[key] - at) / 1e6 for key, at in committed.items()]
 
 
-def measure_live(place: Place, *, count: int, warm_up: int, per_second: float) -> Live:
-    """A pipeline that stays up and starts micro-batches as soon as it can; then a snapshot on request."""
+def measure_live(setup: BenchSetup, *, count: int, warm_up: int, per_second: float) -> Live:
+    """A continuous pipeline that starts micro-batches as soon as possible; then a requested snapshot."""
     spec = pipeline("live", [SLOW, COPIED], {"nats": {"shape": "each"}}, every_seconds=0)
     started = threading.Event()
     failures: list[str] = []
@@ -244,15 +256,15 @@ def measure_live(place: Place, *, count: int, warm_up: int, per_second: float) -
         if failures or report.what == "started":
             started.set()
 
-    runner = Runner(place.spark, [spec], place.settings(once=False), report=note)
+    runner = Runner(setup.spark, [spec], setup.settings(once=False), report=note)
     thread = threading.Thread(target=runner.run, daemon=True)
     thread.start()
     try:
         if not started.wait(60) or failures:
             raise RuntimeError(f"the pipeline did not start: {failures}")
-        latencies_ms(place, keys=range(warm_up), per_second=per_second)
-        found = latencies_ms(place, keys=range(warm_up, warm_up + count), per_second=per_second)
-        live = Live(found, asyncio.run(requested_snapshot(place)))
+        latencies_ms(setup, keys=range(warm_up), per_second=per_second)
+        found = latencies_ms(setup, keys=range(warm_up, warm_up + count), per_second=per_second)
+        live = Live(found, asyncio.run(requested_snapshot(setup)))
         if failures:
             raise RuntimeError(f"the pipeline failed meanwhile: {failures}")
         return live
@@ -261,10 +273,10 @@ def measure_live(place: Place, *, count: int, warm_up: int, per_second: float) -
         thread.join(60)
 
 
-async def requested_snapshot(place: Place) -> float:
-    """Rows a second of a snapshot of a table to NATS, asked for as a client of the bridge does."""
+async def requested_snapshot(setup: BenchSetup) -> float:
+    """Rows per second of a table snapshot to NATS, requested as a client of the bridge does."""
     table = Table(*COPIED.split("."))
-    async with streams.connected(place.nats.url) as client:
+    async with streams.connect(setup.nats.url) as client:
         began = time.monotonic()
         answer = codec.decode((await client.request(subjects.request_subject(table), b"", timeout=10)).data)
         if not answer["accepted"]:

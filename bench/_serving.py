@@ -1,4 +1,4 @@
-"""`headwater serve` as a user starts it, to be measured."""
+"""Runs `headwater serve` as a user does, for benchmarks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 @contextmanager
 def serving(dsn: str, *options: str) -> Iterator[tuple[dict[str, Any], int]]:
-    """A server of a log: what it told when it was ready, and its process."""
+    """Run a server; yields its ready message (JSON) and its process id."""
     program = "from headwater.cli import main; main()"
     command = [sys.executable, "-c", program, "serve", "--dsn", dsn, "--json", *options]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HEADWATER_")}

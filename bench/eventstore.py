@@ -1,13 +1,13 @@
-"""Appending under a condition, against the eventsourcing library's Postgres recorder and UmaDB, in one run.
+"""Conditional appends, compared with the Postgres recorder of the eventsourcing library and with UmaDB.
 
-Every store is used from one client process, by so many writers at a time, each of which waits for its answer before it
-appends again. Headwater's writers are tasks of an event loop where there are several, and a plain loop where there is
-one; `threads` is the same work by threads. The others have no asynchronous client: their writers are threads. The
-recorder of eventsourcing is the fastest that it has for Postgres; for SQLite it has none.
+Every store is used from one client process by a number of concurrent writers; each waits for the result before its next
+append. Several Headwater writers are tasks of an event loop, a single one is a plain loop; `threads` is the same work
+with threads. The others have no asynchronous client: their writers are threads. The recorder of eventsourcing is its
+fastest one for Postgres; it has none for SQLite.
 
-New context: a tag that no event has yet, asked for in the condition. Existing: each writer has a tag of its own and
-knows its last position. Contended: all writers have one tag, and read again when others were faster. Large: the store
-holds a million events before.
+New context: the append condition uses a tag that no event has. Existing: each writer has its own tag and knows its
+last position. Contended: all writers share one tag, and read again after a conflict. Large: the store contains a
+million events.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from psycopg import conninfo
 
 import headwater
 from bench import _measure as measure
-from bench._measure import Act, Crew, Server, Variant
+from bench._measure import Act, ClientProcesses, Server, Variant
 from headwater import aio
 from headwater.client.eventstore.postgres import EventStore
 from headwater.errors import AppendConflict
@@ -50,7 +50,7 @@ LARGE = "bench-large"
 UMADB_SECONDS = 30.0
 
 Append = Callable[[str, int, int | None], int | None]
-"""Append so many events about a tag if nothing about it came after a position; None: something did."""
+"""Append events with a tag unless the tag has events after a position; returns None on a conflict."""
 Latest = Callable[[str], int]
 AsyncAppend = Callable[[str, int, int | None], Awaitable[int | None]]
 AsyncLatest = Callable[[str], Awaitable[int]]
@@ -75,7 +75,7 @@ def by_tasks(dsn: str, place: str | None) -> tuple[asyncio.AbstractEventLoop, As
     loop = asyncio.new_event_loop()
     log = loop.run_until_complete(aio.connect(dsn, pool_size=4))
     store = log.store(place or STORE)
-    # Processes of a crew end without running what is registered with atexit.
+    # Client processes exit without running atexit handlers.
     Finalize(None, lambda: loop.run_until_complete(log.close()), exitpriority=1)
 
     async def append(tag: str, events: int, after: int | None) -> int | None:
@@ -170,7 +170,7 @@ STORES: dict[str, Callable[[str, str | None], tuple[Append, Latest]]] = {
 
 
 class Contexts:
-    """What the writers append about, and how far they know it."""
+    """The tags of the writers and their last known positions."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -189,7 +189,7 @@ class Contexts:
 
 
 def appending(dsn: str, store: str, place: str | None, writers: int, events: int, context: str) -> Act:
-    """So many writers that append until the time is over; counts the appends that went through."""
+    """Run writers until the time is over; returns the number of successful appends."""
     contexts = Contexts(context)
     if store == "headwater":
         if writers > 1:
@@ -222,7 +222,7 @@ def by_loop(
     writers: int,
     events: int,
 ) -> Act:
-    """The same by tasks."""
+    """Run writers as asyncio tasks."""
 
     async def write(writer: int) -> int:
         done = 0
@@ -243,7 +243,7 @@ def by_loop(
 
 @dataclass(frozen=True)
 class Workload:
-    """A key of the JSON line, and what is done."""
+    """A workload and its key in the JSON line."""
 
     key: str
     writers: int
@@ -259,7 +259,7 @@ class Workload:
         return f"{writers}, {events}, {contexts}{', large store' if self.large else ''}"
 
     def stores(self) -> list[str]:
-        """Who takes part. One writer needs no threads; beside a large store there is the empty one."""
+        """The variants of this workload. One writer needs no threads; a large store is compared with an empty one."""
         names = ["headwater", *STORES]
         if self.writers == 1:
             names.remove("headwater threads")
@@ -281,15 +281,15 @@ WORKLOADS = (
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of one store."""
+    """The result of one turn of one store."""
 
     rate: float
     cpu_us: float
-    """Of client and server together, for one append."""
+    """CPU time of client and server per append."""
 
 
 def fill(server: Server, events: int) -> None:
-    """A large store of ours in the database, by the function that appends use."""
+    """Fill a large Headwater store with the function that appends use."""
     measure.say(f"filling event stores with {events:,} events each")
     with headwater.connect(server.dsn) as log:
         log.create_store(LARGE)
@@ -297,26 +297,26 @@ def fill(server: Server, events: int) -> None:
     for start in range(0, events, 10_000):
         server.execute(
             """
-            select headwater.insert_appended(
-                (headwater.find_event_store(%s)).id, min(p.n) - 1, array_agg(p.place), array_agg('fill-' || p.n),
-                array_agg('Happened'::text), array_agg('{all,fill-' || p.n / 10 || '}'), array_agg(%s::bytea),
+            select headwater_internal.insert_appended(
+                (headwater_internal.find_event_store(%s)).id, min(p.n) - 1, array_agg(p.place), array_agg('fill-' ||
+                p.n), array_agg('Happened'::text), array_agg('{all,fill-' || p.n / 10 || '}'), array_agg(%s::bytea),
                 null, null
             )
             from (
-                select n, nextval('headwater.position') as place
+                select n, nextval('headwater_internal.position') as place
                 from generate_series(%s::bigint, %s::bigint) as n
             ) as p
             """,
             (LARGE, DATA, start + 1, min(start + 10_000, events)),
         )
     server.execute("reset synchronous_commit")
-    for table in ("event_mark", "event_identity"):
-        server.execute(f"vacuum analyze headwater.{table}")
-    server.execute("analyze headwater.event")
+    for table in ("event_index_term", "event_identity"):
+        server.execute(f"vacuum analyze headwater_internal.{table}")
+    server.execute("analyze headwater_internal.event")
 
 
 def filling(dsn: str, store: str, place: str | None, events: int) -> Act:
-    """Append so many events each time: a variant that is never timed."""
+    """A variant that fills a store and is not timed."""
     append, _ = STORES[store](dsn, place)
     numbers = itertools.count()
 
@@ -330,7 +330,7 @@ def filling(dsn: str, store: str, place: str | None, events: int) -> Act:
 
 @contextmanager
 def umadb_server() -> Iterator[tuple[str, int]]:
-    """UmaDB's own server, as its wheel has it: address and process."""
+    """Run the UmaDB server of its wheel; yields its address and process id."""
     directory = tempfile.mkdtemp(prefix="headwater-bench-umadb-")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -359,17 +359,17 @@ def umadb_server() -> Iterator[tuple[str, int]]:
 
 
 def measured(
-    server: Server, umadb: int, crew: Crew, variants: dict[str, Variant], *, rounds: int, seconds: float
+    server: Server, umadb: int, clients: ClientProcesses, variants: dict[str, Variant], *, rounds: int, seconds: float
 ) -> dict[str, list[Turn]]:
-    """Every store in turn, the order going round."""
+    """Run every store once per round, in rotating order."""
     turns: dict[str, list[Turn]] = {name: [] for name in variants}
     for variant in variants.values():
-        crew.ready(variant)
+        clients.ready(variant)
     names = list(variants)
     for number in range(rounds):
         for name in names[number % len(names) :] + names[: number % len(names)]:
             before = _server_cpu(server, umadb)
-            appends, elapsed, client_cpu = crew.run(variants[name], seconds)
+            appends, elapsed, client_cpu = clients.run(variants[name], seconds)
             cpu = _server_cpu(server, umadb) - before + client_cpu
             turns[name].append(Turn(appends / elapsed, cpu / appends * 1e6))
     return turns
@@ -397,17 +397,17 @@ def main() -> None:
             places: dict[str, str | None] = {"headwater sqlite": str(files / "small"), "umadb": address}
             with headwater.connect(server.dsn) as log:
                 log.create_store(STORE)
-            with Crew(server.dsn, 1) as crew:
+            with ClientProcesses(server.dsn, 1) as clients:
                 for workload in sorted(chosen, key=lambda workload: workload.large):
                     if workload.large and places.get("headwater") is None:
-                        # Whoever has one log has no empty one any more: so the large ones come last.
+                        # A store that was filled is no longer empty, so the large ones come last.
                         fill(server, large)
                         places |= {"headwater": LARGE, "headwater threads": LARGE}
                         places["headwater sqlite"] = str(files / "large")
                         for name in ("headwater sqlite", "eventsourcing", "umadb"):
                             what = {"store": name, "place": places.get(name), "events": min(large, FILL_EVENTS)}
                             for _ in range(0, large, FILL_EVENTS):
-                                crew.ready(Variant(f"fill {name}", filling, what))
+                                clients.ready(Variant(f"fill {name}", filling, what))
                     measure.say(workload.title)
                     variants = {
                         name: Variant(
@@ -426,7 +426,7 @@ def main() -> None:
                     if workload.large:
                         what = {**variants["headwater"].options, "place": STORE}
                         variants["headwater empty"] = Variant(f"{workload.key} headwater empty", appending, what)
-                    turns[workload.key] = measured(server, umadb, crew, variants, rounds=rounds, seconds=seconds)
+                    turns[workload.key] = measured(server, umadb, clients, variants, rounds=rounds, seconds=seconds)
                     rows += [None, (f"[bold]{workload.title}[/bold]", "", "", "")]
                     for name, got in turns[workload.key].items():
                         rate = statistics.median(turn.rate for turn in got)

@@ -1,4 +1,4 @@
-"""Claims while an idle transaction holds back vacuum: whether they cost more as the dead rows pile up."""
+"""The cost of claims while an idle transaction blocks vacuum and dead rows accumulate."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ import psycopg
 import headwater
 from bench import _measure as measure
 from bench import queue
-from bench._measure import Crew, Server
-from headwater.model import Lease, NewEvent
+from bench._measure import ClientProcesses, Server
+from headwater.log.model import NewEvent
+from headwater.queue.model import Lease
 
 TOPIC = "bench"
-GROUP = "bench"
+QUEUE = "bench"
 BATCH_SIZE = 100
 PER_SECOND = 12_500
 REAP_SECONDS = 1.0
@@ -27,12 +28,12 @@ WARM_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Window:
-    """What batches cost within some seconds: one batch claimed and acknowledged."""
+    """The cost of claiming and acknowledging one batch, within a time window."""
 
     batches: int
     events: int
     cpu_us: float | None
-    """Server CPU a batch; None where the server is on another machine."""
+    """Server CPU per batch; None if the server is on another machine."""
     wall_us: float
     reap_us: float
 
@@ -41,7 +42,7 @@ class Window:
 
 
 def publish(dsn: str, ours: bool, until: float) -> int:
-    """A batch at a time, at a steady rate."""
+    """Publish batches at a constant rate."""
     total = 0
     if ours:
         log = headwater.connect(dsn, pool_size=1)
@@ -64,7 +65,7 @@ def publish(dsn: str, ours: bool, until: float) -> int:
 
 
 def consume(dsn: str, ours: bool, until: float, window_seconds: float) -> list[Window]:
-    """Batches as they come, until the time is over; what they cost, window by window."""
+    """Claim batches until the time is over; returns the cost in each window."""
     return _consume_ours(dsn, until, window_seconds) if ours else _consume_vt(dsn, until, window_seconds)
 
 
@@ -78,12 +79,12 @@ def _consume_ours(dsn: str, until: float, window_seconds: float) -> list[Window]
     def act() -> int:
         nonlocal lease
         if lease is None:
-            lease = log.claim(GROUP, worker=worker, batch_size=BATCH_SIZE)
+            lease = log.claim(QUEUE, worker=worker, batch_size=BATCH_SIZE)
         else:
             lease = log.settle_and_claim(lease, worker=worker, batch_size=BATCH_SIZE)
         return 0 if lease is None else len(lease.events)
 
-    return _windows(act, lambda: log.reap(GROUP), backend, until, window_seconds)
+    return _windows(act, lambda: log.reap(QUEUE), backend, until, window_seconds)
 
 
 def _consume_vt(dsn: str, until: float, window_seconds: float) -> list[Window]:
@@ -137,7 +138,7 @@ def _windows(
 
 
 def _cpu_ns(pid: int) -> int | None:
-    """CPU time of a process of this machine, to the nanosecond."""
+    """CPU time of a process on this machine in nanoseconds."""
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0])
     except (OSError, ValueError):
@@ -147,15 +148,17 @@ def _cpu_ns(pid: int) -> int | None:
 # --- the run -------------------------------------------------------------------------------------------------
 
 
-def steady(server: Server, crew: Crew, *, ours: bool, seconds: float, window_seconds: float) -> list[Window]:
-    """Publish and consume side by side, while a transaction that does nothing keeps its snapshot."""
+def steady(
+    server: Server, clients: ClientProcesses, *, ours: bool, seconds: float, window_seconds: float
+) -> list[Window]:
+    """Publish and consume concurrently while an idle transaction holds its snapshot."""
     with psycopg.connect(server.dsn) as idle:
         idle.execute("set transaction isolation level repeatable read")
         idle.execute("select count(*) from pg_class").fetchone()
         until = time.monotonic() + WARM_SECONDS + seconds
-        publishing = crew.begin(publish, client=0, ours=ours, until=until)
-        consuming = crew.begin(consume, client=1, ours=ours, until=until, window_seconds=window_seconds)
-        # The crew answers when its time is over; only then is it asked.
+        publishing = clients.begin(publish, client=0, ours=ours, until=until)
+        consuming = clients.begin(consume, client=1, ours=ours, until=until, window_seconds=window_seconds)
+        # The clients respond when their time is over.
         time.sleep(max(0.0, until - time.monotonic()))
         windows: list[Window] = consuming()
         publishing()
@@ -168,7 +171,7 @@ def cost(window: Window) -> float:
 
 
 def growth(windows: Sequence[Window]) -> float:
-    """The cost at the end as a multiple of that at the start, each the median of a fifth of the windows."""
+    """The cost at the end relative to the start, each the median of a fifth of the windows."""
     fifth = max(1, len(windows) // 5)
     start = statistics.median(cost(window) for window in windows[:fifth])
     return statistics.median(cost(window) for window in windows[-fifth:]) / start
@@ -204,16 +207,16 @@ def main() -> None:
         seconds, other_seconds, window_seconds = 5_000_000 / PER_SECOND, 60.0, 5.0
     with measure.measured_server(options.dsn) as server:
         server.execute(queue.OTHERS)
-        with headwater.connect(server.dsn, pool_size=1) as log, Crew(server.dsn, 2) as crew:
+        with headwater.connect(server.dsn, pool_size=1) as log, ClientProcesses(server.dsn, 2) as clients:
             log.create_topic(TOPIC)
-            log.create_group(GROUP, topics=TOPIC)
-            # Past the time that a new process takes to begin.
-            crew.begin(publish, client=0, ours=True, until=0.0)()
-            crew.begin(consume, client=1, ours=True, until=0.0, window_seconds=1.0)()
+            log.create_queue(QUEUE, topics=TOPIC)
+            # Longer than a new process takes to start.
+            clients.begin(publish, client=0, ours=True, until=0.0)()
+            clients.begin(consume, client=1, ours=True, until=0.0, window_seconds=1.0)()
             measure.say(f"headwater, {seconds:.0f} s")
-            windows = steady(server, crew, ours=True, seconds=seconds, window_seconds=window_seconds)
+            windows = steady(server, clients, ours=True, seconds=seconds, window_seconds=window_seconds)
             measure.say(f"pgmq-style, {other_seconds:.0f} s")
-            others = steady(server, crew, ours=False, seconds=other_seconds, window_seconds=window_seconds)
+            others = steady(server, clients, ours=False, seconds=other_seconds, window_seconds=window_seconds)
         show("headwater", windows, window_seconds)
         show("pgmq-style", others, window_seconds)
         measure.finish(

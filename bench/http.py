@@ -1,4 +1,4 @@
-"""The HTTP door: publishing, and 2,000 live streams on one process with one publisher."""
+"""The HTTP server: publishing, and 2,000 SSE streams on one process with one publisher."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ TOPIC = "bench"
 
 
 @contextmanager
-def door(dsn: str) -> Iterator[tuple[str, int, int]]:
-    """One process that serves HTTP, as a user starts it: its host, port and process."""
-    with serving(dsn, "--http", "127.0.0.1:0", "--requests-per-second", "0") as (told, pid):
-        host, _, port = told["http"].removeprefix("http://").partition(":")
+def server(dsn: str) -> Iterator[tuple[str, int, int]]:
+    """Run one HTTP server process; yields its host, port and process id."""
+    with serving(dsn, "--http", "127.0.0.1:0", "--requests-per-second", "0") as (ready, pid):
+        host, _, port = ready["http"].removeprefix("http://").partition(":")
         yield host, int(port), pid
 
 
 class Client:
-    """A client that costs little: one connection, one request at a time."""
+    """A cheap client: one connection, one request at a time."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str) -> None:
         self._reader, self._writer, self._host = reader, writer, host
@@ -64,7 +64,7 @@ async def clients(host: str, port: int, count: int) -> AsyncIterator[list[Client
 
 
 async def publish(host: str, port: int, *, connections: int, batch: int, seconds: float) -> float:
-    """Events a second, by requests of so many events on so many connections."""
+    """Events per second, with a number of events per request and of connections."""
     event = {"type": "order.placed", "key": "c-17", "data": PAYLOAD}
     body = json.dumps(event if batch == 1 else {"events": [event] * batch}).encode()
     done = 0
@@ -82,7 +82,7 @@ async def publish(host: str, port: int, *, connections: int, batch: int, seconds
 
 
 def resident_kib(pid: int) -> int:
-    """What a process holds of memory."""
+    """The memory of a process."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1])
@@ -90,7 +90,7 @@ def resident_kib(pid: int) -> int:
 
 
 class Counter(asyncio.Protocol):
-    """A live stream that is counted: how many events came."""
+    """Count the events of an SSE stream."""
 
     def __init__(self, request: bytes) -> None:
         self._request = request
@@ -111,7 +111,7 @@ class Counter(asyncio.Protocol):
 
 
 async def streams(host: str, port: int, pid: int, dsn: str, *, count: int, events: int) -> dict[str, float]:
-    """So many live streams, and one publisher: memory of each, and how many events a second are brought to them."""
+    """SSE streams with one publisher: memory per stream, and delivered events per second."""
     loop = asyncio.get_running_loop()
     request = f"GET /v1/topics/{TOPIC}/follow HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode()
     before = resident_kib(pid)
@@ -133,7 +133,7 @@ async def streams(host: str, port: int, pid: int, dsn: str, *, count: int, event
             await log.publish_batch(TOPIC, batch)
         deadline = time.monotonic() + 120
         while any(counter.events < events for counter in counters):
-            assert time.monotonic() < deadline, "events did not come"
+            assert time.monotonic() < deadline, "events did not arrive"
             await asyncio.sleep(0.01)
         spent = time.monotonic() - started
     for transport in transports:
@@ -147,7 +147,7 @@ def main() -> None:
     open_files.raise_limit(65536)
     seconds = 2.0 if options.quick else 10.0
     count = 2000
-    with measure.measured_server(options.dsn) as server, door(server.dsn) as (host, port, pid):
+    with measure.measured_server(options.dsn) as server, server(server.dsn) as (host, port, pid):
         with headwater.connect(server.dsn) as log:
             log.create_topic(TOPIC)
         one = asyncio.run(publish(host, port, connections=16, batch=1, seconds=seconds))
@@ -155,11 +155,11 @@ def main() -> None:
         events = 100 if options.quick else 1000
         live = asyncio.run(streams(host, port, pid, server.dsn, count=count, events=events))
         rows: list[tuple[Any, ...]] = [
-            ("publish, one event a request, 16 connections", f"{one:,.0f} events/s"),
+            ("publish, one event per request, 16 connections", f"{one:,.0f} events/s"),
             ("publish, 100 events a request, 4 connections", f"{many:,.0f} events/s"),
-            (f"{count:,} live streams, opened", f"{live['opened_per_s']:,.0f} /s"),
-            (f"{count:,} live streams, events brought", f"{live['per_s']:,.0f} events/s"),
-            (f"{count:,} live streams, memory of each", f"{live['kib']:.1f} KiB"),
+            (f"{count:,} SSE streams, opened", f"{live['opened_per_s']:,.0f} /s"),
+            (f"{count:,} SSE streams, events brought", f"{live['per_s']:,.0f} events/s"),
+            (f"{count:,} SSE streams, memory of each", f"{live['kib']:.1f} KiB"),
         ]
         measure.table("one process, one publisher", ("", "figure"), rows)
         measure.finish(

@@ -1,4 +1,4 @@
-"""The Kafka door, against the floor: COPY of the same rows into a bare table, and SELECT of them."""
+"""The Kafka server, compared with COPY of the same rows into a plain table and SELECT from it."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ START_SECONDS = 30.0
 
 
 class Brokers(NamedTuple):
-    """Broker processes, as a user starts them: their addresses and the process above them."""
+    """Broker processes: their addresses and their parent process."""
 
     bootstrap: str
     parent: int
 
 
 class Cost(NamedTuple):
-    """What something took, for each record: time, and CPU time of everybody who took part, in microseconds."""
+    """The cost per record in microseconds: time, and CPU time of clients and servers."""
 
     elapsed: float
     postgres: float | None
@@ -46,14 +46,14 @@ class Cost(NamedTuple):
 
 @contextmanager
 def brokers(dsn: str, processes: int) -> Iterator[Brokers]:
-    with serving(dsn, "--kafka", "127.0.0.1:0", "--processes", str(processes)) as (told, pid):
-        started = Brokers(",".join(told["kafka"]), pid)
+    with serving(dsn, "--kafka", "127.0.0.1:0", "--processes", str(processes)) as (ready, pid):
+        started = Brokers(",".join(ready["kafka"]), pid)
         ready(started, processes)
         yield started
 
 
 def ready(started: Brokers, processes: int) -> None:
-    """Wait until all brokers know each other and share the partitions, and have connections and plans."""
+    """Wait until all brokers know each other, share the partitions, and are warm."""
     deadline = time.monotonic() + START_SECONDS
     producer = Producer({"bootstrap.servers": started.bootstrap})
     while True:
@@ -73,7 +73,7 @@ WARM_UP_COUNT = 12_000
 
 
 def prepare(server: Server) -> None:
-    """What is read from fresh brokers first, so that connecting and planning is not measured; and the floor."""
+    """Create topics for warm-up reads from new brokers, and the baseline table."""
     with headwater.connect(server.dsn) as log:
         log.create_topic(WARM_UP, kind="sequenced", partitions=6)
         for partition in range(6):
@@ -114,7 +114,7 @@ def consumer_of(bootstrap: str, topic: str) -> Consumer:
             "bootstrap.servers": bootstrap,
             "group.id": "bench",
             "fetch.message.max.bytes": 1_000_000,
-            # When it has 100,000 records in hand it pauses, by default for a second: longer than reading them takes.
+            # With 100,000 buffered records the client pauses, by default for a second: longer than reading them takes.
             "fetch.queue.backoff.ms": 5,
         }
     )
@@ -132,7 +132,7 @@ def consume(consumer: Consumer, topic: str, partitions: int, count: int) -> None
 
 
 def copy(connection: psycopg.Connection, count: int, value: bytes) -> None:
-    """The floor of producing: the same rows by COPY, as many to a transaction as a batch holds."""
+    """The baseline of producing: COPY of the same rows, one transaction per batch."""
     for first in range(0, count, BATCH_SIZE):
         with connection.cursor().copy(
             "copy floor.record (key, payload, produced_ms) from stdin (format binary)"
@@ -143,7 +143,7 @@ def copy(connection: psycopg.Connection, count: int, value: bytes) -> None:
 
 
 def select(connection: psycopg.Connection, count: int) -> None:
-    """The floor of fetching: the same parts of the same rows, prepared, in binary form, a page at a time."""
+    """The baseline of fetching: SELECT of the same columns in pages, prepared and in binary format."""
     cursor = connection.cursor(binary=True)
     after = got = 0
     while got < count:
@@ -159,7 +159,7 @@ def select(connection: psycopg.Connection, count: int) -> None:
 
 @contextmanager
 def measured(server: Server, parent: int | None, count: int, costs: list[Cost]) -> Iterator[None]:
-    """Note what the block takes for each of its records."""
+    """Measure the cost of the block per record."""
 
     def used() -> tuple[float | None, float]:
         return server.cpu_seconds(), 0.0 if parent is None else measure._family_cpu_seconds(parent)
@@ -172,7 +172,7 @@ def measured(server: Server, parent: int | None, count: int, costs: list[Cost]) 
 
 
 def latency(bootstrap: str, topic: str, partitions: int, *, rate: int, seconds: float) -> list[float]:
-    """Milliseconds from produce to the consumer's hand, at so many records a second."""
+    """Milliseconds from produce to consume at a constant rate."""
     consumer = Consumer({"bootstrap.servers": bootstrap, "group.id": "bench-latency", "fetch.wait.max.ms": 100})
     consumer.assign([TopicPartition(topic, partition, 0) for partition in range(partitions)])
     consumer.poll(1)
@@ -182,7 +182,7 @@ def latency(bootstrap: str, topic: str, partitions: int, *, rate: int, seconds: 
     sent = 0
     started = time.monotonic()
     while time.monotonic() - started < seconds or len(spent) < sent:
-        assert time.monotonic() - started < seconds + 30, "records did not come"
+        assert time.monotonic() - started < seconds + 30, "records did not arrive"
         while time.monotonic() - started < seconds and sent < (time.monotonic() - started) * rate:
             producer.produce(topic, b"%r" % time.monotonic(), partition=sent % partitions)
             sent += 1
@@ -191,12 +191,12 @@ def latency(bootstrap: str, topic: str, partitions: int, *, rate: int, seconds: 
         now = time.monotonic()
         spent += [(now - float(message.value())) * 1000 for message in came]
     consumer.close()
-    # Until all connections are there, records wait for them.
+    # Until all connections are established, records wait for them.
     return spent[rate // 2 :]
 
 
 def rounds_of(server: Server, size: int, partitions: int, count: int, rounds: int) -> dict[str, list[Cost]]:
-    """What each way cost in each round. The floor and the door take turns."""
+    """The cost of each method in each round. The baseline and the server alternate."""
     value = os.urandom(size)
     costs: dict[str, list[Cost]] = {"copy": [], "select": [], "produce": [], "cold": [], "warm": []}
     for number in range(rounds):
@@ -214,7 +214,7 @@ def rounds_of(server: Server, size: int, partitions: int, count: int, rounds: in
                     produce(producer, topic, count, value)
             with measured(server, None, count, costs["select"]):
                 select(connection, count)
-        # Brokers that have nothing in memory; then the same again.
+        # First new brokers with an empty cache, then the same brokers again.
         with brokers(server.dsn, PROCESSES) as up:
             for name in ("cold", "warm"):
                 consumer = consumer_of(up.bootstrap, topic)
@@ -288,9 +288,7 @@ def main() -> None:
             ("", "records/s", "MB/s", "Postgres", "brokers", "client"),
             rows,
         )
-        measure.table(
-            "1,000 records a second, from produce to the consumer's hand, in ms", ("", "p50", "p99"), latencies
-        )
+        measure.table("1,000 records a second, from produce to consume, in ms", ("", "p50", "p99"), latencies)
         result |= {
             "produce_vs_copy": result["produce_vs_copy_100_6"],
             "fetch_vs_select": result["fetch_vs_select_100_6"],

@@ -1,4 +1,4 @@
-"""Publishing and following, against the floor: the same columns in a bare table of the same server."""
+"""Publishing and following, compared with the same columns in a plain table on the same server."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import psycopg
 
 import headwater
 from bench import _measure as measure
-from bench._measure import Act, Crew, Figures, Samples, Server, Variant
-from headwater import calls
-from headwater.model import NewEvent, Topic
+from bench._measure import Act, ClientProcesses, Figures, Samples, Server, Variant
+from headwater.calls import encoding, publishing
+from headwater.log.model import NewEvent, Topic
 
 TOPIC = "bench"
 FOLLOWED = "bench-follow"
@@ -24,8 +24,8 @@ IDLE = "bench-idle"
 COPIED = 20_000
 BATCH_SIZE = 1000
 
-# The floor has the columns and the defaults of `headwater.event` and nothing else: no partitions, no checks, no
-# trigger, no topic to look up. `bare` has the one index without which no log can be read in order; `keyless` none.
+# The baseline has the columns and defaults of `headwater_internal.event` and nothing else: no partitions, checks,
+# triggers or topic lookup. `bare` has a primary key, which reading in order requires; `keyless` has no index.
 FLOOR = """
 create schema floor;
 create sequence floor.bare_position;
@@ -52,7 +52,7 @@ COLUMNS = "topic_id, key, type, routing_key, headers, content_type, payload"
 
 
 def events(count: int) -> list[NewEvent]:
-    """Events of some 200 bytes. Bytes, so that no side pays for JSON."""
+    """Events of about 200 bytes. Bytes, so that neither side encodes JSON."""
     dice = random.Random(1)
     return [
         NewEvent(
@@ -65,7 +65,7 @@ def events(count: int) -> list[NewEvent]:
     ]
 
 
-# --- ours ----------------------------------------------------------------------------------------------------
+# --- headwater -----------------------------------------------------------------------------------------------
 
 
 def publish_one(dsn: str) -> Act:
@@ -106,7 +106,7 @@ def follow(dsn: str) -> Act:
     return act
 
 
-# --- the floor -----------------------------------------------------------------------------------------------
+# --- baseline ------------------------------------------------------------------------------------------------
 
 
 def insert_one(dsn: str, table: str) -> Act:
@@ -115,7 +115,7 @@ def insert_one(dsn: str, table: str) -> Act:
     statement = f"insert into floor.{table} ({COLUMNS}) values (%s, %b, %s, %s, %s, %s, %b)"
 
     def act() -> int:
-        # Encoded each time, as whoever has text and bytes must.
+        # Encoded each time, as an application with text must.
         key = one.key.encode() if isinstance(one.key, str) else one.key
         cursor.execute(statement, (1, key, one.type, None, None, one.content_type, one.payload), prepare=True)
         return 1
@@ -124,20 +124,20 @@ def insert_one(dsn: str, table: str) -> Act:
 
 
 def insert_batch(dsn: str, table: str, size: int, packed_ahead: bool = False) -> Act:
-    """One statement over arrays, packed as ours are."""
+    """One statement with arrays, encoded as Headwater does."""
     cursor = _floor(dsn).cursor(binary=True)
     batch = events(size)
-    # Side by side rather than from unnest(a, b, ...): the faster of the two.
+    # Separate unnest calls are faster than unnest(a, b, ...).
     statement = (
         f"insert into floor.{table} ({COLUMNS}) "
         "select 1, r.key, r.type, r.routing_key, r.headers::jsonb, r.content_type, r.payload from ("
         "select unnest(%b::bytea[]) as payload, unnest(%b::bytea[]) as key, unnest(%b::text[]) as type, "
         "unnest(%b::text[]) as routing_key, unnest(%b::text[]) as headers, unnest(%b::text[]) as content_type) as r"
     )
-    ahead = calls.publish_batch(TOPIC, batch).params[1:7]
+    ahead = publishing.publish_batch(TOPIC, batch).params[1:7]
 
     def act() -> int:
-        params = ahead if packed_ahead else calls.publish_batch(TOPIC, batch).params[1:7]
+        params = ahead if packed_ahead else publishing.publish_batch(TOPIC, batch).params[1:7]
         cursor.execute(statement, params, prepare=True)
         return size
 
@@ -145,7 +145,7 @@ def insert_batch(dsn: str, table: str, size: int, packed_ahead: bool = False) ->
 
 
 def insert_lists(dsn: str, table: str, size: int) -> Act:
-    """The same with Python lists, as psycopg's manual would have it."""
+    """The same with Python lists, as in psycopg's manual."""
     cursor = _floor(dsn).cursor(binary=True)
     batch = events(size)
     statement = (
@@ -164,7 +164,7 @@ def insert_lists(dsn: str, table: str, size: int) -> Act:
 
 
 def insert_executemany(dsn: str, table: str, size: int) -> Act:
-    """A statement an event, sent in one pipeline and committed at once."""
+    """One statement per event, sent in one pipeline and transaction."""
     connection = _floor(dsn)
     cursor = connection.cursor(binary=True)
     batch = events(size)
@@ -180,26 +180,26 @@ def insert_executemany(dsn: str, table: str, size: int) -> Act:
 
 
 def copy_many(dsn: str, table: str, packed_ahead: bool = False) -> Act:
-    """COPY, packed and sent in the pieces that ours uses."""
+    """COPY, encoded and sent in the same pieces as Headwater."""
     connection = _floor(dsn)
     many = events(COPIED)
     topic = _any_topic()
     pieces = [many[at : at + BATCH_SIZE] for at in range(0, len(many), BATCH_SIZE)]
-    ahead = [calls.copy_rows(topic, piece) for piece in pieces]
+    ahead = [encoding.copy_rows(topic, piece) for piece in pieces]
 
     def act() -> int:
         with connection.cursor() as cursor, cursor.copy(_copy_into(table, "(format binary)")) as copy:
-            copy.write(calls.COPY_START)
+            copy.write(encoding.COPY_START)
             for piece, packed in zip(pieces, ahead, strict=True):
-                copy.write(packed if packed_ahead else calls.copy_rows(topic, piece))
-            copy.write(calls.COPY_END)
+                copy.write(packed if packed_ahead else encoding.copy_rows(topic, piece))
+            copy.write(encoding.COPY_END)
         return len(many)
 
     return act
 
 
 def copy_write_row(dsn: str, table: str) -> Act:
-    """COPY as psycopg's manual would have it: a tuple at a time."""
+    """COPY as in psycopg's manual: one tuple at a time."""
     connection = _floor(dsn)
     many = events(COPIED)
 
@@ -214,7 +214,7 @@ def copy_write_row(dsn: str, table: str) -> Act:
 
 
 def select(dsn: str) -> Act:
-    """Pages of the bare table, in order, as plain tuples."""
+    """Read pages of the plain table in order, as tuples."""
     cursor = _floor(dsn).cursor(binary=True)
     statement = (
         "select position, topic_id, partition, topic_offset, key, type, routing_key, headers, content_type, payload, "
@@ -231,7 +231,7 @@ def select(dsn: str) -> Act:
     return act
 
 
-# One connection of each kind in a process, whatever it measures.
+# One connection of each kind per process, for all variants.
 @cache
 def _log(dsn: str) -> headwater.Headwater:
     return headwater.connect(dsn, pool_size=1)
@@ -251,7 +251,7 @@ def _any_topic() -> Topic:
 
 
 def _warm(act: Act) -> Act:
-    """Past psycopg's fifth execution, from which on a statement is prepared, and Postgres' choice of a plan."""
+    """Enough executions for psycopg to prepare the statement and for Postgres to choose a generic plan."""
     for _ in range(12):
         act()
     return act
@@ -261,7 +261,7 @@ def _warm(act: Act) -> Act:
 
 
 def follow_idle(dsn: str) -> tuple[list[float], float]:
-    """Follow the idle topic up to its empty event: latencies in ms, and CPU seconds between the two marks."""
+    """Follow the idle topic up to its empty event; returns latencies in ms, and CPU seconds between the two markers."""
     latencies: list[float] = []
     marks: list[float] = []
     log = _log(dsn)
@@ -279,7 +279,7 @@ def follow_idle(dsn: str) -> tuple[list[float], float]:
 
 @dataclass(frozen=True)
 class Idle:
-    """What an idle follower is worth and what it costs."""
+    """The latency and cost of an idle follower."""
 
     p50_ms: float
     p99_ms: float
@@ -287,17 +287,17 @@ class Idle:
     server_cpu_ms_per_second: float | None
 
 
-def measure_idle(server: Server, crew: Crew, *, count: int, idle_seconds: float) -> Idle:
-    """From the call of publish here, commit included, to the loop of an idle follower in another process."""
+def measure_idle(server: Server, clients: ClientProcesses, *, count: int, idle_seconds: float) -> Idle:
+    """Latency from the call of publish, including the commit, to an idle follower in another process."""
     log = _log(server.dsn)
-    answer = crew.begin(follow_idle)
+    answer = clients.begin(follow_idle)
     log.publish(IDLE, None, type="start")
     while not any(event.type == "ready" for event in log.read(IDLE)):
         time.sleep(0.05)
     for _ in range(count):
         time.sleep(random.uniform(0.02, 0.18))
         log.publish(IDLE, time.monotonic_ns().to_bytes(8, "big"))
-    # The follower and its back-off come to rest; then the cost of rest.
+    # Wait until the follower's polling interval is at its maximum; then measure the idle cost.
     time.sleep(0.5)
     log.publish(IDLE, None, type="mark")
     before, started = server.cpu_seconds(), time.monotonic()
@@ -319,7 +319,7 @@ def measure_idle(server: Server, crew: Crew, *, count: int, idle_seconds: float)
 
 OURS = "headwater"
 Workload = tuple[str, str, list[Variant]]
-"""A key of the JSON line, what the table calls it, and its variants: ours first, then the floors."""
+"""A key of the JSON line, the label in the table, and the variants: Headwater first, then the baselines."""
 
 
 def workloads() -> list[Workload]:
@@ -329,7 +329,7 @@ def workloads() -> list[Workload]:
         found.append(
             (
                 key,
-                f"one event a transaction, {connections} {many}",
+                f"one event per transaction, {connections} {many}",
                 [
                     Variant(f"{key} {OURS}", publish_one, {}, connections),
                     Variant(f"{key} bare", insert_one, {"table": "bare"}, connections),
@@ -379,8 +379,8 @@ def workloads() -> list[Workload]:
 
 
 def prepare(server: Server, followed: int) -> None:
-    """Topics, the floor's tables, and something to read, the same in both."""
-    measure.say("filling what is read")
+    """Create topics and baseline tables, and fill both with the same events."""
+    measure.say("filling topics and tables for reading")
     server.execute(FLOOR)
     log = _log(server.dsn)
     for topic in (TOPIC, FOLLOWED, IDLE):
@@ -388,9 +388,9 @@ def prepare(server: Server, followed: int) -> None:
     many = events(followed)
     log.publish_many(FOLLOWED, many)
     with _floor(server.dsn).cursor().copy(_copy_into("followed", "(format binary)")) as copy:
-        copy.write(calls.COPY_START)
-        copy.write(calls.copy_rows(_any_topic(), many))
-        copy.write(calls.COPY_END)
+        copy.write(encoding.COPY_START)
+        copy.write(encoding.copy_rows(_any_topic(), many))
+        copy.write(encoding.COPY_END)
     server.execute("analyze")
 
 
@@ -433,20 +433,20 @@ def main() -> None:
     found = [workload for workload in workloads() if not options.only or workload[0] in options.only]
     with measure.measured_server(options.dsn) as server:
         prepare(server, followed)
-        with measure.Crew(server.dsn, 16) as crew:
-            # First, while the server is quiet: later it still writes back what the workloads left.
+        with measure.ClientProcesses(server.dsn, 16) as clients:
+            # First, while the server is idle: later it still writes back dirty pages of the workloads.
             measure.say("an idle follower")
             idle = measure_idle(
-                server, crew, count=30 if options.quick else 300, idle_seconds=2.0 if options.quick else 10.0
+                server, clients, count=30 if options.quick else 300, idle_seconds=2.0 if options.quick else 10.0
             )
             samples: Samples = {}
             for _, title, variants in found:
                 measure.say(title)
-                samples |= measure.interleaved(server, crew, variants, rounds=rounds, seconds=seconds)
+                samples |= measure.interleaved(server, clients, variants, rounds=rounds, seconds=seconds)
         show(found, samples)
         print(
             f"idle follower: publish to handler p50 {idle.p50_ms:.1f} ms, p99 {idle.p99_ms:.1f} ms; "
-            f"at rest it takes {idle.client_cpu_ms_per_second:.1f} ms of CPU a second here, "
+            f"idle, it takes {idle.client_cpu_ms_per_second:.1f} ms of CPU a second here, "
             f"{measure.number(idle.server_cpu_ms_per_second, 1)} ms in the server"
         )
         measure.finish(

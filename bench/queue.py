@@ -1,4 +1,4 @@
-"""Working a queue, beside the queues that write a row an event: what a claim and its acknowledgement cost."""
+"""The cost of claiming and acknowledging in a queue, compared with queues that write a row per event."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ import psycopg
 
 import headwater
 from bench import _measure as measure
-from bench._measure import Act, Crew, Samples, Server, Variant
-from headwater import calls
+from bench._measure import Act, ClientProcesses, Samples, Server, Variant
+from headwater.calls import queues as queue_calls
 from headwater.errors import LeaseLost
-from headwater.model import Lease
+from headwater.queue.model import Lease
 
 TOPIC = "bench"
 LATENCY_TOPIC = "bench-latency"
@@ -35,7 +35,7 @@ WARM_UPS = 12
 
 logging.getLogger("procrastinate").setLevel(logging.ERROR)
 
-# Both as PL/pgSQL functions with plans that are kept. The payload is bytes on every side, so that none pays for JSON.
+# Both are PL/pgSQL functions with cached plans. Payloads are bytes everywhere, so that no side encodes JSON.
 # `vt`: a visibility timeout; reading moves it forward, acknowledging deletes.
 # `status`: a row goes from ready to processing to done, and stays.
 OTHERS = """
@@ -129,14 +129,14 @@ $$;
 
 @dataclass(frozen=True)
 class Other:
-    """How one of the others is sent to, read, acknowledged and filled, in SQL."""
+    """The SQL of another queue: send, read, acknowledge and fill."""
 
     send: str
     read: str
     end: str
     fill: str
     body: int
-    """Which column of what is read is the payload; the first is always the id."""
+    """The index of the payload column in the result of a read; the first column is the id."""
 
 
 VT = Other(
@@ -159,8 +159,8 @@ OTHER_QUEUES = {"vt": VT, "status": STATUS}
 # --- the work ------------------------------------------------------------------------------------------------
 
 
-def work_ours(dsn: str, group: str, size: int, durable: bool = False) -> Act:
-    """Settle the batch in hand and claim the next: what a worker does, with a handler that does nothing."""
+def work_ours(dsn: str, queue: str, size: int, durable: bool = False) -> Act:
+    """Settle the current batch and claim the next, as a worker with an empty handler does."""
     log = _log(dsn)
     worker = str(os.getpid())
     lease: Lease | None = None
@@ -170,20 +170,20 @@ def work_ours(dsn: str, group: str, size: int, durable: bool = False) -> Act:
         nonlocal lease, reap_at, last
         now = time.monotonic()
         if now - last > 0.1:
-            # A turn begins. The time between turns does not count.
+            # A turn starts. The time between turns is not counted.
             reap_at += now - last
         last = now
         if now > reap_at:
-            log.reap(group)
+            log.reap(queue)
             reap_at = now + REAP_SECONDS
         try:
             if lease is None:
-                first = calls.claim(
-                    group, worker=worker, batch_size=size, lease_seconds=LEASE_SECONDS, relaxed=not durable
+                first = queue_calls.claim(
+                    queue, worker=worker, batch_size=size, lease_seconds=LEASE_SECONDS, relaxed=not durable
                 )
                 lease = log._run(first)
             else:
-                more = calls.settle_and_claim(
+                more = queue_calls.settle_and_claim(
                     lease, {}, worker=worker, batch_size=size, lease_seconds=LEASE_SECONDS, relaxed=not durable
                 )
                 lease = log._run(more)
@@ -196,7 +196,7 @@ def work_ours(dsn: str, group: str, size: int, durable: bool = False) -> Act:
 
 
 def work_other(dsn: str, queue: str, size: int, durable: bool = True) -> Act:
-    """Acknowledge the batch in hand, read the next: two statements, each a transaction."""
+    """Acknowledge the current batch and read the next: two statements, each in its own transaction."""
     other = OTHER_QUEUES[queue]
     cursor = _plain(dsn, durable).cursor(binary=True)
     held: list[int] = []
@@ -212,7 +212,7 @@ def work_other(dsn: str, queue: str, size: int, durable: bool = True) -> Act:
 
 
 def work_procrastinate(dsn: str, seconds: float) -> Act:
-    """Its own worker, one job at a time, for some seconds: it cannot be asked for one batch."""
+    """Run its worker for some seconds, one job at a time: it has no call to process one batch."""
     loop, app, handled = _opened_app(dsn)
 
     def act() -> int:
@@ -229,7 +229,7 @@ async def _run_worker(app: procrastinate.App, seconds: float) -> None:
 
 
 def _app(dsn: str) -> tuple[procrastinate.App, list[float]]:
-    """An application with one task, and the latencies in ms that it notes."""
+    """An application with one task, and the latencies in ms that it records."""
     handled: list[float] = []
     app = procrastinate.App(connector=procrastinate.PsycopgConnector(conninfo=dsn, min_size=1, max_size=4))
 
@@ -240,7 +240,7 @@ def _app(dsn: str) -> tuple[procrastinate.App, list[float]]:
     return app, handled
 
 
-# One connection of each kind in a process, whatever it measures.
+# One connection of each kind per process, for all variants.
 @cache
 def _log(dsn: str) -> headwater.Headwater:
     return headwater.connect(dsn, pool_size=1)
@@ -264,13 +264,13 @@ def _plain(dsn: str, durable: bool) -> psycopg.Connection:
 
 
 def _warm(act: Act) -> Act:
-    """Past psycopg's fifth execution, from which on a statement is prepared, and Postgres' choice of a plan."""
+    """Enough executions for psycopg to prepare the statement and for Postgres to choose a generic plan."""
     for _ in range(WARM_UPS):
         act()
     return act
 
 
-# --- what they work on ---------------------------------------------------------------------------------------
+# --- data ----------------------------------------------------------------------------------------------------
 
 
 def payload() -> bytes:
@@ -278,7 +278,7 @@ def payload() -> bytes:
 
 
 def refill_other(server: Server, queue: str, count: int) -> Callable[[], None]:
-    """A table without dead rows, its statistics fresh: the best that this queue can start from."""
+    """Vacuum and analyze the table, which is the best case for this queue."""
 
     def refill() -> None:
         server.execute(f"truncate other.{queue}")
@@ -288,16 +288,18 @@ def refill_other(server: Server, queue: str, count: int) -> Callable[[], None]:
     return refill
 
 
-def refill_ours(server: Server, group: str, count: int) -> Callable[[], None]:
-    """Back to the beginning where too little is left. Otherwise its ledger stays as it is."""
+def refill_ours(server: Server, queue: str, count: int) -> Callable[[], None]:
+    """Rewind the queue if too few events are left; otherwise keep its state."""
 
     def refill() -> None:
         log = _log(server.dsn)
         left = server.execute(
-            "select headwater.head() - headwater.frontier(g) from headwater.consumer_group g where name = %s", (group,)
+            "select headwater.head() - headwater_internal.claimed_position(g) from headwater_internal.queue g where "
+            "name = %s",
+            (queue,),
         )
         if left[0][0] < count:
-            log.rewind_group(group, position=0)
+            log.rewind_queue(queue, position=0)
 
     return refill
 
@@ -317,15 +319,16 @@ def refill_procrastinate(server: Server, count: int) -> Callable[[], None]:
 
 
 def prepare(server: Server, count: int, warm_up: int) -> None:
-    """The log with so many events, and the others with something to warm up on."""
+    """Fill the log, and the other queues with events for the warm-up."""
     measure.say("filling the log")
     server.execute(OTHERS)
     log = _log(server.dsn)
     log.create_topic(TOPIC)
     log.create_topic(LATENCY_TOPIC)
     server.execute(
-        "insert into headwater.event (topic_id, content_type, payload) "
-        "select t.id, 'application/octet-stream', %s from headwater.topic t, generate_series(1, %s) where t.name = %s",
+        "insert into headwater_internal.event (topic_id, content_type, payload) "
+        "select t.id, 'application/octet-stream', %s from headwater_internal.topic t, generate_series(1, %s) where "
+        "t.name = %s",
         (payload(), count, TOPIC),
     )
     for queue in OTHER_QUEUES:
@@ -351,13 +354,13 @@ OURS, OURS_DURABLE, PGMQ, PGMQ_RELAXED, STATUSES, STATUSES_RELAXED, PROCRASTINAT
     "status column, async commit",
     "procrastinate",
 )
-# What no variant handles in a second, on two cores or a few more.
+# More than any variant processes in a second on a few cores.
 MOST_PER_SECOND = {1: 30_000, 10: 80_000, 100: 150_000, 1000: 150_000}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One batch size with one number of workers, and who is compared there."""
+    """A batch size, a number of workers, and the variants to compare."""
 
     size: int
     workers: int
@@ -375,11 +378,11 @@ def cell(server: Server, size: int, workers: int, *, seconds: float, quick: bool
     fill = int(MOST_PER_SECOND[size] * seconds) + 2 * size * workers
     variants: list[Variant] = []
     for which, durable in ((OURS, False), (OURS_DURABLE, True)):
-        group = made.name(which)
-        _log(server.dsn).create_group(group, topics=TOPIC)
-        options: dict[str, Any] = {"group": group, "size": size, "durable": durable}
+        queue = made.name(which)
+        _log(server.dsn).create_queue(queue, topics=TOPIC)
+        options: dict[str, Any] = {"queue": queue, "size": size, "durable": durable}
         enough = int(240_000 * seconds)
-        variants.append(Variant(group, work_ours, options, workers, refill_ours(server, group, enough)))
+        variants.append(Variant(queue, work_ours, options, workers, refill_ours(server, queue, enough)))
     others = [(PGMQ, "vt", True), (PGMQ_RELAXED, "vt", False), (STATUSES, "status", True)]
     if not quick:
         others.append((STATUSES_RELAXED, "status", False))
@@ -423,14 +426,14 @@ def show(cells: Sequence[Cell], samples: Samples) -> None:
 # --- latency -------------------------------------------------------------------------------------------------
 
 
-def wait_ours(dsn: str, group: str, until: float) -> list[float]:
+def wait_ours(dsn: str, queue: str, until: float) -> list[float]:
     log = _log(dsn)
     worker = str(os.getpid())
     latencies: list[float] = []
     lease: Lease | None = None
     while time.monotonic() < until:
         if lease is None:
-            lease = log.claim(group, worker=worker, batch_size=10)
+            lease = log.claim(queue, worker=worker, batch_size=10)
         else:
             lease = log.settle_and_claim(lease, worker=worker, batch_size=10)
         if lease is None:
@@ -463,8 +466,10 @@ def wait_procrastinate(dsn: str, until: float) -> list[float]:
     return handled
 
 
-def measure_latency(server: Server, crew: Crew, which: str, *, seconds: float, per_second: int) -> list[float]:
-    """From the call of publish here, commit included, to the handler of one of four waiting workers."""
+def measure_latency(
+    server: Server, clients: ClientProcesses, which: str, *, seconds: float, per_second: int
+) -> list[float]:
+    """Latency from the call of publish, including the commit, to the handler of one of four waiting workers."""
     log = _log(server.dsn)
     plain = _plain(server.dsn, True).cursor(binary=True)
     app = procrastinate.App(connector=procrastinate.SyncPsycopgConnector(conninfo=server.dsn))
@@ -478,8 +483,8 @@ def measure_latency(server: Server, crew: Crew, which: str, *, seconds: float, p
     wait: Callable[..., list[float]] = wait_other
     match which:
         case "headwater":
-            log.create_group("latency", topics=LATENCY_TOPIC, from_end=True, if_missing=True)
-            wait, options["group"] = wait_ours, "latency"
+            log.create_queue("latency", topics=LATENCY_TOPIC, from_end=True, if_missing=True)
+            wait, options["queue"] = wait_ours, "latency"
 
             def send() -> Any:
                 return log.publish(LATENCY_TOPIC, time.monotonic_ns().to_bytes(8, "big"))
@@ -497,7 +502,7 @@ def measure_latency(server: Server, crew: Crew, which: str, *, seconds: float, p
 
     for table in ("other.vt", "other.status", "procrastinate_jobs cascade"):
         server.execute(f"truncate {table}")
-    answers = [crew.begin(wait, client=client, **options) for client in range(4)]
+    answers = [clients.begin(wait, client=client, **options) for client in range(4)]
     time.sleep(START_SECONDS)
     began = time.monotonic()
     for number in range(int(seconds * per_second)):
@@ -507,7 +512,7 @@ def measure_latency(server: Server, crew: Crew, which: str, *, seconds: float, p
     app.close()
     sent = int(seconds * per_second)
     if len(latencies) < sent:
-        measure.say(f"{which}: {sent - len(latencies)} of {sent} did not arrive in time and are left out")
+        measure.say(f"{which}: {sent - len(latencies)} of {sent} did not arrive in time and are not counted")
     return latencies or [math.nan]
 
 
@@ -521,18 +526,18 @@ def main() -> None:
         rounds, seconds, latency_seconds = 5, 0.5, 10.0
         chosen = [(size, workers) for size in (1, 10, 100, 1000) for workers in (1, 4, 8)]
     with measure.measured_server(options.dsn) as server:
-        # As much as stays in the shared buffers, as what was just published does.
+        # Small enough for the shared buffers, like recently published events.
         prepare(server, int(400_000 * seconds), WARM_UPS * max(size * workers for size, workers in chosen))
         cells = [cell(server, size, workers, seconds=seconds, quick=options.quick) for size, workers in chosen]
         samples: Samples = {}
-        with measure.Crew(server.dsn, max(workers for _, workers in chosen)) as crew:
+        with measure.ClientProcesses(server.dsn, max(workers for _, workers in chosen)) as clients:
             for one in cells:
                 measure.say(f"batch {one.size}, {one.workers} workers")
-                samples |= measure.interleaved(server, crew, one.variants, rounds=rounds, seconds=seconds)
+                samples |= measure.interleaved(server, clients, one.variants, rounds=rounds, seconds=seconds)
             latencies: dict[str, list[float]] = {}
             for which in (OURS, PGMQ, STATUSES, PROCRASTINATE):
                 measure.say(f"latency of {which}")
-                latencies[which] = measure_latency(server, crew, which, seconds=latency_seconds, per_second=200)
+                latencies[which] = measure_latency(server, clients, which, seconds=latency_seconds, per_second=200)
         show(cells, samples)
         measure.table(
             "from publish to handler, 200 events/s, 4 workers, ms",
@@ -555,7 +560,7 @@ def main() -> None:
 
 
 def result(cells: Sequence[Cell], samples: Samples) -> dict[str, Any]:
-    """Ratios at four workers: batch 100 and batch 1, against each of the others."""
+    """Ratios to each other queue with four workers, for batch sizes 100 and 1."""
     found: dict[str, Any] = {}
     for one in cells:
         if one.workers != 4 or one.size not in (1, 100):

@@ -1,4 +1,4 @@
-"""The gRPC door: calls a second and what the server spends on each, one by one, at once, and in a stream."""
+"""The gRPC server: calls per second and server CPU per call; sequential, concurrent and streaming."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ AT_ONCE = 32
 
 @dataclass(frozen=True)
 class Run:
-    """What so many calls, or appends, cost."""
+    """The cost of a number of calls or appends."""
 
     name: str
     count: int
@@ -43,10 +43,10 @@ class Run:
 
 
 @contextmanager
-def door(dsn: str) -> Iterator[tuple[str, int]]:
-    """A server, as a user starts it: its address and its process."""
-    with serving(dsn, "--grpc", "127.0.0.1:0") as (told, pid):
-        yield told["grpc"], pid
+def server(dsn: str) -> Iterator[tuple[str, int]]:
+    """Run a server; yields its address and process id."""
+    with serving(dsn, "--grpc", "127.0.0.1:0") as (ready, pid):
+        yield ready["grpc"], pid
 
 
 async def measured(name: str, count: int, pid: int, work: Awaitable[Any]) -> Run:
@@ -69,10 +69,10 @@ async def stream(store: Any, count: int, in_message: int, append: pb.NumberedApp
         for _ in range(count // in_message):
             yield pb.AppendStreamRequest(store=STORE, appends=[append] * in_message)
 
-    told = 0
+    received = 0
     async for answer in store.AppendStream(requests()):
-        told += len(answer.verdicts)
-    assert told == count // in_message * in_message
+        received += len(answer.verdicts)
+    assert received == count // in_message * in_message
 
 
 async def runs(address: str, pid: int, scale: int) -> list[Run]:
@@ -107,12 +107,12 @@ async def runs(address: str, pid: int, scale: int) -> list[Run]:
 def main() -> None:
     options = measure.arguments(__doc__ or "")
     started = time.monotonic()
-    with measure.measured_server(options.dsn) as server, door(server.dsn) as (address, pid):
+    with measure.measured_server(options.dsn) as server, server(server.dsn) as (address, pid):
         with headwater.connect(server.dsn) as log:
             log.create_store(STORE)
         done = asyncio.run(runs(address, pid, 100 if options.quick else 2000))
         measure.table(
-            "calls (appends of a stream) a second, and the server's CPU on each",
+            "calls (appends in a stream) per second, and server CPU per call",
             ("", "a second", "CPU us"),
             [(run.name, measure.number(run.rate), measure.number(run.cpu_us)) for run in done],
         )

@@ -1,4 +1,4 @@
-"""Many topics, many queues, many segments: what looking at the log, claiming and reading cost then."""
+"""Many topics, queues and segments: the cost of commands, claims and reads."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ import headwater
 from bench import _measure as measure
 from bench._measure import Server
 from bench._serving import serving
-from headwater import calls
+from headwater.calls import queues as queue_calls
+from headwater.calls import reading as reading_calls
 
 TOPICS = 10_000
 QUEUES = 1_000
-# One of the topics is busy, the others have a few events each, and some none at all.
+# One topic is busy, others have a few events each, and some are empty.
 BUSY_EVENTS = 100_000
 SPREAD_EVENTS = 50_000
 WIDE_TOPICS = 2_000
@@ -35,10 +36,10 @@ EVENTS_A_SEGMENT = 20
 PAGE = 1_000
 PAYLOAD_BYTES = 200
 
-# What docs/benchmarks.md promises.
+# The limits that docs/benchmarks.md states.
 LIMITS = {
     "doctor_ms": 1_000,
-    "group_list_ms": 1_000,
+    "queue_list_ms": 1_000,
     "overview_ms": 1_000,
     "show_queue_ms": 50,
     "claim_idle_topics_ms": 20,
@@ -48,47 +49,48 @@ LIMITS = {
 }
 
 PREPARE = f"""
-insert into headwater.topic (name) select 't' || lpad(i::text, 5, '0') from generate_series(1, {TOPICS}) as i;
-insert into headwater.event (topic_id, routing_key, payload)
+insert into headwater_internal.topic (name) select 't' || lpad(i::text, 5, '0') from generate_series(1, {TOPICS}) as i;
+insert into headwater_internal.event (topic_id, routing_key, payload)
 select t.id, 'orders.' || t.name, convert_to(repeat('x', {PAYLOAD_BYTES}), 'UTF8')
 from generate_series(1, {SPREAD_EVENTS}) as i
-join headwater.topic t on t.name = 't' || lpad((1 + (i * 7919) % {TOPICS // 2})::text, 5, '0');
-insert into headwater.event (topic_id, routing_key, payload)
+join headwater_internal.topic t on t.name = 't' || lpad((1 + (i * 7919) % {TOPICS // 2})::text, 5, '0');
+insert into headwater_internal.event (topic_id, routing_key, payload)
 select t.id, 'orders.busy', convert_to(repeat('x', {PAYLOAD_BYTES}), 'UTF8')
 from headwater.topic t cross join generate_series(1, {BUSY_EVENTS}) as i
 where t.name = 't00001';
 
 -- Of ten queues seven have one topic, one has ten, one a pattern over all topics, one a type of the busy topic.
-insert into headwater.consumer_group (name, start_position)
+insert into headwater_internal.queue (name, start_position)
 select 'q' || lpad(i::text, 4, '0'), case when i % 3 = 0 then 0 else headwater.head() end
 from generate_series(1, {QUEUES}) as i;
-insert into headwater.binding (group_id, topic_id, from_position)
+insert into headwater_internal.binding (queue_id, topic_id, from_position)
 select g.id, t.id, 0
-from headwater.consumer_group g
+from headwater.queue g
 cross join generate_series(0, case when g.id % 10 = 7 then 9 else 0 end) as i
-join headwater.topic t on t.name = 't' || lpad((1 + (g.id * 37 + i) % {TOPICS})::text, 5, '0')
+join headwater_internal.topic t on t.name = 't' || lpad((1 + (g.id * 37 + i) % {TOPICS})::text, 5, '0')
 where g.id % 10 < 8;
-insert into headwater.binding (group_id, pattern, pattern_regex, from_position)
-select g.id, 'orders.t' || lpad(g.id::text, 5, '0'), headwater.pattern_regex('orders.t' || lpad(g.id::text, 5, '0')), 0
-from headwater.consumer_group g
+insert into headwater_internal.binding (queue_id, pattern, pattern_regex, from_position)
+select g.id, 'orders.t' || lpad(g.id::text, 5, '0'),
+    headwater_internal.pattern_regex('orders.t' || lpad(g.id::text, 5, '0')), 0
+from headwater.queue g
 where g.id % 10 = 8;
-insert into headwater.binding (group_id, topic_id, type, from_position)
+insert into headwater_internal.binding (queue_id, topic_id, type, from_position)
 select g.id, t.id, 'OrderPlaced', 0
-from headwater.consumer_group g
-join headwater.topic t on t.name = 't00001'
+from headwater.queue g
+join headwater_internal.topic t on t.name = 't00001'
 where g.id % 10 = 9;
 """
 
 WIDE = f"""
-select headwater.create_group(
+select headwater.create_queue(
     'wide',
-    array(select t.name from headwater.topic t where t.name > 't05000' order by t.name limit {WIDE_TOPICS}),
+    array(select t.name from headwater_internal.topic t where t.name > 't05000' order by t.name limit {WIDE_TOPICS}),
     start_position => headwater.head()
 )
 """
 
 PUBLISH = """
-insert into headwater.event (topic_id, payload)
+insert into headwater_internal.event (topic_id, payload)
 select t.id, convert_to(repeat('x', 200), 'UTF8')
 from headwater.topic t
 where t.name > 't05000' and t.name <= 't' || lpad((5000 + %s::integer)::text, 5, '0')
@@ -96,7 +98,7 @@ where t.name > 't05000' and t.name <= 't' || lpad((5000 + %s::integer)::text, 5,
 
 
 def milliseconds(act: Callable[[], Any], times: int, *, warm: bool = False) -> float:
-    """The median of some runs, after one that warms up, unless it is warm."""
+    """The median of several runs, after a warm-up run if necessary."""
     if not warm:
         act()
     taken = []
@@ -107,19 +109,19 @@ def milliseconds(act: Callable[[], Any], times: int, *, warm: bool = False) -> f
     return statistics.median(taken)
 
 
-# --- looking -------------------------------------------------------------------------------------------------
+# --- commands ------------------------------------------------------------------------------------------------
 
 
 def commands(server: Server, times: int) -> dict[str, float]:
-    """Commands as a user runs them: medians of the time from start to end, and the CPU time of the process and of the
-    server. `command_start_ms` is what is left if the command does nothing.
+    """Run commands as a user does: medians of the elapsed time, and the CPU time of the process and of the server.
+    `command_start_ms` is the time of a command that does nothing.
     """
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as bytecode:
-        # An installed package has its bytecode; here the warm-up writes it.
+        # An installed package has bytecode files; here the warm-up run writes them.
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         environment |= {"PYTHONPYCACHEPREFIX": bytecode, "HEADWATER_DSN": server.dsn}
-        for name, arguments in (("command_start", "--version"), ("doctor", "doctor"), ("group_list", "group list")):
+        for name, arguments in (("command_start", "--version"), ("doctor", "doctor"), ("queue_list", "queue list")):
             program = [sys.executable, "-c", "from headwater.cli import main; main()", *arguments.split()]
 
             def run(program: list[str] = program) -> None:
@@ -141,8 +143,8 @@ def children_cpu_seconds() -> float:
 
 @contextmanager
 def http_client(server: Server) -> Iterator[Callable[[str], Any]]:
-    with serving(server.dsn, "--http", "127.0.0.1:0", "--requests-per-second", "0") as (told, _):
-        connection = http.client.HTTPConnection(told["http"].removeprefix("http://"), timeout=120)
+    with serving(server.dsn, "--http", "127.0.0.1:0", "--requests-per-second", "0") as (ready, _):
+        connection = http.client.HTTPConnection(ready["http"].removeprefix("http://"), timeout=120)
 
         def get(path: str) -> Any:
             connection.request("GET", path)
@@ -164,7 +166,7 @@ def looking(server: Server, times: int) -> dict[str, float]:
     }
     with http_client(server) as get:
         found["overview_ms"] = milliseconds(lambda: get("/v1/overview"), times)
-        found["show_queue_ms"] = milliseconds(lambda: get("/v1/groups/q0201"), 4 * times)
+        found["show_queue_ms"] = milliseconds(lambda: get("/v1/queues/q0201"), 4 * times)
     return found
 
 
@@ -172,10 +174,10 @@ def looking(server: Server, times: int) -> dict[str, float]:
 
 
 def claiming(server: Server, times: int, *, active: int) -> float:
-    """One claim of a queue bound to 2,000 topics, of which some get an event before each."""
+    """One claim of a queue bound to 2,000 topics; some of them get an event before each claim."""
     taken = []
     with headwater.connect(server.dsn, pool_size=1) as log, psycopg.connect(server.dsn, autocommit=True) as publisher:
-        claim = calls.claim("wide", worker="bench", batch_size=WIDE_BATCH, relaxed=True)
+        claim = queue_calls.claim("wide", worker="bench", batch_size=WIDE_BATCH, relaxed=True)
         for number in range(times + 3):
             publisher.execute(PUBLISH, (active,))
             started = time.perf_counter()
@@ -183,7 +185,7 @@ def claiming(server: Server, times: int, *, active: int) -> float:
             milli = (time.perf_counter() - started) * 1000
             assert lease is not None
             assert len(lease.events) == min(active, WIDE_BATCH)
-            log.run(calls.settle(lease, {}, rest_done=True))
+            log.run(queue_calls.settle(lease, {}, rest_done=True))
             if number >= 3:
                 taken.append(milli)
     return statistics.median(taken)
@@ -194,33 +196,33 @@ def claiming(server: Server, times: int, *, active: int) -> float:
 
 ROTATE = f"""
 begin
-    insert into headwater.event (topic_id, payload)
+    insert into headwater_internal.event (topic_id, payload)
     select t.id, convert_to(repeat('x', {PAYLOAD_BYTES}), 'UTF8')
     from headwater.topic t
     cross join generate_series(1, {EVENTS_A_SEGMENT})
     where t.name = 'many-segments';
-    update headwater.segment set opened_at = opened_at - interval '2 days' where closed_at is null;
-    perform headwater.rotate();
+    update headwater_internal.segment set opened_at = opened_at - interval '2 days' where closed_at is null;
+    perform headwater_internal.rotate();
 end;
 """
 
 
 def make_segments(server: Server) -> None:
-    """Rotate the log as maintenance does, with some events of the topic in each segment; 20 times a transaction."""
+    """Rotate segments as maintenance does, with some events of the topic in each; 20 rotations per transaction."""
     for _ in range(SEGMENTS // 20):
         server.execute(f"do $$ begin for _ in 1 .. 20 loop {ROTATE} end loop; end $$")
 
 
 @contextmanager
 def pages(server: Server, topic: str) -> Iterator[dict[str, Callable[[], Any]]]:
-    """A page from the start of the topic, and one at its end, over one connection."""
+    """Read a page at the start of the topic and one at its end, on one connection."""
     with headwater.connect(server.dsn, pool_size=1) as log:
-        settled = log.state().settled
+        stable = log.state().stable
         last = log.read_backwards(topic, batch_size=10)[-1].position
 
         def page(after: int) -> Callable[[], Any]:
-            call = calls.read_settled(
-                [topic], after=after, settled=settled, batch_size=PAGE, max_bytes=16_777_216, gone_to=0
+            call = reading_calls.read_stable(
+                [topic], after=after, stable=stable, batch_size=PAGE, max_bytes=16_777_216, gone_to=0
             )
             return lambda: log.run(call)
 
@@ -238,7 +240,7 @@ def main() -> None:
             measure.say(f"{TOPICS:,} topics, {QUEUES:,} queues")
             server.execute(PREPARE)
         if "look" in wanted:
-            measure.say("doctor, group list, overview, one queue")
+            measure.say("doctor, queue list, overview, one queue")
             found |= looking(server, times)
         if "claim" in wanted:
             measure.say(f"claims of a queue bound to {WIDE_TOPICS:,} topics")
@@ -264,8 +266,8 @@ def main() -> None:
 
 
 ONE_SEGMENT = f"""
-insert into headwater.topic (name) values ('one-segment'), ('many-segments');
-insert into headwater.event (topic_id, payload)
+insert into headwater_internal.topic (name) values ('one-segment'), ('many-segments');
+insert into headwater_internal.event (topic_id, payload)
 select t.id, convert_to(repeat('x', {PAYLOAD_BYTES}), 'UTF8')
 from headwater.topic t
 cross join generate_series(1, {PAGE + EVENTS_A_SEGMENT})
@@ -274,13 +276,13 @@ where t.name = 'one-segment';
 
 
 def reading(server: Server, times: int) -> dict[str, float]:
-    """Pages of 1,000 events of one topic: from a log of one segment, and from one of 700, in turns."""
+    """Read pages of 1,000 events of one topic, alternately from a log of one segment and of 700."""
     with measure.twin(server) as small:
         for one in (small, server):
             one.execute(ONE_SEGMENT)
         measure.say(f"rotating {SEGMENTS} times")
         make_segments(server)
-        measure.say(f"pages of one topic, of one segment and of {SEGMENTS}")
+        measure.say(f"pages of one topic, with one segment and with {SEGMENTS}")
         with (
             pages(small, "one-segment") as alone,
             pages(server, "one-segment") as same,
@@ -294,7 +296,7 @@ def reading(server: Server, times: int) -> dict[str, float]:
                 "read_tail_segments_ms": spread["end"],
             }
             taken: dict[str, list[float]] = {name: [] for name in acts}
-            # In turns, so that what else the machine does is the same for all.
+            # Alternating, so that other load on the machine affects all equally.
             for number in range(10 * times + 2):
                 for name, act in acts.items():
                     started = time.perf_counter()

@@ -1,10 +1,10 @@
-"""Matching SQL subscriptions, beside PGMB's way of doing it: milliseconds for a chunk of 500 events.
+"""Matching of SQL subscriptions, compared with the method of PGMB: milliseconds per chunk of 500 events.
 
-Each event matches one subscription. Both sides run on one server with the same settings, take turns, and neither is
-ever analysed: autovacuum is off for their tables. Milliseconds are medians over the rounds, a ratio is the median of
-the ratios of the rounds. Headwater's side is `read_next` and `set_reading`, as a subscriber calls them. PGMB's
-functions were written for this measurement from its documentation: a trigger notes unread events, `poll` joins them
-with the subscriptions of all filters in one statement and writes a row for each match, `read_next_events` reads these.
+Each event matches one subscription. Both sides run alternately on one server with the same settings, and autovacuum is
+off for their tables. Milliseconds are medians over the rounds; a ratio is the median of the ratios of the rounds.
+Headwater runs `read_next` and `commit_reading`, as a subscriber does. The functions of PGMB were written for this
+benchmark from its documentation: a trigger records unread events, `poll` joins them with the subscriptions of all
+filters in one statement and writes a row for each match, `read_next_events` reads these rows.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from bench._measure import Server
 
 TOPIC = "bench"
 CHUNK = 500
-GROUP = "readers"
+QUEUE = "readers"
 PAYLOAD_BYTES = 200
-# Postgres makes five plans of its own for a statement before it keeps one: rounds that are not counted.
+# Postgres plans a statement five times before it uses a generic plan: these rounds are not counted.
 WARM_UP_ROUNDS = 6
 MOST_MATCHES = 1_000_000
 
@@ -49,16 +49,16 @@ $$;
 create trigger note_unread after insert on other.events referencing new table as inserted
     for each statement execute function other.note_unread();
 create table other.subscriptions (
-    id bigint generated always as identity primary key, group_id text not null, conditions_sql text not null,
+    id bigint generated always as identity primary key, queue_id text not null, filters_sql text not null,
     params jsonb not null, identity bigint not null unique
 ) with (autovacuum_enabled = off);
 create index on other.subscriptions using gin (params) with (fastupdate = off);
-create index on other.subscriptions (group_id);
+create index on other.subscriptions (queue_id);
 create table other.subscription_events (
-    id text primary key, group_id text not null, event_id text not null, subscription_id bigint not null
+    id text primary key, queue_id text not null, event_id text not null, subscription_id bigint not null
 ) with (autovacuum_enabled = off);
-create index on other.subscription_events (group_id, id);
-create table other.groups (id text primary key, cursor text not null);
+create index on other.subscription_events (queue_id, id);
+create table other.queues (id text primary key, cursor text not null);
 create function other.read_next_events(gid text, after text, chunk integer)
 returns table (id text, topic text, payload jsonb, metadata jsonb, subscription_ids bigint[], next_cursor text)
 language plpgsql as $$
@@ -69,7 +69,7 @@ begin
     return query
     with found as materialized (
         select r.id, r.event_id, r.subscription_id from other.subscription_events r
-        where r.group_id = gid and r.id > coalesce(after, (select g.cursor from other.groups g where g.id = gid))
+        where r.queue_id = gid and r.id > coalesce(after, (select g.cursor from other.queues g where g.id = gid))
         limit chunk
     ), grouped as (
         select f.event_id, array_agg(f.subscription_id) as ids, max(f.id) as last from found f group by f.event_id
@@ -98,8 +98,8 @@ begin
         )
         returning u.event_id
     )
-    insert into other.subscription_events (id, group_id, event_id, subscription_id)
-    select other.event_id(), s.group_id, e.id, s.id
+    insert into other.subscription_events (id, queue_id, event_id, subscription_id)
+    select other.event_id(), s.queue_id, e.id, s.id
     from unread u
     join other.events e on e.id = u.event_id
     join other.subscriptions s on {filters};
@@ -112,8 +112,9 @@ $poll$;
 
 @dataclass(frozen=True)
 class Cell:
-    """Subscriptions, spread over filters; events match each of them in turn. With `own_keys` each filter looks at
-    another key of params. With more filters than subscriptions, the other filters have one each that no event matches.
+    """Subscriptions, distributed over filters; events match each of them in turn. With `own_keys` each filter reads
+    another key of params. If there are more filters than subscriptions, each other filter has one subscription that
+    no event matches.
     """
 
     subscriptions: int
@@ -136,7 +137,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds of both sides, round by round."""
+    """Milliseconds of both sides in each round."""
 
     headwater: list[float]
     pgmb: list[float]
@@ -159,32 +160,32 @@ class Ours:
         self.server = server
         self.log = headwater.connect(server.dsn, pool_size=1)
         self.log.create_topic(TOPIC)
-        server.execute("alter table headwater.subscription set (autovacuum_enabled = off)")
+        server.execute("alter table headwater_internal.subscription set (autovacuum_enabled = off)")
 
     def prepare(self, filters: list[str], params: str, count: int) -> None:
-        """Subscriptions number i of filter i % filters, with params by an SQL expression over i and n = i % filters."""
-        self.server.execute("truncate headwater.subscription cascade")
-        self.server.execute("delete from headwater.consumer_group where name = %s", (GROUP,))
+        """Create subscriptions; number i has filter n = i % filters, and params from an SQL expression over i and n."""
+        self.server.execute("truncate headwater_internal.subscription cascade")
+        self.server.execute("delete from headwater_internal.queue where name = %s", (QUEUE,))
         for text in filters:
-            self.log.subscribe(GROUP, text, {"none": True}, topics=TOPIC)
-        self.server.execute("delete from headwater.subscription")
+            self.log.subscribe(QUEUE, text, {"none": True}, topics=TOPIC)
+        self.server.execute("delete from headwater_internal.subscription")
         self.server.execute(
-            "insert into headwater.subscription (group_id, condition_id, params, params_hash, from_position) "
+            "insert into headwater_internal.subscription (queue_id, filter_id, params, params_hash, from_position) "
             f"select g.id, c.id, p.params, sha256(p.params::text::bytea), 0 "
             "from generate_series(0, %s - 1) as i "
             "cross join lateral (select i %% %s as n) as f "
             f"cross join lateral (select {params} as params) as p "
-            "join headwater.condition c on c.expression = (%s::text[])[f.n + 1] "
-            "join headwater.consumer_group g on g.name = %s",
-            (count, len(filters), filters, GROUP),
+            "join headwater_internal.filter c on c.expression = (%s::text[])[f.n + 1] "
+            "join headwater_internal.queue g on g.name = %s",
+            (count, len(filters), filters, QUEUE),
         )
 
     def publish(self, payloads: list[str]) -> None:
         self.log.publish_batch(TOPIC, [headwater.NewEvent(p.encode()) for p in payloads])
 
     def read(self, chunk: int) -> list[tuple[int, ...]]:
-        reading = self.log.read_next(GROUP, reader="bench", batch_size=chunk, timeout_seconds=600)
-        self.log.set_reading(GROUP, reading.next_position, reader="bench")
+        reading = self.log.read_next(QUEUE, reader="bench", batch_size=chunk, timeout_seconds=600)
+        self.log.commit_reading(QUEUE, reading.next_position, reader="bench")
         return [one.subscription_ids for one in reading.events]
 
 
@@ -197,19 +198,19 @@ class Pgmb:
 
     def prepare(self, filters: list[str], params: str, count: int) -> None:
         self.server.execute(
-            "truncate other.subscriptions, other.subscription_events, other.groups, other.events, other.unread_events"
+            "truncate other.subscriptions, other.subscription_events, other.queues, other.events, other.unread_events"
         )
-        literal = [f"({text}) and s.conditions_sql = {_quoted(text)}" for text in filters]
+        literal = [f"({text}) and s.filters_sql = {_quoted(text)}" for text in filters]
         self.server.execute(POLL.replace("{filters}", "\n or ".join(f"({one})" for one in literal)).encode())
         self.server.execute(
-            "insert into other.subscriptions (group_id, conditions_sql, params, identity) "
+            "insert into other.subscriptions (queue_id, filters_sql, params, identity) "
             f"select %s, (%s::text[])[f.n + 1], p.params, i from generate_series(0, %s - 1) as i "
             "cross join lateral (select i %% %s as n) as f "
             f"cross join lateral (select {params} as params) as p",
-            (GROUP, filters, count, len(filters)),
+            (QUEUE, filters, count, len(filters)),
         )
         self.cursor = ""
-        self.server.execute("insert into other.groups values (%s, '')", (GROUP,))
+        self.server.execute("insert into other.queues values (%s, '')", (QUEUE,))
 
     def publish(self, payloads: list[str]) -> None:
         self.server.execute(
@@ -219,14 +220,14 @@ class Pgmb:
 
     def read(self, chunk: int) -> list[tuple[int, ...]]:
         self.connection.execute("select other.poll(%s)", (chunk,), prepare=True)
-        # All matches at once: a limit could part those of one event.
+        # All matches at once: a limit could separate the matches of one event.
         rows = self.connection.execute(
-            "select * from other.read_next_events(%s, %s, %s)", (GROUP, self.cursor, MOST_MATCHES), prepare=True
+            "select * from other.read_next_events(%s, %s, %s)", (QUEUE, self.cursor, MOST_MATCHES), prepare=True
         ).fetchall()
         if rows:
             self.cursor = rows[0][5]
             self.connection.execute(
-                "update other.groups set cursor = %s where id = %s", (self.cursor, GROUP), prepare=True
+                "update other.queues set cursor = %s where id = %s", (self.cursor, QUEUE), prepare=True
             )
         return [tuple(row[4]) for row in rows]
 
@@ -241,7 +242,7 @@ def payloads(count: int, subscriptions: int, start: int) -> list[str]:
 
 
 def measured(ours: Ours, pgmb: Pgmb, cell: Cell, *, rounds: int, events: int = CHUNK, chunk: int = CHUNK) -> Times:
-    """Both sides for `events` events, in interleaved rounds."""
+    """Measure both sides with `events` events, in interleaved rounds."""
     params = "jsonb_build_object('user' || f.n, i::text)" if cell.own_keys else "jsonb_build_object('user', i::text)"
     count = max(cell.subscriptions, cell.filters)
     ours.prepare([cell.filter(n, "data", "e.type") for n in range(cell.filters)], params, count)
@@ -259,7 +260,7 @@ def measured(ours: Ours, pgmb: Pgmb, cell: Cell, *, rounds: int, events: int = C
 def compared(
     ours: Ours, pgmb: Pgmb, make: Callable[[int], list[str]], *, rounds: int, chunk: int, expected: int
 ) -> Times:
-    # A round of many matches takes seconds, of which planning is nothing.
+    # A round with many matches takes seconds; the time for planning is negligible.
     warm_up = min(WARM_UP_ROUNDS, rounds)
     times = Times([], [])
     order: list[tuple[Ours | Pgmb, list[float]]] = [(ours, times.headwater), (pgmb, times.pgmb)]

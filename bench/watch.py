@@ -1,4 +1,4 @@
-"""Watched tables: what publishing the rows of one statement costs, beside a statement trigger as PGMB has it."""
+"""Watched tables: the cost of publishing the rows of one statement, compared with the statement trigger of PGMB."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ STATEMENTS = {
 SINGLE = "insert into {table} values (%s, 'customer', 'gold', 1, '{{\"a\": [1, 2]}}', now())"
 TABLES = ("bare", "ours", "pgmb")
 
-# What PGMB's documents say that its trigger does, written for this measurement: an event for each row with topic
-# <schema>.<table>.<op>, of an update the columns that changed with the whole old row in the metadata, ids that sort by
-# time, and the id of each event once more in a table of unread events.
+# The trigger of PGMB, written for this benchmark from its documentation: an event for each row with topic
+# <schema>.<table>.<op>; for an update, the changed columns and the whole old row in the metadata; ids sorted by time;
+# and the id of each event in a table of unread events.
 OTHER = """
 create schema other;
 create table other.events (
@@ -104,7 +104,7 @@ create trigger pushed_delete after delete on pgmb referencing old table as old_r
 """
 
 Times = dict[str, dict[str, list[float]]]
-"""Seconds by operation and table, one for each round."""
+"""Seconds by operation and table for each round."""
 
 
 def prepare(server: Server) -> None:
@@ -121,7 +121,7 @@ def timed(connection: psycopg.Connection, statement: str) -> float:
 
 
 def single(connection: psycopg.Connection, table: str) -> float:
-    """One row a statement and a transaction."""
+    """One row per statement and transaction."""
     statement = SINGLE.format(table=table)
     began = time.perf_counter()
     for number in range(SINGLE_ROWS):
@@ -150,7 +150,7 @@ def run(server: Server, *, rounds: int) -> Times:
 
 
 def versus(times: Mapping[str, list[float]]) -> float:
-    """Our time as a multiple of PGMB's: the median over the rounds."""
+    """The time of Headwater relative to PGMB: the median over the rounds."""
     return statistics.median(ours / pgmb for ours, pgmb in zip(times["ours"], times["pgmb"], strict=True))
 
 

@@ -1,4 +1,4 @@
-"""The same log from asyncio: one task publishes, another follows."""
+"""Use the log from asyncio: one task publishes, another follows."""
 
 import asyncio
 import os

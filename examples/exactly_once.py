@@ -1,4 +1,4 @@
-"""Keep a table in step with a topic: what the handler writes and the cursor commit in one transaction."""
+"""Exactly-once processing: the writes of the handler and the cursor commit in one transaction."""
 
 import os
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ COUNT = "insert into visits as v (page, count) values (%s, 1) on conflict (page)
 
 
 def count_visits(connection: psycopg.Connection[Any], events: Sequence[headwater.Event]) -> None:
-    """Called once a batch, in the transaction that moves the cursor."""
+    """Called once per batch, in the transaction that moves the cursor."""
     with connection.cursor() as cursor:
         cursor.executemany(COUNT, [(event.data["page"],) for event in events])
 

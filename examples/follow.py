@@ -1,4 +1,4 @@
-"""Follow a topic with a cursor: each run goes on where the last one stopped."""
+"""Follow a topic with a cursor: each run continues where the last one stopped."""
 
 import os
 
@@ -6,8 +6,8 @@ import headwater
 
 
 def catch_up(log: headwater.Headwater) -> list[int]:
-    """What is new since the last run. Leave out stop_when_caught_up to stay live."""
-    # The cursor moves when the next batch is asked for, so a crash repeats events and never skips one.
+    """Return the events since the last run. Without stop_when_caught_up the loop waits for new events."""
+    # At-least-once: the cursor moves when the next batch is requested, so a crash repeats events and never skips one.
     followed = log.follow("readings", cursor="thermostat", stop_when_caught_up=True)
     return [event.data["celsius"] for event in followed]
 

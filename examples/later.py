@@ -1,4 +1,4 @@
-"""Deliver later: an event that waits, one that is cancelled, and one that is published once however often."""
+"""Scheduled events: one is delivered later, one is cancelled; and idempotent publishing by event id."""
 
 import os
 from datetime import timedelta
@@ -14,7 +14,7 @@ def main() -> None:
         assert unwanted is not None
         print(f"waiting: {len(log.scheduled('reminders'))}")
         log.cancel_scheduled(unwanted)
-        # Any follower lets due events in.
+        # Any follower publishes due events.
         event = next(log.follow("reminders"))
         print(f"came: {event.data['text']}")
         positions = {log.publish("reminders", {"text": "once"}, event_id="reminder-1") for _ in range(3)}

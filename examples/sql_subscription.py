@@ -1,4 +1,4 @@
-"""Subscribe by SQL: one condition, many subscribers with parameters of their own, matched together."""
+"""SQL subscriptions: one filter, many subscribers with their own parameters, matched together."""
 
 import asyncio
 import os
@@ -32,7 +32,7 @@ async def main() -> None:
     dsn = os.environ["HEADWATER_DSN"]
     with headwater.connect(dsn) as log:
         log.create_topic("chat", if_missing=True)
-        # A new subscription gets what is published from now on; the app would make it at its start.
+        # A new subscription gets events that are published from now on. Otherwise the app creates it when it starts.
         log.subscribe("chat-rooms", MINE, {"room": "kitchen"}, topics="chat")
         log.subscribe("chat-rooms", MINE, {"room": "garden"}, topics="chat")
         for room, text in (("kitchen", "soup?"), ("cellar", "dark"), ("garden", "rain"), ("kitchen", "yes")):

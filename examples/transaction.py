@@ -1,4 +1,4 @@
-"""Publish in your own transaction: the order and its event are committed together, or neither is."""
+"""Publish in your own transaction: the order and its event are committed atomically."""
 
 import os
 
@@ -9,11 +9,11 @@ INSERT = "insert into shop_order (id, cents) values (%s, %s)"
 
 
 class CardDeclined(Exception):
-    """Why an order does not happen."""
+    """The payment of an order was declined."""
 
 
 def place_order(log: headwater.Headwater, number: int, cents: int, *, card_ok: bool) -> int | None:
-    """Store an order and publish that it was placed; returns the event's position."""
+    """Store an order and publish an event for it; return the event's position."""
     with log.transaction() as connection:
         connection.execute(INSERT, (number, cents))
         position = log.publish(

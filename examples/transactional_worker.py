@@ -1,4 +1,4 @@
-"""An effect exactly once: what a handler writes, and that its event is done, commit in one transaction."""
+"""Exactly-once effects: the writes of a handler and the acknowledgement of its event commit in one transaction."""
 
 import asyncio
 import os
@@ -19,13 +19,13 @@ stop = asyncio.Event()
 left = 4
 
 
-@app.worker("payments", group="bookkeeper", ordered_keys=True, transactional=True, backoff_seconds=0)
+@app.worker("payments", queue="bookkeeper", ordered_keys=True, transactional=True, backoff_seconds=0)
 async def book(event: headwater.ClaimedEvent, connection: psycopg.AsyncConnection[Any]) -> None:
-    """Events of one account come one after the other. A crash at any line leaves no half of it behind."""
+    """Events of one account are processed in order. A crash at any line rolls back all of it."""
     global left
     await connection.execute(BOOK, (event.key_text, event.data["cents"]))
     if event.attempt == 1 and event.data["cents"] == 250:
-        raise RuntimeError("the power went, after the money was booked")
+        raise RuntimeError("power failure after the booking")
     left -= 1
     if left == 0:
         stop.set()

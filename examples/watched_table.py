@@ -1,4 +1,4 @@
-"""Watch a table: its changes are events, in the transaction that makes them, whoever makes them."""
+"""Watch a table: every change is published as an event, in the transaction that makes it."""
 
 import os
 
@@ -11,7 +11,7 @@ def main() -> None:
     with headwater.connect(os.environ["HEADWATER_DSN"]) as log:
         with log.connection() as connection:
             connection.execute(TABLE)
-        # An update counts only if the pieces changed, and notes are nobody's business.
+        # Publish updates only if the pieces changed, and leave out the notes.
         topic = log.watch_table("public.stock", columns=["item", "pieces"], when_changed=["pieces"])
 
         with log.transaction() as connection:

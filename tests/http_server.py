@@ -1,4 +1,4 @@
-"""The HTTP door in this process, and as a process of its own, for tests."""
+"""The HTTP server in this process, and as a process of its own, for tests."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from psycopg import conninfo
 
 from headwater import aio
 from headwater.servers.http.server import serving
-from headwater.servers.options import Limits, Opening
+from headwater.servers.options import ServerLimits, ServerOptions
 from serve_process import serve_process
 
-LOCAL = Opening("127.0.0.1", 0, None, None, authenticate=False, loopback=True)
+LOCAL = ServerOptions("127.0.0.1", 0, None, None, authenticate=False, loopback=True)
 
 
 def free_port() -> int:
@@ -28,21 +28,21 @@ def free_port() -> int:
 
 
 @contextmanager
-def http_door(
+def http_server(
     dsn: str,
     *,
     authenticate: bool = False,
-    limits: Limits | None = None,
+    limits: ServerLimits | None = None,
     certificate: tuple[str, str] | None = None,
     trusted_proxies: tuple[str, ...] = (),
     counts_directory: str | None = None,
     pool_size: int = 6,
 ) -> Iterator[str]:
     """Its address. In a thread of its own, as a role that may do what the documents say that it needs."""
-    opening = replace(LOCAL, port=free_port(), authenticate=authenticate, limits=limits or Limits())
-    opening = replace(opening, trusted_proxies=trusted_proxies, counts_directory=counts_directory)
+    options = replace(LOCAL, port=free_port(), authenticate=authenticate, limits=limits or ServerLimits())
+    options = replace(options, trusted_proxies=trusted_proxies, counts_directory=counts_directory)
     if certificate is not None:
-        opening = replace(opening, certificate=certificate[0], private_key=certificate[1])
+        options = replace(options, certificate=certificate[0], private_key=certificate[1])
     started: threading.Event = threading.Event()
     loop = asyncio.new_event_loop()
     stop: list[asyncio.Event] = []
@@ -53,13 +53,13 @@ def http_door(
         stop.append(asyncio.Event())
         role = conninfo.make_conninfo(dsn, options="-c role=headwater_admin")
         async with (
-            await aio.connect(role, pool_size=pool_size, application_name="door") as log,
-            serving(log, opening) as door,
+            await aio.connect(role, pool_size=pool_size, application_name="server") as log,
+            serving(log, options) as server,
         ):
-            found.append(door.address)
+            found.append(server.address)
             started.set()
             await stop[0].wait()
-            assert not door.failed.is_set()
+            assert not server.failed.is_set()
 
     def run() -> None:
         try:

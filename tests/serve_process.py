@@ -20,7 +20,7 @@ STOP_SECONDS = 60
 
 @dataclass(frozen=True)
 class ServeProcess:
-    """One `headwater serve`, and what it told when it was ready: the address of each door."""
+    """One `headwater serve`, and what it told when it was ready: the address of each server."""
 
     process: subprocess.Popen[str]
     told: dict[str, Any]

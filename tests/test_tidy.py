@@ -17,7 +17,7 @@ SOURCE = ROOT / "src" / "headwater"
 MIGRATIONS = SOURCE / "database" / "schema" / "migrations"
 
 # What every room may use. `aio` and `client` are the whole API, put together from the API of each room.
-FOUNDATION = {"", "aio", "calls", "client", "database", "errors", "model", "observability", "settings", "supervisor"}
+FOUNDATION = {"", "aio", "calls", "client", "database", "errors", "observability", "settings", "supervisor"}
 # What is started: it uses rooms, and no room uses it. Each with those of its kind that it may use.
 PROGRAMS = {"servers": set(), "spark": set(), "trials": {"servers"}, "cli": {"servers", "spark", "trials"}}
 # Rooms, and the rooms that each is built on.
@@ -214,7 +214,8 @@ def test_files_are_known_as_pure() -> None:
     """Or the test above would look at nothing."""
     found = {shown(path).removeprefix("src/headwater/") for path in python_files("src") if is_pure(path)}
     assert {
-        "model.py",
+        "log/model.py",
+        "queue/model.py",
         "calls/log.py",
         "log/steps.py",
         "eventstore/query.py",
@@ -228,11 +229,12 @@ def test_files_are_known_as_pure() -> None:
 def sql_names() -> re.Pattern[str]:
     """Every function, table, view and sequence of the schema, as Python would name it."""
     created = re.compile(
-        r"create (?:or replace )?(?:unlogged )?(?:function|table|view|sequence) (?:if not exists )?headwater\.(\w+)"
+        r"create (?:or replace )?(?:unlogged )?(?:function|table|view|sequence) (?:if not exists )?"
+        r"headwater(?:_internal)?\.(\w+)"
     )
     names = {name for path in sql_files() for name in created.findall(path.read_text())}
-    assert {"publish_batch", "settled", "event", "cursor_lag", "position"} <= names
-    return re.compile(rf"\bheadwater\.(?:{'|'.join(sorted(names))})\b(?!\s*import)")
+    assert {"publish_batch", "stable_position", "event", "cursor_lag", "position"} <= names
+    return re.compile(rf"\bheadwater(?:_internal)?\.(?:{'|'.join(sorted(names))})\b(?!\s*import)")
 
 
 def test_python_names_what_is_in_the_database_in_one_place() -> None:
@@ -299,6 +301,24 @@ def test_every_function_file_is_installed() -> None:
     )
 
 
+LOCKS = SOURCE / "database" / "schema" / "functions" / "locks.sql"
+LOCK_TAG = re.compile(r"\b29[23]\d\d\b")
+
+
+def test_every_tag_of_an_advisory_lock_is_in_the_registry() -> None:
+    """A tag is a literal from 29200 to 29399, as in `29287::bigint << 48`; locks.sql says what each protects."""
+    rows = re.findall(r"^--   (29\d{3})(?: to (29\d{3}))?  ", LOCKS.read_text(), re.MULTILINE)
+    listed = {tag for low, high in rows for tag in range(int(low), int(high or low) + 1)}
+    used = {
+        (int(tag), shown(path))
+        for path in [*sql_files(), *python_files("src")]
+        if path != LOCKS
+        for tag in LOCK_TAG.findall(path.read_text())
+    }
+    assert {29287, 29289, 29299, 29300} <= {tag for tag, _ in used}, "the search found too little"
+    assert {(tag, path) for tag, path in used if tag not in listed} == set()
+
+
 def test_the_blocking_shell_is_made_from_the_asynchronous_one() -> None:
     check = subprocess.run(
         [sys.executable, str(ROOT / "tools" / "unasync.py"), "--check"],
@@ -335,3 +355,36 @@ def test_locks_hold_versions_and_hashes_and_no_address(path: Path) -> None:
     assert pinned
     assert all("==" in line for line in pinned)
     assert text.count("--hash=sha256:") >= len(pinned)
+
+
+# Words that the project does not use, each with what to write instead. STYLE: the standard term, the actor named.
+UNUSED_WORDS = {
+    "whoever": "the actor: the caller, the holder, the publisher",
+    "somebody": "the actor",
+    "nobody": "the actor, negated: no process",
+    "anew": "again",
+    "told": "returned, reported, named",
+    "upkeep": "maintenance",
+    "periodics": "cron schedules",
+    "frontier": "claimed position",
+    "door": "server, protocol",
+    "doors": "servers, protocols",
+    "lane": "partition",
+    "lanes": "partitions",
+}
+
+
+def test_texts_use_the_words_of_the_field() -> None:
+    unused = re.compile(rf"\b({'|'.join(UNUSED_WORDS)})\b", re.IGNORECASE)
+    kinds = {".py", ".sql", ".md", ".js", ".html", ".json", ".proto", ".yml"}
+    files = [path for folder in ("src", "docs", "proto") for path in (ROOT / folder).rglob("*") if path.suffix in kinds]
+    files += [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"]
+    wrong = [
+        f"{shown(path)}:{number}: {word!r}: write {UNUSED_WORDS[word.lower()]}"
+        for path in sorted(files)
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        for word in unused.findall(line)
+        # The system user of that name.
+        if '"nobody"' not in line
+    ]
+    assert not wrong, "\n".join(wrong[:50])

@@ -15,21 +15,28 @@ from typing import Any
 import typer.main
 
 import headwater
-from headwater import errors, model, settings
+from headwater import errors, settings
+from headwater.calls import metrics as metric_calls
+from headwater.calls import pipeline_runs
 from headwater.cli import app, exit_codes
 from headwater.client.eventstore.postgres import EventStore
-from headwater.client.eventstore.subscribe import Subscribing
+from headwater.client.eventstore.subscribe import StoreSubscriptions
 from headwater.database import schema
 from headwater.eventstore import query
+from headwater.log import model as log_model
 from headwater.observability import metrics
+from headwater.queue import model as queue_model
 from headwater.queue import worker
+from headwater.sql_subscriptions import model as subscription_model
+from headwater.webhooks import model as webhook_model
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "reference"
 FUNCTIONS = ROOT / "src" / "headwater" / "database" / "schema" / "functions"
 MIGRATIONS = ROOT / "src" / "headwater" / "database" / "schema" / "migrations"
 PROTOS = ROOT / "proto"
-CALLS = ROOT / "src" / "headwater" / "calls"
+# The modules whose classes are the "Values" of the Python page.
+VALUE_MODULES = (log_model, queue_model, subscription_model, webhook_model, pipeline_runs, metric_calls, query)
 NOTE = "<!-- Written by tools/reference.py; change the code, then run that. -->\n"
 
 
@@ -48,12 +55,12 @@ def paragraph(text: str | None) -> str:
 def cli_page() -> str:
     parts = [
         "# The command line",
-        "Every command prints tables for people, and with `--json` one JSON document (`read` and `tail`: one "
-        "event a line). Errors go to standard error; with `--json` as an object with `error`, `message`, `hint`, "
-        "`detail` and `exit_code`. A command finds its database by `--dsn`, then by `HEADWATER_DSN`, then by the "
-        "embedded server that `headwater up` runs.",
-        "In JSON, times are ISO 8601 in UTC and durations are seconds. A duration is typed as `30s`, `5m`, `1h30m`, "
-        "`7d` or `2w`; a time as `2026-03-01T12:00:00Z` (without a zone: local time).",
+        "Every command prints text for people, and with `--json` one JSON document (`read` and `tail`: one event per "
+        "line). Errors are written to standard error; with `--json` as an object with `error`, `message`, `hint`, "
+        "`detail` and `exit_code`. A command connects to the database given by `--dsn`, otherwise by `HEADWATER_DSN`, "
+        "otherwise to the embedded server of `headwater up`.",
+        "In JSON, times are in ISO 8601 format in UTC and durations are in seconds. Write a duration as `30s`, `5m`, "
+        "`1h30m`, `7d` or `2w`, and a time as `2026-03-01T12:00:00Z` (without a time zone: local time).",
         "## Exit codes",
         table(("code", "means"), [(str(code), meaning) for code, meaning in exit_codes.MEANINGS.items()]),
     ]
@@ -104,38 +111,40 @@ def python_page() -> str:
     parts = [
         "# Python",
         "`headwater` is the blocking library; `headwater.aio` has the same names for asyncio (`aio.connect`, "
-        "`AsyncHeadwater`). Every method that takes `connection=` runs inside your own transaction on it.",
-        "## Opening the log",
+        "`AsyncHeadwater`). A method with `connection=` runs inside your own transaction on that connection.",
+        "## Connecting",
         described("headwater.connect", headwater.connect),
         "## The log: `Headwater`",
         paragraph(headwater.Headwater.__doc__),
     ]
-    # The last ancestor but object is what the others stand on.
-    *_, shell, _ = headwater.Headwater.__mro__
-    for kind in (shell, *headwater.Headwater.__bases__):
+    # The last ancestor before object is the base class of the others.
+    *_, base, _ = headwater.Headwater.__mro__
+    for kind in (base, *headwater.Headwater.__bases__):
         parts += [f"## {section_title(kind)}", *members_of(kind)]
     parts += [
         "## An event store: `EventStore`",
         paragraph(EventStore.__doc__),
         *members_of(EventStore),
-        *members_of(Subscribing),
+        *members_of(StoreSubscriptions),
         "### open",
         paragraph(headwater.open.__doc__),
         "## Workers: `App`",
         paragraph(worker.App.__doc__),
         *members_of(worker.App),
-        "A handler returns None when it is done, or [Retry](#retry), [Dead](#dead) or [Snooze](#snooze). It gets a "
-        "[ClaimedEvent](#claimedevent), a batch handler a list of them, a subscriber an [Event](#event).",
+        "A handler returns None when the event is done, or [Retry](#retry), [Dead](#dead) or [Snooze](#snooze). A "
+        "worker is called with a [ClaimedEvent](#claimedevent), a subscriber with an [Event](#event), a batch "
+        "handler with a list of them. The package is typed: type checkers report a handler with other parameters.",
         "## Values",
     ]
-    for name, kind in (vars(model) | vars(query)).items():
-        if not name.startswith("_") and inspect.isclass(kind) and kind.__module__ in (model.__name__, query.__name__):
-            parts.append(f"### {name}\n\n{paragraph(kind.__doc__)}\n\n{fields_of(kind)}")
+    for module in VALUE_MODULES:
+        for name, kind in vars(module).items():
+            if not name.startswith("_") and inspect.isclass(kind) and kind.__module__ == module.__name__:
+                parts.append(f"### {name}\n\n{paragraph(kind.__doc__)}\n\n{fields_of(kind)}")
     return "\n\n".join(part.strip() for part in parts)
 
 
 def section_title(kind: type) -> str:
-    """What a part of the log is for, in the words of its docstring."""
+    """The title of a section: the first line of the class's docstring."""
     return paragraph(kind.__doc__).partition("\n")[0].rstrip(".")
 
 
@@ -185,24 +194,23 @@ DEFINITION = re.compile(
 )
 
 
-TYPE = re.compile(r"((?:^-- [^\n]*\n)*)^create type (headwater\.\w+) as \((.*?)\);", re.MULTILINE | re.DOTALL)
+TYPE = re.compile(
+    r"((?:^-- [^\n]*\n)*)^create type (headwater(?:_internal)?\.\w+) as \((.*?)\);", re.MULTILINE | re.DOTALL
+)
 
 
 def sql_page() -> str:
     parts = [
         "# SQL",
-        "The log is its SQL: these functions are the contract, from psql and from any language. Arguments with a "
-        "default may be left out, or named: `headwater.publish('orders', '{}', key => 'k')`. Errors have SQLSTATEs "
-        "of ours, see [errors](errors.md). Functions not listed here are internal.",
+        "The functions and views of the schema `headwater` are the contract, from psql and from any language. "
+        "Arguments with a default may be left out, or named: `headwater.publish('orders', '{}', key => 'k')`. "
+        "Errors have SQLSTATEs of their own, see [errors](errors.md). The schema `headwater_internal` holds the "
+        "tables and all other functions: they change without notice, so do not call them.",
     ]
-    # What the library itself calls is the contract; and the form of publishing that is there for SQL alone.
-    calls = "".join(path.read_text() for path in sorted(CALLS.glob("*.py")))
-    contract = {"publish", *re.findall(r"headwater\.(\w+)", calls)}
     shown_heads = ""
     for name in schema.FUNCTION_FILES:
         source = (FUNCTIONS / name).read_text()
         found = [match.groups() for match in DEFINITION.finditer(source)]
-        found = [groups for groups in found if groups[2].removeprefix("headwater.") in contract]
         if not found:
             continue
         about = " ".join(line.removeprefix("-- ") for line in source.partition("\n\n")[0].splitlines())
@@ -216,8 +224,8 @@ def sql_page() -> str:
     parts.append("## Types")
     for path in sorted(MIGRATIONS.glob("*.sql")):
         for comment, name, body in TYPE.findall(path.read_text()):
-            # What conditions see is nobody's result, and yet what people have to know.
-            if name == "headwater.condition_event" or re.search(rf"\b{re.escape(name)}\b", shown_heads):
+            # What filters see is the result of no function, but users write filters over it.
+            if name == "headwater_internal.filter_event" or re.search(rf"\b{re.escape(name)}\b", shown_heads):
                 promise = " ".join(line.removeprefix("-- ") for line in comment.strip().splitlines())
                 parts.append(f"### {name}\n\n{promise}\n\n```sql\n{name} ({body})\n```")
     return "\n\n".join(part.strip() for part in parts)
@@ -238,16 +246,17 @@ def errors_page() -> str:
         if kind is errors.LogUnavailable:
             states.append("08xxx")
         codes = ", ".join(f"`{state}`" for state in sorted(states, key=lambda s: (not s.startswith("HW"), s)))
-        rows.append((f"`{kind.__name__}`", paragraph(kind.__doc__), codes or "-", str(exit_codes.code_for(kind))))
+        meaning = " ".join(paragraph(kind.__doc__).split())
+        rows.append((f"`{kind.__name__}`", meaning, codes or "-", str(exit_codes.code_for(kind))))
     return "\n\n".join(
         (
             "# Errors",
-            "All are `headwater.HeadwaterError`. An error has a `message`, often a `hint` (what to do next) and a "
-            "`detail` (what a program needs to go on). SQL raises the codes below with the same detail as JSON. "
-            "What is not in this table is a bug and passes through untouched.",
+            "All errors are subclasses of `headwater.HeadwaterError`. An error has a `message`, often a `hint` "
+            "(what to do next), and a `detail` for programs. SQL functions raise these codes with the same detail as "
+            "JSON. Any other error is a bug and is not translated.",
             table(("error", "means", "SQLSTATE", "exit code"), rows).strip(),
-            "A limit that a table keeps (SQLSTATE 23514) has its own sentence as its name, and that is the message: "
-            "`a type is 1 to 200 characters`. Exit codes are explained in [the command line](cli.md#exit-codes).",
+            "For a violated check constraint (SQLSTATE 23514), the message is the name of the constraint, such as "
+            "`a type is 1 to 200 characters`. Exit codes are listed in [the command line](cli.md#exit-codes).",
         )
     )
 
@@ -257,51 +266,59 @@ def settings_page() -> str:
         (
             "# Settings",
             "## Environment",
-            "Read once at the start of the command line; an option goes before them. The library reads no "
-            "environment: it is given a DSN.",
+            "The command line reads these variables at its start; options override them. The library does not read "
+            "environment variables.",
             table(("variable", "means"), [(f"`{name}`", text) for name, text in settings.VARIABLES.items()]).strip(),
-            "## Of the whole log",
-            "Kept in the database, in the one row of `headwater.setting`. Show them with `headwater settings show`, "
-            "change them with `headwater settings set`; a change holds at once for everybody.",
+            "## Settings of the log",
+            "Stored in the database, in the single row of `headwater_internal.setting`. Show them with `headwater "
+            "settings show` and change them with `headwater settings set`; a change takes effect immediately.",
             table(
                 ("setting", "default", "means"),
                 [
-                    ("`segment_interval`", "1 day", "how long the log writes to one segment at most"),
-                    ("`segments_ahead`", "3", "how many segments are kept ready for the log to grow into"),
-                    ("`auto_create_topics`", "false", "whether publishing to a missing topic makes it"),
-                    ("`kafka_offsets_kept`", "7 days", "how long offsets of a Kafka group without members are kept"),
+                    ("`segment_interval`", "1 day", "maximum time that events are written to one segment"),
+                    ("`segments_ahead`", "3", "number of segments to create ahead"),
+                    ("`auto_create_topics`", "false", "whether publishing creates a missing topic"),
+                    (
+                        "`kafka_offsets_kept`",
+                        "7 days",
+                        "how long to keep the offsets of a Kafka consumer group without members",
+                    ),
                 ],
             ).strip(),
-            "## Of a topic",
-            "Given at `headwater topic create`, changed with `headwater topic alter`.",
+            "## Settings of a topic",
+            "Set with `headwater topic create` and changed with `headwater topic alter`.",
             table(
                 ("setting", "default", "means"),
                 [
-                    ("`kind`", "open", "`open` or `sequenced`; cannot change"),
-                    ("`partitions`", "1", "lanes by hash of the key; only ever more"),
-                    ("`retention`", "none", "how long events are kept at least; none: for ever"),
-                    ("`max_payload_bytes`", "1 MiB", "the largest payload, up to 64 MiB"),
-                    ("`max_header_bytes`", "64 KiB", "the largest headers, up to 1 MiB"),
+                    ("`kind`", "open", "`open` or `sequenced`; cannot be changed"),
+                    ("`partitions`", "1", "number of partitions; can only grow"),
+                    ("`retention`", "none", "minimum time to keep events; none: forever"),
+                    ("`max_payload_bytes`", "1 MiB", "maximum size of a payload, up to 64 MiB"),
+                    ("`max_header_bytes`", "64 KiB", "maximum size of the headers of an event, up to 1 MiB"),
                 ],
             ).strip(),
-            "## Of a group",
-            "Given at `headwater group create` or by `@app.worker`, changed with `headwater group alter`.",
+            "## Settings of a queue",
+            "Set with `headwater queue create` or `@app.worker`, and changed with `headwater queue alter`.",
             table(
                 ("setting", "default", "means"),
                 [
                     (
                         "`lease_seconds`",
                         "30",
-                        "how long a worker has for a batch before others get it; workers extend it",
+                        "how long a worker may hold a batch before it is delivered again; workers extend leases",
                     ),
-                    ("`max_attempts`", "5", "tries until an event is dead"),
-                    ("`backoff_seconds`", "1", "the wait after the first failed try"),
-                    ("`backoff_factor`", "2", "by how much each further wait is longer"),
-                    ("`backoff_max_seconds`", "3600", "the longest wait"),
-                    ("`backoff_jitter`", "0.2", "how much waits differ at random: 0.2 is 20 % either way"),
-                    ("`ordered_keys`", "false", "one event of a key at a time, in the order of the log; cannot change"),
-                    ("`max_in_flight`", "none", "how many events may be leased at once"),
-                    ("`must_not_lose`", "true", "whether retention waits for the group"),
+                    ("`max_attempts`", "5", "attempts until an event becomes a dead letter"),
+                    ("`backoff_seconds`", "1", "delay in seconds after the first failed attempt"),
+                    ("`backoff_factor`", "2", "factor by which the delay grows with each attempt"),
+                    ("`backoff_max_seconds`", "3600", "maximum delay between attempts"),
+                    ("`backoff_jitter`", "0.2", "random variation of delays: 0.2 is 20 % in either direction"),
+                    (
+                        "`ordered_keys`",
+                        "false",
+                        "process events of a key one at a time and in order; cannot be changed",
+                    ),
+                    ("`max_in_flight`", "none", "maximum number of events that are leased at once"),
+                    ("`holds_retention`", "true", "whether retention keeps events until the queue has processed them"),
                 ],
             ).strip(),
         )
@@ -320,53 +337,53 @@ def metrics_page() -> str:
     return "\n\n".join(
         (
             "# Metrics and log fields",
-            "A server gives them at `/metrics`, `headwater metrics` prints them, `headwater.metrics()` has those of "
-            "the database as rows. [How to monitor](../how-to/monitor.md) says which to watch.",
-            "## Of the log, asked of the database",
-            "The same whichever process is asked; at most once a second. Figures by name are given for the first 200 "
-            "topics, groups, cursors and pipelines each, by name; `headwater_topics`, `headwater_groups` and "
-            "`headwater_cursors` tell how many there are.",
+            "A server provides metrics at `/metrics`, `headwater metrics` prints them, and the SQL function "
+            "`headwater.metrics()` returns those of the database. [How to monitor](../how-to/monitor.md) explains "
+            "which to watch.",
+            "## Metrics of the log",
+            "Read from the database at most once a second; every process returns the same values. Metrics with a name "
+            "label cover the first 200 topics, queues, cursors and pipelines each, by name; `headwater_topics`, "
+            "`headwater_queues` and `headwater_cursors` are the total numbers.",
             table(columns, rows("database")).strip(),
-            "## Of one process, or of all of one `headwater serve --processes`, counted since its start",
-            "Of each, at most 1000 combinations of labels; what comes after them is counted as `(others)`.",
+            "## Metrics of a process",
+            "Counted since the start of the process, or of all processes of `headwater serve --processes`. A metric "
+            "has at most 1000 combinations of labels; further ones are counted as `(others)`.",
             table(columns, rows("process")).strip(),
             "## Log fields",
-            "A message never varies; what does is a field. With `HEADWATER_LOG_FORMAT=json`, or `headwater "
-            "--log-format json`, each line is one JSON object with `time`, `level`, `logger`, `message`, these fields "
-            "where they apply, and `exception` with a traceback if there is one.",
+            "The text of a log line is constant; values are fields. With `HEADWATER_LOG_FORMAT=json`, or `headwater "
+            "--log-format json`, each line is one JSON object with `time`, `level`, `logger`, `message`, the "
+            "fields that apply, and `exception` with the traceback of an error.",
             table(("field", "means"), [(f"`{name}`", text) for name, text in metrics.LOG_FIELDS.items()]).strip(),
         )
     )
 
 
 def kafka_page() -> str:
-    from kio.index import api_key_map
-
+    from headwater.servers.kafka.api_keys import SUPPORTED_VERSIONS
     from headwater.servers.kafka.configs import TOPIC_CONFIGS
-    from headwater.servers.kafka.dispatch import FEATURES, OFFERED
+    from headwater.servers.kafka.dispatch import FEATURES
 
     apis = [
-        (str(api), api_key_map[api].replace("_", " "), f"{oldest} to {newest}" if newest > oldest else str(oldest))
-        for api, (oldest, newest) in sorted(OFFERED.items())
+        (str(int(api)), api.name.lower().replace("_", " "), f"{oldest} to {newest}" if newest > oldest else str(oldest))
+        for api, (oldest, newest) in sorted(SUPPORTED_VERSIONS.items())
     ]
     configs = [
-        (f"`{name}`", f"`{config.default}`" if config.default else "", config.documentation, config.only_told)
+        (f"`{name}`", f"`{config.default}`" if config.default else "", config.documentation, config.no_effect)
         for name, config in TOPIC_CONFIGS.items()
     ]
     return "\n\n".join(
         (
-            "# Kafka: what is offered, and what is different",
+            "# Kafka: supported APIs, settings and differences",
             "## APIs and versions",
-            "A request for anything else ends the connection, but for ApiVersions, which then tells this table. "
-            "Produce 0 to 2 are told, since old librdkafka would not compress without them, and refused when used.",
+            "The server closes the connection on any other API or version, except for ApiVersions, which always "
+            "returns this table. Produce 0 to 2 are listed but rejected: old librdkafka disables compression if they "
+            "are missing.",
             table(("number", "API", "versions"), apis).strip(),
-            "Features that are told as finalized: "
-            + ", ".join(f"`{name}` {level}" for name, level in FEATURES.items())
-            + ".",
-            "## Settings of a topic",
+            "Finalized features: " + ", ".join(f"`{name}` {level}" for name, level in FEATURES.items()) + ".",
+            "## Topic settings",
             table(("setting", "default", "means"), [row[:3] for row in configs if not row[3]]).strip(),
-            "### Without effect",
-            "Taken, checked for their form, kept and told again, for tools that set them: nothing here goes by them.",
+            "### Settings without effect",
+            "Validated, stored and returned for tools that set them, but not used.",
             table(("setting", "default", "why"), [row[:3] for row in configs if row[3]]).strip(),
             "## Differences from Kafka",
             "\n".join(f"- {difference}" for difference in KAFKA_DIFFERENCES),
@@ -375,46 +392,42 @@ def kafka_page() -> str:
 
 
 KAFKA_DIFFERENCES = (
-    "Not there: share groups, quotas (there are none to describe), delegation tokens, moving partitions, changing the "
-    "settings of a broker while it runs.",
-    "Compaction, every 15 seconds, takes all that is superseded by then, and waits for readers that must not lose an "
-    "event, and for archives. The last record of a partition stays, also if it deletes its key.",
-    "`retention.ms` counts from when the segment of the log that has the record was closed; `retention.bytes` is "
-    "applied to the record, once a minute and until it holds: a partition is at most that large afterwards. It counts "
-    "keys, values and headers. Both wait for readers that must not lose an event, and for archives, and hold only "
-    "where `cleanup.policy` contains `delete`. `headwater topic clean`, and `headwater.clean_up` in SQL, apply all of "
-    "it at once, to the record.",
-    "DeleteRecords is refused with POLICY_VIOLATION for what somebody who must not lose an event, or an archive, has "
-    "yet to read, and for event stores and topics that are only compacted. In an open topic it deletes up to a "
-    "position.",
-    "DescribeLogDirs tells the sizes of the partitions that a broker leads, in one directory, `postgres`.",
-    "A consumer group with members of one protocol, classic or that of KIP-848, refuses members of the other. In the "
-    "latter a pattern of topics is looked up by Postgres: what RE2 has and its regular expressions have not is refused "
-    "or means what it means there.",
-    "An open topic can be consumed and not produced to. Its offsets are positions, with gaps.",
-    "The records of a transaction enter the log when it commits. Their acknowledgements carry no offset, and "
-    "`read_uncommitted` does not see them before either.",
-    "A key has up to 65535 bytes. `max.message.bytes` is also the limit of one value after unpacking; a batch becomes "
-    "up to 64 MiB. A batch is of up to 100000 records; a larger one is refused with MESSAGE_TOO_LARGE.",
-    "Records are stored one by one, not as the batches that came. What fetched records are packed with, the topic's "
-    "`compression.type` says; with `producer` they go as they came while a broker remembers them, and else unpacked.",
-    "Fetch sessions are not kept: every fetch is a whole one.",
-    "Any broker serves any partition. Metadata names one leader for each, to spread the work; "
-    "the leader epoch is the epoch of the log.",
-    "There are no replicas: Postgres replicates. `acks=1` and `acks=all` both mean committed in Postgres.",
-    "Looking for an offset by time reads through the partition.",
-    "Offsets of a group without members are kept for seven days after it last had any or committed; `headwater "
-    "settings set --kafka-offsets-kept` changes that.",
-    "When another broker takes over a consumer group, its members join anew.",
-    "The `uniform` assignor shares each topic evenly, to one partition, among those who subscribe to it, and the whole "
-    "where all subscribe to the same; members with more topics have more partitions.",
-    "A transactional producer that was silent for seven days is forgotten.",
-    "Permissions only allow; `DENY` and hosts other than `*` are refused. `DESCRIBE_CONFIGS`, `ALTER_CONFIGS` and "
-    "`IDEMPOTENT_WRITE` are `DESCRIBE`, `ALTER` and `WRITE`, and told as these; an idempotent producer needs no right "
-    "of its own. `CLUSTER_ACTION`, which is for brokers among each other, is refused: brokers meet in Postgres. An "
-    "account that Kafka's tools give a "
-    "password is made if missing, and may do nothing before somebody allows it; it stays when its last "
-    "password is taken away.",
+    "Not supported: share groups, quotas, delegation tokens, reassignment of partitions, dynamic broker settings.",
+    "Compaction runs every 15 seconds and removes all records that are superseded by then. It waits for consumers that "
+    "hold retention and for archives. The last record of a partition stays even if it is a tombstone.",
+    "`retention.ms` counts from the time at which the log segment of a record was closed. `retention.bytes` is applied "
+    "record by record, once a minute, until the partition is within the limit; it counts keys, values and headers. "
+    "Both wait for consumers that hold retention and for archives, and apply only if `cleanup.policy` contains "
+    "`delete`. `headwater topic clean` (in SQL `headwater.clean_up`) applies both at once, record by record.",
+    "DeleteRecords fails with POLICY_VIOLATION for records that an archive or a consumer that holds retention has not "
+    "read yet, and for event stores and topics that are only compacted. In an open topic it deletes up to a position.",
+    "DescribeLogDirs returns the sizes of the partitions that a broker leads, in a single directory `postgres`.",
+    "A consumer group with members of one protocol (classic or KIP-848) rejects members of the other. With KIP-848, "
+    "topic patterns are Postgres regular expressions: RE2 syntax that Postgres lacks is rejected or differs in "
+    "meaning.",
+    "An open topic can be consumed but not produced to. Its offsets are positions, with gaps.",
+    "Records of a transaction enter the log when it commits. Their acknowledgements carry no offset, and "
+    "`read_uncommitted` consumers do not see them earlier.",
+    "A key has at most 65535 bytes. `max.message.bytes` also limits each value after decompression; a batch may "
+    "decompress to at most 64 MiB. A batch of more than 100000 records is rejected with MESSAGE_TOO_LARGE.",
+    "Records are stored individually, not as batches. Fetched records are compressed according to the topic's "
+    "`compression.type`; with `producer`, batches in the broker's cache are sent as they were produced, and others "
+    "uncompressed.",
+    "Fetch sessions are not supported: every fetch is a full one.",
+    "Any broker serves any partition. Metadata names a leader for each to spread the load; the leader epoch is the "
+    "epoch of the log.",
+    "There are no Kafka replicas: Postgres replicates. `acks=1` and `acks=all` both mean committed in Postgres.",
+    "Looking up an offset by timestamp scans the partition.",
+    "Offsets of a consumer group without members are kept for seven days after its last member or commit; "
+    "`headwater settings set --kafka-offsets-kept` changes that.",
+    "When another broker takes over a consumer group, its members rejoin.",
+    "The `uniform` assignor balances each topic among its subscribers to within one partition, and the total if all "
+    "members subscribe to the same topics; members with more topics have more partitions.",
+    "Transactional producers expire after seven days without activity.",
+    "ACLs can only allow; `DENY` and hosts other than `*` are rejected. `DESCRIBE_CONFIGS`, `ALTER_CONFIGS` and "
+    "`IDEMPOTENT_WRITE` are stored as `DESCRIBE`, `ALTER` and `WRITE`; an idempotent producer needs no extra "
+    "permission. `CLUSTER_ACTION`, which brokers use among themselves, is rejected. Setting a SCRAM credential for an "
+    "unknown user creates an account without permissions; the account remains when its last credential is deleted.",
 )
 
 
@@ -422,18 +435,18 @@ KAFKA_DIFFERENCES = (
 
 
 def http_page() -> str:
-    from headwater.servers.http.app import described, document
+    from headwater.servers.http.app import create_api, openapi_document
     from headwater.servers.http.errors import STATUS
 
-    found = document(described())
+    found = openapi_document(create_api())
     statuses: dict[int, list[str]] = {}
     for kind, status in STATUS.items():
         statuses.setdefault(status, []).append(f"`{kind.__name__}`")
     parts = [
         "# HTTP",
-        f"{found['info']['description']} [How to use it](../how-to/http.md). The same as OpenAPI: `/openapi.json`.",
+        f"{found['info']['description']} [How to use it](../how-to/http.md). As OpenAPI: `/openapi.json`.",
         "## Errors",
-        "`type` is `urn:headwater:error:` and the name; those of the log are in [errors](errors.md).",
+        "`type` is `urn:headwater:error:` followed by the error name. [Errors](errors.md) describes those of the log.",
         table(("status", "errors"), [(str(status), ", ".join(names)) for status, names in sorted(statuses.items())]),
     ]
     by_tag: dict[str, list[str]] = {}
@@ -442,7 +455,7 @@ def http_page() -> str:
             by_tag.setdefault(route["tags"][0], []).append(http_route(path, method, route))
     for tag, routes in by_tag.items():
         parts += [f"## {tag.capitalize()}", *routes]
-    parts.append("## Shapes")
+    parts.append("## Schemas")
     for name, shape in sorted(found["components"]["schemas"].items()):
         if name not in ("HTTPValidationError", "ValidationError"):
             parts.append(f"### {name}\n\n{paragraph(shape.get('description'))}\n\n{http_fields(shape)}")
@@ -453,7 +466,7 @@ def http_route(path: str, method: str, route: Any) -> str:
     lines = [
         f"### {method.upper()} {path}",
         paragraph(route.get("description")),
-        f"Right: {route['x-headwater-right']}.",
+        f"Permission: {route['x-headwater-permission']}.",
     ]
     body = route.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
     if body is not None:
@@ -462,7 +475,7 @@ def http_route(path: str, method: str, route: Any) -> str:
         (f"`{one['name']}`", one["in"], http_type(one["schema"]), one.get("description", ""))
         for one in route.get("parameters", ())
     ]:
-        lines.append(table(("parameter", "in", "type", "means"), rows))
+        lines.append(table(("parameter", "in", "type", "meaning"), rows))
     answers = []
     for status, one in sorted(route["responses"].items()):
         if status < "400":
@@ -470,7 +483,7 @@ def http_route(path: str, method: str, route: Any) -> str:
             kind = content[0] if content[0] == "text/event-stream" else http_type(content[1].get("schema", {}))
             answers.append(f"{status}: {kind}")
     problems = [status for status in sorted(route["responses"]) if status >= "400"]
-    lines.append(f"Answers {'; '.join(answers)}." + (f" Problems: {', '.join(problems)}." if problems else ""))
+    lines.append(f"Responses: {'; '.join(answers)}." + (f" Problems: {', '.join(problems)}." if problems else ""))
     return "\n\n".join(line.strip() for line in lines if line)
 
 
@@ -503,7 +516,7 @@ def http_type(shape: Any) -> str:
 def http_fields(shape: Any) -> str:
     required = set(shape.get("required", ()))
     return "".join(
-        f"- `{name}`{'' if name in required else ' (may be left out)'}: {http_type(one)}"
+        f"- `{name}`{'' if name in required else ' (optional)'}: {http_type(one)}"
         f"{'. ' + one['description'] if one.get('description') else ''}\n"
         for name, one in shape.get("properties", {}).items()
     )
@@ -513,9 +526,9 @@ def grpc_page() -> str:
     from headwater.servers.grpc import errors as grpc_errors
 
     parts = [
-        "# gRPC: services, methods, status codes",
-        "Messages are in the files of the protocol; their comments say what each field means. "
-        "[How to use them](../how-to/grpc.md).",
+        "# gRPC: services, methods and status codes",
+        "The messages and their fields are documented in the proto files. "
+        "See also [how to use gRPC](../how-to/grpc.md).",
     ]
     for path in sorted(PROTOS.rglob("*.proto")):
         text = path.read_text()
@@ -524,21 +537,25 @@ def grpc_page() -> str:
         assert package is not None
         file = path.relative_to(ROOT).as_posix()
         parts += [f"## `{package[1]}`", f"{about} [{file}](../../{file})"]
-        for comment, name, body in PROTO_SERVICE.findall(text):
+        for about_service, name, body in PROTO_SERVICE.findall(text):
             rows = [
-                (f"`{method}`", f"`{asked}`", f"`{answered}`", promised(promise))
-                for promise, method, asked, answered in PROTO_METHOD.findall(body)
+                (f"`{method}`", f"`{request}`", f"`{response}`", joined_comment(comment))
+                for comment, method, request, response in PROTO_METHOD.findall(body)
             ]
-            parts += [f"### {name}", promised(comment), table(("method", "takes", "answers", "means"), rows)]
+            parts += [
+                f"### {name}",
+                joined_comment(about_service),
+                table(("method", "request", "response", "description"), rows),
+            ]
     codes: dict[str, list[str]] = {}
     for error, code in grpc_errors.BY_ERROR.items():
         codes.setdefault(code.name, []).append(f"`{error.__name__}`")
     rows = [(f"`{code}`", ", ".join(kinds)) for code, kinds in sorted(codes.items())]
-    rows.append(("`INTERNAL`", "what is not in this table, as a bug of ours"))
-    rows.append(("`DEADLINE_EXCEEDED`", "the deadline of the call came first; what it did may be done"))
+    rows.append(("`INTERNAL`", "all other errors: a bug in the server"))
+    rows.append(("`DEADLINE_EXCEEDED`", "the deadline of the call passed; the operation may have been completed"))
     parts += [
         "## Status codes",
-        "The [error](errors.md) itself comes beside the status, in the trailing metadata: `headwater-error-bin` is "
+        "The trailing metadata contains the [error](errors.md) in `headwater-error-bin`, as "
         "JSON with `error`, `message`, `hint` and `detail`.",
         table(("status", "errors"), rows),
         "## Limits",
@@ -553,36 +570,38 @@ PROTO_SERVICE = re.compile(r"((?:^// [^\n]*\n)*)^service (\w+) \{\n(.*?)^\}", re
 PROTO_METHOD = re.compile(r"((?:^ *// [^\n]*\n)*)^ *rpc (\w+)\(([^)]*)\) returns \(([^)]*)\)", re.MULTILINE)
 
 
-def promised(comment: str) -> str:
+def joined_comment(comment: str) -> str:
     return " ".join(line.strip().removeprefix("// ") for line in comment.strip().splitlines())
 
 
 GRPC_LIMITS = (
-    "A message has up to 64 MiB, and an event as much as its topic allows: 1 MiB if nothing else is said.",
-    "An append has up to 1,000 events, a query up to 100 items, a batch that is read up to 10,000 events and 16 MiB.",
-    "A connection has up to 1,000 calls under way, a process 10,000. Pings come at most every ten seconds.",
-    "A stream of appends has up to 256 of them under way, or 16 MiB.",
-    "Of what a stream is slow to take, the server has a batch in hand: for a follower up to 4 MiB, for a subscriber of "
-    "an event store up to 16 MiB.",
-    "A call waits for a lost database for 30 seconds, or until its deadline; a subscriber for 60.",
+    "A message has at most 64 MiB. The size of an event is limited by its topic: 1 MiB by default.",
+    "An append has at most 1,000 events, a query 100 items, and a batch of a read 10,000 events and 16 MiB.",
+    "A connection has at most 1,000 concurrent calls, a process 10,000. Clients may ping at most every ten seconds.",
+    "A stream of appends has at most 256 pending appends, or 16 MiB.",
+    "For a slow client, the server buffers one batch of a stream: up to 4 MiB for Follow, up to 16 MiB for a "
+    "subscription to an event store.",
+    "A call waits up to 30 seconds for an unavailable database, or until its deadline; a subscription waits 60 "
+    "seconds.",
 )
 ORISUN_DIFFERENCES = (
-    "Both numbers of a position are the same, so events that were saved together do not share the first. Positions are "
-    "of the whole log and have gaps.",
-    "Ids are unique within a boundary: what is saved again under the same ids is not saved twice, and the answer is "
-    "that of the first time, whatever its condition says by now. An id that another event has is INVALID_ARGUMENT. Any "
-    "text of up to 255 characters is an id; without one, an event gets one.",
-    "An event has up to 1 MiB of data and 64 KiB of metadata, a type up to 200 characters, one call up to 1,000 events "
-    "and 100 criteria.",
-    "Data comes back as it was written, to the letter. An event that another door appended and that is no JSON comes "
-    "as `payload_base64`.",
-    "A page that would be larger than a message is RESOURCE_EXHAUSTED.",
-    "A subscriber that names no position gets what comes from then on. One without a name is one of any number.",
-    "An index has events whose values have the form that it says; others are saved all the same. Events are always "
-    "found by their type, so an index leaves `eventType` out, of its fields and its conditions, and has more events.",
-    "A boundary is active at once. Its description, and the namespace of its placement, are not kept.",
-    "A user's id and name are the username. Rights are those of the account, for each topic.",
-    "Reflection is open to everybody, as health is.",
+    "Both numbers of a position are equal, so events that were saved together do not share the commit position. "
+    "Positions are global to the log and have gaps.",
+    "Event ids are unique within a boundary and make saves idempotent: a repeated save returns the result of the "
+    "first, even if its condition no longer holds. Using the id of another event is INVALID_ARGUMENT. An id is any "
+    "text of up to 255 characters; it is generated if missing.",
+    "An event has at most 1 MiB of data and 64 KiB of metadata, a type at most 200 characters, and a call at most "
+    "1,000 events and 100 criteria.",
+    "Data is returned exactly as it was written. An event that was appended through another protocol and is not JSON "
+    "is returned as `payload_base64`.",
+    "A page that would exceed the maximum message size is RESOURCE_EXHAUSTED.",
+    "A subscriber without a position gets only new events. A subscriber without a name is not exclusive.",
+    "An index covers the events whose values have the type of its fields; other events are saved without being "
+    "indexed. The type of events is always indexed, so `eventType` is removed from the fields and conditions of an "
+    "index, which then covers more events.",
+    "A boundary is active at once. Its description and the namespace of its placement are not stored.",
+    "The id and the name of a user are the username. Permissions are those of the account, per topic.",
+    "Reflection and health checks need no authentication.",
 )
 
 

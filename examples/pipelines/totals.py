@@ -1,4 +1,4 @@
-"""A projection in Python: the orders of each customer, counted and summed by a function that keeps its own state."""
+"""A projection in Python: count and sum the orders of each customer, in a function that keeps its own state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RESULT = "customer string, orders bigint, total decimal(20,2)"
 
 
 class Totals(StatefulProcessor):
-    """Remembers each customer's orders from batch to batch."""
+    """Keeps the totals of each customer between batches."""
 
     def init(self, handle: StatefulProcessorHandle) -> None:
         self._state = handle.getValueState("totals", "orders bigint, total decimal(20,2)")
@@ -31,11 +31,11 @@ class Totals(StatefulProcessor):
         yield pd.DataFrame({"customer": [key[0]], "orders": [orders], "total": [total]})
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Nothing to release."""
 
 
 def running_totals(events: DataFrame) -> DataFrame:
-    """What `transform: {python: "totals:running_totals"}` names."""
+    """The function that `transform: {python: "totals:running_totals"}` names."""
     return (
         events.select(
             F.expr("data:customer::string").alias("customer"),

@@ -7,8 +7,6 @@ from headwater.errors import (
     CursorMoved,
     EpochChanged,
     EventTooLarge,
-    GroupExists,
-    GroupNotFound,
     HeadwaterError,
     InvalidEvent,
     InvalidRequest,
@@ -16,6 +14,8 @@ from headwater.errors import (
     LogUnavailable,
     NotAllowed,
     PositionExpired,
+    QueueExists,
+    QueueNotFound,
     ReaderBusy,
     SchemaMismatch,
     StoreBusy,
@@ -26,7 +26,8 @@ from headwater.errors import (
 )
 from headwater.eventstore import open, open_async
 from headwater.eventstore.query import Appended, Item, LatestMatchIs, NewStoreEvent, NoMatchAfter, Query, StoreEvent
-from headwater.model import ClaimedEvent, Cursor, Dead, Event, Lease, LogState, NewEvent, Retry, Snooze, Topic
+from headwater.log.model import Cursor, Event, LogState, NewEvent, Topic
+from headwater.queue.model import ClaimedEvent, Dead, Lease, Retry, Snooze
 from headwater.queue.worker import App
 
 __all__ = [
@@ -40,8 +41,6 @@ __all__ = [
     "EpochChanged",
     "Event",
     "EventTooLarge",
-    "GroupExists",
-    "GroupNotFound",
     "Headwater",
     "HeadwaterError",
     "InvalidEvent",
@@ -58,6 +57,8 @@ __all__ = [
     "NotAllowed",
     "PositionExpired",
     "Query",
+    "QueueExists",
+    "QueueNotFound",
     "ReaderBusy",
     "Retry",
     "SchemaMismatch",

@@ -1,4 +1,4 @@
-"""Every way in which Headwater can refuse or fail, as one tree; and which SQLSTATE means which."""
+"""All errors of Headwater, and the mapping from SQLSTATE to error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import psycopg
 
 
 class HeadwaterError(Exception):
-    """Anything that Headwater refuses or fails at. `detail` carries what a program needs to go on."""
+    """Base class of all errors. `detail` holds machine-readable values for handling the error."""
 
     def __init__(self, message: str, *, hint: str | None = None, detail: Mapping[str, Any] | None = None) -> None:
         super().__init__(f"{message}\n  {hint}" if hint else message)
@@ -20,27 +20,27 @@ class HeadwaterError(Exception):
 
 
 class InvalidRequest(HeadwaterError):
-    """What was asked cannot be: fix the caller."""
+    """The request is invalid."""
 
 
 class InvalidEvent(InvalidRequest):
-    """What was sent cannot be an event: fix the publisher."""
+    """The event is invalid."""
 
 
 class EventTooLarge(InvalidEvent):
-    """Above the topic's limit: send less, or raise the limit."""
+    """The event exceeds the topic's size limit: send less, or raise the limit."""
 
 
 class TopicNotFound(HeadwaterError):
-    """No topic has that name: create it first."""
+    """The topic does not exist: create it first."""
 
 
 class TopicExists(HeadwaterError):
-    """A topic has that name already."""
+    """A topic with this name already exists."""
 
 
 class PositionExpired(HeadwaterError):
-    """Retention took events that were asked for. Go on from `earliest_position`, or read with skip_expired."""
+    """Retention has removed requested events. Continue from `earliest_position`, or read with skip_expired."""
 
     @property
     def earliest_position(self) -> int:
@@ -48,40 +48,40 @@ class PositionExpired(HeadwaterError):
 
 
 class EpochChanged(HeadwaterError):
-    """Positions may have been issued again, after a crash, failover or restore. Go on from `common_position`."""
+    """Positions may have been reassigned after a crash, failover or restore. Continue from `common_position`."""
 
     @property
     def common_position(self) -> int:
-        """The last position that is the same event in the epoch of the reader and in the present one."""
+        """The last position that identifies the same event in the reader's epoch and in the current epoch."""
         return int(self.detail["common_position"])
 
     @property
     def epoch(self) -> int:
-        """The present epoch."""
+        """The current epoch."""
         return int(self.detail["epoch"])
 
 
-def epoch_changed(epoch: int, position: int, present: int, common: int) -> EpochChanged:
-    """The error for a position of another epoch than the present one."""
+def epoch_changed_error(epoch: int, position: int, present: int, common: int) -> EpochChanged:
+    """The error for a position of another epoch than the current one."""
     return EpochChanged(
-        f"position {position} is of epoch {epoch}, and the log is in epoch {present}: "
-        f"positions after {common} may have been issued again",
+        f"position {position} belongs to epoch {epoch}, but the log is in epoch {present}: "
+        f"positions after {common} may have been reassigned",
         hint="Postgres crashed, failed over or was restored. Read again from the common position.",
         detail={"epoch": present, "requested_epoch": epoch, "common_position": common},
     )
 
 
-def never_issued(position: int, epoch: int | None, present: int, head: int) -> EpochChanged:
+def never_issued_error(position: int, epoch: int | None, present: int, head: int) -> EpochChanged:
     """The error for a position above the head of the log."""
     return EpochChanged(
-        f"position {position} was never issued in epoch {present}: the head of the log is {head}",
-        hint="It is of another log, or of a history that was lost. Read from a position of this log.",
+        f"position {position} was never assigned in epoch {present}: the head of the log is {head}",
+        hint="The position belongs to another log, or to events that were lost. Read from a position of this log.",
         detail={"epoch": present, "requested_epoch": epoch, "common_position": head},
     )
 
 
 class CursorMoved(HeadwaterError):
-    """Somebody else moved the cursor. Open it again and read from there."""
+    """Another process moved the cursor. Open it again and read from there."""
 
     @property
     def actual_position(self) -> int | None:
@@ -90,120 +90,123 @@ class CursorMoved(HeadwaterError):
 
 
 class AppendConflict(HeadwaterError):
-    """The context moved on, and nothing was appended. Read it again, decide again, append again."""
+    """The append condition no longer holds, and nothing was appended. Read, decide and append again."""
 
     @property
     def actual_position(self) -> int:
-        """Where the latest match is; 0: there is none."""
+        """The position of the latest match; 0 if nothing matches."""
         return int(self.detail["actual_position"])
 
 
 class OrderBroken(HeadwaterError):
-    """What was read cannot follow on what was read before: a bug of ours, or events changed by hand."""
+    """Events were read out of order: a bug in Headwater, or events were changed by hand."""
 
 
 class StoreBusy(HeadwaterError):
-    """Another process has these event stores open: stop it, or keep them in Postgres."""
+    """Another process has this SQLite file open: stop it, or use event stores in Postgres."""
 
 
-class GroupNotFound(HeadwaterError):
-    """No group, binding, subscription or webhook is what was named: create it first."""
+class QueueNotFound(HeadwaterError):
+    """The queue, binding, subscription or webhook does not exist: create it first."""
 
 
-class GroupExists(HeadwaterError):
-    """A group or a webhook has that name already, or the group has its webhook."""
+class QueueExists(HeadwaterError):
+    """A queue or webhook with this name already exists, or the queue already has a webhook."""
 
 
 class ReaderBusy(HeadwaterError):
-    """Another reader reads for this group now: try again later."""
+    """Another process is the reader of this queue: try again later."""
 
 
 class PipelineNotFound(HeadwaterError):
-    """No pipeline of that name was ever run on this database, or the file declares none."""
+    """No pipeline with this name has run on this database, or the file does not declare it."""
 
 
 class PipelineBusy(HeadwaterError):
-    """Another process runs the pipeline now: stop it, or wait."""
+    """Another process is running the pipeline: stop it, or wait."""
 
 
 class LeaseLost(HeadwaterError):
-    """The lease ended or ran out, and another worker may have its events. Drop the result; claim anew."""
+    """The lease was ended or has expired, and another worker may have its events. Discard the result and claim
+    again."""
 
 
 class StagedEventsLost(HeadwaterError):
-    """What a batch had staged is gone before it was published. Nothing of it is in the log: run the batch again."""
+    """The staged events of a batch were lost before they were published. None is in the log: run the batch again."""
 
 
 class ProjectionRebuilt(HeadwaterError):
-    """A table was built anew meanwhile, or its rebuild was given up. Start the pipeline again: it goes on from that."""
+    """The table was rebuilt, or its rebuild was abandoned. Restart the pipeline: it continues with the current
+    table."""
 
 
 class NotAllowed(HeadwaterError):
-    """Whoever asks lacks the right: an account by a door, or a database role, which is granted one of ours."""
+    """The account lacks a permission, or the database role is not granted the required Headwater role."""
 
 
 class WrongTransaction(HeadwaterError):
-    """The transaction's isolation level, or the server's role, cannot give a correct answer."""
+    """The call needs isolation level READ COMMITTED, or a primary server instead of a standby."""
 
 
 class TransactionAborted(HeadwaterError):
-    """Postgres ended the transaction to untangle it from others. Run it again, as a whole."""
+    """Postgres aborted the transaction because of concurrent transactions. Retry the whole transaction."""
 
 
 class Deadlocked(TransactionAborted):
-    """Two transactions waited for each other, and Postgres ended this one. Calls by themselves are made again."""
+    """Postgres aborted the transaction to resolve a deadlock. Calls outside a transaction are retried automatically."""
 
 
 class SchemaMismatch(HeadwaterError):
-    """Program and database do not fit each other. The message names the command to run."""
+    """The program and the database schema have incompatible versions. The message names the command to run."""
 
 
 class LogUnavailable(HeadwaterError):
-    """The database cannot be reached now. Trying again may help."""
+    """The database cannot be reached. Retry later."""
 
 
 class StorageFull(LogUnavailable):
-    """The disk of the database is full, and nothing was written. Give it room; trying again then helps."""
+    """The database's disk is full, and nothing was written. Free disk space, then retry."""
 
 
 class CaptureRefused(InvalidRequest):
-    """The server, the role or a table is not set up for change capture. The message says what to do."""
+    """The server, the role or a table is not set up for change capture. The message states what to change."""
 
 
 class SlotBusy(HeadwaterError):
-    """Another process reads from the replication slot now: stop it, or try again later."""
+    """Another process is reading from the replication slot: stop it, or try again later."""
 
 
 class SlotLost(HeadwaterError):
-    """Changes that were not read yet are gone from the server's log. Make a new slot, and a new snapshot."""
+    """The server has removed WAL with changes that were not read yet. Create a new slot and a new snapshot."""
 
 
 class LakeBusy(HeadwaterError):
-    """Other writers changed a table of the lake at every try. Nothing was committed: run it again later."""
+    """Other writers changed the lake table during every attempt. Nothing was committed: run it again later."""
 
 
 class InvalidSchema(InvalidRequest):
-    """What was sent is no schema, or more than is taken: fix it, then register it again."""
+    """The schema is invalid or exceeds a limit: fix it, then register it again."""
 
 
 class IncompatibleSchema(HeadwaterError):
-    """The schema may not follow those before it. `detail` says what does not fit: change it, or the compatibility."""
+    """The schema is incompatible with earlier versions. `detail` lists the differences: change the schema, or the
+    compatibility level."""
 
 
 class SchemaNotFound(HeadwaterError):
-    """No subject, version or schema is what was named: register it first."""
+    """The subject, version or schema does not exist: register it first."""
 
 
 class SchemaInUse(HeadwaterError):
-    """Another schema refers to it, or a topic must fit it: let go of it there first."""
+    """Another schema or a topic refers to the schema: remove that reference first."""
 
 
 class SchemaNotDeleted(HeadwaterError):
-    """Only what was deleted softly can be deleted for good."""
+    """A schema must be soft-deleted before it can be deleted permanently."""
 
 
 class InvalidSettings(HeadwaterError):
-    """Settings that cannot be: every problem is in the message."""
+    """The settings are invalid: the message lists every problem."""
 
 
 BY_SQLSTATE: Mapping[str, type[HeadwaterError]] = {
@@ -215,9 +218,9 @@ BY_SQLSTATE: Mapping[str, type[HeadwaterError]] = {
     "HW006": LeaseLost,
     "HW007": PositionExpired,
     "HW010": CursorMoved,
-    "HW011": GroupNotFound,
+    "HW011": QueueNotFound,
     "HW012": WrongTransaction,
-    "HW013": GroupExists,
+    "HW013": QueueExists,
     "HW014": ReaderBusy,
     "HW015": NotAllowed,
     "HW016": StagedEventsLost,
@@ -228,7 +231,7 @@ BY_SQLSTATE: Mapping[str, type[HeadwaterError]] = {
     "HW030": SchemaNotFound,
     "HW031": SchemaInUse,
     "HW032": SchemaNotDeleted,
-    "22P02": InvalidEvent,  # invalid_text_representation: JSON that is none
+    "22P02": InvalidEvent,  # invalid_text_representation: invalid JSON
     "22P05": InvalidEvent,  # untranslatable_character: \u0000 in JSON
     "22021": InvalidEvent,  # character_not_in_repertoire: a NUL byte in text
     "22001": InvalidRequest,
@@ -257,12 +260,12 @@ def from_sqlstate(
     constraint: str | None = None,
     table: str | None = None,
 ) -> HeadwaterError | None:
-    """The error for a SQLSTATE; None for one that is not ours to explain. Class 08 is a lost connection."""
+    """The error for a SQLSTATE; None if it is not in the mapping. Class 08 is a lost connection."""
     kind = LogUnavailable if sqlstate.startswith("08") else BY_SQLSTATE.get(sqlstate)
     if kind is None:
         return None
     if kind is StorageFull:
-        hint = hint or "Give the database's disk room: no event is lost, and publishing goes on by itself."
+        hint = hint or "Free space on the database's disk. No event is lost, and publishing resumes by itself."
     if kind is SchemaMismatch:
         hint = "Run `headwater migrate` on this database."
     if constraint is not None:
@@ -272,11 +275,11 @@ def from_sqlstate(
     return kind(message, hint=hint, detail=_parsed(detail))
 
 
-def translated(error: psycopg.Error) -> BaseException:
-    """Our error for one of Postgres; an error that is not ours to explain passes through."""
+def translate_error(error: psycopg.Error) -> BaseException:
+    """The Headwater error for an error of Postgres; the error itself if it has no counterpart."""
     if error.sqlstate is None:
         if isinstance(error, psycopg.OperationalError):
-            return LogUnavailable(f"the connection to Postgres is lost: {error}".strip())
+            return LogUnavailable(f"lost the connection to Postgres: {error}".strip())
         if isinstance(error, psycopg.DataError):
             return InvalidEvent(str(error))
         return error

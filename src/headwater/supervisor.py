@@ -23,8 +23,8 @@ MIN_PAUSE_SECONDS: Final = 0.1
 MAX_PAUSE_SECONDS: Final = 30.0
 
 
-class Contained:
-    """Around work whose failure must not reach others: it is reported, and the block is left. `failed` says so."""
+class FailureGuard:
+    """A context manager that reports an exception of its block and suppresses it; `failed` is then True."""
 
     __slots__ = ("_fields", "_name", "failed")
 
@@ -48,8 +48,8 @@ class Contained:
 
 def _report(name: str, error: BaseException | None, fields: Mapping[str, object]) -> None:
     COUNTERS.add(BACKGROUND_FAILURES, name)
-    told = "it returned" if error is None else f"{type(error).__name__}: {error}"
-    logger.error("background task failed", exc_info=error, extra={ERROR: f"{name}: {told}", **fields})
+    reason = "it returned" if error is None else f"{type(error).__name__}: {error}"
+    logger.error("background task failed", exc_info=error, extra={ERROR: f"{name}: {reason}", **fields})
 
 
 def supervise(name: str, run: Callable[[], Awaitable[object]]) -> asyncio.Task[None]:
@@ -58,8 +58,8 @@ def supervise(name: str, run: Callable[[], Awaitable[object]]) -> asyncio.Task[N
 
 
 async def failure_of(work: Coroutine[Any, Any, object]) -> Exception | None:
-    """Run something that must not end its caller, to its end; returns the error that ended it. Cancelling the caller
-    cancels it, and waits for it."""
+    """Run a coroutine to its end and return its error instead of raising it. Cancelling the caller cancels the
+    coroutine and waits for it."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait({task})

@@ -12,29 +12,29 @@ from playwright.sync_api import Locator, Page, expect
 from serving import Serve, Serving
 
 import headwater
-from headwater.access import permissions
+from headwater.access import permissions, scram
 from headwater.calls import access as access_calls
 from headwater.calls import pipeline_runs
 from webhook_receiver import Receiver
 
-PAGES = ("", "topics", "events", "groups", "subscriptions", "stores", "pipelines", "kafka", "webhooks", "accounts")
+PAGES = ("", "topics", "events", "queues", "subscriptions", "stores", "pipelines", "kafka", "webhooks", "accounts")
 
 
 def row_of(page: Page, table: str, text: str) -> Locator:
     return page.get_by_role("table", name=table).get_by_role("row").filter(has_text=text)
 
 
-def bury_all(log: headwater.Headwater, group: str) -> None:
-    """Let every event of a group die of an error."""
-    while lease := log.claim(group, worker="undertaker", batch_size=100):
+def bury_all(log: headwater.Headwater, queue: str) -> None:
+    """Let every event of a queue die of an error."""
+    while lease := log.claim(queue, worker="undertaker", batch_size=100):
         log.nack(lease, *lease.events, error="no such customer", dead=True)
 
 
 def test_the_overview_moves_by_itself(page: Page, server: Serving, log: headwater.Headwater) -> None:
     log.create_topic("seen")
-    log.create_group("seen-by", "seen")
+    log.create_queue("seen-by", "seen")
     page.goto(server.url)
-    row = row_of(page, "Queue groups", "seen-by")
+    row = row_of(page, "Queues", "seen-by")
     expect(row).to_be_visible()
     log.publish_batch("seen", [headwater.NewEvent({"number": number}) for number in range(25)])
     expect(row.get_by_role("cell", name="25", exact=True)).to_be_visible()
@@ -137,7 +137,7 @@ def test_events_are_followed_live_over_a_restart_of_the_server(
     log.publish("live", {"number": 2})
     with serve(http=f"127.0.0.1:{port}"):
         log.publish("live", {"number": 3})
-        # What was published while nobody served is there too, once, in order.
+        # What was published while no server ran is shown too, once, in order.
         expect(rows).to_have_count(4)
         shown = [re.findall(r'"number": (\d)', text)[0] for text in rows.all_inner_texts()]
         assert shown == ["3", "2", "1", "0"]
@@ -148,13 +148,13 @@ def test_dead_letters_are_looked_into_redriven_and_discarded(
     page: Page, server: Serving, log: headwater.Headwater
 ) -> None:
     log.create_topic("deadly")
-    log.create_group("buried", "deadly", max_attempts=1)
+    log.create_queue("buried", "deadly", max_attempts=1)
     log.publish_batch("deadly", [headwater.NewEvent({"number": number}) for number in range(3)])
     bury_all(log, "buried")
-    page.goto(f"{server.url}/#/groups/buried")
+    page.goto(f"{server.url}/#/queues/buried")
     rows = page.get_by_role("table", name="Dead letters").locator("tbody tr")
     expect(rows).to_have_count(3)
-    rows.first.get_by_role("button", name="Look").click()
+    rows.first.get_by_role("button", name="Details").click()
     dialog = page.get_by_role("dialog")
     expect(dialog).to_contain_text("no such customer")
     expect(dialog).to_contain_text('"number"')
@@ -166,35 +166,35 @@ def test_dead_letters_are_looked_into_redriven_and_discarded(
     page.get_by_role("button", name="Discard all").click()
     expect(dialog).to_contain_text("2 dead letters")
     dialog.get_by_role("button", name="Discard").click()
-    expect(page.get_by_text("Nothing has died.")).to_be_visible()
+    expect(page.get_by_text("No dead letters.")).to_be_visible()
     (again,) = log.claim("buried", worker="w", batch_size=10).events
     assert again.topic == "deadly"
 
 
-def test_a_group_is_paused_rewound_and_deleted(page: Page, server: Serving, log: headwater.Headwater) -> None:
+def test_a_queue_is_paused_rewound_and_deleted(page: Page, server: Serving, log: headwater.Headwater) -> None:
     log.create_topic("turned")
-    log.create_group("turning", "turned")
+    log.create_queue("turning", "turned")
     log.publish_batch("turned", [headwater.NewEvent({}) for _ in range(4)])
     lease = log.claim("turning", worker="w", batch_size=10)
     log.ack(lease)
-    page.goto(f"{server.url}/#/groups/turning")
+    page.goto(f"{server.url}/#/queues/turning")
     page.get_by_role("button", name="Pause").click()
     expect(page.get_by_text("paused", exact=True)).to_be_visible()
-    assert log.group("turning").paused
+    assert log.queue("turning").paused
     page.get_by_role("button", name="Rewind").click()
-    page.get_by_role("button", name="Look").click()
+    page.get_by_role("button", name="Preview").click()
     dialog = page.get_by_role("dialog")
-    expect(dialog).to_contain_text("4 events are worked on again")
+    expect(dialog).to_contain_text("4 events are delivered again")
     dialog.get_by_role("textbox").fill("turning")
     dialog.get_by_role("button", name="Rewind").click()
     page.get_by_role("button", name="Resume").click()
     expect(page.locator(".tile").filter(has_text="Ready")).to_contain_text("4")
     page.get_by_role("button", name="Delete").click()
-    expect(dialog).to_contain_text("4 events not worked on yet")
+    expect(dialog).to_contain_text("4 events ready")
     dialog.get_by_role("textbox").fill("turning")
-    dialog.get_by_role("button", name="Delete group").click()
-    expect(page).to_have_url(re.compile("#/groups$"))
-    assert "turning" not in [group.name for group in log.groups()]
+    dialog.get_by_role("button", name="Delete queue").click()
+    expect(page).to_have_url(re.compile("#/queues$"))
+    assert "turning" not in [queue.name for queue in log.queues()]
 
 
 def test_an_event_store_is_browsed_by_tag(page: Page, server: Serving, log: headwater.Headwater) -> None:
@@ -206,7 +206,7 @@ def test_an_event_store_is_browsed_by_tag(page: Page, server: Serving, log: head
     page.get_by_role("link", name="ledger").click()
     rows = page.get_by_role("table", name="Events").locator("tbody tr")
     expect(rows).to_have_count(6)
-    page.get_by_label("Tags, all of them").fill("all, account:1")
+    page.get_by_label("Tags (all)").fill("all, account:1")
     page.get_by_role("button", name="Search").click()
     expect(rows).to_have_count(3)
     expect(page.get_by_text("3 events match")).to_be_visible()
@@ -285,10 +285,10 @@ def test_a_webhook_is_made_tried_and_paused(page: Page, server: Serving, log: he
         page.get_by_label("Topic").fill("hooked")
         page.get_by_role("button", name="Create").click()
         expect(page.locator("pre")).to_contain_text("whsec_")
-        page.get_by_role("button", name="I have kept it").click()
+        page.get_by_role("button", name="I have saved it").click()
         page.get_by_role("link", name="shop").first.click()
         page.get_by_role("button", name="Send a test").click()
-        expect(page.get_by_role("dialog")).to_contain_text("The receiver took it")
+        expect(page.get_by_role("dialog")).to_contain_text("The receiver accepted the event")
         page.get_by_role("button", name="Close").click()
         page.get_by_role("button", name="Pause").click()
         expect(page.locator(".badge")).to_have_text("paused")
@@ -296,7 +296,7 @@ def test_a_webhook_is_made_tried_and_paused(page: Page, server: Serving, log: he
 
 
 def test_who_is_not_signed_in_sees_nothing(page: Page, serve: Serve, log: headwater.Headwater) -> None:
-    kept = permissions.verifiers("right", os.urandom(16), 4096)
+    kept = scram.verifiers("right", os.urandom(16), 4096)
     log.run(access_calls.set_account("anna", kept, administrator=True))
     log.run(access_calls.set_account("ben", kept, administrator=False))
     log.run(access_calls.allow(permissions.Permission("ben", "read", "topic", "open-to-ben")))
@@ -324,27 +324,27 @@ def test_who_is_not_signed_in_sees_nothing(page: Page, serve: Serve, log: headwa
         assert page.evaluate("document.cookie") == ""
 
 
-def test_accounts_and_rights_are_given_and_taken(page: Page, server: Serving, log: headwater.Headwater) -> None:
+def test_accounts_get_and_lose_permissions(page: Page, server: Serving, log: headwater.Headwater) -> None:
     page.goto(f"{server.url}/#/accounts")
     page.get_by_role("button", name="New account").click()
     page.get_by_label("Name").fill("carla")
     page.get_by_label("Password").fill("secret")
     page.get_by_role("button", name="Create").click()
     row = row_of(page, "Accounts", "carla")
-    row.get_by_role("button", name="Allow").click()
+    row.get_by_role("button", name="Grant").click()
     dialog = page.get_by_role("dialog")
     dialog.get_by_label("Name").fill("shop-*")
-    dialog.get_by_role("button", name="Allow").click()
+    dialog.get_by_role("button", name="Grant").click()
     expect(row).to_contain_text("read topic shop-*")
     assert permissions.Permission("carla", "read", "topic", "shop-", True) in log.run(access_calls.permissions())
     row.get_by_role("button", name="Keys").click()
-    page.get_by_role("button", name="New key").click()
+    page.get_by_role("button", name="New API key").click()
     page.get_by_role("button", name="Create").click()
     expect(page.locator("pre").filter(has_text=permissions.KEY_PREFIX)).to_be_visible()
-    page.get_by_role("button", name="I have kept it").click()
+    page.get_by_role("button", name="I have saved it").click()
     row.get_by_role("button", name="read topic shop-*").click()
-    dialog.get_by_role("button", name="Take back").click()
-    expect(row).to_contain_text("nothing")
+    dialog.get_by_role("button", name="Revoke").click()
+    expect(row).to_contain_text("none")
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -384,7 +384,7 @@ def test_light_and_dark_are_kept(page: Page, server: Serving) -> None:
     page.goto(server.url)
     ground = "getComputedStyle(document.body).backgroundColor"
     light = page.evaluate(ground)
-    page.get_by_role("button", name="Light or dark").click()
+    page.get_by_role("button", name="Toggle light and dark theme").click()
     dark = page.evaluate(ground)
     assert dark != light
     page.reload()

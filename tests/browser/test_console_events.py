@@ -74,7 +74,7 @@ def test_json_is_published_as_it_was_typed(page: Page, server: Serving, log: hea
     page.get_by_role("button", name="Publish").click()
     dialog.get_by_label("Headers").fill('[1], "text": "x"')
     dialog.get_by_role("button", name="Publish").click()
-    expect(dialog.get_by_role("alert")).to_contain_text("not a JSON object")
+    expect(dialog.get_by_role("alert")).to_contain_text("must be a JSON object")
 
 
 def test_events_are_found_by_time_and_the_search_can_be_gone_back_to(
@@ -95,9 +95,9 @@ def test_events_are_found_by_time_and_the_search_can_be_gone_back_to(
 
     hour = timedelta(hours=1)
     search(page, To=as_typed(first.published_at - hour))
-    expect(page.get_by_text("No event fits.")).to_be_visible()
+    expect(page.get_by_text("No matching events.")).to_be_visible()
     search(page, To="", From=as_typed(first.published_at + hour))
-    expect(page.get_by_text("No event fits.")).to_be_visible()
+    expect(page.get_by_text("No matching events.")).to_be_visible()
     search(page, To=as_typed(first.published_at + hour), From=as_typed(first.published_at - hour))
     expect(rows).to_have_count(2)
     search(page, To="", From="", Type="a")
@@ -119,10 +119,10 @@ def test_a_search_that_has_not_seen_everything_says_so_and_goes_on(
     for _ in range(3):
         log.publish_batch("deep", [headwater.NewEvent(None, type="common")] * 7000)
     page.goto(f"{server.url}/#/events?topic=deep&type=rare")
-    expect(page.get_by_text("no event fits so far")).to_contain_text("Looked back to position")
-    page.get_by_role("button", name="Look further back").click()
+    expect(page.get_by_text("no matching event so far")).to_contain_text("Searched back to position")
+    page.get_by_role("button", name="Search further back").click()
     expect(rows_of(page)).to_have_count(1)
-    expect(page.get_by_role("button", name="Look further back")).to_be_hidden()
+    expect(page.get_by_role("button", name="Search further back")).to_be_hidden()
 
 
 def test_no_event_is_missed_between_the_page_and_what_follows_live(

@@ -1,4 +1,4 @@
-"""Brokers of the Kafka door as processes."""
+"""Brokers of the Kafka server as processes."""
 
 from __future__ import annotations
 

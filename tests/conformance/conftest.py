@@ -1,4 +1,4 @@
-"""Brokers of the Kafka door on the log of the test module."""
+"""Brokers of the Kafka server on the log of the test module."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from kio.serial import entity_reader
 from kio.serial.errors import SerialError
 
 from headwater.servers.kafka.compression import compress
-from headwater.servers.kafka.dispatch import OFFERED
+from headwater.servers.kafka.dispatch import SUPPORTED_VERSIONS
 from headwater.servers.kafka.records import TRANSACTIONAL, Columns, build_batch
 from headwater.servers.kafka.wire import _entity_writer, _shapes
 
@@ -41,7 +41,7 @@ TOPICS: Final = ("fz", "fz-compact", "fz-open", "fz-none", "fz-new-1", "fz-new-2
 WAITING: Final = frozenset({1, 11, 14})
 WEIGHTS: Final = {0: 6, 1: 3, 8: 3, 11: 6, 12: 4, 13: 2, 14: 5, 22: 2, 24: 2, 25: 2, 26: 2, 28: 2, 68: 8,
                   19: 0.2, 20: 0.2, 37: 0.1, 51: 0.3, 30: 0.3}  # fmt: skip
-APIS: Final = tuple(OFFERED)
+APIS: Final = tuple(SUPPORTED_VERSIONS)
 PATIENT_WEIGHTS: Final = [WEIGHTS.get(api, 1.0) for api in APIS]
 QUICK_WEIGHTS: Final = [0 if api in WAITING else WEIGHTS.get(api, 1.0) for api in APIS]
 NUMBERS: Final = (0, 1, 2, 3, -1, -2, 100, 127, 1000, 2**15 - 1, -(2**15), 2**31 - 1, -(2**31), 2**63 - 1, -(2**63))
@@ -108,7 +108,7 @@ class Fuzzer:
         weights = PATIENT_WEIGHTS if rng.random() < 0.15 else QUICK_WEIGHTS
         for number in range(rng.randint(1, BURST)):
             api = rng.choices(APIS, weights)[0]
-            oldest, newest = OFFERED[api]
+            oldest, newest = SUPPORTED_VERSIONS[api]
             version = rng.randint(max(oldest, 3 if api == 0 else 0), newest)
             frame = self._framed(api, version, self._fields(api, version), number)
             may_wait |= api in WAITING

@@ -14,6 +14,7 @@ from brokers import BrokerProcess
 from kio.index import load_request_schema, load_response_schema
 from kio.serial import entity_reader, entity_writer
 
+from headwater.servers.kafka.api_keys import ApiKey
 from headwater.servers.kafka.records import TRANSACTIONAL, Columns, build_batch, read_header, read_records
 from headwater.servers.kafka.wire import ErrorCode, _shapes
 
@@ -60,20 +61,20 @@ class Raw:
 
     def produce(self, topic: str, batch: bytes, *, version: int = 9, acks: int = -1, partition: int = 0) -> Any:
         self.send_produce(topic, batch, version=version, acks=acks, partition=partition)
-        return self.receive(0, version).responses[0].partition_responses[0]
+        return self.receive(ApiKey.PRODUCE, version).responses[0].partition_responses[0]
 
     def send_produce(
         self, topic: str, batch: bytes, *, version: int = 9, acks: int = -1, partition: int = 0, correlation: int = 1
     ) -> None:
         data = {"name": topic, "partition_data": [{"index": partition, "records": batch}]}
-        self.send(0, version, {"acks": acks, "timeout": 1000, "topic_data": [data]}, correlation)
+        self.send(ApiKey.PRODUCE, version, {"acks": acks, "timeout": 1000, "topic_data": [data]}, correlation)
 
     def fetch(
         self, topic: str, offset: int, *, version: int = 12, topic_id: uuid.UUID | None = None, **limits: int
     ) -> Any:
-        lane = limits.get("partition", 0)
+        partition = limits.get("partition", 0)
         part = {
-            "partition": lane,
+            "partition": partition,
             "fetch_offset": offset,
             "partition_max_bytes": limits.get("partition_bytes", 1_000_000),
         }
@@ -84,7 +85,7 @@ class Raw:
             "session_id": limits.get("session", 0),
             "topics": [{"topic": topic, "topic_id": topic_id, "partitions": [part]}],
         }
-        return self.ask(1, version, fields)
+        return self.ask(ApiKey.FETCH, version, fields)
 
     def values(self, topic: str, offset: int = 0) -> list[bytes | None]:
         part = self.fetch(topic, offset).responses[0].partitions[0]

@@ -11,7 +11,8 @@ from typing import Any
 
 import grpc
 
-from headwater import calls, errors
+from headwater import errors
+from headwater.calls import encoding
 from headwater.eventstore.query import (
     EVERYTHING,
     Appended,
@@ -24,7 +25,7 @@ from headwater.eventstore.query import (
     StorePage,
     distinct,
 )
-from headwater.model import DeadLetter
+from headwater.queue.model import DeadLetter
 from headwater.servers.grpc.client import service
 from headwater.servers.grpc.generated import headwater_pb2 as pb
 
@@ -198,7 +199,7 @@ class RpcStore:
 
     def compete(
         self,
-        group: str,
+        queue: str,
         query: Query = EVERYTHING,
         *,
         worker: str,
@@ -210,7 +211,7 @@ class RpcStore:
         asking.put(
             pb.CompeteRequest(
                 store=self.topic,
-                group=group,
+                queue=queue,
                 query=query_message(query),
                 worker=worker,
                 batch_size=batch_size,
@@ -229,10 +230,10 @@ class RpcStore:
             asking.put(None)
 
     def dead_letters(
-        self, group: str, *, positions: Sequence[int] | None = None, after: int = 0, batch_size: int = 100
+        self, queue: str, *, positions: Sequence[int] | None = None, after: int = 0, batch_size: int = 100
     ) -> list[DeadLetter]:
         request = pb.DeadLettersRequest(
-            store=self.topic, group=group, positions=positions, after=after, batch_size=batch_size
+            store=self.topic, queue=queue, positions=positions, after=after, batch_size=batch_size
         )
         with translated():
             letters = self._methods.DeadLetters(request, timeout=SECONDS).letters
@@ -250,14 +251,14 @@ class RpcStore:
             for one in letters
         ]
 
-    def redrive(self, group: str, *, positions: Sequence[int] | None = None) -> int:
-        request = pb.RedriveRequest(store=self.topic, group=group, positions=positions, all=positions is None)
+    def redrive(self, queue: str, *, positions: Sequence[int] | None = None) -> int:
+        request = pb.RedriveRequest(store=self.topic, queue=queue, positions=positions, all=positions is None)
         with translated():
             return int(self._methods.Redrive(request, timeout=SECONDS).count)
 
 
 def new_event(one: NewStoreEvent) -> pb.NewStoreEvent:
-    payload, content_type = calls.encode_payload(one.data, one.content_type)
+    payload, content_type = encoding.encode_payload(one.data, one.content_type)
     return pb.NewStoreEvent(
         type=one.type,
         payload=payload,

@@ -1,4 +1,4 @@
-"""Servers of the gRPC door as processes."""
+"""Servers of the gRPC server as processes."""
 
 from __future__ import annotations
 

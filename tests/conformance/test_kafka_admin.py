@@ -1,4 +1,4 @@
-"""What administrators ask of the Kafka door: deleting records, sizes, settings, who is who."""
+"""What administrators ask of the Kafka server: deleting records, sizes, settings, who is who."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from raw_client import Raw, batch_of
 import headwater
 from headwater import InvalidRequest, PositionExpired
 from headwater.calls import kafka_admin
+from headwater.servers.kafka.api_keys import ApiKey
 from headwater.servers.kafka.records import Columns, build_batch
 from headwater.servers.kafka.wire import ErrorCode
 
@@ -46,14 +47,14 @@ def topic(log: headwater.Headwater) -> str:
 
 def offset_of(raw: Raw, topic: str, which: int, partition: int = 0) -> int:
     asked = {"name": topic, "partitions": [{"partition_index": partition, "timestamp": which}]}
-    found = raw.ask(2, 7, {"replica_id": -1, "topics": [asked]}).topics[0].partitions[0]
+    found = raw.ask(ApiKey.LIST_OFFSETS, 7, {"replica_id": -1, "topics": [asked]}).topics[0].partitions[0]
     assert found.error_code == ErrorCode.none
     return int(found.offset)
 
 
 def delete(raw: Raw, topic: str, offset: int, partition: int = 0) -> tuple[ErrorCode, int]:
     asked = {"name": topic, "partitions": [{"partition_index": partition, "offset": offset}]}
-    (found,) = raw.ask(21, 2, {"topics": [asked], "timeout": 1000}).topics[0].partitions
+    (found,) = raw.ask(ApiKey.DELETE_RECORDS, 2, {"topics": [asked], "timeout": 1000}).topics[0].partitions
     return found.error_code, found.low_watermark
 
 
@@ -64,7 +65,7 @@ def payloads(log: headwater.Headwater, topic: str) -> list[bytes | None]:
 # Deleting records
 
 
-def test_deleted_records_are_gone_for_everybody_and_the_lane_counts_on(
+def test_deleted_records_are_gone_for_everybody_and_the_partition_counts_on(
     raw: Raw, admin: AdminClient, log: headwater.Headwater, topic: str
 ) -> None:
     for partition in (0, 1):
@@ -75,7 +76,7 @@ def test_deleted_records_are_gone_for_everybody_and_the_lane_counts_on(
     part = raw.fetch(topic, 2).responses[0].partitions[0]
     assert (part.error_code, part.log_start_offset) == (ErrorCode.offset_out_of_range, 3)
     assert raw.values(topic, 3) == [b"0-3", b"0-4"]
-    # The other lane has all of its records, and so have those who read both.
+    # The other partition has all of its records, and so have those who read both.
     assert offset_of(raw, topic, EARLIEST, partition=1) == 0
     assert payloads(log, topic) == [b"0-3", b"0-4", *(b"1-%d" % n for n in range(5))]
     # Again, and less, changes nothing; -1 is all; more than there is, is refused.
@@ -95,10 +96,12 @@ def test_sql_deletes_as_kafka_does_and_who_reads_by_position_hears_of_it(
     first = log.publish(topic, b"a", event_id="one")
     assert first is not None
     log.publish(topic, b"b", key="k")
-    (lane,) = connection.execute("select partition from headwater.event where event_id = 'one'").fetchone() or (0,)
-    assert connection.execute("select headwater.delete_before(%s, %s, 1)", (topic, lane)).fetchone() == (1,)
+    (partition,) = connection.execute(
+        "select partition from headwater_internal.event where event_id = 'one'"
+    ).fetchone() or (0,)
+    assert connection.execute("select headwater.delete_before(%s, %s, 1)", (topic, partition)).fetchone() == (1,)
     assert payloads(log, topic) == [b"b"]
-    assert offset_of(raw, topic, EARLIEST, partition=lane) == 1
+    assert offset_of(raw, topic, EARLIEST, partition=partition) == 1
     with pytest.raises(PositionExpired):
         list(log.read(topic, after=first - 1))
     # The id went with its event.
@@ -111,46 +114,49 @@ def test_the_offsets_of_an_open_topic_that_are_deleted_are_positions(
     name = log.create_topic(f"open-{next(_numbers)}", partitions=2).name
     for number in range(12):
         log.publish(name, b"%d" % number, key=str(number))
-    query = "select e.partition, e.position from headwater.event e join headwater.topic t on t.id = e.topic_id "
+    query = (
+        "select e.partition, e.position from headwater_internal.event e join headwater_internal.topic t on t.id "
+        "= e.topic_id "
+    )
     found = connection.execute(query + "where t.name = %s order by 2", (name,)).fetchall()
-    # Of the lane that the oldest event is not in, so that not all below is gone.
-    lane = 1 - found[0][0]
-    positions = [position for partition, position in found if partition == lane]
-    assert delete(raw, name, positions[1], lane) == (ErrorCode.none, positions[1])
-    assert offset_of(raw, name, EARLIEST, lane) == positions[1]
-    assert offset_of(raw, name, EARLIEST, 1 - lane) == 1
-    part = raw.fetch(name, positions[0], partition=lane).responses[0].partitions[0]
+    # Of the partition that the oldest event is not in, so that not all below is gone.
+    partition = 1 - found[0][0]
+    positions = [position for number, position in found if number == partition]
+    assert delete(raw, name, positions[1], partition) == (ErrorCode.none, positions[1])
+    assert offset_of(raw, name, EARLIEST, partition) == positions[1]
+    assert offset_of(raw, name, EARLIEST, 1 - partition) == 1
+    part = raw.fetch(name, positions[0], partition=partition).responses[0].partitions[0]
     assert (part.error_code, part.log_start_offset) == (ErrorCode.offset_out_of_range, positions[1])
     assert len(payloads(log, name)) == 11
-    code, start = delete(raw, name, -1, lane)
+    code, start = delete(raw, name, -1, partition)
     assert (code, start > positions[-1]) == (ErrorCode.none, True)
     assert len(payloads(log, name)) == 12 - len(positions)
-    part = raw.fetch(name, start, partition=lane).responses[0].partitions[0]
+    part = raw.fetch(name, start, partition=partition).responses[0].partitions[0]
     # The end of an open topic is the log's, where what was deleted here has been told since.
-    end = log.state().settled + 1
+    end = log.state().stable + 1
     assert (part.error_code, part.records or b"", part.high_watermark) == (ErrorCode.none, b"", end)
 
 
 def test_what_must_not_be_lost_is_not_deleted(raw: Raw, log: headwater.Headwater, topic: str) -> None:
     raw.produce(topic, batch_of(b"a", b"b"))
-    log.set_cursor("careful", position=0, topics=topic, must_not_lose=True)
+    log.set_cursor("careful", position=0, topics=topic, holds_retention=True)
     assert delete(raw, topic, 1) == (ErrorCode.policy_violation, -1)
     with pytest.raises(InvalidRequest, match="cursor careful"):
         log.run(kafka_admin.delete_before(topic, 0, 1))
     log.delete_cursor("careful")
-    log.create_group("careful-too", topic, must_not_lose=True)
+    log.create_queue("careful-too", topic, holds_retention=True)
     assert delete(raw, topic, 1) == (ErrorCode.policy_violation, -1)
-    log.delete_group("careful-too")
+    log.delete_queue("careful-too")
     store = f"store-{next(_numbers)}"
     log.create_store(store).append([headwater.NewStoreEvent("Decided", {}, tags=["t:1"])])
     assert delete(raw, store, 1) == (ErrorCode.policy_violation, -1)
-    raw.ask(19, 5, {"topics": [{"name": f"c-{topic}", "num_partitions": 1, "replication_factor": 1,
+    raw.ask(ApiKey.CREATE_TOPICS, 5, {"topics": [{"name": f"c-{topic}", "num_partitions": 1, "replication_factor": 1,
                                 "configs": [{"name": "cleanup.policy", "value": "compact"}]}]})  # fmt: skip
     assert delete(raw, f"c-{topic}", 0) == (ErrorCode.policy_violation, -1)
     assert delete(raw, topic, 1) == (ErrorCode.none, 1)
 
 
-def test_a_lane_whose_records_are_deleted_while_others_write_loses_none_of_theirs(
+def test_a_partition_whose_records_are_deleted_while_others_write_loses_none_of_theirs(
     raw: Raw, broker: BrokerProcess, log: headwater.Headwater, topic: str
 ) -> None:
     other = Raw(broker)
@@ -162,7 +168,7 @@ def test_a_lane_whose_records_are_deleted_while_others_write_loses_none_of_their
         # All that is there now, while five more are on their way.
         code, start = delete(other, topic, -1)
         assert code == ErrorCode.none
-        offsets = [raw.receive(0, 9, correlation=n).responses[0].partition_responses[0].base_offset
+        offsets = [raw.receive(ApiKey.PRODUCE, 9, correlation=n).responses[0].partition_responses[0].base_offset
                    for n in range(sent - 5, sent)]  # fmt: skip
         assert offsets == list(range(sent - 5, sent))
         assert payloads(log, topic) == [b"%d" % n for n in range(start, sent)]
@@ -180,7 +186,7 @@ def test_a_partition_that_is_larger_than_its_topic_says_loses_its_oldest_records
     assert len(payloads(log, topic)) == 16
     _set(admin, topic, "retention.bytes", "500")
     assert _configs(admin, topic)["retention.bytes"] == "500"
-    log.set_cursor("reads-slowly", position=0, topics=topic, must_not_lose=True)
+    log.set_cursor("reads-slowly", position=0, topics=topic, holds_retention=True)
     log.maintain()
     assert len(payloads(log, topic)) == 16
     log.delete_cursor("reads-slowly")
@@ -196,7 +202,7 @@ def test_a_partition_that_is_larger_than_its_topic_says_loses_its_oldest_records
     raw.produce(topic, batch_of(b"x" * 5000))
     log.maintain()
     assert offset_of(raw, topic, EARLIEST) == 13
-    # A lane that may hold nothing goes on counting.
+    # A partition that may hold nothing goes on counting.
     _set(admin, topic, "retention.bytes", "0")
     log.maintain()
     assert payloads(log, topic) == []
@@ -207,7 +213,9 @@ def test_the_size_of_a_partition_is_told_as_it_is(
     raw: Raw, log: headwater.Headwater, connection: psycopg.Connection, topic: str
 ) -> None:
     def sizes() -> list[int]:
-        (directory,) = raw.ask(35, 4, {"topics": [{"topic": topic, "partitions": [0, 1]}]}).results
+        (directory,) = raw.ask(
+            ApiKey.DESCRIBE_LOG_DIRS, 4, {"topics": [{"topic": topic, "partitions": [0, 1]}]}
+        ).results
         (found,) = directory.topics
         return [one.partition_size for one in sorted(found.partitions, key=lambda one: one.partition_index)]
 
@@ -215,15 +223,17 @@ def test_the_size_of_a_partition_is_told_as_it_is(
     raw.produce(topic, batch_of(b"x" * 100, b"x" * 50))
     assert sizes() == [150, 0]
     log.publish(topic, b"y" * 30, key="k")
-    (lane,) = connection.execute("select partition from headwater.event where key = 'k'").fetchone() or (0,)
-    assert sizes() == [150 + 31 * (lane == 0), 31 * (lane == 1)]
+    (partition,) = connection.execute("select partition from headwater_internal.event where key = 'k'").fetchone() or (
+        0,
+    )
+    assert sizes() == [150 + 31 * (partition == 0), 31 * (partition == 1)]
     assert delete(raw, topic, 1) == (ErrorCode.none, 1)
-    assert sizes() == [50 + 31 * (lane == 0), 31 * (lane == 1)]
+    assert sizes() == [50 + 31 * (partition == 0), 31 * (partition == 1)]
     # What was deleted before it was measured is not counted twice.
     raw.produce(topic, batch_of(b"z" * 7))
     delete(raw, topic, -1)
-    assert sizes() == [0, 31 * (lane == 1)]
-    everything = raw.ask(35, 4, {"topics": None}).results[0].topics
+    assert sizes() == [0, 31 * (partition == 1)]
+    everything = raw.ask(ApiKey.DESCRIBE_LOG_DIRS, 4, {"topics": None}).results[0].topics
     assert topic in [one.name for one in everything]
 
 
@@ -280,7 +290,7 @@ def test_the_older_way_to_change_settings_gives_the_others_their_defaults(
         _set(admin, topic, name, value)
     _set(admin, topic, "cleanup.policy", "compact,delete")
     resource = {"resource_type": 2, "resource_name": topic, "configs": [{"name": "retention.ms", "value": "5000"}]}
-    (answer,) = raw.ask(33, 2, {"resources": [resource]}).responses
+    (answer,) = raw.ask(ApiKey.ALTER_CONFIGS, 2, {"resources": [resource]}).responses
     assert answer.error_code == ErrorCode.none
     found = _configs(admin, topic)
     assert [found[name] for name in ("retention.ms", "retention.bytes", "delete.retention.ms", "cleanup.policy")] == [
@@ -324,7 +334,7 @@ def test_a_fetch_below_what_compaction_left_goes_on_after_the_gap(
 def test_brokers_tell_their_settings_and_do_not_change_them(raw: Raw, topic: str) -> None:
     def broker_settings(name: str) -> Any:
         asked = {"resource_type": 4, "resource_name": name, "configuration_keys": None}
-        return raw.ask(32, 4, {"resources": [asked]}).results[0]
+        return raw.ask(ApiKey.DESCRIBE_CONFIGS, 4, {"resources": [asked]}).results[0]
 
     told = broker_settings("1")
     assert {one.name: (one.value, one.read_only) for one in told.configs}["node.id"] == ("1", True)
@@ -338,43 +348,47 @@ def test_brokers_tell_their_settings_and_do_not_change_them(raw: Raw, topic: str
 
 
 def test_what_there_is_to_configure_is_listed(raw: Raw, topic: str) -> None:
-    raw.ask(3, 12, {"topics": [{"name": topic}]})
-    listed = {(one.resource_type, one.resource_name) for one in raw.ask(74, 1, {}).config_resources}
+    raw.ask(ApiKey.METADATA, 12, {"topics": [{"name": topic}]})
+    listed = {
+        (one.resource_type, one.resource_name) for one in raw.ask(ApiKey.LIST_CONFIG_RESOURCES, 1, {}).config_resources
+    }
     assert {(2, topic), (4, "1")} <= listed
-    only = raw.ask(74, 1, {"resource_types": [4]}).config_resources
+    only = raw.ask(ApiKey.LIST_CONFIG_RESOURCES, 1, {"resource_types": [4]}).config_resources
     assert [(one.resource_type, one.resource_name) for one in only] == [(4, "1")]
-    assert raw.ask(74, 1, {"resource_types": [32]}).config_resources == ()
-    assert raw.ask(74, 1, {"resource_types": [77]}).error_code == ErrorCode.unsupported_version
-    assert raw.ask(74, 0, {}).config_resources == ()
+    assert raw.ask(ApiKey.LIST_CONFIG_RESOURCES, 1, {"resource_types": [32]}).config_resources == ()
+    assert (
+        raw.ask(ApiKey.LIST_CONFIG_RESOURCES, 1, {"resource_types": [77]}).error_code == ErrorCode.unsupported_version
+    )
+    assert raw.ask(ApiKey.LIST_CONFIG_RESOURCES, 0, {}).config_resources == ()
 
 
 def test_there_is_nothing_to_elect_to_move_and_no_quota(raw: Raw, topic: str) -> None:
     asked = {"topic_partitions": [{"topic": topic, "partitions": [0, 5]}], "timeout": 1000}
-    (answer,) = raw.ask(43, 2, asked).replica_election_results
+    (answer,) = raw.ask(ApiKey.ELECT_LEADERS, 2, asked).replica_election_results
     assert [one.error_code for one in answer.partition_result] == [
         ErrorCode.election_not_needed,
         ErrorCode.unknown_topic_or_partition,
     ]
-    assert raw.ask(43, 2, {"topic_partitions": None, "timeout": 1000}).replica_election_results == ()
-    assert raw.ask(46, 0, {"topics": None, "timeout": 1000}).topics == ()
+    assert raw.ask(ApiKey.ELECT_LEADERS, 2, {"topic_partitions": None, "timeout": 1000}).replica_election_results == ()
+    assert raw.ask(ApiKey.LIST_PARTITION_REASSIGNMENTS, 0, {"topics": None, "timeout": 1000}).topics == ()
     # Not null, which the Java client cannot read.
-    assert raw.ask(48, 1, {"components": [], "strict": False}).entries == ()
+    assert raw.ask(ApiKey.DESCRIBE_CLIENT_QUOTAS, 1, {"components": [], "strict": False}).entries == ()
 
 
 def test_a_group_that_nobody_has_is_looked_for_described_and_deleted_without_being_made(
     raw: Raw, connection: psycopg.Connection
 ) -> None:
     name = f"nobodys-{next(_numbers)}"
-    found = raw.ask(10, 3, {"key": name, "key_type": 0})
+    found = raw.ask(ApiKey.FIND_COORDINATOR, 3, {"key": name, "key_type": 0})
     assert (found.error_code, found.node_id > 0) == (ErrorCode.none, True)
-    (described,) = raw.ask(15, 5, {"groups": [name]}).groups
+    (described,) = raw.ask(ApiKey.DESCRIBE_GROUPS, 5, {"groups": [name]}).groups
     assert (described.error_code, described.group_state) == (ErrorCode.none, "Dead")
-    (described,) = raw.ask(15, 6, {"groups": [name]}).groups
+    (described,) = raw.ask(ApiKey.DESCRIBE_GROUPS, 6, {"groups": [name]}).groups
     assert described.error_code == ErrorCode.group_id_not_found
-    (deleted,) = raw.ask(42, 2, {"groups_names": [name]}).results
+    (deleted,) = raw.ask(ApiKey.DELETE_GROUPS, 2, {"groups_names": [name]}).results
     assert deleted.error_code == ErrorCode.group_id_not_found
-    assert raw.ask(47, 0, {"group_id": name, "topics": []}).error_code == ErrorCode.group_id_not_found
-    assert connection.execute("select from headwater.kafka_group where name = %s", (name,)).fetchone() is None
+    assert raw.ask(ApiKey.OFFSET_DELETE, 0, {"group_id": name, "topics": []}).error_code == ErrorCode.group_id_not_found
+    assert connection.execute("select from headwater_internal.kafka_group where name = %s", (name,)).fetchone() is None
 
 
 def test_kafka_python_administers_what_librdkafka_cannot(broker: BrokerProcess, topic: str) -> None:
@@ -386,8 +400,8 @@ def test_kafka_python_administers_what_librdkafka_cannot(broker: BrokerProcess, 
             producer.send(topic, b"%d" % number, partition=1)
         producer.flush(PATIENCE_SECONDS)
         producer.close()
-        lane = kafka.TopicPartition(topic, 1)
-        assert admin.delete_records({lane: 3})[lane]["low_watermark"] == 3
+        partition = kafka.TopicPartition(topic, 1)
+        assert admin.delete_records({partition: 3})[partition]["low_watermark"] == 3
         (directory,) = admin.describe_log_dirs()
         assert topic in str(directory)
     finally:

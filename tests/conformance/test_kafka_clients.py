@@ -13,7 +13,8 @@ import pytest
 from brokers import BrokerProcess
 
 import headwater
-from headwater import NewStoreEvent, Query, calls
+from headwater import NewStoreEvent, Query
+from headwater.calls import log as log_calls
 
 confluent = pytest.importorskip("confluent_kafka")
 from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition  # noqa: E402
@@ -344,7 +345,7 @@ def test_topics_are_made_changed_and_deleted(
     admin.create_partitions([NewPartitions(topic, 3)])[topic].result(PATIENCE_SECONDS)
     assert len(admin.list_topics(topic, timeout=PATIENCE_SECONDS).topics[topic].partitions) == 3
     row = connection.execute(
-        "select kind, partitions, retention, max_payload_bytes from headwater.topic where name = %s", (topic,)
+        "select kind, partitions, retention, max_payload_bytes from headwater_internal.topic where name = %s", (topic,)
     ).fetchone()
     assert row == ("sequenced", 3, None, 5000)
     admin.delete_topics([topic])[topic].result(PATIENCE_SECONDS)
@@ -368,10 +369,10 @@ def test_a_compacted_topic_keeps_the_newest_of_each_key(
         assert producer.flush(PATIENCE_SECONDS) == 0
 
     def compact() -> list[tuple[int, bytes, bytes | None]]:
-        connection.execute("select headwater.kafka_compact()")
+        connection.execute("select headwater_internal.kafka_compact()")
         return [(e.topic_offset or 0, e.key or b"", e.payload) for e in log.read(topic)]
 
-    log.set_cursor("careful", position=0, topics=topic, must_not_lose=True)
+    log.set_cursor("careful", position=0, topics=topic, holds_retention=True)
     send((b"a", b"1"), (b"b", b"1"), (b"a", b"2"), (b"c", b"1"), (b"b", None), (b"a", b"3"))
     # Somebody who must see every event has not yet.
     assert len(compact()) == 6
@@ -384,7 +385,7 @@ def test_a_compacted_topic_keeps_the_newest_of_each_key(
         consumer.assign([TopicPartition(topic, 0, offset)])
         assert take(consumer, 1)[0].offset() == found
     consumer.close()
-    # The last one stays, whatever it is: the lane counts on from it.
+    # The last one stays, whatever it is: the partition counts on from it.
     send((b"c", None))
     assert compact() == [(5, b"a", b"3"), (6, b"c", None)]
     send((b"d", b"1"))
@@ -457,7 +458,7 @@ def test_unknown_topics_are_made_only_if_the_log_says_so(broker: BrokerProcess, 
     log.change_settings(auto_create_topics=True)
     try:
         produce(broker, "made-by-need", [b"x"])
-        assert log.run(calls.find_topic("made-by-need")).kind == "sequenced"
+        assert log.run(log_calls.find_topic("made-by-need")).kind == "sequenced"
     finally:
         log.change_settings(auto_create_topics=False)
 

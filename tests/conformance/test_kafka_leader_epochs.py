@@ -13,13 +13,10 @@ from brokers import BrokerProcess
 from raw_client import Raw, batch_of, batches
 
 import headwater
+from headwater.servers.kafka.api_keys import ApiKey
 from headwater.servers.kafka.wire import ErrorCode
 
 LATEST, EARLIEST = -1, -2
-PRODUCE, FETCH, LIST_OFFSETS, METADATA, OFFSET_COMMIT, OFFSET_FETCH, FIND_COORDINATOR, INIT_PRODUCER, EPOCH_END = (
-    0, 1, 2, 3, 8, 9, 10, 22, 23,
-)  # fmt: skip
-DESCRIBE_PARTITIONS = 75
 
 
 @pytest.fixture
@@ -41,8 +38,8 @@ def topics(log: headwater.Headwater) -> tuple[str, str]:
 def begin_epoch(connection: psycopg.Connection[Any]) -> tuple[int, int]:
     """What a crash of Postgres does to its unlogged sequences: the next look begins an epoch. The old and the new."""
     old = connection.execute("select headwater.current_epoch()").fetchone()
-    connection.execute("alter sequence headwater.epoch_register restart")
-    connection.execute("alter sequence headwater.epoch_start restart")
+    connection.execute("alter sequence headwater_internal.epoch_register restart")
+    connection.execute("alter sequence headwater_internal.epoch_start restart")
     new = connection.execute("select headwater.current_epoch()").fetchone()
     assert old is not None
     assert new is not None
@@ -51,7 +48,7 @@ def begin_epoch(connection: psycopg.Connection[Any]) -> tuple[int, int]:
 
 
 def metadata_epochs(raw: Raw, topic: str) -> set[int]:
-    found = raw.ask(METADATA, 9, {"topics": [{"name": topic}]}).topics[0].partitions
+    found = raw.ask(ApiKey.METADATA, 9, {"topics": [{"name": topic}]}).topics[0].partitions
     return {part.leader_epoch for part in found}
 
 
@@ -63,19 +60,19 @@ def fetch(raw: Raw, topic: str, offset: int, *, epoch: int = -1, version: int = 
         "max_bytes": 1_000_000,
         "topics": [{"topic": topic, "partitions": [part]}],
     }
-    return raw.ask(FETCH, version, fields).responses[0].partitions[0]
+    return raw.ask(ApiKey.FETCH, version, fields).responses[0].partitions[0]
 
 
 def list_offset(raw: Raw, topic: str, timestamp: int, *, epoch: int = -1) -> Any:
     part = {"partition_index": 0, "current_leader_epoch": epoch, "timestamp": timestamp}
     fields = {"replica_id": -1, "topics": [{"name": topic, "partitions": [part]}]}
-    return raw.ask(LIST_OFFSETS, 7, fields).topics[0].partitions[0]
+    return raw.ask(ApiKey.LIST_OFFSETS, 7, fields).topics[0].partitions[0]
 
 
 def epoch_end(raw: Raw, topic: str, asked: int, *, epoch: int = -1) -> Any:
     part = {"partition": 0, "current_leader_epoch": epoch, "leader_epoch": asked}
     fields = {"replica_id": -1, "topics": [{"topic": topic, "partitions": [part]}]}
-    return raw.ask(EPOCH_END, 4, fields).topics[0].partitions[0]
+    return raw.ask(ApiKey.OFFSET_FOR_LEADER_EPOCH, 4, fields).topics[0].partitions[0]
 
 
 def epochs_of_batches(records: bytes) -> list[int]:
@@ -90,7 +87,7 @@ def epochs_of_batches(records: bytes) -> list[int]:
 def publish(log: headwater.Headwater, topics: tuple[str, str], count: int) -> int:
     for topic in topics:
         log.publish_batch(topic, [headwater.NewEvent(number) for number in range(count)])
-    return log.state().drawn
+    return log.state().head
 
 
 def test_metadata_tells_the_epoch_of_the_log(
@@ -99,7 +96,9 @@ def test_metadata_tells_the_epoch_of_the_log(
     _, present = begin_epoch(connection)
     for topic in topics:
         assert metadata_epochs(raw, topic) == {present}
-        described = raw.ask(DESCRIBE_PARTITIONS, 0, {"topics": [{"name": topic}], "response_partition_limit": 10})
+        described = raw.ask(
+            ApiKey.DESCRIBE_TOPIC_PARTITIONS, 0, {"topics": [{"name": topic}], "response_partition_limit": 10}
+        )
         assert [part.leader_epoch for part in described.topics[0].partitions] == [present]
 
 
@@ -134,9 +133,9 @@ def test_a_fetch_that_waits_hears_of_a_new_epoch(
             "partition_max_bytes": 1000,
         }
         fields = {"max_wait": 80_000, "min_bytes": 1, "max_bytes": 1000}
-        raw.send(FETCH, 12, {**fields, "topics": [{"topic": topic, "partitions": [part]}]})
+        raw.send(ApiKey.FETCH, 12, {**fields, "topics": [{"topic": topic, "partitions": [part]}]})
         _, present = begin_epoch(connection)
-        answer = raw.receive(FETCH, 12).responses[0].partitions[0]
+        answer = raw.receive(ApiKey.FETCH, 12).responses[0].partitions[0]
         assert answer.error_code == ErrorCode.fenced_leader_epoch
 
 
@@ -230,7 +229,7 @@ def test_a_consumer_of_an_open_topic_between_its_end_and_the_head_waits(
     with psycopg.connect(dsn) as publisher:
         publisher.execute("select headwater.publish(%s, '1')", (open_topic,))
         log.publish(numbered, 1)
-        head = log.state().drawn
+        head = log.state().head
         end = list_offset(raw, open_topic, LATEST).offset
         assert end <= head
         answer = fetch(raw, open_topic, head + 1)
@@ -259,20 +258,20 @@ def test_a_committed_offset_keeps_its_leader_epoch(
     _, numbered = topics
     old, _ = begin_epoch(connection)
     group = uuid.uuid4().hex
-    raw.ask(FIND_COORDINATOR, 3, {"key": group, "key_type": 0})
+    raw.ask(ApiKey.FIND_COORDINATOR, 3, {"key": group, "key_type": 0})
     part = {"partition_index": 0, "committed_offset": 0, "committed_leader_epoch": old, "committed_metadata": ""}
     fields = {"group_id": group, "generation_id_or_member_epoch": -1, "member_id": "", "group_instance_id": None}
     commit = {**fields, "topics": [{"name": numbered, "partitions": [part]}]}
 
     def is_committed() -> bool:
-        code = raw.ask(OFFSET_COMMIT, 8, commit).topics[0].partitions[0].error_code
+        code = raw.ask(ApiKey.OFFSET_COMMIT, 8, commit).topics[0].partitions[0].error_code
         # Until the broker has registered in the new epoch; a client tries again.
         assert code in (ErrorCode.none, ErrorCode.not_coordinator)
         return code == ErrorCode.none
 
     until(is_committed)
     asked = {"group_id": group, "topics": [{"name": numbered, "partition_indexes": [0]}], "require_stable": False}
-    found = raw.ask(OFFSET_FETCH, 7, asked).topics[0].partitions[0]
+    found = raw.ask(ApiKey.OFFSET_FETCH, 7, asked).topics[0].partitions[0]
     assert (found.committed_offset, found.committed_leader_epoch) == (0, old)
 
 
@@ -285,9 +284,9 @@ def test_a_producer_id_is_not_issued_again_after_a_failover(
     ids = []
     for run in range(2):
         begin_epoch(connection)
-        connection.execute("select setval('headwater.kafka_producer_id', 1, false)")
+        connection.execute("select setval('headwater_internal.kafka_producer_id', 1, false)")
         name = None if transactional_id is None else f"{transactional_id}-{uuid.uuid4().hex}-{run}"
-        ids.append(raw.ask(INIT_PRODUCER, 4, {**fields, "transactional_id": name}).producer_id)
+        ids.append(raw.ask(ApiKey.INIT_PRODUCER_ID, 4, {**fields, "transactional_id": name}).producer_id)
     assert ids[0] != ids[1]
 
 
@@ -297,18 +296,19 @@ def test_a_reserved_topic_is_not_produced_to(
     name = "headwater.audit"
     log.create_topic(name, kind="sequenced")
     assert raw.produce(name, batch_of(b"forged")).error_code == ErrorCode.topic_authorization_failed
-    found = connection.execute("select id from headwater.topic where name = %s", (name,)).fetchone()
+    found = connection.execute("select id from headwater_internal.topic where name = %s", (name,)).fetchone()
     assert found is not None
     # Nor past a broker, by the function that it calls.
     appended = connection.execute(
-        "select outcome from headwater.kafka_append(array[%s::int], array[0], array[1], array[-1::bigint], array[-1], "
+        "select outcome from headwater_internal.kafka_append(array[%s::int], array[0], array[1], array[-1::bigint], "
+        "array[-1], "
         "array[-1], array['forged'::bytea], null, null, null, null, null, null, null)",
         found,
     ).fetchone()
     assert appended == ("reserved",)
     with pytest.raises(psycopg.Error) as refused:
         connection.execute(
-            "select headwater.kafka_write(array[%s::int], array[0], array[1], array[0::bigint], now(), "
+            "select headwater_internal.kafka_write(array[%s::int], array[0], array[1], array[0::bigint], now(), "
             "array['forged'::bytea], null, null, null, null, null, null, null)",
             found,
         )

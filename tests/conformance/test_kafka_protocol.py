@@ -18,7 +18,8 @@ from brokers import BrokerProcess
 from raw_client import Raw, batch_of, batches
 
 import headwater
-from headwater.servers.kafka.dispatch import OFFERED
+from headwater.servers.kafka.api_keys import ApiKey
+from headwater.servers.kafka.dispatch import SUPPORTED_VERSIONS
 from headwater.servers.kafka.records import Columns, build_batch
 from headwater.servers.kafka.wire import ErrorCode, _shapes
 
@@ -33,33 +34,33 @@ def raw(broker: BrokerProcess) -> Iterator[Raw]:
 
 
 @pytest.fixture
-def lane(log: headwater.Headwater) -> str:
+def partition(log: headwater.Headwater) -> str:
     """A fresh sequenced topic of one partition."""
-    return log.create_topic(f"lane-{next(_numbers)}", kind="sequenced").name
+    return log.create_topic(f"partition-{next(_numbers)}", kind="sequenced").name
 
 
 # Producers
 
 
-def test_a_batch_that_comes_again_gets_its_first_offset_and_is_not_written_again(raw: Raw, lane: str) -> None:
-    producer = raw.ask(22, 4, {"transaction_timeout": 1000}).producer_id
+def test_a_batch_that_comes_again_gets_its_first_offset_and_is_not_written_again(raw: Raw, partition: str) -> None:
+    producer = raw.ask(ApiKey.INIT_PRODUCER_ID, 4, {"transaction_timeout": 1000}).producer_id
     sent = [batch_of(b"a%d" % n, b"b%d" % n, producer=producer, epoch=0, sequence=2 * n) for n in range(7)]
     for number, batch in enumerate(sent):
-        answer = raw.produce(lane, batch)
+        answer = raw.produce(partition, batch)
         assert (answer.error_code, answer.base_offset) == (ErrorCode.none, 2 * number)
     for number in range(2, 7):
-        answer = raw.produce(lane, sent[number])
+        answer = raw.produce(partition, sent[number])
         assert (answer.error_code, answer.base_offset) == (ErrorCode.none, 2 * number)
     # Only the last five are remembered, as in Kafka.
-    assert raw.produce(lane, sent[1]).error_code == ErrorCode.out_of_order_sequence_number
-    assert len(raw.values(lane)) == 14
+    assert raw.produce(partition, sent[1]).error_code == ErrorCode.out_of_order_sequence_number
+    assert len(raw.values(partition)) == 14
 
 
-def test_a_gap_in_the_sequence_is_refused_and_an_old_epoch_is_fenced(raw: Raw, lane: str) -> None:
-    producer = raw.ask(22, 4, {"transaction_timeout": 1000}).producer_id
+def test_a_gap_in_the_sequence_is_refused_and_an_old_epoch_is_fenced(raw: Raw, partition: str) -> None:
+    producer = raw.ask(ApiKey.INIT_PRODUCER_ID, 4, {"transaction_timeout": 1000}).producer_id
 
     def send(sequence: int, epoch: int = 0) -> ErrorCode:
-        return raw.produce(lane, batch_of(b"x", producer=producer, epoch=epoch, sequence=sequence)).error_code
+        return raw.produce(partition, batch_of(b"x", producer=producer, epoch=epoch, sequence=sequence)).error_code
 
     assert send(0) == ErrorCode.none
     assert send(2) == ErrorCode.out_of_order_sequence_number
@@ -67,40 +68,40 @@ def test_a_gap_in_the_sequence_is_refused_and_an_old_epoch_is_fenced(raw: Raw, l
     assert send(5, epoch=1) == ErrorCode.out_of_order_sequence_number
     assert send(0, epoch=1) == ErrorCode.none
     assert send(2) == ErrorCode.invalid_producer_epoch
-    assert len(raw.values(lane)) == 3
+    assert len(raw.values(partition)) == 3
 
 
-def test_a_sequence_starts_again_after_its_last_number(raw: Raw, lane: str) -> None:
-    producer = raw.ask(22, 4, {"transaction_timeout": 1000}).producer_id
+def test_a_sequence_starts_again_after_its_last_number(raw: Raw, partition: str) -> None:
+    producer = raw.ask(ApiKey.INIT_PRODUCER_ID, 4, {"transaction_timeout": 1000}).producer_id
     last = 2**31 - 2
     for number, (sequence, values) in enumerate(((last, (b"a", b"b", b"c")), (1, (b"d",)))):
-        answer = raw.produce(lane, batch_of(*values, producer=producer, epoch=0, sequence=sequence))
+        answer = raw.produce(partition, batch_of(*values, producer=producer, epoch=0, sequence=sequence))
         assert (answer.error_code, answer.base_offset) == (ErrorCode.none, 3 * number)
 
 
 def test_many_producers_at_once_get_offsets_without_gap_or_repetition(
-    broker: BrokerProcess, lane: str, log: headwater.Headwater
+    broker: BrokerProcess, partition: str, log: headwater.Headwater
 ) -> None:
     offsets: list[int] = []
 
     def run(number: int) -> None:
         raw = Raw(broker)
         for count in range(20):
-            raw.send_produce(lane, batch_of(b"%d-%d" % (number, count)), correlation=count)
+            raw.send_produce(partition, batch_of(b"%d-%d" % (number, count)), correlation=count)
         for count in range(20):
-            answer = raw.receive(0, 9, correlation=count).responses[0].partition_responses[0]
+            answer = raw.receive(ApiKey.PRODUCE, 9, correlation=count).responses[0].partition_responses[0]
             assert answer.error_code == ErrorCode.none
             offsets.append(answer.base_offset)
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]
     for thread in threads:
         thread.start()
-    # Another publisher at the same lane, who is no client of Kafka.
+    # Another publisher at the same partition, who is no client of Kafka.
     for _ in range(10):
-        log.publish(lane, b"sql")
+        log.publish(partition, b"sql")
     for thread in threads:
         thread.join(90)
-    events = list(log.read(lane, batch_size=1000))
+    events = list(log.read(partition, batch_size=1000))
     assert [event.topic_offset for event in events] == list(range(170))
     assert sorted(offsets) == [event.topic_offset for event in events if event.payload != b"sql"]
     for number in range(8):
@@ -109,31 +110,31 @@ def test_many_producers_at_once_get_offsets_without_gap_or_repetition(
 
 
 def test_requests_that_come_at_once_share_a_transaction(
-    broker: BrokerProcess, lane: str, connection: psycopg.Connection, until: Callable[[Callable[[], Any]], Any]
+    broker: BrokerProcess, partition: str, connection: psycopg.Connection, until: Callable[[Callable[[], Any]], Any]
 ) -> None:
     clients = [Raw(broker) for _ in range(5)]
     with psycopg.connect(connection.info.dsn, autocommit=True) as watcher, connection.transaction():
-        # While the lane is held, the first of them waits for it, and the others for the first.
-        connection.execute("select headwater.publish(%s, '1')", (lane,))
+        # While the partition is held, the first of them waits for it, and the others for the first.
+        connection.execute("select headwater.publish(%s, '1')", (partition,))
         for number in range(8):
             for client in clients:
-                client.send_produce(lane, batch_of(b"v"), correlation=number)
+                client.send_produce(partition, batch_of(b"v"), correlation=number)
         waiting = "select count(*) from pg_locks where locktype = 'advisory' and not granted"
         until(lambda: watcher.execute(waiting).fetchone() != (0,))
     for client in clients:
         for number in range(8):
-            answer = client.receive(0, 9, correlation=number).responses[0].partition_responses[0]
+            answer = client.receive(ApiKey.PRODUCE, 9, correlation=number).responses[0].partition_responses[0]
             assert answer.error_code == ErrorCode.none
     query = (
-        "select count(distinct e.xmin::text), count(*) from headwater.event e "
-        "join headwater.topic t on t.id = e.topic_id where t.name = %s and e.payload = 'v'"
+        "select count(distinct e.xmin::text), count(*) from headwater_internal.event e "
+        "join headwater_internal.topic t on t.id = e.topic_id where t.name = %s and e.payload = 'v'"
     )
-    transactions, records = connection.execute(query, (lane,)).fetchone() or (0, 0)
+    transactions, records = connection.execute(query, (partition,)).fetchone() or (0, 0)
     assert records == 40
     assert transactions < 40
 
 
-def test_what_cannot_be_taken_is_refused_and_the_connection_goes_on(raw: Raw, lane: str) -> None:
+def test_what_cannot_be_taken_is_refused_and_the_connection_goes_on(raw: Raw, partition: str) -> None:
     good = batch_of(b"v")
     for batch, code in (
         (good[:-1] + b"\xff", ErrorCode.corrupt_message),
@@ -141,52 +142,54 @@ def test_what_cannot_be_taken_is_refused_and_the_connection_goes_on(raw: Raw, la
         (b"", ErrorCode.corrupt_message),
         (batch_of(b"x" * 1_048_576), ErrorCode.message_too_large),
     ):
-        assert raw.produce(lane, batch).error_code == code
+        assert raw.produce(partition, batch).error_code == code
     assert raw.produce("no-such-topic", good).error_code == ErrorCode.unknown_topic_or_partition
-    assert raw.produce(lane, good, partition=5).error_code == ErrorCode.unknown_topic_or_partition
-    assert raw.produce(lane, good, acks=7).error_code == ErrorCode.invalid_required_acks
+    assert raw.produce(partition, good, partition=5).error_code == ErrorCode.unknown_topic_or_partition
+    assert raw.produce(partition, good, acks=7).error_code == ErrorCode.invalid_required_acks
     zstd = bytearray(build_batch([0], Columns([1], [None], [b"v"], [None]), codec=4))
-    assert raw.produce(lane, bytes(zstd), version=3).error_code == ErrorCode.unsupported_compression_type
+    assert raw.produce(partition, bytes(zstd), version=3).error_code == ErrorCode.unsupported_compression_type
     # Without acknowledgement nothing is said; the next answer is that of the next request.
-    raw.send_produce(lane, good, acks=0)
-    assert raw.produce(lane, good).base_offset == 1
+    raw.send_produce(partition, good, acks=0)
+    assert raw.produce(partition, good).base_offset == 1
 
 
 def test_records_of_a_client_that_waits_for_no_answer_and_goes_are_written(
-    broker: BrokerProcess, lane: str, log: headwater.Headwater, until: Callable[[Callable[[], Any]], Any]
+    broker: BrokerProcess, partition: str, log: headwater.Headwater, until: Callable[[Callable[[], Any]], Any]
 ) -> None:
     raw = Raw(broker)
     # A fetch that waits is in front of them, so they are still waiting when the client is gone.
     part = {"partition": 0, "fetch_offset": 0, "partition_max_bytes": 100}
-    raw.send(1, 12, {"max_wait": 60_000, "min_bytes": 1, "topics": [{"topic": lane, "partitions": [part]}]})
+    raw.send(
+        ApiKey.FETCH, 12, {"max_wait": 60_000, "min_bytes": 1, "topics": [{"topic": partition, "partitions": [part]}]}
+    )
     for number in range(20):
-        raw.send_produce(lane, batch_of(b"%d" % number), acks=0)
+        raw.send_produce(partition, batch_of(b"%d" % number), acks=0)
     raw.socket.close()
 
     def written() -> list[bytes | None]:
-        return [event.payload for event in log.read(lane, batch_size=1000)]
+        return [event.payload for event in log.read(partition, batch_size=1000)]
 
     until(lambda: len(written()) == 20)
     assert written() == [b"%d" % number for number in range(20)]
 
 
-def test_a_lane_that_a_transaction_holds_does_not_hold_up_others(
-    broker: BrokerProcess, lane: str, log: headwater.Headwater, connection: psycopg.Connection
+def test_a_partition_that_a_transaction_holds_does_not_hold_up_others(
+    broker: BrokerProcess, partition: str, log: headwater.Headwater, connection: psycopg.Connection
 ) -> None:
-    topics = [lane, *(log.create_topic(f"lane-{next(_numbers)}", kind="sequenced").name for _ in range(4))]
+    topics = [partition, *(log.create_topic(f"partition-{next(_numbers)}", kind="sequenced").name for _ in range(4))]
     raw = Raw(broker)
-    # In one request, so that some of them are in the transaction that cannot have the lane.
+    # In one request, so that some of them are in the transaction that cannot have the partition.
     data = [{"name": name, "partition_data": [{"records": batch_of(b"v")}]} for name in topics]
     with connection.transaction():
-        connection.execute("select headwater.publish(%s, '1')", (lane,))
-        answer = raw.ask(0, 9, {"acks": -1, "timeout": 1000, "topic_data": data})
+        connection.execute("select headwater.publish(%s, '1')", (partition,))
+        answer = raw.ask(ApiKey.PRODUCE, 9, {"acks": -1, "timeout": 1000, "topic_data": data})
         codes = [one.partition_responses[0].error_code for one in answer.responses]
         assert codes == [ErrorCode.request_timed_out, *[ErrorCode.none] * 4]
-    assert raw.produce(lane, batch_of(b"again")).base_offset == 1
+    assert raw.produce(partition, batch_of(b"again")).base_offset == 1
 
 
 def test_a_batch_of_which_nobody_knows_whether_it_is_there_ends_the_connection(
-    broker: BrokerProcess, lane: str, dsn: str, connection: psycopg.Connection
+    broker: BrokerProcess, partition: str, dsn: str, connection: psycopg.Connection
 ) -> None:
     # Told by a code, a client begins a new epoch at the gap that the next batch meets, and sends again under other
     # numbers what may be in the log already.
@@ -195,46 +198,46 @@ def test_a_batch_of_which_nobody_knows_whether_it_is_there_ends_the_connection(
         "where datname = current_database() and wait_event_type = 'Lock' and query like '%kafka_append%'"
     )
     with psycopg.connect(dsn) as holder:
-        holder.execute("select headwater.publish(%s, '1')", (lane,))
-        # The broker waits for the lane for a second, which a busy machine may let pass.
+        holder.execute("select headwater.publish(%s, '1')", (partition,))
+        # The broker waits for the partition for a second, which a busy machine may let pass.
         for _ in range(20):
             raw = Raw(broker)
-            raw.send_produce(lane, batch_of(b"v", producer=7, epoch=0, sequence=0))
+            raw.send_produce(partition, batch_of(b"v", producer=7, epoch=0, sequence=0))
             while (
                 not (ended := connection.execute(end_waiting).fetchone()) and not select([raw.socket], [], [], 0.01)[0]
             ):
                 pass
             if ended:
                 with pytest.raises(ConnectionError):
-                    raw.receive(0, 9)
+                    raw.receive(ApiKey.PRODUCE, 9)
                 break
         else:
             pytest.fail("the broker was never found waiting")
         holder.rollback()
-    assert Raw(broker).produce(lane, batch_of(b"v", producer=7, epoch=0, sequence=0)).base_offset == 0
+    assert Raw(broker).produce(partition, batch_of(b"v", producer=7, epoch=0, sequence=0)).base_offset == 0
 
 
 # Fetching
 
 
-def test_a_record_larger_than_the_limit_comes_all_the_same(raw: Raw, lane: str) -> None:
+def test_a_record_larger_than_the_limit_comes_all_the_same(raw: Raw, partition: str) -> None:
     for size in (300_000, 10, 10):
-        raw.produce(lane, batch_of(b"x" * size))
-    part = raw.fetch(lane, 0, max_bytes=1000, partition_bytes=1000).responses[0].partitions[0]
+        raw.produce(partition, batch_of(b"x" * size))
+    part = raw.fetch(partition, 0, max_bytes=1000, partition_bytes=1000).responses[0].partitions[0]
     assert [len(value or b"") for batch in batches(part.records) for value in batch.values] == [300_000]
-    part = raw.fetch(lane, 1, max_bytes=1000, partition_bytes=1000).responses[0].partitions[0]
+    part = raw.fetch(partition, 1, max_bytes=1000, partition_bytes=1000).responses[0].partitions[0]
     assert [len(value or b"") for batch in batches(part.records) for value in batch.values] == [10, 10]
     assert (part.high_watermark, part.last_stable_offset, part.log_start_offset) == (3, 3, 0)
 
 
-def test_offsets_below_and_above_the_log_are_out_of_range(raw: Raw, lane: str) -> None:
-    raw.produce(lane, batch_of(b"a", b"b"))
+def test_offsets_below_and_above_the_log_are_out_of_range(raw: Raw, partition: str) -> None:
+    raw.produce(partition, batch_of(b"a", b"b"))
     for offset, code in ((2, ErrorCode.none), (3, ErrorCode.offset_out_of_range), (-1, ErrorCode.offset_out_of_range)):
-        part = raw.fetch(lane, offset).responses[0].partitions[0]
+        part = raw.fetch(partition, offset).responses[0].partitions[0]
         assert (part.error_code, part.records or b"") == (code, b"")
 
 
-def test_what_retention_took_is_out_of_range_and_the_lane_counts_on(
+def test_what_retention_took_is_out_of_range_and_the_partition_counts_on(
     raw: Raw, log: headwater.Headwater, connection: psycopg.Connection
 ) -> None:
     topic = log.create_topic(f"kept-{next(_numbers)}", kind="sequenced", retention=timedelta(days=1)).name
@@ -242,7 +245,7 @@ def test_what_retention_took_is_out_of_range_and_the_lane_counts_on(
 
     def pass_days(days: int) -> None:
         connection.execute(
-            "update headwater.segment set opened_at = opened_at - %s, closed_at = closed_at - %s",
+            "update headwater_internal.segment set opened_at = opened_at - %s, closed_at = closed_at - %s",
             (timedelta(days=days),) * 2,
         )
         log.maintain()
@@ -263,29 +266,29 @@ def test_what_retention_took_is_out_of_range_and_the_lane_counts_on(
 
 
 def test_sessions_are_refused_and_topics_are_found_by_their_id_until_they_are_gone(
-    raw: Raw, lane: str, log: headwater.Headwater
+    raw: Raw, partition: str, log: headwater.Headwater
 ) -> None:
-    raw.produce(lane, batch_of(b"a"))
-    assert raw.fetch(lane, 0, session=77).error_code == ErrorCode.fetch_session_id_not_found
-    (topic,) = raw.ask(3, 12, {"topics": [{"name": lane}]}).topics
+    raw.produce(partition, batch_of(b"a"))
+    assert raw.fetch(partition, 0, session=77).error_code == ErrorCode.fetch_session_id_not_found
+    (topic,) = raw.ask(ApiKey.METADATA, 12, {"topics": [{"name": partition}]}).topics
     found = raw.fetch("", 0, version=16, topic_id=topic.topic_id).responses[0]
     assert (found.topic_id, found.partitions[0].error_code) == (topic.topic_id, ErrorCode.none)
     strange = raw.fetch("", 0, version=16, topic_id=uuid.uuid4()).responses[0].partitions[0]
     assert strange.error_code == ErrorCode.unknown_topic_id
-    raw.ask(20, 5, {"topic_names": [lane], "timeout": 1000})
-    log.create_topic(lane, kind="sequenced")
+    raw.ask(ApiKey.DELETE_TOPICS, 5, {"topic_names": [partition], "timeout": 1000})
+    log.create_topic(partition, kind="sequenced")
     gone = raw.fetch("", 0, version=16, topic_id=topic.topic_id).responses[0].partitions[0]
     assert gone.error_code == ErrorCode.unknown_topic_id
-    (again,) = raw.ask(3, 12, {"topics": [{"name": lane}]}).topics
+    (again,) = raw.ask(ApiKey.METADATA, 12, {"topics": [{"name": partition}]}).topics
     assert again.topic_id not in (None, topic.topic_id)
 
 
 def test_the_position_of_an_open_topic_that_no_event_has_leads_to_the_next_event(
-    raw: Raw, log: headwater.Headwater, lane: str
+    raw: Raw, log: headwater.Headwater, partition: str
 ) -> None:
     topic = log.create_topic(f"open-{next(_numbers)}").name
     first = log.publish(topic, b"one")
-    log.publish(lane, b"between")
+    log.publish(partition, b"between")
     second = log.publish(topic, b"two")
     assert first is not None
     assert second is not None
@@ -308,7 +311,10 @@ def test_a_frame_of_lies_ends_its_connection_and_no_other(broker: BrokerProcess,
         liar.socket.sendall(frame)
         with pytest.raises(ConnectionResetError):
             liar.exactly(1)
-    assert raw.ask(18, 3, {"client_software_name": "x", "client_software_version": "1"}).error_code == ErrorCode.none
+    assert (
+        raw.ask(ApiKey.API_VERSIONS, 3, {"client_software_name": "x", "client_software_version": "1"}).error_code
+        == ErrorCode.none
+    )
 
 
 NUL = "a\x00b"
@@ -344,14 +350,14 @@ def test_a_name_that_postgres_cannot_hold_is_answered_with_a_code(
     answer = raw.ask(api, version, fields)
     # Where the code is differs from one answer to the other.
     assert f"<ErrorCode.{code.name}: {code.value}>" in repr(answer)
-    assert raw.ask(18, 0, {}).error_code == ErrorCode.none
+    assert raw.ask(ApiKey.API_VERSIONS, 0, {}).error_code == ErrorCode.none
 
 
 def test_an_unknown_version_of_api_versions_is_told_the_known_ones_in_the_oldest_form(raw: Raw) -> None:
     raw.socket.sendall(struct.pack(">ihhih", 10, 18, 99, 6, -1))
-    answer = raw.receive(18, 0, correlation=6)
+    answer = raw.receive(ApiKey.API_VERSIONS, 0, correlation=6)
     assert answer.error_code == ErrorCode.unsupported_version
-    assert {one.api_key: (one.min_version, one.max_version) for one in answer.api_keys} == dict(OFFERED)
+    assert {one.api_key: (one.min_version, one.max_version) for one in answer.api_keys} == dict(SUPPORTED_VERSIONS)
 
 
 def test_an_api_that_is_not_offered_ends_the_connection(broker: BrokerProcess) -> None:
@@ -362,36 +368,36 @@ def test_an_api_that_is_not_offered_ends_the_connection(broker: BrokerProcess) -
             raw.exactly(1)
 
 
-def test_every_offered_version_of_every_api_answers(broker: BrokerProcess, lane: str) -> None:
+def test_every_offered_version_of_every_api_answers(broker: BrokerProcess, partition: str) -> None:
     """With a request that has nothing much in it: what counts is that the answer is one."""
     samples: dict[int, dict[str, Any]] = {
         0: {"acks": 1, "timeout": 1000,
-            "topic_data": [{"name": lane, "partition_data": [{"records": batch_of(b"v")}]}]},
-        1: {"max_wait": 0, "topics": [{"topic": lane, "partitions": [{"partition_max_bytes": 100}]}]},
-        2: {"topics": [{"name": lane, "partitions": [{"timestamp": -1}]}]},
+            "topic_data": [{"name": partition, "partition_data": [{"records": batch_of(b"v")}]}]},
+        1: {"max_wait": 0, "topics": [{"topic": partition, "partitions": [{"partition_max_bytes": 100}]}]},
+        2: {"topics": [{"name": partition, "partitions": [{"timestamp": -1}]}]},
         3: {"topics": None},
         8: {"group_id": "v", "member_id": "", "generation_id_or_member_epoch": -1,
-            "topics": [{"name": lane, "partitions": [{"committed_offset": 1}]}]},
-        9: {"group_id": "v", "topics": [{"name": lane, "partition_indexes": [0]}],
+            "topics": [{"name": partition, "partitions": [{"committed_offset": 1}]}]},
+        9: {"group_id": "v", "topics": [{"name": partition, "partition_indexes": [0]}],
             "groups": [{"group_id": "v", "topics": None}]},
         10: {"key": "v", "coordinator_keys": ["v"]},
         11: {"group_id": "j", "session_timeout": 10_000, "rebalance_timeout": 10_000, "protocol_type": "consumer",
              "member_id": "nobody", "protocols": [{"name": "range", "metadata": b""}]},
         19: {"topics": [{"name": "v-", "num_partitions": 1, "replication_factor": 1}], "validate_only": True},
         20: {"timeout": 1000, "topic_names": ["nothing"], "topics": [{"name": "nothing"}]},
-        23: {"topics": [{"topic": lane, "partitions": [{"leader_epoch": 0}]}]},
-        32: {"resources": [{"resource_type": 2, "resource_name": lane, "configuration_keys": None}]},
-        33: {"resources": [{"resource_type": 2, "resource_name": lane, "configs": []}]},
-        37: {"topics": [{"name": lane, "count": 2, "assignments": None}], "validate_only": True},
-        44: {"resources": [{"resource_type": 2, "resource_name": lane, "configs": []}]},
+        23: {"topics": [{"topic": partition, "partitions": [{"leader_epoch": 0}]}]},
+        32: {"resources": [{"resource_type": 2, "resource_name": partition, "configuration_keys": None}]},
+        33: {"resources": [{"resource_type": 2, "resource_name": partition, "configs": []}]},
+        37: {"topics": [{"name": partition, "count": 2, "assignments": None}], "validate_only": True},
+        44: {"resources": [{"resource_type": 2, "resource_name": partition, "configs": []}]},
         17: {"mechanism": "none"},
         30: {"creations": []},
         60: {"endpoint_type": 1},
-        75: {"topics": [{"name": lane}], "response_partition_limit": 10, "cursor": None},
+        75: {"topics": [{"name": partition}], "response_partition_limit": 10, "cursor": None},
     }  # fmt: skip
     raw = Raw(broker)
-    topic_id = raw.ask(3, 12, {"topics": [{"name": lane}]}).topics[0].topic_id
-    for api, (oldest, newest) in OFFERED.items():
+    topic_id = raw.ask(ApiKey.METADATA, 12, {"topics": [{"name": partition}]}).topics[0].topic_id
+    for api, (oldest, newest) in SUPPORTED_VERSIONS.items():
         for version in range(max(oldest, 3 if api == 0 else 0), newest + 1):
             fields = samples.get(api, {})
             if (api, version) in ((0, 13),) or (api == 1 and version >= 13) or (api in (8, 9) and version >= 10):
@@ -432,11 +438,11 @@ def test_a_member_that_names_its_topics_by_a_pattern_gets_those_that_fit_and_com
     def beat(**fields: Any) -> Any:
         unchanged = {"group_id": stem, "member_id": "m", "rebalance_timeout": -1, "subscribed_topic_names": None,
                      "topic_partitions": None}  # fmt: skip
-        return raw.ask(68, 1, {**unchanged, **fields})
+        return raw.ask(ApiKey.CONSUMER_GROUP_HEARTBEAT, 1, {**unchanged, **fields})
 
     def names(answer: Any) -> list[str]:
         ids = [one.topic_id for one in answer.assignment.topic_partitions]
-        found = raw.ask(3, 12, {"topics": [{"topic_id": one, "name": ""} for one in ids]}).topics
+        found = raw.ask(ApiKey.METADATA, 12, {"topics": [{"topic_id": one, "name": ""} for one in ids]}).topics
         return sorted(str(one.name) for one in found)
 
     first = {"member_epoch": 0, "rebalance_timeout": 10_000, "topic_partitions": []}
@@ -452,6 +458,6 @@ def test_a_member_that_names_its_topics_by_a_pattern_gets_those_that_fit_and_com
             assert time.monotonic() < deadline
             answer = beat(member_epoch=answer.member_epoch)
             assert answer.error_code == ErrorCode.none
-    (described,) = raw.ask(69, 1, {"group_ids": [stem]}).groups
+    (described,) = raw.ask(ApiKey.CONSUMER_GROUP_DESCRIBE, 1, {"group_ids": [stem]}).groups
     assert [one.subscribed_topic_regex for one in described.members] == [f"{stem}-[ab]"]
     assert beat(member_epoch=-1).error_code == ErrorCode.none

@@ -48,7 +48,7 @@ class Member(threading.Thread):
         self._topic = topic
         self._taken = taken
         self.leaving = threading.Event()
-        self.settled = threading.Event()
+        self.stable = threading.Event()
         self.refused: set[int] = set()
         self.failure: BaseException | None = None
         self._consumer = Consumer(
@@ -87,7 +87,7 @@ class Member(threading.Thread):
                     self._taken[(message.partition(), message.offset())] += 1
                     self._places[message.partition()] = message.offset() + 1
                 if self._consumer.assignment():
-                    self.settled.set()
+                    self.stable.set()
             self._commit(self._consumer.assignment())
         except (AssertionError, confluent.KafkaException) as failure:
             self.failure = failure
@@ -136,7 +136,7 @@ def test_members_that_come_and_go_under_load_read_every_record_once(
             members.append(Member(three.bootstrap, group, topic, taken, **config))
             everybody.append(members[-1])
             members[-1].start()
-            assert members[-1].settled.wait(PATIENCE_SECONDS)
+            assert members[-1].stable.wait(PATIENCE_SECONDS)
         else:
             # The oldest, which may be the leader.
             leaver = members.pop(0)

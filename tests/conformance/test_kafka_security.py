@@ -15,7 +15,7 @@ import pytest
 from brokers import BrokerProcess, broker_process
 
 import headwater
-from headwater.access import permissions
+from headwater.access import scram
 from headwater.access.permissions import Permission
 from headwater.calls import access as calls
 
@@ -51,7 +51,7 @@ def guarded(dsn: str) -> Iterator[BrokerProcess]:
     """A broker that asks who comes; with an administrator, a clerk and a porter who may do a few things, and topics."""
     with headwater.connect(dsn) as log:
         for name, administrator in (("root", True), ("clerk", False), ("porter", False)):
-            kept = permissions.verifiers(f"{name}'s", os.urandom(16), 4096)
+            kept = scram.verifiers(f"{name}'s", os.urandom(16), 4096)
             log.run(calls.set_account(name, kept, administrator=administrator))
         for topic in ("open-desk", "vault", "cellar"):
             log.create_topic(topic, kind="sequenced")
@@ -59,11 +59,11 @@ def guarded(dsn: str) -> Iterator[BrokerProcess]:
             Permission("clerk", "write", "topic", "open-", prefix=True),
             Permission("clerk", "read", "topic", "open-desk"),
             Permission("clerk", "describe", "topic", "vault"),
-            Permission("clerk", "read", "group", "clerks"),
+            Permission("clerk", "read", "consumer", "clerks"),
             Permission("clerk", "write", "transaction", "till-", prefix=True),
             Permission("porter", "read", "topic", "cellar"),
-            Permission("porter", "all", "group", "porters"),
-            Permission("clerk", "read", "group", "porters"),
+            Permission("porter", "all", "consumer", "porters"),
+            Permission("clerk", "read", "consumer", "porters"),
         ):
             log.run(calls.allow(permission))
     with broker_process(dsn, "--authenticate") as started:
@@ -286,8 +286,8 @@ def test_who_subscribes_to_a_topic_that_it_may_not_see_is_told_so(guarded: Broke
 
 def test_offsets_of_topics_that_an_account_may_not_see_are_neither_told_nor_deleted(guarded: BrokerProcess) -> None:
     root = AdminClient(config(guarded, "root"))
-    lanes = [TopicPartition(topic, 0, 7) for topic in ("open-desk", "cellar")]
-    wanted = ConsumerGroupTopicPartitions("porters", lanes)
+    topic_partitions = [TopicPartition(topic, 0, 7) for topic in ("open-desk", "cellar")]
+    wanted = ConsumerGroupTopicPartitions("porters", topic_partitions)
     root.alter_consumer_group_offsets([wanted])["porters"].result(PATIENCE_SECONDS)
 
     def told(name: str, partitions: Any) -> dict[str, tuple[int, Any]]:
@@ -296,7 +296,7 @@ def test_offsets_of_topics_that_an_account_may_not_see_are_neither_told_nor_dele
         offsets = admin.list_consumer_group_offsets([asked])["porters"].result(PATIENCE_SECONDS).topic_partitions
         return {one.topic: (one.offset, one.error and one.error.code()) for one in offsets}
 
-    everything = [TopicPartition(one.topic, 0) for one in lanes]
+    everything = [TopicPartition(one.topic, 0) for one in topic_partitions]
     hidden = KafkaError.TOPIC_AUTHORIZATION_FAILED
     assert told("root", everything) == told("root", None) == {"open-desk": (7, None), "cellar": (7, None)}
     assert told("porter", None) == {"cellar": (7, None)}
@@ -313,7 +313,7 @@ def test_offsets_of_topics_that_an_account_may_not_see_are_neither_told_nor_dele
         sasl_plain_username="porter",
         sasl_plain_password="porter's",
     )
-    deleted = porter.delete_group_offsets("porters", [kafka.TopicPartition(one.topic, 0) for one in lanes])
+    deleted = porter.delete_group_offsets("porters", [kafka.TopicPartition(one.topic, 0) for one in topic_partitions])
     porter.close()
     assert "TopicAuthorizationFailed" in str(deleted[kafka.TopicPartition("open-desk", 0)])
     assert told("root", None) == {"open-desk": (7, None)}

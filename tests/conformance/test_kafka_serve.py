@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 import headwater
 from headwater.calls import access as calls
 from headwater.cli import app
+from headwater.servers.kafka.api_keys import ApiKey
 from serve_process import serve_process
 
 confluent = pytest.importorskip("confluent_kafka")
@@ -116,7 +117,7 @@ def test_a_port_that_is_taken_is_said(dsn: str) -> None:
         for processes in ("1", "2"):
             refused = run(dsn, "serve", "--kafka", started.addresses[0], "--processes", processes)
             assert refused.exit_code == 3
-            assert "cannot be listened on" in refused.stderr
+            assert "cannot listen on" in refused.stderr
             assert "Traceback" not in refused.stderr
 
 
@@ -155,7 +156,7 @@ def test_a_broker_that_asks_nobody_says_so_where_there_are_accounts(dsn: str, tm
 def test_accounts_are_made_and_allowed_on_the_command_line(dsn: str, log: headwater.Headwater) -> None:
     assert run(dsn, "account", "create", "shop", "--password", "secret").exit_code == 0
     assert run(dsn, "account", "allow", "shop", "write", "topic", "orders*").exit_code == 0
-    assert run(dsn, "account", "allow", "shop", "read", "group", "shop").exit_code == 0
+    assert run(dsn, "account", "allow", "shop", "read", "consumer", "shop").exit_code == 0
     listed = json.loads(run(dsn, "account", "list", "--json").stdout)
     assert listed["accounts"] == [{"name": "shop", "administrator": False}]
     assert {(p["action"], p["name"], p["prefix"]) for p in listed["permissions"]} == {
@@ -176,7 +177,7 @@ def test_all_brokers_tell_of_the_same_brokers_from_the_first_moment(dsn: str) ->
     with broker_process(dsn, "--processes", "3") as started:
         for address in started.addresses:
             raw = Raw(BrokerProcess(started.process, [address]))
-            told = raw.ask(3, 12, {"topics": []}).brokers
+            told = raw.ask(ApiKey.METADATA, 12, {"topics": []}).brokers
             raw.socket.close()
             assert {f"{one.host}:{one.port}" for one in told} == set(started.addresses)
 

@@ -14,6 +14,7 @@ from brokers import BrokerProcess
 from raw_client import Raw, batch_of
 
 import headwater
+from headwater.servers.kafka.api_keys import ApiKey
 from headwater.servers.kafka.wire import ErrorCode
 
 confluent = pytest.importorskip("confluent_kafka")
@@ -153,13 +154,14 @@ def test_a_transaction_that_is_open_for_too_long_is_undone_and_its_producer_fenc
     producer.produce(topic, b"late", partition=0)
     producer.flush(PATIENCE_SECONDS)
     staged = (
-        "select count(*) from headwater.kafka_staged s join headwater.kafka_transaction t using (producer_id) "
+        "select count(*) from headwater_internal.kafka_staged s join headwater_internal.kafka_transaction t using "
+        "(producer_id) "
         "where t.transactional_id = %s"
     )
     assert connection.execute(staged, (name,)).fetchone() == (1,)
     # While it is open, everybody can see what holds what.
     raw = Raw(broker)
-    (seen,) = raw.ask(65, 0, {"transactional_ids": [name]}).transaction_states
+    (seen,) = raw.ask(ApiKey.DESCRIBE_TRANSACTIONS, 0, {"transactional_ids": [name]}).transaction_states
     assert (seen.transaction_state, [(one.topic, one.partitions) for one in seen.topics]) == (
         "Ongoing",
         [(topic, (0,))],
@@ -169,12 +171,16 @@ def test_a_transaction_that_is_open_for_too_long_is_undone_and_its_producer_fenc
         one.transactional_id
         for address in broker.addresses
         for one in Raw(BrokerProcess(broker.process, [address]))
-        .ask(66, 1, {"state_filters": ["Ongoing"], "duration_filter": -1})
+        .ask(ApiKey.LIST_TRANSACTIONS, 1, {"state_filters": ["Ongoing"], "duration_filter": -1})
         .transaction_states
     ]
     assert ongoing.count(name) == 1
-    (lane,) = raw.ask(61, 0, {"topics": [{"name": topic, "partition_indexes": [0]}]}).topics[0].partitions
-    assert [one.producer_id for one in lane.active_producers] == [seen.producer_id]
+    (partition,) = (
+        raw.ask(ApiKey.DESCRIBE_PRODUCERS, 0, {"topics": [{"name": topic, "partition_indexes": [0]}]})
+        .topics[0]
+        .partitions
+    )
+    assert [one.producer_id for one in partition.active_producers] == [seen.producer_id]
     until(lambda: connection.execute(staged, (name,)).fetchone() == (0,))
     with pytest.raises(KafkaException):
         producer.commit_transaction(PATIENCE_SECONDS)
@@ -257,7 +263,7 @@ class Transactional:
 
     def init(self, **fields: Any) -> ErrorCode:
         asked = {"transactional_id": self.name, "transaction_timeout": 60_000, "producer_id": -1, "producer_epoch": -1}
-        answer = self.raw.ask(22, 5, {**asked, **fields})
+        answer = self.raw.ask(ApiKey.INIT_PRODUCER_ID, 5, {**asked, **fields})
         if answer.error_code == ErrorCode.none:
             self.id, self.epoch = answer.producer_id, answer.producer_epoch
         return answer.error_code
@@ -268,18 +274,18 @@ class Transactional:
         )
         data = {"topic_id": self.topic_id, "partition_data": [{"index": 0, "records": batch}]}
         asked = {"transactional_id": self.name, "acks": -1, "timeout": 1000, "topic_data": [data]}
-        return self.raw.ask(0, version, asked).responses[0].partition_responses[0].error_code
+        return self.raw.ask(ApiKey.PRODUCE, version, asked).responses[0].partition_responses[0].error_code
 
     def offsets(self, group: str, topic: str, offset: int) -> ErrorCode:
         part = {"partition_index": 0, "committed_offset": offset}
         asked = {"transactional_id": self.name, "group_id": group, "producer_id": self.id, "member_id": "",
                  "producer_epoch": self.epoch, "topics": [{"name": topic, "partitions": [part]}]}  # fmt: skip
-        return self.raw.ask(28, 5, asked).topics[0].partitions[0].error_code
+        return self.raw.ask(ApiKey.TXN_OFFSET_COMMIT, 5, asked).topics[0].partitions[0].error_code
 
     def end(self, *, commit: bool, epoch: int | None = None, producer_id: int | None = None) -> Any:
         asked = {"transactional_id": self.name, "producer_id": self.id if producer_id is None else producer_id,
                  "producer_epoch": self.epoch if epoch is None else epoch, "committed": commit}  # fmt: skip
-        answer = self.raw.ask(26, 5, asked)
+        answer = self.raw.ask(ApiKey.END_TXN, 5, asked)
         if answer.error_code == ErrorCode.none:
             self.id, self.epoch = answer.producer_id, answer.producer_epoch
         return answer
@@ -287,7 +293,7 @@ class Transactional:
 
 @pytest.fixture
 def transactional(broker: BrokerProcess, topic: str) -> Transactional:
-    (found,) = Raw(broker).ask(3, 12, {"topics": [{"name": topic}]}).topics
+    (found,) = Raw(broker).ask(ApiKey.METADATA, 12, {"topics": [{"name": topic}]}).topics
     made = Transactional(broker, f"kip-{next(_names)}", found.topic_id)
     assert made.init() == ErrorCode.none
     return made
@@ -295,7 +301,7 @@ def transactional(broker: BrokerProcess, topic: str) -> Transactional:
 
 def committed_offset(raw: Raw, group: str, topic: str) -> int:
     asked = {"group_id": group, "topics": [{"name": topic, "partition_indexes": [0]}]}
-    answer = raw.ask(9, 8, {"groups": [asked], "require_stable": False})
+    answer = raw.ask(ApiKey.OFFSET_FETCH, 8, {"groups": [asked], "require_stable": False})
     return int(answer.groups[0].topics[0].partitions[0].committed_offset)
 
 
@@ -303,7 +309,9 @@ def test_what_is_sent_begins_a_transaction_whose_end_raises_the_epoch(
     transactional: Transactional, log: headwater.Headwater, topic: str
 ) -> None:
     raw = transactional.raw
-    features = raw.ask(18, 4, {"client_software_name": "x", "client_software_version": "1"}).finalized_features
+    features = raw.ask(
+        ApiKey.API_VERSIONS, 4, {"client_software_name": "x", "client_software_version": "1"}
+    ).finalized_features
     assert {one.name: one.max_version_level for one in features}["transaction.version"] == 2
     group = f"kip-group-{next(_names)}"
     first = transactional.epoch
@@ -341,9 +349,13 @@ def test_an_abort_raises_the_epoch_even_of_a_transaction_nothing_of_which_arrive
     assert transactional.end(commit=True).error_code == ErrorCode.none
     assert payloads(log, topic) == [b"done"]
     # Before version 12 a transaction is begun by name.
-    assert transactional.raw.ask(26, 4, {"transactional_id": transactional.name, "producer_id": transactional.id,
-                                         "producer_epoch": transactional.epoch, "committed": True}
-                                 ).error_code == ErrorCode.none  # fmt: skip
+    ended = {
+        "transactional_id": transactional.name,
+        "producer_id": transactional.id,
+        "producer_epoch": transactional.epoch,
+        "committed": True,
+    }
+    assert transactional.raw.ask(ApiKey.END_TXN, 4, ended).error_code == ErrorCode.none
 
 
 def test_a_zombie_cannot_ask_for_the_epoch_of_its_heir(
@@ -374,7 +386,8 @@ def test_after_its_last_epoch_a_producer_gets_another_id(
     transactional: Transactional, log: headwater.Headwater, topic: str, connection: psycopg.Connection
 ) -> None:
     connection.execute(
-        "update headwater.kafka_transaction set epoch = 32766 where transactional_id = %s", (transactional.name,)
+        "update headwater_internal.kafka_transaction set epoch = 32766 where transactional_id = %s",
+        (transactional.name,),
     )
     old, transactional.epoch = transactional.id, 32766
     assert transactional.produce(b"last") == ErrorCode.none

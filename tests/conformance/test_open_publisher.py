@@ -32,7 +32,7 @@ def elsewhere(log: headwater.Headwater, topic: str, connection: psycopg.Connecti
     other = log.create_topic(f"{topic}-elsewhere").name
     with connection.transaction(force_rollback=True):
         log.publish(other, "held", connection=connection)
-        assert log.state().settled < log.state().drawn
+        assert log.state().stable < log.state().head
         yield other
 
 

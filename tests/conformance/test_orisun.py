@@ -57,8 +57,8 @@ def boundary(channel: Any, admin: Any) -> str:
     return name
 
 
-def criteria(*groups: dict[str, str]) -> list[pb.Criterion]:
-    return [pb.Criterion(tags=[pb.Tag(key=key, value=value) for key, value in group.items()]) for group in groups]
+def criteria(*queues: dict[str, str]) -> list[pb.Criterion]:
+    return [pb.Criterion(tags=[pb.Tag(key=key, value=value) for key, value in queue.items()]) for queue in queues]
 
 
 def happened(kind: str, data: Any, **parts: str) -> pb.EventToSave:
@@ -70,8 +70,8 @@ def save(store: Any, boundary: str, *events: pb.EventToSave, query: pb.SaveQuery
     return store.SaveEvents(request, timeout=SECONDS).log_position
 
 
-def get(store: Any, boundary: str, *groups: dict[str, str], count: int = 100, **parts: Any) -> list[Any]:
-    request = pb.GetEventsRequest(boundary=boundary, query=pb.Query(criteria=criteria(*groups)), count=count, **parts)
+def get(store: Any, boundary: str, *queues: dict[str, str], count: int = 100, **parts: Any) -> list[Any]:
+    request = pb.GetEventsRequest(boundary=boundary, query=pb.Query(criteria=criteria(*queues)), count=count, **parts)
     return list(store.GetEvents(request, timeout=SECONDS).events)
 
 
@@ -211,16 +211,16 @@ def test_a_criterion_that_contradicts_itself_matches_nothing(store: Any, boundar
 @pytest.mark.parametrize(
     ("events", "says"),
     [
-        ([], "no events"),
-        ([pb.EventToSave(event_id="x", event_type="A", data="{", metadata="{}")], "no JSON"),
+        ([], "events are missing"),
+        ([pb.EventToSave(event_id="x", event_type="A", data="{", metadata="{}")], "invalid JSON"),
         ([pb.EventToSave(event_id="x", event_type="A", data="[1]", metadata="{}")], "JSON object"),
-        ([pb.EventToSave(event_id="x", event_type="A", data="", metadata="{}")], "no JSON"),
+        ([pb.EventToSave(event_id="x", event_type="A", data="", metadata="{}")], "invalid JSON"),
         ([pb.EventToSave(event_id="x", event_type="A", data="{}", metadata="7")], "JSON object"),
-        ([pb.EventToSave(event_id="x", event_type="A", data="{}", metadata="no")], "no JSON"),
+        ([pb.EventToSave(event_id="x", event_type="A", data="{}", metadata="no")], "invalid JSON"),
         ([pb.EventToSave(event_id="x", event_type="A", data='{"a": "\\u0000"}')], "NUL"),
-        ([pb.EventToSave(event_id="x", event_type="A", data='{"a": "\\ud800"}')], "no JSON"),
-        ([pb.EventToSave(event_id="x", event_type="A", data='{"a": NaN}')], "no JSON"),
-        ([pb.EventToSave(event_id="x", event_type="A", data='{"a":' * 5000 + "1" + "}" * 5000)], "no JSON"),
+        ([pb.EventToSave(event_id="x", event_type="A", data='{"a": "\\ud800"}')], "invalid JSON"),
+        ([pb.EventToSave(event_id="x", event_type="A", data='{"a": NaN}')], "invalid JSON"),
+        ([pb.EventToSave(event_id="x", event_type="A", data='{"a":' * 5000 + "1" + "}" * 5000)], "invalid JSON"),
         ([pb.EventToSave(event_id="x", data="{}")], "event_type"),
     ],
 )
@@ -261,8 +261,8 @@ def test_criteria_are_any_of_and_tags_are_all_of(store: Any, boundary: str) -> N
         happened("C", {"x": {"x": "1"}, "y": "true"}),
     )
 
-    def types(*groups: dict[str, str]) -> str:
-        return "".join(event.event_type for event in get(store, boundary, *groups))
+    def types(*queues: dict[str, str]) -> str:
+        return "".join(event.event_type for event in get(store, boundary, *queues))
 
     assert types() == types({}) == "ABC"
     assert types({"x": "1"}) == "AB"
@@ -319,15 +319,15 @@ def test_a_page_that_fits_into_no_message_is_refused_and_not_cut(dsn: str, log: 
         assert len(get(store, "large", count=60)) == 60
         with refused(grpc.StatusCode.RESOURCE_EXHAUSTED) as error:
             get(store, "large", count=70)
-    assert "Ask for" in error.value.details()
+    assert "Request at most" in error.value.details()
 
 
 # --- subscribing -------------------------------------------------------------------------------------------------
 
 
-def subscription(store: Any, boundary: str, name: str, after: Any = START, *groups: dict[str, str]) -> Any:
+def subscription(store: Any, boundary: str, name: str, after: Any = START, *queues: dict[str, str]) -> Any:
     request = pb.CatchUpSubscribeToEventStoreRequest(
-        boundary=boundary, subscriber_name=name, after_position=after, query=pb.Query(criteria=criteria(*groups))
+        boundary=boundary, subscriber_name=name, after_position=after, query=pb.Query(criteria=criteria(*queues))
     )
     return store.CatchUpSubscribeToEvents(request)
 

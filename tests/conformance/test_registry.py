@@ -14,13 +14,13 @@ import pytest
 
 import headwater
 import headwater.schema_registry.schemas
-from headwater.access import permissions
+from headwater.access import scram
 from headwater.access.permissions import Permission
 from headwater.calls import access as access_calls
 from headwater.calls import registry as registry_calls
 from headwater.schema_registry import registry
-from headwater.schema_registry.registry import LEVELS, carry_out
-from http_server import http_door
+from headwater.schema_registry.registry import LEVELS, run_steps
+from http_server import http_server
 
 pytest.importorskip("jsonschema_rs")
 schema_registry = pytest.importorskip("confluent_kafka.schema_registry")
@@ -32,7 +32,7 @@ PATIENCE_SECONDS = 90
 
 @pytest.fixture(scope="module")
 def address(dsn: str) -> Iterator[str]:
-    with http_door(dsn) as address:
+    with http_server(dsn) as address:
         yield f"{address}/registry"
 
 
@@ -107,7 +107,7 @@ def test_what_changes_the_registry_is_told_in_the_log_and_what_does_not_is_not(
     http: httpx.Client, log: headwater.Headwater
 ) -> None:
     log.create_topic("headwater.audit", if_missing=True)
-    before = log.state().drawn
+    before = log.state().head
     body = {"schema": record(ID)}
     for _ in range(2):
         assert http.post("/subjects/told-value/versions", json=body).status_code == 200
@@ -279,14 +279,14 @@ def test_a_schema_that_is_deleted_here_while_it_is_registered_there_stays(
     dsn: str, log: headwater.Headwater, connection: psycopg.Connection, until: Callable[[Callable[[], Any]], Any]
 ) -> None:
     schema = headwater.schema_registry.schemas.Schema("AVRO", '{"type": "fixed", "name": "Contested", "size": 3}')
-    contested = carry_out(registry.register("here", schema), log.run).id
+    contested = run_steps(registry.register("here", schema), log.run).id
     log.run(registry_calls.delete_schema("here"))
     with psycopg.connect(dsn) as other:
 
         def run(call: Any) -> Any:
             return call.decode(other.execute(call.sql, call.params).fetchall())
 
-        assert carry_out(registry.register("there", schema), run).id == contested
+        assert run_steps(registry.register("there", schema), run).id == contested
         thread = threading.Thread(target=lambda: log.run(registry_calls.delete_schema("here", for_good=True)))
         thread.start()
         # It waits for the one who registers.
@@ -299,11 +299,11 @@ def test_a_schema_that_is_deleted_here_while_it_is_registered_there_stays(
 
 def test_rights_are_those_of_topics(dsn: str, log: headwater.Headwater) -> None:
     for name in ("shop", "reader"):
-        log.run(access_calls.set_account(name, permissions.verifiers("secret", b"0123456789abcdef")))
+        log.run(access_calls.set_account(name, scram.verifiers("secret", b"0123456789abcdef")))
     for action in ("write", "describe"):
         log.run(access_calls.allow(Permission("shop", action, "topic", "sold", False)))
     log.run(access_calls.allow(Permission("reader", "describe", "topic", "sold", False)))
-    with http_door(dsn, authenticate=True) as address:
+    with http_server(dsn, authenticate=True) as address:
 
         def client(name: str, password: str = "secret") -> SchemaRegistryClient:
             return SchemaRegistryClient({"url": f"{address}/registry", "basic.auth.user.info": f"{name}:{password}"})
@@ -317,7 +317,7 @@ def test_rights_are_those_of_topics(dsn: str, log: headwater.Headwater) -> None:
         assert refusal(client("shop", "wrong").get_subjects)[0] == 401
         assert client("reader").get_subjects() == ["sold-value"]
         # A schema that is under no subject of theirs is none to them.
-        hidden = carry_out(
+        hidden = run_steps(
             registry.register("hidden", headwater.schema_registry.schemas.Schema("AVRO", '"boolean"')), log.run
         )
         assert refusal(client("reader").get_schema, hidden.id) == (404, 40403)

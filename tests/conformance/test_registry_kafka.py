@@ -16,11 +16,11 @@ from raw_client import Raw, batch_of
 import headwater
 from headwater.calls import registry as calls
 from headwater.schema_registry import registry
-from headwater.schema_registry.registry import carry_out
+from headwater.schema_registry.registry import run_steps
 from headwater.schema_registry.schemas import Reference, Schema
 from headwater.servers.kafka.records import Columns, build_batch
 from headwater.servers.kafka.wire import ErrorCode
-from http_server import http_door
+from http_server import http_server
 
 pytest.importorskip("jsonschema_rs")
 pytest.importorskip("confluent_kafka.schema_registry.avro")
@@ -62,7 +62,7 @@ PROTO = 'syntax = "proto3"; package shop; message Order { int64 id = 1; string n
 
 @pytest.fixture(scope="module")
 def schema_client(dsn: str) -> Iterator[SchemaRegistryClient]:
-    with http_door(dsn) as address, SchemaRegistryClient({"url": f"{address}/registry"}) as client:
+    with http_server(dsn) as address, SchemaRegistryClient({"url": f"{address}/registry"}) as client:
         yield client
 
 
@@ -74,12 +74,12 @@ def raw(broker: BrokerProcess) -> Iterator[Raw]:
 
 
 @pytest.fixture
-def lane(log: headwater.Headwater) -> str:
+def partition(log: headwater.Headwater) -> str:
     return log.create_topic(f"checked-{next(_numbers)}", kind="sequenced").name
 
 
 def register(log: headwater.Headwater, subject: str, kind: str, text: str, *references: Reference) -> int:
-    return carry_out(registry.register(subject, Schema(kind, text, references)), log.run).id
+    return run_steps(registry.register(subject, Schema(kind, text, references)), log.run).id
 
 
 def bind(log: headwater.Headwater, topic: str, **parts: Any) -> None:
@@ -165,11 +165,11 @@ def test_what_a_serializer_writes_its_deserializer_reads_and_the_topic_takes(
 
 
 def test_of_a_batch_with_a_record_that_does_not_fit_nothing_is_written_and_each_such_record_is_told(
-    raw: Raw, lane: str, log: headwater.Headwater
+    raw: Raw, partition: str, log: headwater.Headwater
 ) -> None:
-    register(log, f"{lane}-s", "JSON", JSON)
-    bind(log, lane, value={"subject": f"{lane}-s"})
-    refused = raw.produce(lane, batch_of(b'{"id": 1}', b'{"id": "x"}', b"{}", b'{"id": 2}'))
+    register(log, f"{partition}-s", "JSON", JSON)
+    bind(log, partition, value={"subject": f"{partition}-s"})
+    refused = raw.produce(partition, batch_of(b'{"id": 1}', b'{"id": "x"}', b"{}", b'{"id": 2}'))
     assert refused.error_code == ErrorCode.invalid_record
     assert "2 of 4 records" in refused.error_message
     assert [(one.batch_index, one.batch_index_error_message) for one in refused.record_errors] == [
@@ -177,9 +177,9 @@ def test_of_a_batch_with_a_record_that_does_not_fit_nothing_is_written_and_each_
         (2, 'value: the value: "id" is a required property'),
     ]
     # Neither do those of old versions, which cannot be told which.
-    assert raw.produce(lane, batch_of(b"{}"), version=7).error_code == ErrorCode.invalid_record
-    assert raw.values(lane) == []
-    taken = raw.produce(lane, batch_of(b'{"id": 1}', b'{"id": 2}'))
+    assert raw.produce(partition, batch_of(b"{}"), version=7).error_code == ErrorCode.invalid_record
+    assert raw.values(partition) == []
+    taken = raw.produce(partition, batch_of(b'{"id": 1}', b'{"id": 2}'))
     assert (taken.error_code, taken.base_offset) == (ErrorCode.none, 0)
 
 
@@ -206,28 +206,36 @@ AVRO_ZERO = b"\x00\x02\x06abc\x00"
     ],
 )
 def test_payloads_without_an_id_must_fit_the_latest_version(
-    raw: Raw, lane: str, log: headwater.Headwater, kind: str, text: str, fitting: list[bytes], unfitting: list[bytes]
+    raw: Raw,
+    partition: str,
+    log: headwater.Headwater,
+    kind: str,
+    text: str,
+    fitting: list[bytes],
+    unfitting: list[bytes],
 ) -> None:
-    schema_id = register(log, f"{lane}-any", kind, text)
-    bind(log, lane, value={"subject": f"{lane}-any"})
+    schema_id = register(log, f"{partition}-any", kind, text)
+    bind(log, partition, value={"subject": f"{partition}-any"})
     indexes = b"\x00" if kind == "PROTOBUF" else b""
     for payload in fitting:
-        assert raw.produce(lane, batch_of(payload)).error_code == ErrorCode.none, payload
+        assert raw.produce(partition, batch_of(payload)).error_code == ErrorCode.none, payload
         # With an id it is the same to this topic.
-        assert raw.produce(lane, batch_of(frame(schema_id, indexes + payload))).error_code == ErrorCode.none, payload
+        assert raw.produce(partition, batch_of(frame(schema_id, indexes + payload))).error_code == ErrorCode.none, (
+            payload
+        )
     for payload in unfitting:
-        assert raw.produce(lane, batch_of(payload)).error_code == ErrorCode.invalid_record, payload
-        framed = raw.produce(lane, batch_of(frame(schema_id, indexes + payload)))
+        assert raw.produce(partition, batch_of(payload)).error_code == ErrorCode.invalid_record, payload
+        framed = raw.produce(partition, batch_of(frame(schema_id, indexes + payload)))
         assert framed.error_code == ErrorCode.invalid_record, payload
-    assert len(raw.values(lane)) == 2 * len(fitting)
+    assert len(raw.values(partition)) == 2 * len(fitting)
 
 
-def test_a_message_within_a_message_is_found_by_its_indexes(raw: Raw, lane: str, log: headwater.Headwater) -> None:
-    schema_id = register(log, f"{lane}-value", "PROTOBUF", PROTO)
-    bind(log, lane, value={"framed": True})
+def test_a_message_within_a_message_is_found_by_its_indexes(raw: Raw, partition: str, log: headwater.Headwater) -> None:
+    schema_id = register(log, f"{partition}-value", "PROTOBUF", PROTO)
+    bind(log, partition, value={"framed": True})
 
     def send(payload: bytes) -> ErrorCode:
-        return raw.produce(lane, batch_of(frame(schema_id, payload))).error_code
+        return raw.produce(partition, batch_of(frame(schema_id, payload))).error_code
 
     assert send(b"\x04\x00\x00" + b"\x08\x01") == ErrorCode.none
     assert send(b"\x02\x02" + b"\x08\x01") == ErrorCode.invalid_record
@@ -237,31 +245,31 @@ def test_a_message_within_a_message_is_found_by_its_indexes(raw: Raw, lane: str,
 
 
 def test_an_id_counts_only_under_its_subject(
-    raw: Raw, lane: str, log: headwater.Headwater, until: Callable[[Callable[[], Any]], Any]
+    raw: Raw, partition: str, log: headwater.Headwater, until: Callable[[Callable[[], Any]], Any]
 ) -> None:
-    own = register(log, f"{lane}-value", "AVRO", '"long"')
-    other = register(log, f"{lane}-other", "AVRO", '"string"')
-    bind(log, lane, value={"framed": True})
-    assert raw.produce(lane, batch_of(frame(own, b"\x02"))).error_code == ErrorCode.none
-    refused = raw.produce(lane, batch_of(frame(other, b"\x02a")))
+    own = register(log, f"{partition}-value", "AVRO", '"long"')
+    other = register(log, f"{partition}-other", "AVRO", '"string"')
+    bind(log, partition, value={"framed": True})
+    assert raw.produce(partition, batch_of(frame(own, b"\x02"))).error_code == ErrorCode.none
+    refused = raw.produce(partition, batch_of(frame(other, b"\x02a")))
     assert refused.error_code == ErrorCode.invalid_record
-    assert f"schema {other} is not registered under {lane}-value" in refused.error_message
-    assert raw.produce(lane, batch_of(b"\x02")).error_code == ErrorCode.invalid_record
-    log.run(calls.set_compatibility(f"{lane}-value", "NONE"))
-    assert register(log, f"{lane}-value", "AVRO", '"string"') == other
+    assert f"schema {other} is not registered under {partition}-value" in refused.error_message
+    assert raw.produce(partition, batch_of(b"\x02")).error_code == ErrorCode.invalid_record
+    log.run(calls.set_compatibility(f"{partition}-value", "NONE"))
+    assert register(log, f"{partition}-value", "AVRO", '"string"') == other
     # Brokers hear of it after a moment.
-    until(lambda: raw.produce(lane, batch_of(frame(other, b"\x02a"))).error_code == ErrorCode.none)
-    log.run(calls.delete_schema(f"{lane}-value", 2))
-    until(lambda: raw.produce(lane, batch_of(frame(other, b"\x02a"))).error_code == ErrorCode.invalid_record)
+    until(lambda: raw.produce(partition, batch_of(frame(other, b"\x02a"))).error_code == ErrorCode.none)
+    log.run(calls.delete_schema(f"{partition}-value", 2))
+    until(lambda: raw.produce(partition, batch_of(frame(other, b"\x02a"))).error_code == ErrorCode.invalid_record)
 
 
-def test_keys_are_validated_as_values_are(raw: Raw, lane: str, log: headwater.Headwater) -> None:
-    register(log, f"{lane}-key", "JSON", '{"type": "integer"}')
-    bind(log, lane, key={"subject": f"{lane}-key"})
+def test_keys_are_validated_as_values_are(raw: Raw, partition: str, log: headwater.Headwater) -> None:
+    register(log, f"{partition}-key", "JSON", '{"type": "integer"}')
+    bind(log, partition, key={"subject": f"{partition}-key"})
 
     def send(key: bytes | None) -> Any:
         batch = build_batch([0], Columns([1], [key], [b"anything"], [None]))
-        return raw.produce(lane, batch)
+        return raw.produce(partition, batch)
 
     assert send(b"7").error_code == ErrorCode.none
     assert send(None).error_code == ErrorCode.none
@@ -271,18 +279,18 @@ def test_keys_are_validated_as_values_are(raw: Raw, lane: str, log: headwater.He
 
 
 def test_the_name_of_a_record_can_say_its_subject(
-    broker: BrokerProcess, schema_client: SchemaRegistryClient, raw: Raw, lane: str, log: headwater.Headwater
+    broker: BrokerProcess, schema_client: SchemaRegistryClient, raw: Raw, partition: str, log: headwater.Headwater
 ) -> None:
     admin = AdminClient({"bootstrap.servers": broker.bootstrap, "log_level": 0})
     strategy = "confluent.value.subject.name.strategy"
 
     def settings() -> dict[str, str]:
-        resource = ConfigResource(ConfigResource.Type.TOPIC, lane)
+        resource = ConfigResource(ConfigResource.Type.TOPIC, partition)
         found = admin.describe_configs([resource])[resource].result(PATIENCE_SECONDS)
         return {name: entry.value for name, entry in found.items()}
 
     def alter(values: dict[str, str]) -> None:
-        resource = ConfigResource(ConfigResource.Type.TOPIC, lane, set_config=values)
+        resource = ConfigResource(ConfigResource.Type.TOPIC, partition, set_config=values)
         admin.alter_configs([resource])[resource].result(PATIENCE_SECONDS)
 
     assert settings()[strategy].endswith(".TopicNameStrategy")
@@ -295,27 +303,27 @@ def test_the_name_of_a_record_can_say_its_subject(
     assert settings()["confluent.value.schema.validation"] == "true"
     assert settings()[strategy] == "io.confluent.kafka.serializers.subject.RecordNameStrategy"
     serializer = AvroSerializer(schema_client, AVRO, conf={"subject.name.strategy": record_subject_name_strategy})
-    packed = serializer({"id": 1}, SerializationContext(lane, MessageField.VALUE))
+    packed = serializer({"id": 1}, SerializationContext(partition, MessageField.VALUE))
     assert schema_client.get_latest_version("shop.Order").schema_id == int.from_bytes(packed[1:5], "big")
-    assert raw.produce(lane, batch_of(packed)).error_code == ErrorCode.none
+    assert raw.produce(partition, batch_of(packed)).error_code == ErrorCode.none
     elsewhere = register(log, "elsewhere", "AVRO", json.dumps({"type": "record", "name": "Elsewhere", "fields": []}))
-    refused = raw.produce(lane, batch_of(packed, frame(elsewhere, b"")))
+    refused = raw.produce(partition, batch_of(packed, frame(elsewhere, b"")))
     assert [one.batch_index for one in refused.record_errors] == [1]
     assert "not registered under Elsewhere" in refused.error_message
     # The classic form of this request gives what it does not name its default.
     alter({})
     assert settings()["confluent.value.schema.validation"] == "false"
-    assert raw.produce(lane, batch_of(b"anything")).error_code == ErrorCode.none
+    assert raw.produce(partition, batch_of(b"anything")).error_code == ErrorCode.none
 
 
-def test_a_topic_cannot_be_bound_to_what_is_not_there(broker: BrokerProcess, lane: str) -> None:
+def test_a_topic_cannot_be_bound_to_what_is_not_there(broker: BrokerProcess, partition: str) -> None:
     admin = AdminClient({"bootstrap.servers": broker.bootstrap, "log_level": 0})
     for name, value in (
         ("headwater.value.schema", "nobody-knows-it"),
         ("confluent.value.schema.validation", "perhaps"),
         ("confluent.value.subject.name.strategy", "MyOwnStrategy"),
     ):
-        (answer,) = admin.incremental_alter_configs([_incremental(lane, name, value)]).values()
+        (answer,) = admin.incremental_alter_configs([_incremental(partition, name, value)]).values()
         with pytest.raises(KafkaException) as refused:
             answer.result(PATIENCE_SECONDS)
         assert refused.value.args[0].code() == KafkaError.INVALID_CONFIG, name
@@ -338,44 +346,44 @@ def _incremental(topic: str, name: str, value: str) -> ConfigResource:
     ],
 )
 def test_a_hostile_payload_costs_little(
-    raw: Raw, lane: str, log: headwater.Headwater, text: str, payload: bytes
+    raw: Raw, partition: str, log: headwater.Headwater, text: str, payload: bytes
 ) -> None:
-    register(log, f"{lane}-h", "AVRO", text)
-    bind(log, lane, value={"subject": f"{lane}-h"})
-    assert raw.produce(lane, batch_of(payload)).error_code == ErrorCode.invalid_record
+    register(log, f"{partition}-h", "AVRO", text)
+    bind(log, partition, value={"subject": f"{partition}-h"})
+    assert raw.produce(partition, batch_of(payload)).error_code == ErrorCode.invalid_record
     # The broker is still there.
-    assert raw.values(lane) == []
+    assert raw.values(partition) == []
 
 
 def test_a_pattern_that_would_try_for_ever_and_a_value_that_nests_for_ever_are_refused(
-    raw: Raw, lane: str, log: headwater.Headwater
+    raw: Raw, partition: str, log: headwater.Headwater
 ) -> None:
     text = json.dumps({"properties": {"note": {"pattern": "^(?=(a+)+$)(a|aa)+$"}, "in": {"$ref": "#"}}})
-    register(log, f"{lane}-p", "JSON", text)
-    bind(log, lane, value={"subject": f"{lane}-p"})
+    register(log, f"{partition}-p", "JSON", text)
+    bind(log, partition, value={"subject": f"{partition}-p"})
     note = json.dumps({"note": "a" * 5_000 + "!"}).encode()
     deep = b'{"in":' * 50_000 + b"1" + b"}" * 50_000
     for payload in (note, deep):
-        assert raw.produce(lane, batch_of(payload)).error_code == ErrorCode.invalid_record
-    assert raw.produce(lane, batch_of(b'{"in": {"in": {"note": "aa"}}}')).error_code == ErrorCode.none
+        assert raw.produce(partition, batch_of(payload)).error_code == ErrorCode.invalid_record
+    assert raw.produce(partition, batch_of(b'{"in": {"in": {"note": "aa"}}}')).error_code == ErrorCode.none
 
 
 def test_records_of_a_transaction_are_validated_when_they_come(
-    broker: BrokerProcess, lane: str, log: headwater.Headwater, raw: Raw
+    broker: BrokerProcess, partition: str, log: headwater.Headwater, raw: Raw
 ) -> None:
-    register(log, f"{lane}-t", "JSON", '{"type": "integer"}')
-    bind(log, lane, value={"subject": f"{lane}-t"})
+    register(log, f"{partition}-t", "JSON", '{"type": "integer"}')
+    bind(log, partition, value={"subject": f"{partition}-t"})
     failed: list[Any] = []
-    producer = Producer({"bootstrap.servers": broker.bootstrap, "transactional.id": lane, "log_level": 0})
+    producer = Producer({"bootstrap.servers": broker.bootstrap, "transactional.id": partition, "log_level": 0})
     producer.init_transactions(PATIENCE_SECONDS)
     for value, outcome in ((b"1", None), (b"x", KafkaError.INVALID_RECORD)):
         producer.begin_transaction()
         failed.clear()
-        producer.produce(lane, value, on_delivery=lambda error, message: failed.append(error))
+        producer.produce(partition, value, on_delivery=lambda error, message: failed.append(error))
         producer.flush(PATIENCE_SECONDS)
         assert (failed[0] and failed[0].code()) == outcome
         if outcome is None:
             producer.commit_transaction(PATIENCE_SECONDS)
         else:
             producer.abort_transaction(PATIENCE_SECONDS)
-    assert raw.values(lane) == [b"1"]
+    assert raw.values(partition) == [b"1"]

@@ -21,7 +21,7 @@ import headwater
 from headwater import errors
 from headwater.cli import app, exit_codes
 from headwater.eventstore import NewStoreEvent
-from headwater.model import Dead
+from headwater.queue.model import Dead
 
 grpc = pytest.importorskip("grpc")
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: E402
@@ -199,10 +199,10 @@ def test_topics_are_made_seen_and_deleted(events: Any, log: headwater.Headwater)
 
 
 def test_events_are_claimed_settled_tried_again_and_given_up(queue: Any, log: headwater.Headwater, topic: str) -> None:
-    group = f"group-{next(_numbers)}"
-    queue.CreateGroup(pb.CreateGroupRequest(group=group, topics=[topic], max_attempts=3), timeout=SECONDS)
+    name = f"queue-{next(_numbers)}"
+    queue.CreateQueue(pb.CreateQueueRequest(queue=name, topics=[topic], max_attempts=3), timeout=SECONDS)
     positions = [log.publish(topic, n) for n in range(5)]
-    claim = pb.ClaimRequest(group=group, worker="w", batch_size=4)
+    claim = pb.ClaimRequest(queue=name, worker="w", batch_size=4)
     lease = queue.Claim(claim, timeout=SECONDS).lease
     assert [one.event.position for one in lease.events] == positions[:4]
     assert {one.attempt for one in lease.events} == {1}
@@ -214,7 +214,7 @@ def test_events_are_claimed_settled_tried_again_and_given_up(queue: Any, log: he
     ]
     settled = queue.Settle(
         pb.SettleRequest(
-            group=group, token=lease.token, outcomes=outcomes, rest_done=True, next=pb.ClaimRequest(worker="w")
+            queue=name, token=lease.token, outcomes=outcomes, rest_done=True, next=pb.ClaimRequest(worker="w")
         ),
         timeout=SECONDS,
     )
@@ -222,55 +222,55 @@ def test_events_are_claimed_settled_tried_again_and_given_up(queue: Any, log: he
     answer = settled.next
     while answer.events:
         attempts |= {one.event.position: one.attempt for one in answer.events}
-        request = pb.SettleRequest(group=group, token=answer.token, rest_done=True, next=claim)
+        request = pb.SettleRequest(queue=name, token=answer.token, rest_done=True, next=claim)
         answer = queue.Settle(request, timeout=SECONDS).next
     assert attempts == {positions[1]: 2, positions[3]: 1, positions[4]: 1}
-    (dead,) = log.dead_letters(group)
+    (dead,) = log.dead_letters(name)
     assert (dead.position, dead.last_error) == (positions[2], "never")
     assert not queue.Claim(claim, timeout=SECONDS).HasField("lease")
     with refused(grpc.StatusCode.FAILED_PRECONDITION):
-        queue.Settle(pb.SettleRequest(group=group, token=lease.token, rest_done=True), timeout=SECONDS)
+        queue.Settle(pb.SettleRequest(queue=name, token=lease.token, rest_done=True), timeout=SECONDS)
     with refused(grpc.StatusCode.INVALID_ARGUMENT):
         queue.Settle(
-            pb.SettleRequest(group=group, token=lease.token, outcomes=[pb.Outcome(position=1)]), timeout=SECONDS
+            pb.SettleRequest(queue=name, token=lease.token, outcomes=[pb.Outcome(position=1)]), timeout=SECONDS
         )
     with refused(grpc.StatusCode.NOT_FOUND):
-        queue.Claim(pb.ClaimRequest(group="nobody", worker="w"), timeout=SECONDS)
+        queue.Claim(pb.ClaimRequest(queue="missing", worker="w"), timeout=SECONDS)
 
 
 def test_a_claim_waits_for_events_and_a_lease_is_kept_for_longer(
     queue: Any, log: headwater.Headwater, topic: str
 ) -> None:
-    group = f"group-{next(_numbers)}"
-    queue.CreateGroup(pb.CreateGroupRequest(group=group, topics=[topic]), timeout=SECONDS)
-    waiting = queue.Claim.future(pb.ClaimRequest(group=group, worker="w", wait_seconds=20), timeout=SECONDS)
+    name = f"queue-{next(_numbers)}"
+    queue.CreateQueue(pb.CreateQueueRequest(queue=name, topics=[topic]), timeout=SECONDS)
+    waiting = queue.Claim.future(pb.ClaimRequest(queue=name, worker="w", wait_seconds=20), timeout=SECONDS)
     position = log.publish(topic, "x")
     lease = waiting.result().lease
     assert [one.event.position for one in lease.events] == [position]
     extended = queue.Extend(
-        pb.ExtendRequest(group=group, token=lease.token, lease_seconds=3600), timeout=SECONDS
+        pb.ExtendRequest(queue=name, token=lease.token, lease_seconds=3600), timeout=SECONDS
     ).expires_at
     assert extended.ToDatetime() > lease.expires_at.ToDatetime() + timedelta(minutes=50)
     with refused(grpc.StatusCode.INVALID_ARGUMENT):
-        queue.Claim(pb.ClaimRequest(group=group, worker="w", wait_seconds=61), timeout=SECONDS)
+        queue.Claim(pb.ClaimRequest(queue=name, worker="w", wait_seconds=61), timeout=SECONDS)
 
 
 def test_what_a_dead_worker_had_goes_to_another(queue: Any, log: headwater.Headwater, topic: str) -> None:
-    group = f"group-{next(_numbers)}"
-    queue.CreateGroup(pb.CreateGroupRequest(group=group, topics=[topic]), timeout=SECONDS)
+    name = f"queue-{next(_numbers)}"
+    queue.CreateQueue(pb.CreateQueueRequest(queue=name, topics=[topic]), timeout=SECONDS)
     position = log.publish(topic, "x")
-    dead = pb.ClaimRequest(group=group, worker="dead", lease_seconds=0.1)
+    dead = pb.ClaimRequest(queue=name, worker="dead", lease_seconds=0.1)
     assert queue.Claim(dead, timeout=SECONDS).HasField("lease")
-    other = pb.ClaimRequest(group=group, worker="other", wait_seconds=20)
+    other = pb.ClaimRequest(queue=name, worker="other", wait_seconds=20)
     (claimed,) = queue.Claim(other, timeout=SECONDS).lease.events
     assert (claimed.event.position, claimed.attempt) == (position, 2)
 
 
 def test_a_deadline_ends_a_call_that_waits(queue: Any, topic: str) -> None:
-    group = f"group-{next(_numbers)}"
-    queue.CreateGroup(pb.CreateGroupRequest(group=group, topics=[topic]), timeout=SECONDS)
+    name = f"queue-{next(_numbers)}"
+    queue.CreateQueue(pb.CreateQueueRequest(queue=name, topics=[topic]), timeout=SECONDS)
     with refused(grpc.StatusCode.DEADLINE_EXCEEDED):
-        queue.Claim(pb.ClaimRequest(group=group, worker="w", wait_seconds=50), timeout=0.2)
+        queue.Claim(pb.ClaimRequest(queue=name, worker="w", wait_seconds=50), timeout=0.2)
 
 
 def test_an_append_that_waits_ends_at_its_deadline_and_says_so(
@@ -382,13 +382,13 @@ def test_a_stream_that_goes_wrong_ends_after_the_verdicts_before(
         verdicts(stores.AppendStream(iter([pb.AppendStreamRequest(store="nowhere")]), timeout=SECONDS))
 
 
-def competition(store: str, group: str, **options: Any) -> pb.CompeteRequest:
-    return pb.CompeteRequest(**{"store": store, "group": group, "worker": "w", "stop_when_caught_up": True, **options})
+def competition(store: str, queue: str, **options: Any) -> pb.CompeteRequest:
+    return pb.CompeteRequest(**{"store": store, "queue": queue, "worker": "w", "stop_when_caught_up": True, **options})
 
 
-def rest(stores: Any, store: str, group: str) -> list[int]:
+def rest(stores: Any, store: str, queue: str) -> list[int]:
     """What one more competitor gets now; all of it is done."""
-    batches = RpcStore(stores, store).compete(group, worker="rest", stop_when_caught_up=True)
+    batches = RpcStore(stores, store).compete(queue, worker="rest", stop_when_caught_up=True)
     return [event.position for batch in batches for event in batch]
 
 
@@ -398,49 +398,49 @@ def test_a_batch_in_parts_is_done_when_more_is_asked_for_after_the_last(
     # Two do not fit into one message.
     large = NewStoreEvent("A", b"x" * 600_000)
     positions = [position for _ in range(3) for position in log.store(store).append(large).positions]
-    group = f"group-{next(_numbers)}"
-    doomed = RpcStore(stores, store).compete(group, worker="w", lease_seconds=0.05, stop_when_caught_up=True)
+    queue = f"queue-{next(_numbers)}"
+    doomed = RpcStore(stores, store).compete(queue, worker="w", lease_seconds=0.05, stop_when_caught_up=True)
     assert [len(next(doomed)) for _ in range(3)] == [1, 1, 1]
     doomed.close()
     got: list[int] = []
-    until(lambda: got.extend(rest(stores, store, group)) or len(got) >= 3)
+    until(lambda: got.extend(rest(stores, store, queue)) or len(got) >= 3)
     assert got == positions
-    parts = RpcStore(stores, store).compete(f"{group}-b", worker="w", stop_when_caught_up=True)
+    parts = RpcStore(stores, store).compete(f"{queue}-b", worker="w", stop_when_caught_up=True)
     assert [len(part) for part in parts] == [1, 1, 1]
-    assert [one.position for one in log.deliveries(f"{group}-b", status="done")] == positions
+    assert [one.position for one in log.deliveries(f"{queue}-b", status="done")] == positions
 
 
 def test_who_only_stops_asking_has_done_nothing(
     stores: Any, log: headwater.Headwater, store: str, until: Until
 ) -> None:
     positions = list(log.store(store).append([NewStoreEvent("A"), NewStoreEvent("A")]).positions)
-    group = f"group-{next(_numbers)}"
-    request = competition(store, group, lease_seconds=0.05)
+    queue = f"queue-{next(_numbers)}"
+    request = competition(store, queue, lease_seconds=0.05)
     (answer,) = stores.Compete(iter([request]), timeout=SECONDS)
     assert [event.position for event in answer.events] == positions
     got: list[int] = []
-    until(lambda: got.extend(rest(stores, store, group)) or len(got) >= 2)
+    until(lambda: got.extend(rest(stores, store, queue)) or len(got) >= 2)
     assert got == positions
     assert list(stores.Compete(iter([]), timeout=SECONDS)) == []
 
 
-@pytest.mark.parametrize("other", [{"store": "another"}, {"group": "another"}])
-def test_a_stream_competes_in_one_group_of_one_store(
+@pytest.mark.parametrize("other", [{"store": "another"}, {"queue": "another"}])
+def test_a_stream_competes_in_one_queue_of_one_store(
     stores: Any, log: headwater.Headwater, store: str, until: Until, other: dict[str, str]
 ) -> None:
     positions = [log.store(store).append(NewStoreEvent("A")).position]
-    group = f"group-{next(_numbers)}"
-    first = competition(store, group, lease_seconds=0.05)
+    queue = f"queue-{next(_numbers)}"
+    first = competition(store, queue, lease_seconds=0.05)
     answers = stores.Compete(iter([first, pb.CompeteRequest(**other)]), timeout=SECONDS)
     assert len(next(answers).events) == 1
     with refused(grpc.StatusCode.INVALID_ARGUMENT):
         next(answers)
     got: list[int] = []
-    until(lambda: got.extend(rest(stores, store, group)) or got)
+    until(lambda: got.extend(rest(stores, store, queue)) or got)
     assert got == positions
     # The same again is no other.
     later = log.store(store).append([NewStoreEvent("A"), NewStoreEvent("A")]).positions
-    same = competition(store, group, batch_size=1)
+    same = competition(store, queue, batch_size=1)
     answers = stores.Compete(iter([same, same, same]), timeout=SECONDS)
     assert [event.position for answer in answers for event in answer.events] == list(later)
 
@@ -449,18 +449,18 @@ def test_dead_letters_are_told_of_and_redriven_by_name_or_all_and_that_is_noted(
     stores: Any, log: headwater.Headwater, store: str
 ) -> None:
     first, second = log.store(store).append([NewStoreEvent("A"), NewStoreEvent("B")]).positions
-    group = f"group-{next(_numbers)}"
-    log.create_group(group, [store])
-    lease = log.claim(group, worker="w", batch_size=2)
+    queue = f"queue-{next(_numbers)}"
+    log.create_queue(queue, [store])
+    lease = log.claim(queue, worker="w", batch_size=2)
     assert lease is not None
     log.settle(lease, {first: Dead("no"), second: Dead("never")})
 
     def letters(**asked: Any) -> list[tuple[int, str, str]]:
-        answer = stores.DeadLetters(pb.DeadLettersRequest(store=store, group=group, **asked), timeout=SECONDS)
+        answer = stores.DeadLetters(pb.DeadLettersRequest(store=store, queue=queue, **asked), timeout=SECONDS)
         return [(one.position, one.type, one.last_error) for one in answer.letters]
 
     def redrive(**meant: Any) -> int:
-        return stores.Redrive(pb.RedriveRequest(store=store, group=group, **meant), timeout=SECONDS).count
+        return stores.Redrive(pb.RedriveRequest(store=store, queue=queue, **meant), timeout=SECONDS).count
 
     assert letters() == [(first, "A", "no"), (second, "B", "never")]
     assert letters(batch_size=1) == letters(positions=[first]) == letters()[:1]
@@ -473,16 +473,16 @@ def test_dead_letters_are_told_of_and_redriven_by_name_or_all_and_that_is_noted(
     assert letters() == [(first, "A", "no")]
     assert redrive(all=True) == 1
     assert letters() == []
-    told = [event.data for event in log.read("headwater.audit") if event.data["subject"] == group]
+    told = [event.data for event in log.read("headwater.audit") if event.data["subject"] == queue]
     assert [(one["action"], one["detail"]) for one in told] == [
-        ("group.redrive", {"positions": [second], "count": 1}),
-        ("group.redrive", {"positions": "all", "count": 1}),
+        ("queue.redrive", {"positions": [second], "count": 1}),
+        ("queue.redrive", {"positions": "all", "count": 1}),
     ]
 
 
 # --- errors, limits, health --------------------------------------------------------------------------------------
 
-# What a caller of this door can never meet: pipelines, capture, lakes, the registry, settings, bugs of ours.
+# What a caller of this server can never meet: pipelines, capture, lakes, the registry, settings, bugs of ours.
 NEVER_MET = {
     "PipelineNotFound",
     "PipelineBusy",
@@ -650,7 +650,7 @@ def run(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["serve", *arguments], env={"HEADWATER_DSN": None})
 
 
-def test_a_directory_is_served_by_one_process_and_by_this_door_alone(tmp_path: Path) -> None:
+def test_a_directory_is_served_by_one_process_and_by_this_server_alone(tmp_path: Path) -> None:
     address = f"sqlite:///{tmp_path / 'stores'}"
     for wrong in (
         ("--store", address),

@@ -17,10 +17,10 @@ import psycopg
 import pytest
 
 import headwater
-from headwater.access import permissions
+from headwater.access import permissions, scram
 from headwater.access.permissions import Permission
 from headwater.calls import access as calls
-from headwater.errors import GroupNotFound
+from headwater.errors import QueueNotFound
 from headwater.eventstore import NewStoreEvent
 
 grpc = pytest.importorskip("grpc")
@@ -49,21 +49,19 @@ def bearer(key: str) -> Metadata:
 ROOT = basic("root", "root:secret")
 SHOP = basic("shop", "ä")
 READERS_RIGHT = Permission("reader", "read", "topic", "shop-store")
-COMPETITORS_RIGHT = Permission("reader", "read", "group", "shared-", True)
+COMPETITORS_RIGHT = Permission("reader", "read", "consumer", "shared-", True)
 
 
 @pytest.fixture(scope="module")
 def channel(dsn: str) -> Iterator[Any]:
     with headwater.connect(dsn) as log:
         # As few as the table takes: what is made slow on purpose is tested elsewhere.
-        log.run(
-            calls.set_account("root", permissions.verifiers("root:secret", os.urandom(16), 4096), administrator=True)
-        )
-        log.run(calls.set_account("shop", permissions.verifiers("ä", os.urandom(16), 4096)))
+        log.run(calls.set_account("root", scram.verifiers("root:secret", os.urandom(16), 4096), administrator=True))
+        log.run(calls.set_account("shop", scram.verifiers("ä", os.urandom(16), 4096)))
         log.run(calls.allow(Permission("shop", "write", "topic", "shop-", True)))
         log.run(calls.allow(Permission("shop", "read", "topic", "shop-orders")))
-        log.run(calls.allow(Permission("shop", "read", "group", "shop")))
-        log.run(calls.set_account("reader", permissions.verifiers("r", os.urandom(16), 4096)))
+        log.run(calls.allow(Permission("shop", "read", "consumer", "shop")))
+        log.run(calls.set_account("reader", scram.verifiers("r", os.urandom(16), 4096)))
         log.run(calls.allow(READERS_RIGHT))
         log.run(calls.allow(COMPETITORS_RIGHT))
         log.run(calls.allow(Permission("reader", "read", "topic", "shared")))
@@ -71,9 +69,9 @@ def channel(dsn: str) -> Iterator[Any]:
         log.create_topic("secret")
         log.create_store("shop-store").append(NewStoreEvent("A", {}))
         log.create_store("hidden").append(NewStoreEvent("A", {}))
-        log.create_group("shop", "shop-orders")
+        log.create_queue("shop", "shop-orders")
         log.create_store("shared").append(NewStoreEvent("A", {}))
-        log.create_group("shared-there", "shared")
+        log.create_queue("shared-there", "shared")
     with rpc_server("--authenticate", dsn=dsn) as server, grpc.insecure_channel(server.address) as channel:
         yield channel
 
@@ -126,7 +124,7 @@ def test_a_password_opens_a_session_and_the_session_is_enough(store: Any, log: h
     assert token
     # Asked for again, it is the same one: sessions are few.
     assert token_of(store.Ping, ROOT) == token
-    assert log.run(calls.account_of_key(permissions.key_hash(token))) == "root"
+    assert log.run(calls.account_of_key(permissions.hash_api_key(token))) == "root"
     assert token_of(store.Ping, [("x-auth-token", token)]) is None
     assert token_of(store.Ping, [("x-auth-token", token), *basic("root", "wrong")]) is None
     # One that does not hold is made good by the password.
@@ -134,16 +132,16 @@ def test_a_password_opens_a_session_and_the_session_is_enough(store: Any, log: h
 
 
 def test_a_key_is_enough_and_opens_no_session(store: Any, log: headwater.Headwater) -> None:
-    key = permissions.key_of(os.urandom(32))
-    log.run(calls.create_api_key(permissions.key_hash(key), "shop", label="test"))
+    key = permissions.encode_api_key(os.urandom(32))
+    log.run(calls.create_api_key(permissions.hash_api_key(key), "shop", label="test"))
     assert token_of(store.Ping, bearer(key)) is None
     asked = orisun.GetEventsRequest(boundary="hidden", count=1)
     with refused(grpc.StatusCode.PERMISSION_DENIED):
         store.GetEvents(asked, timeout=SECONDS, metadata=bearer(key))
 
 
-def competition(store: str, group: str) -> pb.CompeteRequest:
-    return pb.CompeteRequest(store=store, group=group, worker="w", batch_size=1)
+def competition(store: str, queue: str) -> pb.CompeteRequest:
+    return pb.CompeteRequest(store=store, queue=queue, worker="w", batch_size=1)
 
 
 def test_an_account_may_what_it_was_allowed_and_nothing_else(channel: Any, store: Any, admin: Any) -> None:
@@ -153,7 +151,7 @@ def test_an_account_may_what_it_was_allowed_and_nothing_else(channel: Any, store
     allowed = [
         (log.Publish, pb.PublishRequest(topic="shop-orders", event=pb.NewEvent())),
         (log.Read, pb.ReadRequest(topics=["shop-orders"])),
-        (queue.Claim, pb.ClaimRequest(group="shop", worker="w")),
+        (queue.Claim, pb.ClaimRequest(queue="shop", worker="w")),
         (store.SaveEvents, orisun.SaveEventsRequest(boundary="shop-store", events=[event])),
         (stores.Append, pb.AppendRequest(store="shop-store", events=[new])),
         (admin.GetEventCount, orisun.GetEventCountRequest(boundary="shop-store")),
@@ -169,19 +167,19 @@ def test_an_account_may_what_it_was_allowed_and_nothing_else(channel: Any, store
         (log.DeleteTopic, pb.DeleteTopicRequest(name="shop-orders")),
         (log.OpenCursor, pb.OpenCursorRequest(cursor="theirs")),
         (log.AdvanceCursor, pb.AdvanceCursorRequest(cursor="theirs")),
-        (queue.CreateGroup, pb.CreateGroupRequest(group="other", topics=["secret"])),
-        (queue.Claim, pb.ClaimRequest(group="other", worker="w")),
-        (queue.Settle, pb.SettleRequest(group="other", token=1)),
-        (queue.Extend, pb.ExtendRequest(group="other", token=1)),
+        (queue.CreateQueue, pb.CreateQueueRequest(queue="other", topics=["secret"])),
+        (queue.Claim, pb.ClaimRequest(queue="other", worker="w")),
+        (queue.Settle, pb.SettleRequest(queue="other", token=1)),
+        (queue.Extend, pb.ExtendRequest(queue="other", token=1)),
         (stores.CreateStore, pb.CreateStoreRequest(store="shop-new")),
         (stores.Append, pb.AppendRequest(store="hidden", events=[new])),
         (stores.ReadMatching, pb.ReadMatchingRequest(store="shop-store")),
         (stores.Latest, pb.LatestRequest(store="shop-store")),
         (stores.Count, pb.CountRequest(store="shop-store")),
         (stores.Head, pb.HeadRequest(store="shop-store")),
-        (stores.DeadLetters, pb.DeadLettersRequest(store="shop-store", group="other")),
-        # To read a group is not to change it.
-        (stores.Redrive, pb.RedriveRequest(store="shop-store", group="shop", all=True)),
+        (stores.DeadLetters, pb.DeadLettersRequest(store="shop-store", queue="other")),
+        # To read a queue is not to change it.
+        (stores.Redrive, pb.RedriveRequest(store="shop-store", queue="shop", all=True)),
         (stores.OpenStoreCursor, pb.OpenStoreCursorRequest(store="shop-store", cursor="theirs")),
         (stores.AdvanceStoreCursor, pb.AdvanceStoreCursorRequest(store="shop-store", cursor="theirs")),
         (store.SaveEvents, orisun.SaveEventsRequest(boundary="hidden", events=[event])),
@@ -221,7 +219,7 @@ def test_an_account_may_what_it_was_allowed_and_nothing_else(channel: Any, store
     for stream in streams:
         with refused(grpc.StatusCode.PERMISSION_DENIED):
             next(stream)
-    # Whatever there is has been asked for above, or tells of what the caller may know alone.
+    # Whatever there is has been asked for above, or tells of what the principal may know alone.
     listing = {"ListTopics", "ListStores", "ListBoundaries", "Ping", "GetServerInfo", "ChangePassword"}
     asked = {str(call._method, "utf-8").rpartition("/")[2] for call, _ in denied} | listing
     asked |= {"Follow", "Subscribe", "AppendStream", "Compete", "CatchUpSubscribeToEvents"}
@@ -239,18 +237,18 @@ def test_an_account_may_what_it_was_allowed_and_nothing_else(channel: Any, store
     assert [boundary.name for boundary in boundaries] == ["shop-store"]
 
 
-def test_who_competes_may_read_the_store_and_the_group_and_make_what_is_missing(
+def test_who_competes_may_read_the_store_and_the_queue_and_make_what_is_missing(
     channel: Any, log: headwater.Headwater
 ) -> None:
     compete = service(channel, "headwater.v1.EventStore").Compete
     reader = basic("reader", "r")
-    for group in ("other", "shared-missing"):
+    for queue in ("other", "shared-missing"):
         with refused(grpc.StatusCode.PERMISSION_DENIED):
-            next(compete(iter([competition("shared", group)]), timeout=SECONDS, metadata=reader))
-        with pytest.raises(GroupNotFound):
-            log.group(group)
-    for group, who in (("shared-there", reader), ("shared-missing", ROOT)):
-        (answer,) = compete(iter([competition("shared", group)]), timeout=SECONDS, metadata=who)
+            next(compete(iter([competition("shared", queue)]), timeout=SECONDS, metadata=reader))
+        with pytest.raises(QueueNotFound):
+            log.queue(queue)
+    for queue, who in (("shared-there", reader), ("shared-missing", ROOT)):
+        (answer,) = compete(iter([competition("shared", queue)]), timeout=SECONDS, metadata=who)
         assert len(answer.events) == 1
     # It is there now.
     log.store("shared").append(NewStoreEvent("B"))
@@ -263,9 +261,9 @@ def test_a_stream_ends_when_the_right_to_it_is_taken_back(channel: Any, log: hea
     reader = basic("reader", "r")
     asking: list[SimpleQueue[pb.CompeteRequest | None]] = [SimpleQueue(), SimpleQueue()]
     competing = []
-    for group, asked in zip(("shared-waiting", "shared-holding"), asking, strict=True):
-        log.create_group(group, "shared", after=log.store("shared").head())
-        asked.put(competition("shared", group))
+    for queue, asked in zip(("shared-waiting", "shared-holding"), asking, strict=True):
+        log.create_queue(queue, "shared", after=log.store("shared").head())
+        asked.put(competition("shared", queue))
         competing.append(stores.Compete(iter(asked.get, None), timeout=60, metadata=reader))
     subscribed = stores.Subscribe(pb.SubscribeRequest(store="shop-store"), timeout=60, metadata=reader)
     log.store("shared").append(NewStoreEvent("A"))
@@ -296,12 +294,12 @@ def test_a_stream_ends_when_the_right_to_it_is_taken_back(channel: Any, log: hea
 
 
 def test_a_stream_ends_when_its_key_is_taken_back(channel: Any, log: headwater.Headwater, until: Until) -> None:
-    key = permissions.key_of(os.urandom(32))
-    log.run(calls.create_api_key(permissions.key_hash(key), "root"))
+    key = permissions.encode_api_key(os.urandom(32))
+    log.run(calls.create_api_key(permissions.hash_api_key(key), "root"))
     stores = service(channel, "headwater.v1.EventStore")
     answers = stores.Subscribe(pb.SubscribeRequest(store="shop-store"), timeout=60, metadata=bearer(key))
     assert next(answers).events
-    log.run(calls.delete_api_key("root", permissions.key_hash(key).hex()))
+    log.run(calls.delete_api_key("root", permissions.hash_api_key(key).hex()))
 
     def ended() -> bool:
         log.store("shop-store").append(NewStoreEvent("B"))
@@ -390,7 +388,7 @@ def test_users_are_made_with_roles_change_their_passwords_and_go(
     assert change("operator", "first").success
     assert (valid("first"), valid("second")) == (False, True)
     # The session that the old password opened is gone.
-    assert log.run(calls.account_of_key(permissions.key_hash(token))) is None
+    assert log.run(calls.account_of_key(permissions.hash_api_key(token))) is None
     with refused(grpc.StatusCode.FAILED_PRECONDITION):
         admin.DeleteUser(orisun.DeleteUserRequest(user_id="root"), timeout=SECONDS, metadata=ROOT)
     admin.DeleteUser(orisun.DeleteUserRequest(user_id="operator"), timeout=SECONDS, metadata=ROOT)
@@ -427,7 +425,7 @@ def test_of_two_who_make_the_same_user_the_second_finds_it(
     dsn: str, connection: psycopg.Connection, until: Until
 ) -> None:
     free = calls.account_is_free("wanted")
-    made = calls.set_account("wanted", permissions.verifiers("p", os.urandom(16), 4096))
+    made = calls.set_account("wanted", scram.verifiers("p", os.urandom(16), 4096))
     with psycopg.connect(dsn) as first, psycopg.connect(dsn) as second, ThreadPoolExecutor(1) as pool:
         assert first.execute(free.sql, free.params).fetchall() == [(True,)]
         asking = pool.submit(lambda: second.execute(free.sql, free.params).fetchall())
@@ -436,4 +434,4 @@ def test_of_two_who_make_the_same_user_the_second_finds_it(
         first.execute(made.sql, made.params)
         first.commit()
         assert asking.result(SECONDS) == [(False,)]
-    connection.execute("select headwater.delete_account('wanted')")
+    connection.execute("select headwater_internal.delete_account('wanted')")

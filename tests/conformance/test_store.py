@@ -23,9 +23,9 @@ from headwater.errors import (
     AppendConflict,
     CursorMoved,
     EventTooLarge,
-    GroupNotFound,
     InvalidEvent,
     InvalidRequest,
+    QueueNotFound,
     SchemaMismatch,
     TopicExists,
     TopicNotFound,
@@ -257,16 +257,16 @@ def test_the_id_of_another_event_is_refused(store: Store, ids: list[str]) -> Non
 @pytest.mark.parametrize(
     ("events", "says"),
     [
-        ([], "1 to 1000 events"),
-        ([NewStoreEvent("A")] * 1001, "1 to 1000 events"),
+        ([], "an append has 1 to 1000"),
+        ([NewStoreEvent("A")] * 1001, "an append has 1 to 1000"),
         ([NewStoreEvent("")], "1 to 200 characters"),
-        ([NewStoreEvent(None)], "has a type"),  # type: ignore[arg-type]
-        ([NewStoreEvent("A", tags="x")], "list of texts"),
+        ([NewStoreEvent(None)], "must have a type"),  # type: ignore[arg-type]
+        ([NewStoreEvent("A", tags="x")], "list of strings"),
         ([NewStoreEvent("A", tags=[""])], "1 to 255 characters"),
         ([NewStoreEvent("A", tags=["x" * 256])], "1 to 255 characters"),
-        ([NewStoreEvent("A", tags=[f"{n}" for n in range(101)])], "up to 100 tags"),
+        ([NewStoreEvent("A", tags=[f"{n}" for n in range(101)])], "the limit is 100"),
         ([NewStoreEvent("A", tags=["\x00"])], "NUL"),
-        ([NewStoreEvent("A", {"a": object()})], "cannot be written as JSON"),
+        ([NewStoreEvent("A", {"a": object()})], "cannot be encoded as JSON"),
         ([NewStoreEvent("A", event_id="")], "1 to 255 characters"),
         ([NewStoreEvent("A", event_id="e"), NewStoreEvent("A", event_id="e")], "same id"),
     ],
@@ -434,7 +434,7 @@ def test_json_is_as_deep_as_all_can_read_and_found_by_all(store: Store, content_
     (found,) = store.read(query)
     assert query.matches(found)
     for levels in (201, 950, 5000):
-        with pytest.raises(InvalidEvent, match=r"up to 200 levels|recursion"):
+        with pytest.raises(InvalidEvent, match=r"the limit is 200|recursion"):
             store.append(nested(levels))
     # What is no JSON is not looked at.
     store.append(NewStoreEvent("A", b"[" * 500))
@@ -475,7 +475,7 @@ def test_a_position_that_cannot_be_is_refused(store: Store, place: int) -> None:
         lambda: list(store.subscribe(after=place, stop_when_caught_up=True)),
         lambda: list(store.subscribe(after=place, cursor="c", stop_when_caught_up=True)),
     ):
-        with pytest.raises(InvalidRequest, match="64 bits"):
+        with pytest.raises(InvalidRequest, match="64-bit integer"):
             ask()
 
 
@@ -579,24 +579,25 @@ def test_a_slow_subscriber_is_served_from_the_log_again(
     if isinstance(store, RpcStore):
         pytest.skip("what a server keeps is not seen from here")
     monkeypatch.setattr(
-        "headwater.eventstore.recent_events.Tail.extended.__kwdefaults__", {"max_events": 5, "max_bytes": 1 << 20}
+        "headwater.eventstore.recent_events.RecentEvents.extended.__kwdefaults__",
+        {"max_events": 5, "max_bytes": 1 << 20},
     )
     slow = store.subscribe(batch_size=2)
     store.append(happened("A"))
     got = [soon(slow)]
     fast: list[StoreEvent] = []
     thread = collect(store, fast, "End")
-    until(lambda: fast and store._feed._tail)
+    until(lambda: fast and store._live_reader._tail)
     for n in range(10):
         store.append([happened("A"), happened("A"), happened("A")])
         # One by one, so that all of it goes by the tail.
         until(lambda n=n: len(fast) == 4 + 3 * n)
     store.append(happened("End"))
     join(thread)
-    tail = store._feed._tail
+    tail = store._live_reader._tail
     assert tail is not None
     assert len(tail.events) == 5
-    assert not store._feed.holds(got[-1].position)
+    assert not store._live_reader.holds(got[-1].position)
     while got[-1].type != "End":
         got.append(soon(slow))
     assert got == fast == list(store.read_all())
@@ -607,7 +608,7 @@ def test_one_reads_for_all_who_follow(store: Store, until: Until, monkeypatch: p
         pytest.skip("what a server keeps is not seen from here")
     readers: set[int] = set()
     at_once: list[int] = []
-    read_after = store._feed._read_after
+    read_after = store._live_reader._read_after
 
     def watched(position: int, batch_size: int, epoch: int) -> Any:
         readers.add(threading.get_ident())
@@ -617,7 +618,7 @@ def test_one_reads_for_all_who_follow(store: Store, until: Until, monkeypatch: p
         finally:
             readers.discard(threading.get_ident())
 
-    monkeypatch.setattr(store._feed, "_read_after", watched)
+    monkeypatch.setattr(store._live_reader, "_read_after", watched)
     received: list[list[StoreEvent]] = [[] for _ in range(40)]
     threads = [collect(store, got, "End") for got in received]
     store.append(happened("A"))
@@ -648,7 +649,7 @@ def test_a_subscriber_can_start_anywhere(store: Store) -> None:
     positions = store.append([happened("A") for _ in range(5)]).positions
     assert [e.position for e in store.subscribe(after=positions[2], stop_when_caught_up=True)] == list(positions[3:])
     assert list(store.subscribe(from_end=True, stop_when_caught_up=True)) == []
-    with pytest.raises(InvalidRequest, match="where to start once"):
+    with pytest.raises(InvalidRequest, match="give only one of"):
         next(store.subscribe(after=1, from_end=True))
 
 
@@ -660,30 +661,30 @@ SHORT = 0.05
 
 
 @pytest.fixture
-def group() -> str:
-    return f"group-{next(_numbers)}"
+def queue() -> str:
+    return f"queue-{next(_numbers)}"
 
 
 def places(*batches: Any) -> list[int]:
     return [event.position for batch in batches for event in batch]
 
 
-def rest(store: Store, group: str, query: Query = EVERYTHING, batch_size: int = 10) -> list[int]:
+def rest(store: Store, queue: str, query: Query = EVERYTHING, batch_size: int = 10) -> list[int]:
     """What one more competitor gets now; all of it is done."""
-    batches = store.compete(group, query, worker="rest", batch_size=batch_size, stop_when_caught_up=True)
+    batches = store.compete(queue, query, worker="rest", batch_size=batch_size, stop_when_caught_up=True)
     return places(*batches)
 
 
-def abandoned(store: Store, group: str, query: Query = EVERYTHING, batch_size: int = 10) -> list[int]:
+def abandoned(store: Store, queue: str, query: Query = EVERYTHING, batch_size: int = 10) -> list[int]:
     """The batch of a competitor that dies with it."""
     doomed = store.compete(
-        group, query, worker="doomed", batch_size=batch_size, lease_seconds=SHORT, stop_when_caught_up=True
+        queue, query, worker="doomed", batch_size=batch_size, lease_seconds=SHORT, stop_when_caught_up=True
     )
     with closing(doomed):
         return places(next(doomed, ()))
 
 
-def test_those_who_compete_share_all_matches_with_none_twice_and_none_missing(store: Store, group: str) -> None:
+def test_those_who_compete_share_all_matches_with_none_twice_and_none_missing(store: Store, queue: str) -> None:
     expected = 60
     got: list[int] = []
     deadline = time.monotonic() + 60
@@ -692,7 +693,7 @@ def test_those_who_compete_share_all_matches_with_none_twice_and_none_missing(st
         while len(got) < expected:
             assert time.monotonic() < deadline, "some are missing"
             for batch in store.compete(
-                group, tagged("x"), worker=f"worker-{number}", batch_size=3, stop_when_caught_up=True
+                queue, tagged("x"), worker=f"worker-{number}", batch_size=3, stop_when_caught_up=True
             ):
                 got.extend(places(batch))
 
@@ -703,15 +704,15 @@ def test_those_who_compete_share_all_matches_with_none_twice_and_none_missing(st
         for one in working:
             one.result(90)
     assert sorted(got) == places(store.read(tagged("x")))
-    assert rest(store, group, tagged("x")) == []
+    assert rest(store, queue, tagged("x")) == []
 
 
-def test_one_that_dies_leaves_its_batch_to_others_one_by_one(store: Store, group: str, until: Until) -> None:
+def test_one_that_dies_leaves_its_batch_to_others_one_by_one(store: Store, queue: str, until: Until) -> None:
     lost = list(store.append([happened("A", "x") for _ in range(4)]).positions)
-    assert abandoned(store, group, tagged("x")) == lost
+    assert abandoned(store, queue, tagged("x")) == lost
 
     def another() -> Any:
-        competing = store.compete(group, tagged("x"), worker="another", batch_size=5, stop_when_caught_up=True)
+        competing = store.compete(queue, tagged("x"), worker="another", batch_size=5, stop_when_caught_up=True)
         first = next(competing, None)
         return first and (first, competing)
 
@@ -723,64 +724,64 @@ def test_one_that_dies_leaves_its_batch_to_others_one_by_one(store: Store, group
 
 
 def test_one_that_is_late_takes_nothing_from_those_who_have_its_events_now(
-    store: Store, group: str, until: Until
+    store: Store, queue: str, until: Until
 ) -> None:
     first, second = store.append([happened("A"), happened("A")]).positions
-    late = store.compete(group, worker="late", lease_seconds=SHORT, stop_when_caught_up=True)
+    late = store.compete(queue, worker="late", lease_seconds=SHORT, stop_when_caught_up=True)
     assert places(next(late)) == [first, second]
-    until(lambda: abandoned(store, group) == [first])
+    until(lambda: abandoned(store, queue) == [first])
     # It asks on, which settles nothing: the one was another's by then, and the other one is to be given again.
     assert places(next(late)) == [second]
     late.close()
     got: list[int] = []
-    until(lambda: got.extend(rest(store, group)) or len(got) >= 2)
+    until(lambda: got.extend(rest(store, queue)) or len(got) >= 2)
     assert sorted(got) == [first, second]
 
 
-def test_what_is_no_match_is_passed_over_and_done(store: Store, group: str) -> None:
+def test_what_is_no_match_is_passed_over_and_done(store: Store, queue: str) -> None:
     store.append([happened("A") for _ in range(30)])
     (wanted,) = store.append(happened("A", "x")).positions
     store.append([happened("A") for _ in range(5)])
-    assert rest(store, group, tagged("x"), 4) == [wanted]
-    # Whoever asks the group for everything now comes too late for what was before.
-    assert rest(store, group) == []
+    assert rest(store, queue, tagged("x"), 4) == [wanted]
+    # Whoever asks the queue for everything now comes too late for what was before.
+    assert rest(store, queue) == []
     (new,) = store.append(happened("A")).positions
-    assert rest(store, group) == [new]
+    assert rest(store, queue) == [new]
 
 
-def test_two_groups_do_not_compete_with_each_other(store: Store, group: str) -> None:
+def test_two_queues_do_not_compete_with_each_other(store: Store, queue: str) -> None:
     store.append([happened("A") for _ in range(3)])
-    assert rest(store, group) == rest(store, f"{group}-other") == places(store.read())
+    assert rest(store, queue) == rest(store, f"{queue}-other") == places(store.read())
 
 
-def test_a_batch_is_as_large_as_was_asked_for_and_in_order(store: Store, group: str) -> None:
+def test_a_batch_is_as_large_as_was_asked_for_and_in_order(store: Store, queue: str) -> None:
     store.append([happened("A", data="x" * 1000) for _ in range(10)])
-    batches = list(store.compete(group, worker="w", batch_size=4, stop_when_caught_up=True))
+    batches = list(store.compete(queue, worker="w", batch_size=4, stop_when_caught_up=True))
     assert [len(batch) for batch in batches] == [4, 4, 2]
     assert [event for batch in batches for event in batch] == store.read()
 
 
-def test_a_competitor_waits_for_what_comes(store: Store, group: str) -> None:
-    with closing(store.compete(group, tagged("x"), worker="w")) as waiting:
+def test_a_competitor_waits_for_what_comes(store: Store, queue: str) -> None:
+    with closing(store.compete(queue, tagged("x"), worker="w")) as waiting:
         for _ in range(3):
             store.append([happened("A"), happened("A", "x")])
             assert places(soon(waiting)) == [store.head()]
 
 
 @pytest.mark.parametrize("kind", HERE)
-def test_a_group_goes_on_where_it_was_when_its_store_is_opened_again(
-    kind: str, request: pytest.FixtureRequest, tmp_path: Path, group: str, until: Until
+def test_a_queue_goes_on_where_it_was_when_its_store_is_opened_again(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path, queue: str, until: Until
 ) -> None:
     name = f"store-{next(_numbers)}"
     with opened(kind, request.getfixturevalue, tmp_path) as stores:
         store = stores.create_store(name)
         done = list(store.append([happened("A") for _ in range(3)]).positions)
-        assert rest(store, group) == done
+        assert rest(store, queue) == done
         open_ = list(store.append([happened("A") for _ in range(4)]).positions)
-        assert abandoned(store, group, batch_size=2) == open_[:2]
+        assert abandoned(store, queue, batch_size=2) == open_[:2]
     # Not only in somebody's hands, which would not be seen before their lease ends.
     if kind.startswith("postgres"):
-        deliveries = request.getfixturevalue("log").deliveries(group, status="done")
+        deliveries = request.getfixturevalue("log").deliveries(queue, status="done")
         assert [one.position for one in deliveries] == done
     else:
         with closing(sqlite3.connect(tmp_path / "stores" / f"{name}.sqlite")) as connection:
@@ -788,12 +789,12 @@ def test_a_group_goes_on_where_it_was_when_its_store_is_opened_again(
     with opened(kind, request.getfixturevalue, tmp_path) as stores:
         store = stores.store(name)
         got: list[int] = []
-        until(lambda: got.extend(rest(store, group)) or len(got) >= 4)
+        until(lambda: got.extend(rest(store, queue)) or len(got) >= 4)
         assert sorted(got) == open_
 
 
 def test_what_kills_every_worker_is_given_up_after_five_tries_while_others_go_on(
-    store: Store, group: str, until: Until
+    store: Store, queue: str, until: Until
 ) -> None:
     deadly, *others = store.append([happened("Deadly"), *[happened("A") for _ in range(3)]]).positions
     tries: list[int] = []
@@ -801,7 +802,7 @@ def test_what_kills_every_worker_is_given_up_after_five_tries_while_others_go_on
 
     def work() -> Any:
         with closing(
-            store.compete(group, worker="doomed", batch_size=1, lease_seconds=SHORT, stop_when_caught_up=True)
+            store.compete(queue, worker="doomed", batch_size=1, lease_seconds=SHORT, stop_when_caught_up=True)
         ) as competing:
             for (event,) in competing:
                 if event.type == "Deadly":
@@ -813,7 +814,7 @@ def test_what_kills_every_worker_is_given_up_after_five_tries_while_others_go_on
     others.append(store.append(happened("A")).position)
     until(lambda: work() or done == set(others))
     assert tries == [deadly] * 5
-    (letter,) = until(lambda: work() or store.dead_letters(group))
+    (letter,) = until(lambda: work() or store.dead_letters(queue))
     assert tries == [deadly] * 5
     assert (letter.position, letter.topic, letter.key, letter.type) == (deadly, store.topic, None, "Deadly")
     assert (letter.attempts, letter.last_error) == (5, "lease expired")
@@ -821,57 +822,57 @@ def test_what_kills_every_worker_is_given_up_after_five_tries_while_others_go_on
         (number, "doomed", "lease expired") for number in range(1, 6)
     ]
     assert letter.died_at > store.read()[0].published_at
-    assert store.dead_letters(group, positions=[others[0]]) == store.dead_letters(group, after=deadly) == []
-    assert store.dead_letters(group, positions=[deadly]) == [letter]
+    assert store.dead_letters(queue, positions=[others[0]]) == store.dead_letters(queue, after=deadly) == []
+    assert store.dead_letters(queue, positions=[deadly]) == [letter]
 
 
 def test_a_dead_letter_that_is_redriven_is_given_again_with_a_new_set_of_tries(
-    store: Store, group: str, until: Until
+    store: Store, queue: str, until: Until
 ) -> None:
     first, second = store.append([happened("A"), happened("A")]).positions
-    until(lambda: abandoned(store, group, batch_size=1) is None or len(store.dead_letters(group)) == 2)
-    assert store.redrive(group, positions=[second + 1]) == 0
-    assert store.redrive(group, positions=[second]) == 1
-    assert [letter.position for letter in store.dead_letters(group)] == [first]
-    until(lambda: abandoned(store, group) is None or len(store.dead_letters(group)) == 2)
-    assert [(letter.attempts, len(letter.history)) for letter in store.dead_letters(group)] == [(5, 5), (5, 10)]
-    assert store.redrive(group) == 2
-    assert store.dead_letters(group) == []
-    assert sorted(rest(store, group)) == [first, second]
-    assert rest(store, group) == []
+    until(lambda: abandoned(store, queue, batch_size=1) is None or len(store.dead_letters(queue)) == 2)
+    assert store.redrive(queue, positions=[second + 1]) == 0
+    assert store.redrive(queue, positions=[second]) == 1
+    assert [letter.position for letter in store.dead_letters(queue)] == [first]
+    until(lambda: abandoned(store, queue) is None or len(store.dead_letters(queue)) == 2)
+    assert [(letter.attempts, len(letter.history)) for letter in store.dead_letters(queue)] == [(5, 5), (5, 10)]
+    assert store.redrive(queue) == 2
+    assert store.dead_letters(queue) == []
+    assert sorted(rest(store, queue)) == [first, second]
+    assert rest(store, queue) == []
 
 
-def test_a_group_that_is_not_there_has_no_dead_letters(store: Store) -> None:
-    with pytest.raises(GroupNotFound):
-        store.dead_letters("no-such-group")
-    with pytest.raises(GroupNotFound):
-        store.redrive("no-such-group")
+def test_a_queue_that_is_not_there_has_no_dead_letters(store: Store) -> None:
+    with pytest.raises(QueueNotFound):
+        store.dead_letters("no-such-queue")
+    with pytest.raises(QueueNotFound):
+        store.redrive("no-such-queue")
 
 
-def test_the_tries_of_several_together_are_no_tries_of_each(store: Store, group: str, until: Until) -> None:
+def test_the_tries_of_several_together_are_no_tries_of_each(store: Store, queue: str, until: Until) -> None:
     positions = list(store.append([happened("A") for _ in range(2)]).positions)
-    assert abandoned(store, group) == positions
+    assert abandoned(store, queue) == positions
     tries: Counter[int] = Counter()
-    until(lambda: tries.update(abandoned(store, group)) or tries.total() == 10)
+    until(lambda: tries.update(abandoned(store, queue)) or tries.total() == 10)
     assert tries == dict.fromkeys(positions, 5)
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"batch_size": 0}, "a batch is 1"),
-        ({"batch_size": -1}, "a batch is 1"),
-        ({"lease_seconds": 0.0}, "a lease is"),
-        ({"lease_seconds": -1.0}, "a lease is"),
-        ({"lease_seconds": 86_401.0}, "a lease is"),
-        ({"lease_seconds": float("inf")}, "a lease is"),
-        ({"lease_seconds": float("nan")}, "a lease is"),
+        ({"batch_size": 0}, "invalid batch_size"),
+        ({"batch_size": -1}, "invalid batch_size"),
+        ({"lease_seconds": 0.0}, "invalid lease_seconds"),
+        ({"lease_seconds": -1.0}, "invalid lease_seconds"),
+        ({"lease_seconds": 86_401.0}, "invalid lease_seconds"),
+        ({"lease_seconds": float("inf")}, "invalid lease_seconds"),
+        ({"lease_seconds": float("nan")}, "invalid lease_seconds"),
         ({"worker": ""}, "worker name"),
         ({"worker": "x" * 201}, "worker name"),
         ({"worker": "a\0b"}, "worker name"),
-        ({"group": ""}, "group name"),
-        ({"group": "x" * 201}, "group name"),
-        ({"group": "a\0b"}, "group name"),
+        ({"queue": ""}, "queue name"),
+        ({"queue": "x" * 201}, "queue name"),
+        ({"queue": "a\0b"}, "queue name"),
     ],
     ids=str,
 )
@@ -880,7 +881,7 @@ def test_what_nobody_can_compete_with_is_refused(store: Store, options: dict[str
         pytest.skip("nothing is not said there")
     store.append(happened())
     with pytest.raises(InvalidRequest, match=says):
-        next(store.compete(**{"group": f"group-{next(_numbers)}", "worker": "w", **options}))
+        next(store.compete(**{"queue": f"queue-{next(_numbers)}", "worker": "w", **options}))
 
 
 def test_names_of_any_letters_and_the_longest_lease_will_do(store: Store) -> None:
@@ -894,7 +895,7 @@ def test_names_of_any_letters_and_the_longest_lease_will_do(store: Store) -> Non
 
 
 def test_a_competitor_that_finds_nothing_leaves_the_one_writer_alone(
-    tmp_path: Path, group: str, until: Until, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, queue: str, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headwater.client.eventstore.subscribe.REAP_SECONDS", 0.0)
     looks: list[Any] = []
@@ -902,11 +903,11 @@ def test_a_competitor_that_finds_nothing_leaves_the_one_writer_alone(
     with SqliteStores(tmp_path) as stores:
         store = stores.create_store("s")
         store.append([happened("A", "x"), happened("A")])
-        assert len(rest(store, group, tagged("x"))) == 1
+        assert len(rest(store, queue, tagged("x"))) == 1
         look, write = store._look, store._transaction
         monkeypatch.setattr(store, "_look", lambda *asked: looks.append(1) or look(*asked))
         monkeypatch.setattr(store, "_transaction", lambda: writes.append(1) or write())
-        competing = store.compete(group, tagged("x"), worker="w", poll_seconds=0.001)
+        competing = store.compete(queue, tagged("x"), worker="w", poll_seconds=0.001)
         waiting = threading.Thread(target=next, args=(competing,), daemon=True)
         waiting.start()
         until(lambda: len(looks) > 20)
@@ -915,34 +916,34 @@ def test_a_competitor_that_finds_nothing_leaves_the_one_writer_alone(
         join(waiting)
 
 
-def test_a_batch_from_a_file_is_bounded_in_bytes(tmp_path: Path, group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_from_a_file_is_bounded_in_bytes(tmp_path: Path, queue: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with SqliteStores(tmp_path) as stores:
         store = stores.create_store("s")
         store.append([happened("A", data="x" * 1000) for _ in range(5)])
-        monkeypatch.setattr("headwater.eventstore.sqlite_groups.MAX_BYTES", 2 * size_of(store.read()[0]))
-        batches = list(store.compete(group, worker="w", stop_when_caught_up=True))
+        monkeypatch.setattr("headwater.eventstore.sqlite_queues.MAX_BYTES", 2 * size_of(store.read()[0]))
+        batches = list(store.compete(queue, worker="w", stop_when_caught_up=True))
         assert [len(batch) for batch in batches] == [2, 2, 1]
         assert places(*batches) == [1, 2, 3, 4, 5]
 
 
-def test_what_another_took_since_it_was_found_is_not_taken_again(tmp_path: Path, group: str) -> None:
+def test_what_another_took_since_it_was_found_is_not_taken_again(tmp_path: Path, queue: str) -> None:
     with SqliteStores(tmp_path) as stores:
         store = stores.create_store("s")
         store.append([happened("A") for _ in range(2)])
-        store._open_group(group)
-        found = store._look(group, EVERYTHING, 1)
+        store._open_queue(queue)
+        found = store._look(queue, EVERYTHING, 1)
         assert found is not None
         first = store._take(found, "first", 0.0)
         assert first is not None
         assert store._take(found, "second", 30.0) is None
         # And the same of what is to be given again.
-        store._reap(group)
-        again = store._look(group, EVERYTHING, 1)
+        store._reap(queue)
+        again = store._look(queue, EVERYTHING, 1)
         assert again is not None
         assert again.again
         assert store._take(again, "first", 30.0)
         assert store._take(again, "second", 30.0) is None
-        assert rest(store, group) == [2]
+        assert rest(store, queue) == [2]
 
 
 def test_a_file_of_an_earlier_form_is_refused(tmp_path: Path) -> None:
@@ -950,5 +951,5 @@ def test_a_file_of_an_earlier_form_is_refused(tmp_path: Path) -> None:
         stores.create_store("s")
     with closing(sqlite3.connect(tmp_path / "s.sqlite")) as connection:
         connection.execute("pragma user_version = 2")
-    with SqliteStores(tmp_path) as stores, pytest.raises(SchemaMismatch, match="form 2, from before"):
+    with SqliteStores(tmp_path) as stores, pytest.raises(SchemaMismatch, match="pre-release format 2"):
         stores.store("s")

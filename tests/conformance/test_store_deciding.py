@@ -159,7 +159,7 @@ def test_of_two_snapshots_the_later_one_stays_and_a_new_version_replaces_the_old
 def test_a_snapshot_that_cannot_be_read_says_what_to_do(store: Any) -> None:
     kept = SavedSnapshots[int]("s")
     store.save_snapshot(kept.key(BOOKING.query("")), SavedState(1, b"{no json"))
-    with pytest.raises(InvalidRequest, match="raise the version"):
+    with pytest.raises(InvalidRequest, match="increment the version"):
         execute(store, BOOKING, "a", snapshots=kept)
 
 
@@ -276,7 +276,7 @@ def test_a_handler_that_appends_to_its_own_file_is_told_so(tmp_path: Path, monke
             await store.append(NewStoreEvent("A"))
 
             async def handle(connection: Any, events: Sequence[StoreEvent]) -> None:
-                with pytest.raises(LogUnavailable, match="somebody has written"):
+                with pytest.raises(LogUnavailable, match="locked by another writer"):
                     await store.append(NewStoreEvent("B"))
 
             await store.process(Query(), handle, cursor="p", stop_when_caught_up=True)

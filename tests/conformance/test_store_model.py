@@ -1,4 +1,4 @@
-"""Does an event store do what a list in memory would, whatever is appended, alone or in groups?"""
+"""Does an event store do what a list in memory would, whatever is appended, alone or in queues?"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import headwater
-from headwater import calls
+from headwater.calls import store as store_calls
 from headwater.client.eventstore.group_commit import new_event_ids
 from headwater.eventstore import Item, LatestMatchIs, NewStoreEvent, NoMatchAfter, Query, SqliteStores, StoreEvent
 
@@ -110,30 +110,30 @@ class Model:
 
 
 @given(
-    groups=st.lists(st.lists(wishes, min_size=1, max_size=4), max_size=6),
+    queues=st.lists(st.lists(wishes, min_size=1, max_size=4), max_size=6),
     index_after=st.one_of(st.none(), st.integers(0, 3)),
 )
 @RELAXED
 def test_every_verdict_and_every_read_is_what_the_model_says(
-    stores: Any, groups: list[list[Wish]], index_after: int | None
+    stores: Any, queues: list[list[Wish]], index_after: int | None
 ) -> None:
     store = stores.create_store(f"model-{next(_numbers)}")
     model = Model()
-    for number, group in enumerate(groups):
+    for number, queue in enumerate(queues):
         if number == index_after:
             # An index changes nothing but the way.
             store.create_index("by_k", ["k"])
         # A position that was seen is one of an event, 0, or above them all.
         positions = [0, *(position for position, _ in model.events)]
-        seen = [positions[min(wish.seen, len(positions) - 1)] for wish in group]
+        seen = [positions[min(wish.seen, len(positions) - 1)] for wish in queue]
         appends = []
-        for wish, position in zip(group, seen, strict=True):
+        for wish, position in zip(queue, seen, strict=True):
             condition: Any = None
             if wish.query is not None:
                 condition = (LatestMatchIs if wish.exact else NoMatchAfter)(wish.query, position)
-            appends.append(calls.encode_append(wish.events, condition, new_event_ids(len(wish.events))))
+            appends.append(store_calls.encode_append(wish.events, condition, new_event_ids(len(wish.events))))
         last = model.events[-1][0] if model.events else 0
-        for wish, position, verdict in zip(group, seen, store._send(appends), strict=True):
+        for wish, position, verdict in zip(queue, seen, store._send(appends), strict=True):
             kind, detail = model.judge(wish, position)
             if kind == "appended":
                 assert verdict.positions is not None
@@ -146,15 +146,15 @@ def test_every_verdict_and_every_read_is_what_the_model_says(
                 assert (list(verdict.positions), verdict.repeated) == (detail, True)
             elif kind == "taken":
                 assert verdict.positions is None
-                assert verdict.taken_id is not None
+                assert verdict.duplicate_id is not None
             else:
                 assert verdict == (None, False, detail, None, None, None)
-        # Of a group, those that are not about each other may change places.
+        # Of a queue, those that are not about each other may change places.
         model.events.sort(key=lambda stored: stored[0])
     stored = store.read(batch_size=1000)
     assert [(e.position, e.type, list(e.tags)) for e in stored] == [(p, e.type, list(e.tags)) for p, e in model.events]
     assert [event.topic_offset for event in stored] == list(range(len(stored)))
-    for query in (wish.query for group in groups for wish in group if wish.query is not None):
+    for query in (wish.query for queue in queues for wish in queue if wish.query is not None):
         expected = model.matches(query)
         assert [event.position for event in store.read(query, batch_size=1000)] == expected
         assert [event.position for event in store.read(query, batch_size=1000, backwards=True)] == expected[::-1]
@@ -170,7 +170,7 @@ def _latest_as_others_write_it(log: headwater.Headwater, topic: str, query: Quer
     items = [{"types": list(i.types), "tags": list(i.tags), "fields": dict(i.fields)} for i in query.items]
     with log.transaction() as connection:
         row = connection.execute(
-            "select headwater.latest_match((headwater.find_event_store(%s)).id, %s::jsonb, 0)",
+            "select headwater_internal.latest_match((headwater_internal.find_event_store(%s)).id, %s::jsonb, 0)",
             (topic, json.dumps(items)),
         ).fetchone()
     assert row is not None

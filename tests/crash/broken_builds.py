@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import Any
 
-from headwater import calls
+from headwater.calls import log as log_calls
+from headwater.calls import queues as queue_calls
+from headwater.calls import reading as reading_calls
 from headwater.errors import CursorMoved
 from headwater.log import steps
-from headwater.log.steps import Apply, Deliver, FollowStep, Handle, Handled, Wait, WorkStep
-from headwater.model import Event, Lease, LogState, OpenedCursor
+from headwater.log.model import CursorState, Event, LogState
+from headwater.log.steps import ApplyStep, DeliverStep, FollowStep, HandleResult, HandleStep, WaitStep, WorkStep
 from headwater.queue import worker
+from headwater.queue.model import Lease
 
 
 def acknowledge_before_handling() -> None:
@@ -22,24 +25,24 @@ def acknowledge_before_handling() -> None:
 
 
 def _work(
-    group: str, *, worker: str, batch_size: int, lease_seconds: float | None = None, **ignored: Any
+    queue: str, *, worker: str, batch_size: int, lease_seconds: float | None = None, **ignored: Any
 ) -> Generator[WorkStep, Any, None]:
     while True:
-        lease: Lease | None = yield calls.claim(
-            group, worker=worker, batch_size=batch_size, lease_seconds=lease_seconds, relaxed=True
+        lease: Lease | None = yield queue_calls.claim(
+            queue, worker=worker, batch_size=batch_size, lease_seconds=lease_seconds, relaxed=True
         )
         if lease is None:
-            if (yield Wait(0.02)):
+            if (yield WaitStep(0.02)):
                 return
             continue
-        yield calls.settle(lease, {}, rest_done=True, relaxed=True)
-        handled: Handled = yield Handle(lease)
+        yield queue_calls.settle(lease, {}, rest_done=True, relaxed=True)
+        handled: HandleResult = yield HandleStep(lease)
         if handled.stop:
             return
 
 
-def move_to_settled() -> None:
-    """A follower that finds nothing remembers the settled position, and goes on from it whatever happened since."""
+def move_to_stable() -> None:
+    """A follower that finds nothing remembers the stable position, and goes on from it whatever happened since."""
     steps.follow = _follow
 
 
@@ -48,7 +51,7 @@ def _follow(
     *,
     start_after: int | None = None,
     cursor: str | None = None,
-    must_not_lose: bool | None = None,
+    holds_retention: bool | None = None,
     batch_size: int = 1000,
     max_bytes: int = 16_777_216,
     in_transaction: bool = False,
@@ -57,36 +60,36 @@ def _follow(
 ) -> Generator[FollowStep, Any, None]:
     after = saved = start_after or 0
     if cursor is not None:
-        opened: OpenedCursor = yield calls.open_cursor(
-            cursor, topics=topics, start_after=start_after, must_not_lose=must_not_lose
+        opened: CursorState = yield reading_calls.open_cursor(
+            cursor, topics=topics, start_after=start_after, holds_retention=holds_retention
         )
         after = saved = opened.position
     while True:
-        state: LogState = yield calls.log_state(topics)
-        if state.settled <= after:
+        state: LogState = yield log_calls.log_state(topics)
+        if state.stable <= after:
             if stop_when_caught_up:
                 return
-            yield Wait(0.01)
+            yield WaitStep(0.01)
             continue
-        events: list[Event] = yield calls.read_settled(
-            topics, after=after, settled=state.settled, batch_size=batch_size, max_bytes=max_bytes, gone_to=1 << 62
+        events: list[Event] = yield reading_calls.read_stable(
+            topics, after=after, stable=state.stable, batch_size=batch_size, max_bytes=max_bytes, gone_to=1 << 62
         )
         if not events:
-            after = state.settled
+            after = state.stable
             continue
         last = events[-1].position
         if cursor is None:
-            yield Deliver(events, state.epoch)
+            yield DeliverStep(events, state.epoch)
         else:
-            move = calls.advance_cursor(cursor, from_position=saved, to_position=last)
+            move = reading_calls.advance_cursor(cursor, from_position=saved, to_position=last)
             try:
                 if in_transaction:
-                    yield Apply(events, move)
+                    yield ApplyStep(events, move)
                 else:
-                    yield Deliver(events, state.epoch)
+                    yield DeliverStep(events, state.epoch)
                     yield move
             except CursorMoved:
-                found: OpenedCursor | None = yield calls.find_cursor(cursor)
+                found: CursorState | None = yield reading_calls.find_cursor(cursor)
                 assert found is not None
                 after = saved = found.position
                 continue

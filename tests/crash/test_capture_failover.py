@@ -15,7 +15,7 @@ import pytest
 from pyspark.sql.streaming.datasource import ReadAllAvailable
 
 from headwater.capture.slot import Slot
-from headwater.capture.timeline import History, WalPlace
+from headwater.capture.timeline import WalHistory, WalPosition
 from headwater.embedded import Binaries, EmbeddedError, Postgres, find_binaries
 from headwater.errors import SlotLost
 from headwater.spark.formats.changes import ChangesReader, ChangesSource
@@ -194,7 +194,7 @@ def test_changes_that_the_new_primary_lacks_end_the_capture(new_cluster: NewClus
         write_beyond(cluster, planned["lsn"])
     confirmed = slot_of(cluster).state().confirmed_lsn
     reader = capture(cluster)
-    with pytest.raises(SlotLost, match="standby that lagged was promoted") as refused:
+    with pytest.raises(SlotLost, match="lagging standby was promoted") as refused:
         reader.latestOffset(planned, ReadAllAvailable())
     assert "pipeline reset" in str(refused.value.hint)
     reader.prepareForTriggerAvailableNow()
@@ -231,7 +231,7 @@ def test_a_slot_that_is_gone_after_a_promotion_is_not_made_again(new_cluster: Ne
     insert(cluster, 2)
     reader = capture(cluster)
     for _ in range(2):
-        with pytest.raises(SlotLost, match="no replication slot") as refused:
+        with pytest.raises(SlotLost, match=r"replication slot .* does not exist") as refused:
             reader.latestOffset(start, ReadAllAvailable())
         assert "After a failover" in str(refused.value.hint)
         reader.prepareForTriggerAvailableNow()
@@ -240,7 +240,7 @@ def test_a_slot_that_is_gone_after_a_promotion_is_not_made_again(new_cluster: Ne
     assert slots_of(cluster) == []
     # One that was made by hand is ahead of the reader, with a change or without.
     slot_of(cluster).prepare(["item"])
-    with pytest.raises(SlotLost, match="made again"):
+    with pytest.raises(SlotLost, match="recreated"):
         reader.latestOffset(start, ReadAllAvailable())
     reader.stop()
 
@@ -256,11 +256,11 @@ def test_a_standby_that_is_not_promoted_yet_is_waited_for(new_cluster: NewCluste
 def test_another_cluster_is_not_read_from_the_same_lsn(new_cluster: NewCluster) -> None:
     cluster = new_cluster()
     state = slot_of(cluster).prepare(["item"])
-    other = History(state.system_identifier + 1, state.timeline)
+    other = WalHistory(state.system_identifier + 1, state.timeline)
     with pytest.raises(SlotLost, match="another cluster"):
-        slot_of(cluster).verify(WalPlace(state.confirmed_lsn, other))
+        slot_of(cluster).verify(WalPosition(state.confirmed_lsn, other))
     # A checkpoint of a version that noted no history.
-    slot_of(cluster).verify(WalPlace(state.confirmed_lsn))
-    later = History(state.system_identifier, state.timeline + 1)
+    slot_of(cluster).verify(WalPosition(state.confirmed_lsn))
+    later = WalHistory(state.system_identifier, state.timeline + 1)
     with pytest.raises(SlotLost, match="was restored"):
-        slot_of(cluster).verify(WalPlace(state.confirmed_lsn, later))
+        slot_of(cluster).verify(WalPosition(state.confirmed_lsn, later))

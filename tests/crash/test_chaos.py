@@ -63,9 +63,9 @@ def test_a_trial_by_every_disaster_loses_nothing(readers: str) -> None:
     assert verdict["acknowledged"] - verdict["lost_with_old_primary"] <= verdict["produced"]
     assert all(reader["delivered"] > 0 for reader in verdict["readers"])
     # Steps of the clock need libfaketime.
-    left_out = {"clock steps"} if find_libfaketime() is None else set()
-    assert set(outcome["left_out"]) == left_out
-    assert set(outcome["disasters"]) == set(chaos.KINDS) - left_out
+    skipped = {"clock steps"} if find_libfaketime() is None else set()
+    assert set(outcome["skipped"]) == skipped
+    assert set(outcome["faults"]) == set(chaos.KINDS) - skipped
     assert outcome["processes_killed"] >= 1
     assert outcome["failures"] == []
 
@@ -122,24 +122,24 @@ def prelude(break_it: str) -> str:
     return f"import sys; sys.path.insert(0, {str(HERE)!r}); import broken_builds; broken_builds.{break_it}()"
 
 
-SHORT = chaos.Plan(seconds=2, seed=3, events_per_second=100, pause_seconds=0.3, patience_seconds=8)
+SHORT = chaos.TrialPlan(seconds=2, seed=3, events_per_second=100, pause_seconds=0.3, patience_seconds=8)
 
 
-def lost_by(outcome: chaos.Outcome) -> set[str]:
+def lost_by(outcome: chaos.TrialResult) -> set[str]:
     return {reader.name for reader in outcome.verdict.readers if reader.lost}
 
 
 def test_a_log_that_forgets_what_it_acknowledged_is_found_out(dsn: str, connection: psycopg.Connection) -> None:
     connection.execute(
         "create function forget() returns trigger language plpgsql as $$ begin return null; end $$; "
-        "create trigger forget before insert on headwater.event for each row when (new.key = 'k1') "
+        "create trigger forget before insert on headwater_internal.event for each row when (new.key = 'k1') "
         "execute function forget();"
     )
     try:
         outcome = chaos.run(replace(SHORT, kinds=("sessions ended",), roles=("follow",)), dsn, server=None)
     finally:
-        connection.execute("drop trigger forget on headwater.event")
-    assert any(one.startswith("acknowledged and not in the log") for one in outcome.verdict.examples)
+        connection.execute("drop trigger forget on headwater_internal.event")
+    assert any(one.startswith("acknowledged but not in the log") for one in outcome.verdict.examples)
     assert outcome.verdict.lost > 0
 
 
@@ -147,17 +147,18 @@ def test_a_build_without_the_publisher_lock_is_found_out(server: Postgres) -> No
     with psycopg.connect(server.dsn(), autocommit=True) as connection:
         found = connection.execute(
             "select pg_get_function_arguments(oid) from pg_proc where proname = 'advertise_publisher' "
-            "and pronamespace = 'headwater'::regnamespace and prorettype = 'void'::regtype"
+            "and pronamespace in ('headwater'::regnamespace, 'headwater_internal'::regnamespace) and prorettype = "
+            "'void'::regtype"
         ).fetchall()
         assert found
         for (arguments,) in found:
             connection.execute(
-                f"create or replace function headwater.advertise_publisher({arguments}) returns void "
+                f"create or replace function headwater_internal.advertise_publisher({arguments}) returns void "
                 "language plpgsql as $$ begin end $$"
             )
     plan = replace(SHORT, seconds=4, kinds=("publishers held open",), roles=("follow", "follow-bare", "process"))
     outcome = chaos.run(plan, server.dsn(), server=server)
-    assert outcome.disasters["publishers held open"] >= 2
+    assert outcome.faults["publishers held open"] >= 2
     assert lost_by(outcome)
     assert not outcome.verdict.ok
 
@@ -173,9 +174,9 @@ def test_a_build_that_acknowledges_before_it_handles_is_found_out(dsn: str) -> N
 
 
 @long_one
-def test_a_build_whose_followers_move_to_the_settled_position_is_found_out(server: Postgres) -> None:
+def test_a_build_whose_followers_move_to_the_stable_position_is_found_out(server: Postgres) -> None:
     plan = replace(
-        SHORT, kinds=("Postgres stopped at once",), roles=("follow", "process"), prelude=prelude("move_to_settled")
+        SHORT, kinds=("Postgres stopped at once",), roles=("follow", "process"), prelude=prelude("move_to_stable")
     )
     outcome = chaos.run(plan, server.dsn(), server=server)
     assert outcome.head_went_back >= 1

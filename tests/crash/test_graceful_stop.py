@@ -39,7 +39,7 @@ Until = Callable[[Callable[[], Any]], Any]
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow]
 
-# What a worker process runs: one group whose effects are its acknowledgements, one with handlers that take a moment.
+# What a worker process runs: one queue whose effects are its acknowledgements, one with handlers that take a moment.
 WORKERS = """
 import asyncio, os
 import headwater
@@ -47,11 +47,11 @@ import headwater
 app = headwater.App()
 notes = os.open(os.environ["NOTES"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
-@app.worker("load", group="exact", concurrency=2, transactional=True, lease_seconds=600)
+@app.worker("load", queue="exact", concurrency=2, transactional=True, lease_seconds=600)
 async def exact(event, connection):
     await connection.execute("insert into effect values (%s)", (event.position,))
 
-@app.worker("load", group="slow", concurrency=20, lease_seconds=600)
+@app.worker("load", queue="slow", concurrency=20, lease_seconds=600)
 async def slow(event):
     await asyncio.sleep(0.02)
     os.write(notes, b"%d\\n" % event.position)
@@ -70,8 +70,8 @@ def test_workers_that_are_told_to_stop_under_load_lose_nothing_and_repeat_nothin
     notes.touch()
     connection.execute("create table effect (position bigint)")
     log.create_topic("load")
-    for group in ("exact", "slow"):
-        log.create_group(group, "load")
+    for queue in ("exact", "slow"):
+        log.create_queue(queue, "load")
     published: list[int] = []
     enough = threading.Event()
 
@@ -136,7 +136,7 @@ def test_workers_that_are_told_to_stop_under_load_lose_nothing_and_repeat_nothin
     # Handlers that ran when the signal came were waited for, and what was not begun was given back at once: with
     # leases of ten minutes, what was merely left behind would still be waiting.
     assert Counter(int(line) for line in notes.read_text().splitlines()) == once
-    for one in log.groups():
+    for one in log.queues():
         assert (one.ready, one.processing, one.retrying, one.dead) == (0, 0, 0, 0)
 
 
@@ -150,7 +150,8 @@ def listens(address: str) -> bool:
 
 
 class Requests:
-    """One request by each door that publishes, all of them under way: they wait for a lane that somebody holds."""
+    """One request by each server that publishes, all of them under way: they wait for a partition that somebody "
+    "holds."""
 
     def __init__(self, told: dict[str, Any], topic: str, threads: ThreadPoolExecutor) -> None:
         self._told, self._topic = told, topic
@@ -178,24 +179,24 @@ class Requests:
         return reports
 
 
-def test_requests_under_way_at_sigterm_are_answered_by_every_door(
+def test_requests_under_way_at_sigterm_are_answered_by_every_protocol(
     dsn: str, log: headwater.Headwater, connection: psycopg.Connection, until: Until
 ) -> None:
     log.create_topic("held", kind="sequenced")
-    doors = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--kafka", "127.0.0.1:0", *LONG_GRACE)
-    with serve_process(*doors, dsn=dsn) as server, ThreadPoolExecutor() as threads:
+    servers = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--kafka", "127.0.0.1:0", *LONG_GRACE)
+    with serve_process(*servers, dsn=dsn) as server, ThreadPoolExecutor() as threads:
         with connection.transaction():
-            log.publish("held", "holds the lane", connection=connection)
+            log.publish("held", "holds the partition", connection=connection)
             requests = Requests(server.told, "held", threads)
             until(lambda: waiting_for_locks(dsn) == 3)
             server.process.terminate()
-            doors_closed = [urlsplit(server.told["http"]).netloc, server.told["grpc"], server.told["kafka"][0]]
-            until(lambda: not any(map(listens, doors_closed)))
+            servers_closed = [urlsplit(server.told["http"]).netloc, server.told["grpc"], server.told["kafka"][0]]
+            until(lambda: not any(map(listens, servers_closed)))
             assert not any(answer.done() for answer in requests.answers)
         assert [answer.result(STOP_SECONDS) for answer in requests.answers] == [200, True, [True]]
         assert server.process.wait(STOP_SECONDS) == 0
     published = [json.loads(event.payload or b"") for event in log.read("held")]
-    assert sorted(published) == ["grpc", "holds the lane", "http", "kafka"]
+    assert sorted(published) == ["grpc", "holds the partition", "http", "kafka"]
 
 
 def waiting_for_locks(dsn: str) -> int:
@@ -209,10 +210,10 @@ def test_what_outlasts_the_grace_is_called_off(
     dsn: str, log: headwater.Headwater, connection: psycopg.Connection, until: Until
 ) -> None:
     log.create_topic("stuck", kind="sequenced")
-    doors = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--kafka", "127.0.0.1:0", "--grace-seconds", "0")
-    with serve_process(*doors, dsn=dsn) as server, ThreadPoolExecutor() as threads:
+    servers = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--kafka", "127.0.0.1:0", "--grace-seconds", "0")
+    with serve_process(*servers, dsn=dsn) as server, ThreadPoolExecutor() as threads:
         with connection.transaction():
-            log.publish("stuck", "holds the lane", connection=connection)
+            log.publish("stuck", "holds the partition", connection=connection)
             requests = Requests(server.told, "stuck", threads)
             until(lambda: waiting_for_locks(dsn) == 3)
             server.process.terminate()
@@ -221,7 +222,7 @@ def test_what_outlasts_the_grace_is_called_off(
         assert http == 504
         assert grpc_ in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
         assert kafka == [False]
-    assert [json.loads(event.payload or b"") for event in log.read("stuck")] == ["holds the lane"]
+    assert [json.loads(event.payload or b"") for event in log.read("stuck")] == ["holds the partition"]
 
 
 def test_a_server_that_waits_for_an_answer_to_a_webhook_is_not_ready_and_takes_no_more(
@@ -248,5 +249,5 @@ def test_a_server_that_waits_for_an_answer_to_a_webhook_is_not_ready_and_takes_n
             assert server.process.wait(STOP_SECONDS) == 0
         # The answer that was waited for counts: nobody sends it again.
         assert len(receiver.received) == 1
-    (group,) = [one for one in log.groups() if one.name == log.webhook("waits").group]
-    assert (group.ready, group.processing, group.retrying, group.done) == (0, 0, 0, 1)
+    (queue,) = [one for one in log.queues() if one.name == log.webhook("waits").queue]
+    assert (queue.ready, queue.processing, queue.retrying, queue.done) == (0, 0, 0, 1)

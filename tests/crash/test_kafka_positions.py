@@ -1,7 +1,8 @@
 """Does a Kafka consumer skip an event whose offset was issued again, after a crash or a failover of Postgres?
 
 The consumers are of librdkafka, which validates its offsets when the leader epoch changes, as the Java client does. A
-fetch that is under way at the failover is stopped between its two steps: looking up a lane, and reading its records.
+fetch that is under way at the failover is stopped between its two steps: looking up a partition, and reading its
+records.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from tests.crash import postgres_crashes
 
 import headwater
 import headwater.aio
-from headwater import calls as log_calls
 from headwater.aio import AsyncHeadwater
 from headwater.calls import Call
 from headwater.calls import kafka as calls
-from headwater.calls.kafka import KafkaTopic, Lane
+from headwater.calls import log as log_calls
+from headwater.calls.kafka import KafkaTopic
 from headwater.errors import LogUnavailable
-from headwater.servers.kafka.broker import Broker, Settings
-from headwater.servers.kafka.partition_reader import Asked, Read, Reading
+from headwater.servers.kafka.broker import Broker, BrokerSettings
+from headwater.servers.kafka.partition_reader import FetchResult, PartitionFetch, PartitionReader
 from headwater.trials.chaos.cluster import Cluster
 from headwater.trials.chaos.proxy import Proxy
 from serve_process import serve_process
@@ -217,8 +218,8 @@ def publish_to_each(cluster: Cluster, name: str, count: int) -> None:
             log.publish_batch(topic, [headwater.NewEvent(name.encode(), type=kind) for _ in range(count)])
 
 
-async def read_from(reading: Reading, topic: KafkaTopic, offset: int) -> Read:
-    asked = Asked(topic, Lane(topic.id, 0), offset, 1_000_000, True)
+async def read_from(reading: PartitionReader, topic: KafkaTopic, offset: int) -> FetchResult:
+    asked = PartitionFetch(topic, calls.TopicPartition(topic.id, 0), offset, 1_000_000, True)
     (found,) = await reading.read([asked], max_bytes=1_000_000)
     assert found is not None
     return found
@@ -226,17 +227,17 @@ async def read_from(reading: Reading, topic: KafkaTopic, offset: int) -> Read:
 
 async def fetches_across(
     dsn: str, offsets: dict[str, int], fail_over: Callable[[], None]
-) -> dict[str, tuple[Read, Read]]:
+) -> dict[str, tuple[FetchResult, FetchResult]]:
     """For each topic what a fetch gets that is between its two steps at a failover, and what the next one gets."""
     async with await headwater.aio.connect(dsn, pool_size=4) as log:
         paused = {name: PausedLog(log, statement) for name, statement in STATEMENTS.items()}
-        reads: dict[str, Callable[[], Coroutine[Any, Any, Read]]] = {}
+        reads: dict[str, Callable[[], Coroutine[Any, Any, FetchResult]]] = {}
         for name, held_back in paused.items():
             # Without memory of records, so that each fetch reads them.
-            broker = Broker(log, Settings("127.0.0.1", 0, kept_bytes=0))
+            broker = Broker(log, BrokerSettings("127.0.0.1", 0, cache_bytes=0))
             topic = await broker.topic_named(name)
             assert topic is not None
-            reading = Reading(broker)
+            reading = PartitionReader(broker)
             # What kind of events the topic has is known from here on.
             assert (await read_from(reading, topic, 0 if topic.kind == "sequenced" else 1)).records
             broker.log = held_back  # type: ignore[assignment]
@@ -280,11 +281,13 @@ async def commits_across(dsn: str, offset: int, fail_over: Callable[[], None]) -
     """Commits of an offset by a broker that was there before a failover and by one that came after it; and the offset
     of the group after the last one."""
     async with await headwater.aio.connect(dsn, pool_size=2) as log:
-        lane = next(Lane(one.id, 0) for one in await log.run(calls.kafka_topics()) if one.name == "numbered")
+        topic_partition = next(
+            calls.TopicPartition(one.id, 0) for one in await log.run(calls.kafka_topics()) if one.name == "numbered"
+        )
         epoch = await log.run(log_calls.current_epoch())
         (_, first) = await log.run(calls.kafka_register("127.0.0.1", 1, lease_seconds=60.0))
         assert await log.run(calls.kafka_take_up("readers", first)) is not None
-        commit = [calls.OffsetToCommit(lane, offset, epoch, "")]
+        commit = [calls.OffsetToCommit(topic_partition, offset, epoch, "")]
         outcomes = [await log.run(calls.kafka_commit_offsets("readers", first, commit))]
         await asyncio.to_thread(fail_over)
         # The client has not heard of the new epoch, and the broker has not either.

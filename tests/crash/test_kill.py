@@ -158,7 +158,7 @@ def check_cursor(dsn: str, client: Client) -> None:
     batches = [value for kind, value in client.notes() if kind in ("delivered", "handled")]
     with psycopg.connect(dsn) as connection:
         (position,) = connection.execute(
-            "select position from headwater.cursor where name = %s", (f"{client.role} {client.name}",)
+            "select position from headwater_internal.cursor where name = %s", (f"{client.role} {client.name}",)
         ).fetchone() or (0,)
     # A batch may have been noted twice: by a life that ended with it, and by the next.
     last = batches[-1] if batches else [0]
@@ -200,10 +200,10 @@ def check_events(dsn: str, clients: list[Client]) -> None:
             assert len(delivered) - len(positions) <= (client.lives - 1) * BATCH_SIZE
             repeated += len(delivered) - len(positions)
     assert effects == [event.position for event in stored["open"]]
-    lanes: dict[int, list[int | None]] = {}
+    partitions: dict[int, list[int | None]] = {}
     for event in stored["sequenced"]:
-        lanes.setdefault(event.partition, []).append(event.topic_offset)
-    assert all(offsets == list(range(len(offsets))) for offsets in lanes.values())
+        partitions.setdefault(event.partition, []).append(event.topic_offset)
+    assert all(offsets == list(range(len(offsets))) for offsets in partitions.values())
     print(
         f"\n{ROUNDS} rounds, {sum(client.lives for client in clients)} lives of {len(clients)} clients: "
         f"{acknowledged} events acknowledged, lost={lost}, duplicates={duplicates}; "

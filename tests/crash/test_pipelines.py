@@ -255,7 +255,7 @@ def replica_rows(path: Path) -> list[tuple[Any, ...]]:
 async def published_ids(url: str) -> Counter[str]:
     """The id of every change that is in the stream, in whatever message."""
     found: Counter[str] = Counter()
-    async with streams.connected(url) as client:
+    async with streams.connect(url) as client:
         js = client.jetstream()
         info = await js.stream_info("CDC")
         reader = await js.pull_subscribe("cdc.>", stream="CDC", config=ConsumerConfig(ack_policy=AckPolicy.NONE))

@@ -56,7 +56,7 @@ def cluster() -> Iterator[Cluster]:
                 log.create_topic(TOPIC)
                 log.create_topic(BUSY)
                 log.create_store(STORE)
-                log.create_group(QUEUE, topics=[TOPIC])
+                log.create_queue(QUEUE, topics=[TOPIC])
                 log.subscribe(FILTERED, "e.topic = 'quiet'", {})
             yield cluster
         finally:
@@ -187,12 +187,12 @@ def readers(proxy: Proxy) -> Iterator[Readers]:
     with serve_process("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", dsn=proxy.dsn) as started:
         readers = Readers(proxy.dsn, started.told["http"], started.told["grpc"])
         with connected(proxy.dsn) as connection:
-            row = connection.execute("select id from headwater.subscription").fetchone()
+            row = connection.execute("select id from headwater_internal.subscription").fetchone()
             assert row is not None
         readers.start("sse", sse(f"/v1/topics/{TOPIC}/follow?after=0"))
         readers.start("sse that reconnects", sse(f"/v1/topics/{TOPIC}/follow?after=0", reconnects=True))
         readers.start("sse that selects", sse(f"/v1/topics/{TOPIC}/follow?after=0&type=t"))
-        readers.start("sse of a queue", sse(f"/v1/groups/{QUEUE}/follow?after=0"))
+        readers.start("sse of a queue", sse(f"/v1/queues/{QUEUE}/follow?after=0"))
         readers.start("sse of a filter", sse(f"/v1/subscriptions/{FILTERED}/{row[0]}/follow?after=0"))
         readers.start("gRPC follow", rpc_follow)
         readers.start("store by gRPC", rpc_subscribe)

@@ -141,7 +141,7 @@ def process(log: headwater.Headwater, take: Callable[[Any], None]) -> None:
             connection.execute("insert into effect values (%s)", (event.data["n"],))
             take(event)
 
-    log.process("quiet", handle, cursor="processor", must_not_lose=True, patience_seconds=None)
+    log.process("quiet", handle, cursor="processor", holds_retention=True, patience_seconds=None)
 
 
 def publish(dsn: str, topic: str, numbers: range) -> set[str]:
@@ -169,7 +169,7 @@ def readers(cluster: Cluster) -> Iterator[Readers]:
     prepare(cluster)
     readers = Readers(lambda: cluster.dsn, "quiet")
     readers.start("follow", follow())
-    readers.start("cursor", follow(cursor="follower", must_not_lose=True))
+    readers.start("cursor", follow(cursor="follower", holds_retention=True))
     readers.start("process", process)
     yield readers
     readers.end()
@@ -220,16 +220,16 @@ def test_the_first_publisher_of_an_epoch_notes_it_before_its_events(cluster: Clu
     publish(cluster.dsn, "quiet", range(20, 30))
     with headwater.connect(cluster.dsn, pool_size=1) as log:
         seen = [
-            e.data["n"] for e in log.follow("quiet", after=old.drawn + 600, epoch=old.epoch, stop_when_caught_up=True)
+            e.data["n"] for e in log.follow("quiet", after=old.head + 600, epoch=old.epoch, stop_when_caught_up=True)
         ]
         assert seen == [f"quiet-{n}" for n in range(10, 30)]
         state = log.state()
-        assert (state.epoch > old.epoch, state.drawn > common) == (True, True)
+        assert (state.epoch > old.epoch, state.head > common) == (True, True)
         with pytest.raises(headwater.EpochChanged) as refused:
-            log.read("quiet", after=old.settled, epoch=old.epoch)
+            log.read("quiet", after=old.stable, epoch=old.epoch)
         assert refused.value.epoch == state.epoch
         with pytest.raises(headwater.EpochChanged):
-            log.read("quiet", after=state.drawn + 1)
+            log.read("quiet", after=state.head + 1)
 
 
 @pytest.fixture
@@ -252,7 +252,7 @@ def test_after_a_failover_to_a_standby_that_lags_no_reader_skips_an_event(failin
         readers = Readers(lambda: proxy.dsn, "quiet")
         try:
             readers.start("follow", follow())
-            readers.start("cursor", follow(cursor="follower", must_not_lose=True))
+            readers.start("cursor", follow(cursor="follower", holds_retention=True))
             readers.start("process", process)
             wanted = publish(cluster.dsn, "quiet", range(10))
             readers.wait_for(wanted)
@@ -284,9 +284,7 @@ def test_a_restored_dump_is_another_epoch(cluster: Cluster) -> None:
     with headwater.connect(restored, pool_size=1) as log:
         log.publish("quiet", {"n": "after the restore"})
         assert log.state().epoch > old.epoch
-        seen = [
-            e.data["n"] for e in log.follow("quiet", after=old.drawn + 4, epoch=old.epoch, stop_when_caught_up=True)
-        ]
+        seen = [e.data["n"] for e in log.follow("quiet", after=old.head + 4, epoch=old.epoch, stop_when_caught_up=True)]
         assert seen == ["after the restore"]
 
 
@@ -311,7 +309,7 @@ def claimed_beside_an_open_publisher(log: headwater.Headwater, connection: psyco
 def test_a_queue_passes_over_no_publisher_that_is_open_after_a_crash(cluster: Cluster) -> None:
     prepare(cluster)
     with headwater.connect(cluster.dsn, pool_size=1) as log:
-        log.create_group("mailer", ["quiet"])
+        log.create_queue("mailer", ["quiet"])
     cluster.kill()
     with headwater.connect(cluster.dsn, pool_size=2) as log, connected(cluster.dsn) as connection:
         claimed = claimed_beside_an_open_publisher(log, connection)
@@ -321,13 +319,13 @@ def test_a_queue_passes_over_no_publisher_that_is_open_after_a_crash(cluster: Cl
 def test_a_queue_passes_over_no_publisher_that_is_open_after_a_restore(cluster: Cluster) -> None:
     prepare(cluster)
     with headwater.connect(cluster.dsn, pool_size=1) as log:
-        log.create_group("mailer", ["quiet"])
+        log.create_queue("mailer", ["quiet"])
     binaries = find_binaries(major=_major(cluster))
     dumped = subprocess.run(
         [binaries.program("pg_dump"), cluster.dsn], check=True, capture_output=True, timeout=PATIENCE_SECONDS
     ).stdout
     # pg_dump reads one sequence after the other while both go on: the one read last may be far ahead.
-    dumped += b"select setval('headwater.settled_register', 1000000);\n"
+    dumped += b"select setval('headwater_internal.stable_register', 1000000);\n"
     cluster.server.ensure_database("restored")
     restored = cluster.server.dsn("restored")
     psql = [binaries.program("psql"), "-q", restored]

@@ -16,9 +16,9 @@ from psycopg import conninfo, sql
 
 import headwater
 from headwater.database import schema
-from headwater.trials.chaos import cast, evidence, journal, staging
-from headwater.trials.chaos.stage import EXACT, FOLLOW, PLAIN, PROCESS, STAGE_VARIABLE, Stage, quiet_and_busy
-from headwater.trials.chaos.supervisor import PART
+from headwater.trials.chaos import evidence, journal, participants, setup
+from headwater.trials.chaos.config import CONFIG_VARIABLE, EXACT, FOLLOW, PLAIN, PROCESS, TrialConfig, quiet_and_busy
+from headwater.trials.chaos.processes import PROCESS_MAIN
 from headwater.trials.chaos.verdict import judge
 
 SOURCE = Path(headwater.__file__).parent
@@ -47,8 +47,8 @@ def next_release(tmp_path: Path) -> Path:
     last = schema.migrations()[-1].number
     (package / "database" / "schema" / "migrations" / f"{last + 1:04}_next.sql").write_text(
         f"-- What the next version adds.\n-- oldest program: {last}\n"
-        "alter table headwater.event add column shade text;\n"
-        "alter table headwater.consumer_group add column colour text not null default 'red';\n"
+        "alter table headwater_internal.event add column shade text;\n"
+        "alter table headwater_internal.queue add column colour text not null default 'red';\n"
         "create table headwater.next_thing (id integer primary key);\n"
     )
     edit(package / "database" / "schema" / "__init__.py", f'VERSION = "{schema.VERSION}"', 'VERSION = "99.0.0"')
@@ -62,7 +62,7 @@ def next_release(tmp_path: Path) -> Path:
         "from_position bigint, to_position bigint, epoch integer default null\n",
         "from_position bigint, to_position bigint, epoch integer default null, why text default null\n",
     )
-    edit(functions / "settle.sql", "function headwater.head()\n", "function headwater.top()\n")
+    edit(functions / "stable_position.sql", "function headwater.head()\n", "function headwater.top()\n")
     for path in functions.glob("*.sql"):
         path.write_text(
             path.read_text().replace("headwater.head()", "headwater.top()").replace("'head'", "'head', 'top'")
@@ -78,19 +78,19 @@ def edit(path: Path, before: str, after: str) -> None:
 
 
 class Programs:
-    """Processes of both versions on one stage."""
+    """Processes of both versions with one configuration."""
 
-    def __init__(self, stage: Stage, next_release: Path) -> None:
-        self.stage, self.paths = stage, {"old": SOURCE.parent, "next": next_release}
+    def __init__(self, config: TrialConfig, next_release: Path) -> None:
+        self.config, self.paths = config, {"old": SOURCE.parent, "next": next_release}
         self.running: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, version: str, role: str, *, number: int = 1) -> None:
         name = f"{role}-{version}-{number}"
         kept = {name: value for name, value in os.environ.items() if not name.startswith("HEADWATER_")}
-        with Path(self.stage.directory, f"{name}.stderr").open("wb") as stderr:
+        with Path(self.config.directory, f"{name}.stderr").open("wb") as stderr:
             self.running[name] = subprocess.Popen(
-                [sys.executable, "-c", PART, role, name, "7"],
-                env={**kept, STAGE_VARIABLE: self.stage.as_json(), "PYTHONPATH": str(self.paths[version])},
+                [sys.executable, "-c", PROCESS_MAIN, role, name, "7"],
+                env={**kept, CONFIG_VARIABLE: self.config.as_json(), "PYTHONPATH": str(self.paths[version])},
                 stdin=subprocess.PIPE,
                 stderr=stderr,
             )
@@ -104,7 +104,7 @@ class Programs:
     def refuse_fallen(self) -> None:
         for name, process in self.running.items():
             if process.poll() is not None:
-                said = Path(self.stage.directory, f"{name}.stderr").read_text()
+                said = Path(self.config.directory, f"{name}.stderr").read_text()
                 pytest.fail(f"{name} ended with {process.returncode}: {said[-2000:]}")
 
     def stop(self) -> None:
@@ -116,20 +116,22 @@ class Programs:
 def test_old_and_new_programs_work_side_by_side_through_an_upgrade(
     old_dsn: str, next_release: Path, tmp_path: Path, until: Callable[[Callable[[], bool]], bool]
 ) -> None:
-    directory = tmp_path / "stage"
+    directory = tmp_path / "trial"
     directory.mkdir()
-    readers = cast.choose(["worker", "follow", "process"])
-    stage = staging.make_stage(readers, directory, dsn=old_dsn, events_per_second=300)
-    programs = Programs(stage, next_release)
+    readers = participants.choose(["worker", "follow", "process"])
+    config = setup.make_config(readers, directory, dsn=old_dsn, events_per_second=300)
+    programs = Programs(config, next_release)
     _, busy_follower = quiet_and_busy(FOLLOW)
     _, busy_processor = quiet_and_busy(PROCESS)
 
     def acknowledged(producer: str) -> int:
-        lines = [line for line in journal.read_all(directory) if line.kind == "acknowledged" and line.who == producer]
+        lines = [
+            line for line in journal.read_all(directory) if line.kind == "acknowledged" and line.producer == producer
+        ]
         return sum(len(line.numbers) for line in lines)
 
     def handled(worker: str) -> int:
-        notes = journal.DeliveriesTail(directory, PLAIN).new_by_process()
+        notes = journal.DeliveryLogReader(directory, PLAIN).new_by_process()
         return sum(len(events) for process, events in notes if process == worker)
 
     def done(name: str) -> int:
@@ -141,14 +143,14 @@ def test_old_and_new_programs_work_side_by_side_through_an_upgrade(
             case "worker":
                 return handled(name)
             case "follow":
-                return len(journal.delivered(directory, busy_follower))
+                return len(journal.read_delivered(directory, busy_follower))
             case _:
                 with psycopg.connect(old_dsn) as connection:
                     row = connection.execute(evidence.EFFECT_COUNT, (busy_processor,)).fetchone()
                 return row[0] if row else 0
 
     old = ("producer-old-1", "worker-old-1", "follow-old-1", "process-old-1")
-    with staging.staged(readers, stage, lambda: old_dsn):
+    with setup.set_up(readers, config, lambda: old_dsn):
         try:
             for role in ("producer", "worker", "follow", "process"):
                 programs.start("old", role)
@@ -163,7 +165,7 @@ def test_old_and_new_programs_work_side_by_side_through_an_upgrade(
                 check=False,
             )
             assert upgrade.returncode == 0, upgrade.stderr
-            assert "of Headwater 99.0.0" in upgrade.stdout
+            assert "(Headwater 99.0.0)" in upgrade.stdout
             at_upgrade = {name: done(name) for name in old}
 
             # Those that run go on with the new functions under them, and those of the next version join.
@@ -180,11 +182,11 @@ def test_old_and_new_programs_work_side_by_side_through_an_upgrade(
             programs.start("next", "worker", number=2)
             until(lambda: done("worker-next-2") > 20)
 
-            stage.stop_file.touch()
+            config.stop_file.touch()
             assert [programs.end(name, by=None) for name in ("producer-old-1", "producer-next-1")] == [0, 0]
             with headwater.connect(old_dsn) as log:
-                events = list(evidence.found(log, stage))
-                outstanding = evidence.Outstanding(readers, stage, events)
+                events = list(evidence.read_events(log, config))
+                outstanding = evidence.PendingDeliveries(readers, config, events)
                 until(lambda: not any(outstanding.counts(log).values()))
             programs.refuse_fallen()
             assert [programs.end(name) for name in ("worker-next-1", "worker-next-2")] == [0, 0]
@@ -192,7 +194,7 @@ def test_old_and_new_programs_work_side_by_side_through_an_upgrade(
             programs.stop()
         with headwater.connect(old_dsn) as log:
             ids = {event.position: event.id for event in events}
-            got = [evidence.reader_of(log, stage, kind, ids) for kind in readers.readers]
+            got = [evidence.read_deliveries(log, config, kind, ids) for kind in readers.readers]
     verdict = judge(journal.read_all(directory), events, got)
     assert verdict.ok, verdict.examples
     assert verdict.produced == verdict.acknowledged > 500
@@ -200,5 +202,5 @@ def test_old_and_new_programs_work_side_by_side_through_an_upgrade(
     assert all(wanted[name] > 500 for name in (PLAIN, EXACT, busy_follower, busy_processor)), wanted
 
     with psycopg.connect(old_dsn) as connection:
-        retired = {name for (name,) in connection.execute("select signature from headwater.retired_function")}
+        retired = {name for (name,) in connection.execute("select signature from headwater_internal.retired_function")}
     assert retired == {"headwater.head()"}

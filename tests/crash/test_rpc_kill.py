@@ -189,7 +189,7 @@ def test_those_who_compete_by_grpc_work_on_every_event_and_none_is_given_again_o
     dsn: str, log: headwater.Headwater, until: Until
 ) -> None:
     store = log.create_store("competed")
-    group = "competitors"
+    queue = "competitors"
     lease_seconds = 1.0
     hands: list[Hand] = []
     over = threading.Event()
@@ -208,7 +208,7 @@ def test_those_who_compete_by_grpc_work_on_every_event_and_none_is_given_again_o
         asked_at = time.monotonic()
         hand = None
         for events in competing.compete(
-            group, worker=worker, batch_size=3, lease_seconds=lease_seconds, stop_when_caught_up=True
+            queue, worker=worker, batch_size=3, lease_seconds=lease_seconds, stop_when_caught_up=True
         ):
             if hand is not None:
                 hand.done_at = time.monotonic()
@@ -222,8 +222,8 @@ def test_those_who_compete_by_grpc_work_on_every_event_and_none_is_given_again_o
         for task in tasks:
             # One that has failed says more than that nothing comes.
             assert not task.done(), task.result()
-        done = log.deliveries(group, status="done", batch_size=1000)
-        return len(done) + len(log.dead_letters(group)) == store.count()
+        done = log.deliveries(queue, status="done", batch_size=1000)
+        return len(done) + len(log.dead_letters(queue)) == store.count()
 
     with rpc_server("--processes", "2", dsn=dsn) as server, ThreadPoolExecutor(3) as pool:
         tasks = [pool.submit(work, server.address, f"w{n}") for n in range(3)]

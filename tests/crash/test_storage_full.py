@@ -90,6 +90,16 @@ def until(question: Any) -> Any:
     return answer
 
 
+def refused_with(bootstrap: str) -> set[int]:
+    """The codes that a producer gets which does not retry."""
+    codes: set[int] = set()
+    once = confluent.Producer({"bootstrap.servers": bootstrap, "retries": 0, "log_level": 0})
+    for _ in range(3):
+        once.produce("records", os.urandom(200_000), on_delivery=lambda error, _: codes.add(error and error.code()))
+    assert once.flush(PATIENCE_SECONDS) == 0
+    return codes
+
+
 def test_a_full_disk_answers_clearly_loses_nothing_and_all_goes_on(small: str, disk: Disk) -> None:
     with headwater.connect(small) as log:
         log.create_topic("orders")
@@ -128,6 +138,7 @@ def test_a_full_disk_answers_clearly_loses_nothing_and_all_goes_on(small: str, d
         assert full.json()["hint"]
         assert "retry-after" in full.headers
         assert client.get("/ready").status_code == 503
+        assert refused_with(started.told["kafka"][0]) == {confluent.KafkaError.KAFKA_STORAGE_ERROR}
         # The records meet the full disk as well, and wait.
         for _ in range(10):
             publish()
@@ -139,7 +150,10 @@ def test_a_full_disk_answers_clearly_loses_nothing_and_all_goes_on(small: str, d
         assert failed == []
         assert started.process.poll() is None
     with psycopg.connect(small) as connection:
-        names = "select e.key from headwater.event e join headwater.topic t on t.id = e.topic_id where t.name = %s"
+        names = (
+            "select e.key from headwater_internal.event e join headwater_internal.topic t on t.id = e.topic_id "
+            "where t.name = %s"
+        )
         events = connection.execute(names, ("orders",)).fetchall()
         records = [bytes(key) for (key,) in connection.execute(names, ("records",)).fetchall()]
     assert len(events) == acknowledged

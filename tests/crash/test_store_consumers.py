@@ -70,7 +70,11 @@ def test_a_projector_that_is_killed_counts_every_event_once(
 
     pay()
     # Killed while it waits to write the effect, and while it waits to move the cursor.
-    for held in [None, *["select from balance for update", "select from headwater.cursor for update"] * ROUNDS, None]:
+    for held in [
+        None,
+        *["select from balance for update", "select from headwater_internal.cursor for update"] * ROUNDS,
+        None,
+    ]:
         process = subprocess.Popen([sys.executable, "-c", PROJECTOR, dsn, store.topic])
         try:
             until(lambda: projected()[1] >= len(paid))
@@ -150,7 +154,8 @@ def test_thousands_of_subscribers_share_one_reader_while_backends_are_killed(
 ) -> None:
     store = log.create_store(f"store-{next(_numbers)}")
     monkeypatch.setattr(
-        "headwater.eventstore.recent_events.Tail.extended.__kwdefaults__", {"max_events": 16, "max_bytes": 1 << 20}
+        "headwater.eventstore.recent_events.RecentEvents.extended.__kwdefaults__",
+        {"max_events": 16, "max_bytes": 1 << 20},
     )
     ends = Query.of(types=["Begin", "End"])
     wanted = [Query(), Query.of(tags=["a"]) | ends, Query.of(types=["A", "Begin", "End"])]
@@ -174,7 +179,7 @@ def test_thousands_of_subscribers_share_one_reader_while_backends_are_killed(
         nonlocal lost, looked
         async with await aio.connect(dsn, application_name="doomed") as opened:
             following = opened.store(store.topic)
-            feed = following._feed
+            feed = following._live_reader
             read_after, after, end = feed._read_after, feed.after, following._end
 
             async def watched_read_after(*arguments: Any) -> list[StoreEvent]:
@@ -235,7 +240,7 @@ def test_thousands_of_subscribers_share_one_reader_while_backends_are_killed(
 COMPETING = """
 import os, random, signal, sys, threading, time
 from pathlib import Path
-from headwater.eventstore import NewStoreEvent, SqliteStores, sqlite_groups
+from headwater.eventstore import NewStoreEvent, SqliteStores, sqlite_queues
 
 folder, chance, appended = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
 witness = os.open(folder / "witness", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -255,12 +260,12 @@ def deadly(act):
     return acting
 
 for name in ("take", "settle", "reap"):
-    setattr(sqlite_groups, name, deadly(getattr(sqlite_groups, name)))
+    setattr(sqlite_queues, name, deadly(getattr(sqlite_queues, name)))
 
 with SqliteStores(folder) as stores:
     store = stores.create_store("s", if_missing=True)
     store.append([NewStoreEvent("A", event_id=f"e{n}") for n in range(appended - 30, appended)])
-    store._open_group("g")
+    store._open_queue("g")
     take, settle = store._take, store._settle
 
     def taking(*asked):
@@ -281,7 +286,7 @@ with SqliteStores(folder) as stores:
         with store._reading() as connection:
             return connection.execute(
                 "select exists (select 1 from claimed_event) or position < (select max(position) from event) "
-                "from consumer_group"
+                "from queue"
             ).fetchone()[0]
 
     def work(worker):

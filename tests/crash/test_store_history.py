@@ -25,7 +25,8 @@ from psycopg.sql import SQL, Identifier
 from store_history import Asked, Violation, ask, check
 
 import headwater
-from headwater import aio, calls
+from headwater import aio
+from headwater.calls import store as store_calls
 from headwater.client.eventstore.postgres import EventStore
 from headwater.database import schema
 from headwater.embedded import Postgres
@@ -40,8 +41,8 @@ from headwater.eventstore import (
     SqliteStores,
     StoreEvent,
 )
-from headwater.eventstore.conflict_cache import Noted, Window
-from headwater.eventstore.pipelined_connection import _Line
+from headwater.eventstore.conflict_cache import AppendedEvent, ConflictCache
+from headwater.eventstore.pipelined_connection import _Pipeline
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[1] / "conformance"))
@@ -149,7 +150,7 @@ def test_every_verdict_is_right_while_groups_overlap_and_backends_are_killed(
     loop = Loop()
     doomed = [loop.run(aio.connect(dsn, application_name="doomed", pool_size=2)) for _ in range(2)]
     for opened in doomed:
-        opened.store(store.topic)._lane._pace.in_halves = True
+        opened.store(store.topic)._group_commit._pace.in_halves = True
     under_way: list[int] = []
 
     def tell(sent: Callable[..., Any]) -> Callable[..., Any]:
@@ -160,7 +161,7 @@ def test_every_verdict_is_right_while_groups_overlap_and_backends_are_killed(
         return send
 
     with pytest.MonkeyPatch.context() as patched, killing(dsn), ThreadPoolExecutor(16) as pool:
-        patched.setattr(_Line, "send", tell(_Line.send))
+        patched.setattr(_Pipeline, "send", tell(_Pipeline.send))
         runs = [
             pool.submit(random_appends, Blocking(loop, doomed[n % 2].store(store.topic)), 5 * ROUNDS, seed=n)
             for n in range(16)
@@ -187,7 +188,7 @@ def slow_commits(connection: psycopg.Connection[Any]) -> Iterator[None]:
             return null;
         end;
         $$;
-        create constraint trigger slow_commit after insert on headwater.event_identity
+        create constraint trigger slow_commit after insert on headwater_internal.event_identity
         deferrable initially deferred for each row execute function public.slow_commit();
         """
     )
@@ -201,7 +202,7 @@ def test_every_verdict_is_right_while_commits_are_slow(
     dsn: str, log: headwater.Headwater, connection: psycopg.Connection[Any]
 ) -> None:
     store = log.create_store(f"store-{next(_numbers)}")
-    # What is appended is drawn and asked about long before others can see it.
+    # What is appended is assigned and asked about long before others can see it.
     with (
         slow_commits(connection),
         headwater.connect(dsn) as one,
@@ -350,9 +351,9 @@ def grouped(store: EventStore, log: headwater.Headwater, until: Until) -> list[A
         (NewStoreEvent("B"), NoMatchAfter(Query.of(types=["B"], tags=["d"]))),
     ]
     ids = [f"{store.topic}-g{n}" for n in range(len(wishes))]
-    appends = [calls.encode_append([event], condition, [ids[n]]) for n, (event, condition) in enumerate(wishes)]
+    appends = [store_calls.encode_append([event], condition, [ids[n]]) for n, (event, condition) in enumerate(wishes)]
     return [
-        Asked((event_id,), condition, verdict.positions, verdict.moved_to)
+        Asked((event_id,), condition, verdict.positions, verdict.conflict_position)
         for event_id, (_, condition), verdict in zip(ids, wishes, store._send(appends), strict=True)
     ]
 
@@ -380,10 +381,10 @@ def alone(store: EventStore, log: headwater.Headwater, until: Until) -> list[Ask
 def lost_answer(store: EventStore, log: headwater.Headwater, until: Until) -> list[Asked]:
     """The answer to an append is lost, and it is sent again."""
     event = NewStoreEvent("A", event_id=f"{store.topic}-l")
-    append = calls.encode_append([event], None, [""])
+    append = store_calls.encode_append([event], None, [""])
     store._send([append])
     (verdict,) = store._send([append])
-    return [Asked((f"{store.topic}-l",), None, verdict.positions, verdict.moved_to)]
+    return [Asked((f"{store.topic}-l",), None, verdict.positions, verdict.conflict_position)]
 
 
 def common(store: EventStore, log: headwater.Headwater, until: Until) -> list[Asked]:
@@ -430,7 +431,7 @@ def others(store: EventStore, log: headwater.Headwater, until: Until) -> list[As
 def known(store: EventStore, log: headwater.Headwater, until: Until) -> list[Asked]:
     """Events that this process has just appended itself, and so many that it forgets the first."""
     history: list[Asked] = []
-    store._window = Window(max_marks=4)
+    store._conflicts = ConflictCache(max_index_terms=4)
     events = [NewStoreEvent("A", tags=[tag], event_id=f"{store.topic}-{tag}") for tag in ("a", "b")]
     history.append(ask(store, events, None))
     for tag in ("a", "b"):
@@ -449,9 +450,9 @@ def lost_event(store: EventStore, log: headwater.Headwater, until: Until) -> lis
     first = max(history[0].positions or ())
     (lost,) = store.append(NewStoreEvent("A", tags=["gone"])).positions
     with log.transaction() as own:
-        for table in ("event", "event_mark", "event_identity"):
-            own.execute(SQL("delete from headwater.{} where position = %s").format(Identifier(table)), (lost,))
-        own.execute("select setval('headwater.position', %s)", (first,))
+        for table in ("event", "event_index_term", "event_identity"):
+            own.execute(SQL("delete from headwater_internal.{} where position = %s").format(Identifier(table)), (lost,))
+        own.execute("select setval('headwater_internal.position', %s)", (first,))
     _ask_all(history, EventStore(log, store.topic), [("A", "a", None)])
     assert history[-1].positions == (lost,)
     _ask_all(history, store, [("B", "b", NoMatchAfter(Query.of(tags=["a"]), first))])
@@ -462,11 +463,11 @@ def _ask_all(history: list[Asked], store: EventStore, wishes: Sequence[tuple[str
     """Each wish is a type, a tag and a condition; all go out as one group."""
     ids = [f"{store.topic}-{len(history) + n}" for n in range(len(wishes))]
     appends = [
-        calls.encode_append([NewStoreEvent(type_, tags=[tag])], condition, [event_id])
+        store_calls.encode_append([NewStoreEvent(type_, tags=[tag])], condition, [event_id])
         for event_id, (type_, tag, condition) in zip(ids, wishes, strict=True)
     ]
     history += [
-        Asked((event_id,), condition, verdict.positions, verdict.moved_to)
+        Asked((event_id,), condition, verdict.positions, verdict.conflict_position)
         for event_id, (_, _, condition), verdict in zip(ids, wishes, store._send(appends), strict=True)
     ]
 
@@ -481,14 +482,14 @@ def run_all(log: headwater.Headwater, until: Until) -> None:
         check(history, list(store.read_all()))
 
 
-LOCK = "    nothing := headwater.hold_store(store);\n"
-LOCK_OF_GROUP = "    perform headwater.hold_store(store);\n"
-BEFORE = "    before := headwater.store_tail(store.id);\n"
-DRAW = "    nothing := headwater.advertise_publisher(store.name);\n"
+LOCK = "    nothing := headwater_internal.hold_store(store);\n"
+LOCK_OF_GROUP = "    perform headwater_internal.hold_store(store);\n"
+BEFORE = "    before := headwater_internal.store_tail(store.id);\n"
+DRAW = "    nothing := headwater_internal.advertise_publisher(store.name);\n"
 LATEST = "        latest := greatest(latest, found_position);\n"
 ASKED = "        if query is not null then\n            exact"
 ABOVE = "and n.position > greatest(above, latest)"
-MARKED = "m.mark = d.mark and m.position > d.above"
+MARKED = "m.index_term = d.index_term and m.position > d.above"
 FENCE = "    if tail <> any (above) then\n"
 LOST = "    if known_id is not null and known_id is distinct from before.event_id and not exists (\n"
 MUTANTS = {
@@ -518,30 +519,34 @@ MUTANTS = {
 }
 
 
-def stale(window: Window, tail: int, appended: Iterable[Noted]) -> None:
+def stale(window: ConflictCache, tail: int, appended: Iterable[AppendedEvent]) -> None:
     """Takes what it knows for all there is."""
     if window._head < 0:
         NOTE(window, tail, ())
     NOTE(window, window._head, appended)
 
 
-def forgetful(window: Window, tail: int, appended: Iterable[Noted]) -> None:
+def forgetful(window: ConflictCache, tail: int, appended: Iterable[AppendedEvent]) -> None:
     """Knows of the first event of an append what it is found by, and nothing of the others."""
-    NOTE(window, tail, [event._replace(marks=event.marks[: 0 if n else None]) for n, event in enumerate(appended)])
+    NOTE(
+        window,
+        tail,
+        [event._replace(index_terms=event.index_terms[: 0 if n else None]) for n, event in enumerate(appended)],
+    )
 
 
-def careless(window: Window, tail: int, appended: Iterable[Noted]) -> None:
+def careless(window: ConflictCache, tail: int, appended: Iterable[AppendedEvent]) -> None:
     """Does not know of the tags of an event."""
-    NOTE(window, tail, [event._replace(marks=event.marks[:1]) for event in appended])
+    NOTE(window, tail, [event._replace(index_terms=event.index_terms[:1]) for event in appended])
 
 
-def boundless(window: Window, tail: int, appended: Iterable[Noted]) -> None:
+def boundless(window: ConflictCache, tail: int, appended: Iterable[AppendedEvent]) -> None:
     """Forgets events and says to know them."""
     NOTE(window, tail, appended)
     window._floor = 0
 
 
-NOTE = Window.note
+NOTE = ConflictCache.record
 WINDOWS = (stale, forgetful, careless, boundless)
 
 
@@ -579,11 +584,11 @@ def test_a_broken_event_store_is_caught(
 
 @pytest.mark.parametrize("note", WINDOWS)
 def test_a_broken_window_is_caught(
-    note: Callable[[Window, int, Iterable[Noted]], None],
+    note: Callable[[ConflictCache, int, Iterable[AppendedEvent]], None],
     log: headwater.Headwater,
     until: Until,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Window, "note", note)
+    monkeypatch.setattr(ConflictCache, "record", note)
     with pytest.raises(Violation):
         run_all(log, until)

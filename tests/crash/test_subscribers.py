@@ -53,7 +53,7 @@ def an_app(topic: str, seen: Seen) -> App:
     async def take(event: headwater.Event) -> None:
         seen.subscribed.append(event.data)
 
-    @app.worker(topic, group=f"work-{topic}")
+    @app.worker(topic, queue=f"work-{topic}")
     async def work(event: headwater.ClaimedEvent) -> None:
         seen.worked.append(event.event.data)
 
@@ -120,12 +120,12 @@ def test_a_subscriber_survives_a_cancelled_statement_of_any_of_its_sessions(serv
             psycopg.connect(dsn, autocommit=True) as canceller,
             connection.transaction(),
         ):
-            connection.execute("lock table headwater.reading")
+            connection.execute("lock table headwater_internal.reading")
             cancelled = 0
             for _ in range(6000):
                 cancelled += canceller.execute(
                     "select pg_cancel_backend(pid) from pg_stat_activity where application_name = 'headwater work' "
-                    "and state = 'active' and wait_event_type = 'Lock' and query ~ 'read_next|set_reading'"
+                    "and state = 'active' and wait_event_type = 'Lock' and query ~ 'read_next|commit_reading'"
                 ).rowcount
                 if cancelled >= 3:
                     return

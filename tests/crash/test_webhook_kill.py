@@ -57,7 +57,7 @@ def test_killing_those_who_deliver_loses_nothing_and_keeps_the_ids(
     complaints = tmp_path / "complaints"
     with Receiver(gate.respond) as receiver:
         log.create_webhook(topic, receiver.url, topic, max_concurrency=6)
-        log.alter_group(topic, lease_seconds=0.5)
+        log.alter_queue(topic, lease_seconds=0.5)
         positions = log.publish_batch(topic, [NewEvent(n) for n in range(EVENTS)])
         before = 0
         for _ in range(KILLS):
@@ -73,7 +73,7 @@ def test_killing_those_who_deliver_loses_nothing_and_keeps_the_ids(
             before = len(receiver.received)
         receiver.call(gate.open.set)
         process = start(dsn, complaints)
-        until(lambda: [one.done for one in log.groups() if one.name == topic] == [EVENTS])
+        until(lambda: [one.done for one in log.queues() if one.name == topic] == [EVENTS])
         process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 0, complaints.read_text()
     ids = defaultdict(set)

@@ -1,4 +1,4 @@
-"""Is every event done or dead in every group when workers are killed, and repeated only where a lease was lost?"""
+"""Is every event done or dead in every queue when workers are killed, and repeated only where a lease was lost?"""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ import pytest
 
 import headwater
 from headwater import Dead, Lease, NewEvent, Retry
-from headwater.model import Outcome
+from headwater.queue.model import Outcome
 
 KILLS = 14
-WORKERS_A_GROUP = 2
+WORKERS_A_QUEUE = 2
 MAX_ATTEMPTS = 3
 LEASE_SECONDS = 1.5
 
 
-# --- a worker: `python test_workers.py DSN GROUP NAME FILE` -------------------------------------------------------
+# --- a worker: `python test_workers.py DSN QUEUE NAME FILE` -------------------------------------------------------
 
 
 class Line(NamedTuple):
@@ -38,7 +38,7 @@ class Line(NamedTuple):
     position: int
 
 
-def work(dsn: str, group: str, name: str, path: str) -> None:
+def work(dsn: str, queue: str, name: str, path: str) -> None:
     """Claim, handle and settle until killed."""
     notes = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     chance = random.Random(name)
@@ -61,14 +61,14 @@ def work(dsn: str, group: str, name: str, path: str) -> None:
         while True:
             batch_size = chance.randrange(1, 20)
             if lease is None:
-                log.reap(group)
-                lease = log.claim(group, worker=name, batch_size=batch_size)
+                log.reap(queue)
+                lease = log.claim(queue, worker=name, batch_size=batch_size)
                 if lease is None:
                     time.sleep(0.01)
                     continue
             note("claimed", lease.token)
             try:
-                if group == "exact":
+                if queue == "exact":
                     for event in lease.events:
                         outcome = handle(event)
                         with log.transaction() as connection:
@@ -110,45 +110,45 @@ if __name__ == "__main__":
 
 
 class Crew:
-    """Worker processes of the groups, each with its file of notes."""
+    """Worker processes of the queues, each with its file of notes."""
 
     def __init__(self, dsn: str, directory: Path) -> None:
         self.dsn, self.directory = dsn, directory
         self.running: dict[str, list[subprocess.Popen[bytes]]] = defaultdict(list)
         self.started = self.killed = 0
 
-    def start(self, group: str) -> None:
+    def start(self, queue: str) -> None:
         self.started += 1
-        path = self.directory / f"{group}-{self.started}"
-        self.running[group].append(
-            subprocess.Popen([sys.executable, __file__, self.dsn, group, f"{group}-{self.started}", str(path)])
+        path = self.directory / f"{queue}-{self.started}"
+        self.running[queue].append(
+            subprocess.Popen([sys.executable, __file__, self.dsn, queue, f"{queue}-{self.started}", str(path)])
         )
 
-    def kill(self, group: str, which: int) -> None:
-        victim = self.running[group].pop(which)
+    def kill(self, queue: str, which: int) -> None:
+        victim = self.running[queue].pop(which)
         victim.send_signal(signal.SIGKILL)
         victim.wait(60)
         self.killed += 1
 
     def replace_the_fallen(self) -> None:
-        for group, processes in self.running.items():
+        for queue, processes in self.running.items():
             for process in list(processes):
                 if process.poll() is not None:
                     assert process.returncode == -signal.SIGKILL, "a worker failed by itself"
                     processes.remove(process)
                     self.killed += 1
-            while len(processes) < WORKERS_A_GROUP:
-                self.start(group)
+            while len(processes) < WORKERS_A_QUEUE:
+                self.start(queue)
 
     def stop(self) -> None:
-        for group in self.running:
-            while self.running[group]:
-                self.kill(group, 0)
+        for queue in self.running:
+            while self.running[queue]:
+                self.kill(queue, 0)
 
-    def notes(self, group: str) -> list[Line]:
+    def notes(self, queue: str) -> list[Line]:
         lines = [
             Line(int(at), what, int(token), int(position))
-            for path in self.directory.glob(f"{group}-*")
+            for path in self.directory.glob(f"{queue}-*")
             for at, what, token, position in (line.split() for line in path.read_text().splitlines())
         ]
         return sorted(lines)
@@ -165,15 +165,15 @@ def test_workers_killed_under_load_lose_nothing_and_repeat_only_what_their_lease
 ) -> None:
     chance = random.Random(7)
     topics = [log.create_topic(name).name for name in ("orders", "payments")]
-    groups = ("plain", "exact")
-    for group in groups:
-        log.create_group(
-            group,
+    queues = ("plain", "exact")
+    for queue in queues:
+        log.create_queue(
+            queue,
             topics,
             lease_seconds=LEASE_SECONDS,
             max_attempts=MAX_ATTEMPTS,
             backoff_seconds=0.01,
-            ordered_keys=group == "plain",
+            ordered_keys=queue == "plain",
         )
     connection.execute("create table effect (position bigint)")
     keys: dict[int, str | None] = {}
@@ -183,8 +183,8 @@ def test_workers_killed_under_load_lose_nothing_and_repeat_only_what_their_lease
             new = [NewEvent(n, key=f"k{chance.randrange(60)}") for n in range(count // 2)]
             keys.update(zip(log.publish_batch(topic, new), (event.key for event in new), strict=True))
 
-    def counts(group: str) -> tuple[int, int]:
-        (one,) = (one for one in log.groups() if one.name == group)
+    def counts(queue: str) -> tuple[int, int]:
+        (one,) = (one for one in log.queues() if one.name == queue)
         return one.done, one.dead
 
     publish(400)
@@ -192,25 +192,25 @@ def test_workers_killed_under_load_lose_nothing_and_repeat_only_what_their_lease
     keys[poison] = None
     crew = Crew(dsn, tmp_path)
     try:
-        for group in groups:
-            for _ in range(WORKERS_A_GROUP):
-                crew.start(group)
+        for queue in queues:
+            for _ in range(WORKERS_A_QUEUE):
+                crew.start(queue)
         for _ in range(KILLS):
-            group = chance.choice(groups)
+            queue = chance.choice(queues)
             publish(300)
-            before = sum(counts(group))
+            before = sum(counts(queue))
 
             def at_work() -> bool:
                 crew.replace_the_fallen()
-                return sum(counts(group)) > before + 20  # noqa: B023
+                return sum(counts(queue)) > before + 20  # noqa: B023
 
             until(at_work)
-            crew.kill(group, chance.randrange(WORKERS_A_GROUP))
+            crew.kill(queue, chance.randrange(WORKERS_A_QUEUE))
             crew.replace_the_fallen()
 
         def left() -> int:
             crew.replace_the_fallen()
-            return sum(len(keys) - sum(counts(group)) for group in groups)
+            return sum(len(keys) - sum(counts(queue)) for queue in queues)
 
         # However slow the machine: as long as it goes on, it may take its time.
         while remaining := left():
@@ -218,15 +218,15 @@ def test_workers_killed_under_load_lose_nothing_and_repeat_only_what_their_lease
     finally:
         crew.stop()
 
-    for group in groups:
-        states = {d.position: d.status for d in log.deliveries(group, batch_size=100_000)}
+    for queue in queues:
+        states = {d.position: d.status for d in log.deliveries(queue, batch_size=100_000)}
         assert set(states) == set(keys)
         assert set(states.values()) == {"done", "dead"}
-        dead = {letter.position: letter for letter in log.dead_letters(group, batch_size=100_000)}
+        dead = {letter.position: letter for letter in log.dead_letters(queue, batch_size=100_000)}
         assert dead[poison].attempts == MAX_ATTEMPTS
         assert dead[poison].last_error == "lease expired"
 
-        notes = crew.notes(group)
+        notes = crew.notes(queue)
         settled = {line.token for line in notes if line.what == "settled"}
         claimed = {line.token for line in notes if line.what == "claimed"}
         lost = {line.token for line in notes if line.what == "lost"}
@@ -241,7 +241,7 @@ def test_workers_killed_under_load_lose_nothing_and_repeat_only_what_their_lease
         for position, tokens in repeated.items():
             assert len(settled & set(tokens)) <= 1, f"{position} was done in two leases that were kept"
         print(
-            f"\n{group}: {Counter(states.values())}, {len(claimed)} leases, {len(claimed - settled)} of them lost, "
+            f"\n{queue}: {Counter(states.values())}, {len(claimed)} leases, {len(claimed - settled)} of them lost, "
             f"{len(repeated)} events repeated, {crew.killed} workers killed"
         )
 

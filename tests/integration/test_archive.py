@@ -16,9 +16,10 @@ import pytest
 from psycopg import conninfo, sql
 
 import headwater
-from headwater import calls
-from headwater.calls import KeptTopic
+from headwater.calls import archives as archive_calls
+from headwater.calls.archives import TopicCoverage
 from headwater.errors import CursorMoved, InvalidRequest
+from headwater.log.model import MaintenanceResult
 
 DAY = timedelta(days=1)
 _numbers = itertools.count()
@@ -36,23 +37,24 @@ def dsn(admin_dsn: str, template: str) -> Iterator[str]:
         connection.execute(sql.SQL("drop database {} with (force)").format(sql.Identifier(name)))
 
 
-def pass_days(log: headwater.Headwater, connection: psycopg.Connection[Any], days: int) -> headwater.model.Upkeep:  # type: ignore[name-defined]
+def pass_days(log: headwater.Headwater, connection: psycopg.Connection[Any], days: int) -> MaintenanceResult:  # type: ignore[name-defined]
     connection.execute(
-        "update headwater.segment set opened_at = opened_at - %s, closed_at = closed_at - %s", (days * DAY, days * DAY)
+        "update headwater_internal.segment set opened_at = opened_at - %s, closed_at = closed_at - %s",
+        (days * DAY, days * DAY),
     )
     return log.maintain()
 
 
 def register(log: headwater.Headwater, name: str = "archive", topics: list[str] | None = None, after: int = 0) -> int:
-    return log.run(calls.register_archive(name, f"/lake/{name}", topics=topics, start_after=after))
+    return log.run(archive_calls.register_archive(name, f"/lake/{name}", topics=topics, start_after=after))
 
 
 def note(log: headwater.Headwater, to_position: int, name: str = "archive") -> None:
-    log.run(calls.note_archived(name, to_position=to_position))
+    log.run(archive_calls.note_archived(name, to_position=to_position))
 
 
-def kept(log: headwater.Headwater, topic: str) -> KeptTopic:
-    (found,) = log.run(calls.kept_topics([topic]))
+def kept(log: headwater.Headwater, topic: str) -> TopicCoverage:
+    (found,) = log.run(archive_calls.kept_topics([topic]))
     return found
 
 
@@ -82,7 +84,7 @@ def test_retention_waits_for_an_archive_and_only_for_its_topics(
     assert numbers(log, archived) == [2]
     # It never goes back, and a later look at an earlier batch is harmless.
     note(log, days[0])
-    assert [archive.archived_to for archive in log.run(calls.archives())] == [days[1]]
+    assert [archive.archived_to for archive in log.run(archive_calls.archives())] == [days[1]]
 
 
 def test_every_archive_of_a_topic_is_waited_for(log: headwater.Headwater, connection: psycopg.Connection) -> None:
@@ -109,11 +111,11 @@ def test_an_archive_that_is_given_up_is_not_waited_for(
     pass_days(log, connection, 1)
     pass_days(log, connection, 5)
     assert numbers(log, topic) == [0]
-    assert log.run(calls.forget_archive("archive"))
-    assert not log.run(calls.forget_archive("archive"))
+    assert log.run(archive_calls.forget_archive("archive"))
+    assert not log.run(archive_calls.forget_archive("archive"))
     log.maintain()
-    assert kept(log, topic) == KeptTopic(topic, 0, last, last, None)
-    with pytest.raises(InvalidRequest, match="registers it anew"):
+    assert kept(log, topic) == TopicCoverage(topic, 0, last, last, None)
+    with pytest.raises(InvalidRequest, match="to register it again"):
         note(log, last)
 
 
@@ -124,21 +126,21 @@ def test_it_is_known_what_an_archive_began_too_late_for(
     lost = log.publish(topic, "lost")
     pass_days(log, connection, 1)
     pass_days(log, connection, 5)
-    assert kept(log, topic) == KeptTopic(topic, 0, lost, lost, None)
+    assert kept(log, topic) == TopicCoverage(topic, 0, lost, lost, None)
     register(log)
     middle = log.publish(topic, "in one archive")
     log.publish(topic, "in two")
     register(log, "late", after=middle)
-    assert kept(log, topic) == KeptTopic(topic, 0, lost, lost, None)
+    assert kept(log, topic) == TopicCoverage(topic, 0, lost, lost, None)
     last = log.publish(topic, "in two")
     for name in ("archive", "late"):
         note(log, last, name)
     pass_days(log, connection, 1)
     pass_days(log, connection, 5)
     # The one that has more is the one to read.
-    assert kept(log, topic) == KeptTopic(topic, 0, last, lost, "/lake/archive")
-    log.run(calls.forget_archive("archive"))
-    assert kept(log, topic) == KeptTopic(topic, 0, last, middle, "/lake/late")
+    assert kept(log, topic) == TopicCoverage(topic, 0, last, lost, "/lake/archive")
+    log.run(archive_calls.forget_archive("archive"))
+    assert kept(log, topic) == TopicCoverage(topic, 0, last, middle, "/lake/late")
     # Of a topic that had no event before, nothing is missing.
     assert kept(log, quiet).lost_to == 0
 
@@ -162,7 +164,7 @@ def test_a_deleted_topic_waits_for_no_archive(log: headwater.Headwater, connecti
     log.delete_topic(topic)
     pass_days(log, connection, 1)
     pass_days(log, connection, 1)
-    assert connection.execute("select count(*) from headwater.event").fetchone() == (0,)
+    assert connection.execute("select count(*) from headwater_internal.event").fetchone() == (0,)
 
 
 def test_registering_again_changes_nothing_but_may_add_topics(
@@ -179,11 +181,11 @@ def test_registering_again_changes_nothing_but_may_add_topics(
     note(log, last)
     pass_days(log, connection, 1)
     pass_days(log, connection, 5)
-    assert kept(log, second) == KeptTopic(second, 0, last, before, "/lake/archive")
-    with pytest.raises(InvalidRequest, match="get no more"):
+    assert kept(log, second) == TopicCoverage(second, 0, last, before, "/lake/archive")
+    with pytest.raises(InvalidRequest, match="not in the new list"):
         register(log, topics=[first])
     with pytest.raises(InvalidRequest, match="forget"):
-        log.run(calls.register_archive("archive", "/elsewhere", topics=[first, second], start_after=0))
+        log.run(archive_calls.register_archive("archive", "/elsewhere", topics=[first, second], start_after=0))
     with pytest.raises(headwater.TopicNotFound):
         register(log, "other", ["no-such-topic"])
 
@@ -195,7 +197,7 @@ def test_retention_does_not_come_between_a_look_and_its_note(
     last = log.publish(topic, 0)
     pass_days(log, connection, 1)
     with psycopg.connect(dsn) as registering:
-        registering.execute("select headwater.register_archive('archive', '/lake/archive')")
+        registering.execute("select headwater_internal.register_archive('archive', '/lake/archive')")
         assert pass_days(log, connection, 5).busy
         registering.commit()
     log.maintain()
@@ -215,9 +217,9 @@ def test_a_consumer_may_keep_an_archive_and_look_into_it(dsn: str, log: headwate
             register(consumer, topics=[topic])
             note(consumer, 5)
             assert kept(consumer, topic).expired_to == 0
-            assert [archive.archived_to for archive in consumer.run(calls.archives())] == [5]
-            assert consumer.run(calls.average_bytes([topic], after=0, up_to=10)) == 0
-            assert consumer.run(calls.forget_archive("archive"))
+            assert [archive.archived_to for archive in consumer.run(archive_calls.archives())] == [5]
+            assert consumer.run(archive_calls.average_bytes([topic], after=0, up_to=10)) == 0
+            assert consumer.run(archive_calls.forget_archive("archive"))
     finally:
         with psycopg.connect(dsn, autocommit=True) as admin:
             admin.execute(f"drop role {name}")
@@ -240,7 +242,7 @@ def test_the_doctor_says_which_archive_holds_retention_back(
     topic = log.create_topic("news", retention=DAY).name
     register(log)
     last = log.publish(topic, 0)
-    connection.execute("update headwater.event set published_at = published_at - interval '3 days'")
+    connection.execute("update headwater_internal.event set published_at = published_at - interval '3 days'")
     told = json.loads(cli(dsn, "doctor", "--json").stdout)
     (finding,) = [finding for finding in told["findings"] if finding["check"] == "archives"]
     assert finding["outcome"] == "warn"
@@ -256,20 +258,20 @@ def test_the_doctor_says_which_archive_holds_retention_back(
 
 def test_a_replay_has_one_request_and_one_place(log: headwater.Headwater) -> None:
     request = {"to_topic": "copy"}
-    begun = log.run(calls.start_replay("again", request, start_after=5, up_to=20, plan={"n": 1}))
+    begun = log.run(archive_calls.start_replay("again", request, start_after=5, up_to=20, plan={"n": 1}))
     assert (begun.done_to, begun.up_to, begun.finished_at) == (5, 20, None)
-    log.run(calls.advance_replay("again", from_position=5, to_position=9, more_events=3))
+    log.run(archive_calls.advance_replay("again", from_position=5, to_position=9, more_events=3))
     with pytest.raises(CursorMoved, match="Another process"):
-        log.run(calls.advance_replay("again", from_position=5, to_position=9, more_events=3))
+        log.run(archive_calls.advance_replay("again", from_position=5, to_position=9, more_events=3))
     # What was found out at the start stays.
-    found = log.run(calls.start_replay("again", request, start_after=7, up_to=30, plan={"n": 2}))
+    found = log.run(archive_calls.start_replay("again", request, start_after=7, up_to=30, plan={"n": 2}))
     assert (found.done_to, found.up_to, found.plan, found.events) == (9, 20, {"n": 1}, 3)
     with pytest.raises(InvalidRequest, match="another name"):
-        log.run(calls.start_replay("again", {"to_topic": "other"}, start_after=5, up_to=20, plan={}))
-    log.run(calls.advance_replay("again", from_position=9, to_position=20, more_events=0))
-    done = log.run(calls.find_replay("again"))
+        log.run(archive_calls.start_replay("again", {"to_topic": "other"}, start_after=5, up_to=20, plan={}))
+    log.run(archive_calls.advance_replay("again", from_position=9, to_position=20, more_events=0))
+    done = log.run(archive_calls.find_replay("again"))
     assert done is not None
     assert done.finished_at is not None
-    assert [replay.name for replay in log.run(calls.replays())] == ["again"]
-    assert log.run(calls.forget_replay("again"))
-    assert log.run(calls.find_replay("again")) is None
+    assert [replay.name for replay in log.run(archive_calls.replays())] == ["again"]
+    assert log.run(archive_calls.forget_replay("again"))
+    assert log.run(archive_calls.find_replay("again")) is None

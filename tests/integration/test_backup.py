@@ -38,10 +38,10 @@ def run(program: str, *arguments: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def claimed(log: headwater.Headwater, group: str) -> list[object]:
-    """The data of all that the group can get now, each settled."""
+def claimed(log: headwater.Headwater, queue: str) -> list[object]:
+    """The data of all that the queue can get now, each stable."""
     found: list[object] = []
-    while lease := log.claim(group, worker="w", batch_size=100):
+    while lease := log.claim(queue, worker="w", batch_size=100):
         found += [event.data for event in lease.events]
         log.settle(lease, {})
     return found
@@ -50,9 +50,9 @@ def claimed(log: headwater.Headwater, group: str) -> list[object]:
 def test_a_log_that_was_dumped_under_load_goes_on_where_it_was_restored(
     log: headwater.Headwater, dsn: str, restored_dsn: str, topic: str, tmp_path: Path
 ) -> None:
-    lanes = log.create_topic(f"{topic}-lanes", kind="sequenced", partitions=2).name
-    log.create_group(topic, [topic, lanes])
-    for where in (topic, lanes):
+    partitions = log.create_topic(f"{topic}-partitions", kind="sequenced", partitions=2).name
+    log.create_queue(topic, [topic, partitions])
+    for where in (topic, partitions):
         log.publish_batch(where, [NewEvent(f"{where} {n}", key=str(n)) for n in range(50)])
     before = claimed(log, topic)[:]
     assert len(before) == 100
@@ -74,28 +74,28 @@ def test_a_log_that_was_dumped_under_load_goes_on_where_it_was_restored(
         publisher.join(30)
     run("pg_restore", f"--dbname={restored_dsn}", "--exit-on-error", str(tmp_path / "dump"))
     with psycopg.connect(restored_dsn, autocommit=True) as connection:
-        # A dump reads sequences one after the other, so what was known to be settled may be ahead of what was drawn.
-        connection.execute("select setval('headwater.settled_register', headwater.head() + 1000)")
+        # A dump reads sequences one after the other, so what was known to be stable may be ahead of what was assigned.
+        connection.execute("select setval('headwater_internal.stable_register', headwater.head() + 1000)")
         assert schema.upgrade(connection) == []
 
     with headwater.connect(restored_dsn) as restored:
         state = restored.state()
-        held = [event.data for event in restored.follow([topic, lanes], stop_when_caught_up=True)]
+        held = [event.data for event in restored.follow([topic, partitions], stop_when_caught_up=True)]
         assert len(held) == len(set(held) - {"while it was dumped"}) + held.count("while it was dumped")
         assert set(before) | set(acknowledged) <= set(held)
         # What was done there is done here.
         assert claimed(restored, topic) == held[100:]
-        offsets = [event.topic_offset for event in restored.read(lanes)]
+        offsets = [event.topic_offset for event in restored.read(partitions)]
 
         with psycopg.connect(restored_dsn) as late:
             restored.publish(topic, "late", connection=late)
             position = restored.publish(topic, "early")
             assert position is not None
-            assert position > state.drawn
+            assert position > state.head
             # Nothing of it can be read while one below it is in flight.
             assert claimed(restored, topic) == []
             late.commit()
         assert claimed(restored, topic) == ["late", "early"]
-        restored.publish(lanes, "next", key="0")
-        assert [event.topic_offset for event in restored.read(lanes)][:-1] == offsets
+        restored.publish(partitions, "next", key="0")
+        assert [event.topic_offset for event in restored.read(partitions)][:-1] == offsets
         assert [event.data for event in restored.follow(topic, stop_when_caught_up=True)][-2:] == ["late", "early"]

@@ -33,14 +33,14 @@ from headwater.embedded.nats import Nats
 from headwater.errors import InvalidRequest, LogUnavailable
 from headwater.nats import codec, streams, subjects
 from headwater.nats.errors import NatsUnavailable, ReplicaRefused
-from headwater.nats.replica import Progress, Replica
+from headwater.nats.replica import Replica, ReplicaProgress
 from headwater.nats.replica_store import ReplicaStore
 from headwater.nats.subjects import Table
 from headwater.spark.formats.nats import SinkOptions
 from headwater.spark.nats_bridge.bridge import Bridge
 from headwater.spark.nats_bridge.changes_task import ChangesTask
 from headwater.spark.nats_bridge.schema_documents import SchemaDocuments
-from headwater.spark.nats_bridge.snapshot_ranges import HereRanges, RangeTask
+from headwater.spark.nats_bridge.snapshot_ranges import LocalRangeExecutor, RangeTask
 from headwater.spark.nats_bridge.snapshots import Snapshots
 
 NAMES = iter(f"goods_{n}" for n in range(1000))
@@ -110,7 +110,7 @@ class Rig:
         self.bridge.note_batch(changes=done["changes"], messages=done["stored"], end=state.flushed_lsn, seconds=0.5)
         return int(done["changes"])
 
-    def sync(self, path: Path, **options: Any) -> tuple[Progress, list[dict[str, Any]]]:
+    def sync(self, path: Path, **options: Any) -> tuple[ReplicaProgress, list[dict[str, Any]]]:
         with ReplicaStore(path, self.table) as store:
             replica = Replica(self.url, store, idle_seconds=0.1, snapshot_seconds=20, **options)
             return asyncio.run(asyncio.wait_for(replica.run(once=True), 30)), store.rows()
@@ -129,7 +129,7 @@ class Rig:
 
 def ask(url: str, question: Callable[[Any], Any], *, decoded: bool = False) -> Any:
     async def run() -> Any:
-        async with streams.connected(url) as client:
+        async with streams.connect(url) as client:
             return await question(client.jetstream())
 
     answer = asyncio.run(run())
@@ -138,7 +138,7 @@ def ask(url: str, question: Callable[[Any], Any], *, decoded: bool = False) -> A
 
 def request(url: str, subject: str) -> dict[str, Any]:
     async def run() -> bytes:
-        async with streams.connected(url) as client:
+        async with streams.connect(url) as client:
             return bytes((await client.request(subject, b"", timeout=10)).data)
 
     return dict(codec.decode(asyncio.run(run())))
@@ -236,7 +236,7 @@ def test_requests_for_a_running_snapshot_join_it(
     fill(connection, table, 1, 500)
     answers: list[dict[str, Any]] = []
 
-    class Asking(HereRanges):
+    class Asking(LocalRangeExecutor):
         def run(self, task: RangeTask) -> Any:
             if not answers:
                 answers.append(request(server.url, subjects.request_subject(table)))
@@ -248,7 +248,7 @@ def test_requests_for_a_running_snapshot_join_it(
         assert rows == rig.rows()
         assert answers[0]["joined"]
         assert answers[0]["snapshot_id"] == rig.meta()["snapshot_id"]
-        assert rig.bridge.figures().snapshots_completed == 1
+        assert rig.bridge.metrics().snapshots_completed == 1
     rig.slot.drop()
 
 
@@ -266,19 +266,19 @@ def test_two_bridges_take_one_snapshot_of_a_table(
         assert rig.bridge._snapshots is not None
         return rig.bridge._snapshots
 
-    class Waiting(HereRanges):
+    class Waiting(LocalRangeExecutor):
         def run(self, task: RangeTask) -> Any:
             # The other one gets a request, too, and finds the table claimed.
             snapshots(other).start(table)
-            until(lambda: "another process takes it" in caplog.text)
+            until(lambda: "another process is taking it" in caplog.text)
             return super().run(task)
 
     first, other = Rig(dsn, server.url, table, ranges=Waiting()), Rig(dsn, server.url, table)
     with running(first), running(other):
         snapshots(first).start(table)
-        until(lambda: first.bridge.figures().snapshots_completed)
+        until(lambda: first.bridge.metrics().snapshots_completed)
         until(lambda: snapshots(other).progress[table].state == "left")
-        assert other.bridge.figures().snapshots_completed == 0
+        assert other.bridge.metrics().snapshots_completed == 0
     first.slot.drop()
 
 
@@ -290,12 +290,12 @@ def test_a_row_that_no_message_can_hold_fails_the_snapshot_with_words(
     with Nats(tmp_path / "nats", max_payload_bytes=100_000) as small:
         rig = Rig(dsn, small.url, table)
         with running(rig):
-            with pytest.raises(ReplicaRefused, match="takes 100000"):
+            with pytest.raises(ReplicaRefused, match="accepts at most 100000"):
                 rig.sync(tmp_path / "r.db")
             (shown,) = rig.bridge.status()["snapshots"]
             assert shown["state"] == "failed"
-            assert rig.bridge.figures().snapshots_failed == 1
-            assert "takes 100000" in shown["error"]
+            assert rig.bridge.metrics().snapshots_failed == 1
+            assert "accepts at most 100000" in shown["error"]
             # Cut where it must be, the rest fits.
             connection.execute(f"delete from {table.name} where id = 11")
             connection.execute(
@@ -312,10 +312,10 @@ def test_a_stream_that_cannot_hold_a_snapshot_fails_it_with_words(
 ) -> None:
     fill(connection, table, 1, 1500)
     with Nats(tmp_path / "nats") as own:
-        limits = {"INIT": streams.Limits(max_age_seconds=600, max_bytes=30_000)}
+        limits = {"INIT": streams.StreamLimits(max_age_seconds=600, max_bytes=30_000)}
         ask(own.url, lambda js: streams.ensure_streams(js, limits=limits))
         rig = Rig(dsn, own.url, table)
-        with running(rig), pytest.raises(ReplicaRefused, match="raise what it may hold"):
+        with running(rig), pytest.raises(ReplicaRefused, match="raise its limits"):
             rig.sync(tmp_path / "r.db")
         rig.slot.drop()
 
@@ -325,19 +325,19 @@ def test_a_stream_that_cannot_hold_a_snapshot_fails_it_with_words(
 DRIVER = """
 import os, signal, sys, threading
 from headwater.spark.nats_bridge.bridge import Bridge
-from headwater.spark.nats_bridge.snapshot_ranges import HereRanges
+from headwater.spark.nats_bridge.snapshot_ranges import LocalRangeExecutor
 from headwater.nats.subjects import Table
 
 dsn, url, name, ranges = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
 
-class Dying(HereRanges):
+class Dying(LocalRangeExecutor):
     done = 0
 
     def run(self, task):
         outcome = super().run(task)
         self.done += 1
         if self.done > ranges:
-            # Its chunks are in the stream, and nobody noted them.
+            # Its chunks are in the stream, but not recorded.
             os.kill(os.getpid(), signal.SIGKILL)
         return outcome
 
@@ -346,7 +346,7 @@ bridge = Bridge(
     range_blocks=1, chunk_rows=100, ranges=Dying(),
 )
 bridge.start()
-if bridge.figures().snapshots_running == 0:
+if bridge.metrics().snapshots_running == 0:
     bridge._snapshots.start(Table("public", name))
 threading.Event().wait(20)
 """
@@ -408,7 +408,7 @@ def test_a_snapshot_whose_driver_was_killed_is_resumed_and_is_the_table(
     if not large:
         connection.execute(f"update {table.name} set large = null")
 
-    class Changing(HereRanges):
+    class Changing(LocalRangeExecutor):
         def run(self, task: RangeTask) -> Any:
             change(2)
             return super().run(task)
@@ -423,17 +423,17 @@ def test_a_snapshot_whose_driver_was_killed_is_resumed_and_is_the_table(
     die_after(rig, 5)
     change(60)
     with running(rig):
-        until(lambda: rig.bridge.figures().snapshots_completed)
+        until(lambda: rig.bridge.metrics().snapshots_completed)
         (shown,) = rig.bridge.status()["snapshots"]
         assert shown["resumed"]
-        assert shown["rows"] > rig.bridge.figures().snapshot_rows > 0
+        assert shown["rows"] > rig.bridge.metrics().snapshot_rows > 0
         meta = rig.meta()
         change(20)
         rig.pump()
         progress, rows = rig.sync(tmp_path / "r.db")
         assert rows == rig.rows()
         # A large value that was not touched, of a row that moved, may be missing; then the replica takes another.
-        assert progress.snapshots == rig.bridge.figures().snapshots_completed == 1 or large
+        assert progress.snapshots == rig.bridge.metrics().snapshots_completed == 1 or large
         assert meta["resumed"]
         stored = ask(
             server.url,
@@ -465,7 +465,7 @@ def test_a_snapshot_of_a_table_that_was_rewritten_begins_anew(
     connection.execute(f"delete from {table.name} where id < 300")
     connection.execute(f"vacuum full {table.name}")
     with running(rig):
-        until(lambda: rig.bridge.figures().snapshots_completed)
+        until(lambda: rig.bridge.metrics().snapshots_completed)
         meta = rig.meta()
         assert "resumed" not in meta
         assert meta["row_count"] == 1201
@@ -482,7 +482,7 @@ def test_a_snapshot_survives_the_death_of_a_server(
 ) -> None:
     from headwater.embedded import Postgres
 
-    class Killing(HereRanges):
+    class Killing(LocalRangeExecutor):
         done = 0
 
         def run(self, task: RangeTask) -> Any:
@@ -566,7 +566,10 @@ def test_tables_that_come_and_go_are_told(
     rig.bridge.on_columns(["other"])
     assert ask(server.url, lambda js: streams.get_schema(js, more))["dropped"]
     assert request(server.url, subjects.request_subject(more))["reason"] == "unknown"
-    with pytest.raises(ReplicaRefused, match="knows no table"), ReplicaStore(tmp_path / "r.db", more) as store:
+    with (
+        pytest.raises(ReplicaRefused, match="is not in the bucket schemas"),
+        ReplicaStore(tmp_path / "r.db", more) as store,
+    ):
         asyncio.run(Replica(server.url, store).run(once=True))
 
 
@@ -632,13 +635,13 @@ def test_the_endpoints_say_how_the_bridge_is(
             assert stopped
             server.kill()
             until(lambda: get(rig, "/health")[0] == 503)
-            assert "NATS does not answer" in get(rig, "/health")[1]
+            assert "NATS is not reachable" in get(rig, "/health")[1]
             server.start()
             until(lambda: get(rig, "/health")[0] == 200)
-            assert rig.bridge.figures().nats_reconnects == 1
+            assert rig.bridge.metrics().nats_reconnects == 1
             rig.slot.drop()
             until(lambda: get(rig, "/health")[0] == 503)
-            assert "no replication slot" in get(rig, "/health")[1]
+            assert "does not exist" in get(rig, "/health")[1]
 
 
 @pytest.mark.parametrize("rig", [{"metrics_seconds": 0.05, "port": 0}], indirect=True)
@@ -664,7 +667,7 @@ def test_the_metrics_line_and_an_endpoint_that_may_not_stop(
 def test_what_cannot_start_says_so(dsn: str, table: Table, server: Nats) -> None:
     with pytest.raises(LogUnavailable, match="cannot reach Postgres"):
         Rig("host=127.0.0.1 port=1", server.url, table).bridge.start()
-    with pytest.raises(InvalidRequest, match="there is no table"):
+    with pytest.raises(InvalidRequest, match="does not exist"):
         Rig(dsn, server.url, Table("public", "nothing")).bridge.start()
     with pytest.raises(NatsUnavailable):
         Rig(dsn, "nats://127.0.0.1:1", table).bridge.start()

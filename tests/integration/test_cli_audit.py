@@ -30,26 +30,26 @@ ACTS = [
     ("account disallow shop write topic t", "account.disallow", "shop"),
     ("account key create shop --label ci", "key.create", "shop"),
     ("account delete shop", "account.delete", "shop"),
-    ("group create g --topic t", "group.create", "g"),
-    ("group alter g --max-attempts 9", "group.alter", "g"),
-    ("group pause g", "group.pause", "g"),
-    ("group resume g", "group.resume", "g"),
-    ("group bind g --type A", "group.bind", "g"),
-    ("group unbind g 2", "group.unbind", "g"),
-    ("group rewind g --position 0 --yes", "group.rewind", "g"),
-    ("dead redrive g --yes", "group.redrive", "g"),
-    ("dead discard g --yes", "group.discard", "g"),
-    ("group delete g --yes", "group.delete", "g"),
+    ("queue create g --topic t", "queue.create", "g"),
+    ("queue alter g --max-attempts 9", "queue.alter", "g"),
+    ("queue pause g", "queue.pause", "g"),
+    ("queue resume g", "queue.resume", "g"),
+    ("queue bind g --type A", "queue.bind", "g"),
+    ("queue unbind g 2", "queue.unbind", "g"),
+    ("queue rewind g --position 0 --yes", "queue.rewind", "g"),
+    ("dead redrive g --yes", "queue.redrive", "g"),
+    ("dead discard g --yes", "queue.discard", "g"),
+    ("queue delete g --yes", "queue.delete", "g"),
     ("cursor set c --to-end", "cursor.set", "c"),
     ("cursor delete c --yes", "cursor.delete", "c"),
     ("sub create s true", "subscription.create", "s"),
     ("sub delete 1 --yes", "subscription.delete", "s"),
     ("table watch public.watched", "table.watch", "public.watched"),
     ("table unwatch public.watched", "table.unwatch", "public.watched"),
-    ("periodic set p * * * * * t", "periodic.set", "p"),
-    ("periodic pause p", "periodic.pause", "p"),
-    ("periodic resume p", "periodic.resume", "p"),
-    ("periodic delete p --yes", "periodic.delete", "p"),
+    ("cron set p * * * * * t", "cron.set", "p"),
+    ("cron pause p", "cron.pause", "p"),
+    ("cron resume p", "cron.resume", "p"),
+    ("cron delete p --yes", "cron.delete", "p"),
     ("settings set --segments-ahead 3", "settings.set", "log"),
     (
         f"webhook create w https://w.example/ --topic t --secret {SECRET} --header x-key=very-secret",
@@ -60,7 +60,7 @@ ACTS = [
     ("webhook pause w", "webhook.pause", "w"),
     ("webhook resume w", "webhook.resume", "w"),
     (f"webhook rotate-secret w --secret {SECRET}", "webhook.rotate_secret", "w"),
-    ("webhook delete w --with-group --yes", "webhook.delete", "w"),
+    ("webhook delete w --with-queue --yes", "webhook.delete", "w"),
     ("schema register v FILE --type AVRO", "schema.register", "v"),
     ("schema config v --compatibility NONE", "schema.config", "v"),
     ("schema delete v", "schema.delete", "v"),
@@ -83,12 +83,12 @@ def told(log: headwater.Headwater, after: int) -> list[Any]:
 
 
 def words(command: str, schema: Path) -> list[str]:
-    if command.startswith("periodic set"):
-        return ["periodic", "set", "p", "* * * * *", "t"]
+    if command.startswith("cron set"):
+        return ["cron", "set", "p", "* * * * *", "t"]
     return [str(schema) if word == "FILE" else word for word in command.split()]
 
 
-def test_every_act_of_an_administrator_is_told_with_who_and_by_which_door_and_nothing_secret(
+def test_every_act_of_an_administrator_is_told_with_who_and_by_which_server_and_nothing_secret(
     run: Run, log: headwater.Headwater, connection: psycopg.Connection, tmp_path: Path
 ) -> None:
     schema = tmp_path / "order.avsc"
@@ -97,13 +97,13 @@ def test_every_act_of_an_administrator_is_told_with_who_and_by_which_door_and_no
     connection.execute("grant trigger on watched to headwater_admin")
     (role,) = connection.execute("select session_user").fetchone() or ("",)
     for command, action, subject in ACTS:
-        before = log.state().drawn
+        before = log.state().head
         # Watching a table takes its owner; the rest an administrator may.
         result = run(*words(command, schema), as_="" if command.startswith("table") else "headwater_admin")
         assert result.exit_code == 0, (command, result.output)
         events = told(log, before)
         assert [(one["action"], one["subject"], one["actor"]) for one in events] == [(action, subject, role)], command
-        assert events[0]["detail"]["door"] == "cli"
+        assert events[0]["detail"]["server"] == "cli"
         assert events[0]["detail"]["system_user"]
         assert "very-secret" not in json.dumps(events)
         assert SECRET not in json.dumps(events)
@@ -117,15 +117,17 @@ def test_an_act_that_fails_is_not_told_and_one_that_cannot_be_told_is_not_done(
     run: Run, log: headwater.Headwater, connection: psycopg.Connection
 ) -> None:
     assert run("topic", "create", "once", as_="headwater_admin").exit_code == 0
-    before = log.state().drawn
+    before = log.state().head
     assert run("topic", "create", "once", as_="headwater_admin").exit_code != 0
     assert run("account", "delete", "nobody", as_="headwater_admin").exit_code == 4
     assert told(log, before) == []
-    connection.execute("alter table headwater.event add constraint no_audit check (type <> 'topic.create') not valid")
+    connection.execute(
+        "alter table headwater_internal.event add constraint no_audit check (type <> 'topic.create') not valid"
+    )
     try:
         assert run("topic", "create", "untold", as_="headwater_admin").exit_code != 0
     finally:
-        connection.execute("alter table headwater.event drop constraint no_audit")
+        connection.execute("alter table headwater_internal.event drop constraint no_audit")
     assert "untold" not in {topic.name for topic in log.topics()}
 
 
@@ -133,7 +135,7 @@ def test_what_a_consumer_does_with_what_is_its_own_needs_no_right_to_the_record(
     run: Run, log: headwater.Headwater
 ) -> None:
     log.create_topic("headwater.audit", if_missing=True)
-    before = log.state().drawn
+    before = log.state().head
     assert run("cursor", "set", "own", "--to-start", as_="headwater_consumer").exit_code == 0
     assert told(log, before) == []
 
@@ -142,7 +144,7 @@ def test_a_schema_that_is_registered_again_is_told_once(run: Run, log: headwater
     schema = tmp_path / "order.avsc"
     schema.write_text(AVRO)
     log.create_topic("headwater.audit", if_missing=True)
-    before = log.state().drawn
+    before = log.state().head
     for _ in range(2):
         assert run("schema", "register", "again", str(schema), as_="headwater_admin").exit_code == 0
     assert [one["action"] for one in told(log, before)] == ["schema.register"]

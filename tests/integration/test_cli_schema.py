@@ -83,7 +83,7 @@ def test_what_makes_no_sense_is_said(dsn: str, tmp_path: Path) -> None:
     assert refused(dsn, "schema", "register", "s", str(tmp_path / "missing.avsc"))[0] == 3
     assert refused(dsn, "schema", "register", "s", str(file), "--type", "AVRO", "--reference", "x")[0] == 2
     code, told = refused(dsn, "schema", "register", "s", str(file), "--type", "AVRO", "--reference", "x=y:1")
-    assert (code, told["hint"]) == (3, "Register that one first.")
+    assert (code, told["hint"]) == (3, "Register that version first.")
     assert refused(dsn, "schema", "register", "s", "-", "--type", "AVRO", given="{")[0] == 3
     assert refused(dsn, "schema", "register", "", str(file), "--type", "AVRO")[0] == 3
     assert refused(dsn, "schema", "show", "nobody")[0] == 4

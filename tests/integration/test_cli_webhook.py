@@ -39,8 +39,8 @@ def test_the_life_of_a_webhook(run: Any, log: headwater.Headwater, topic: str) -
     made = document(run("create", topic, "https://a.example/in", "--topic", topic, "--header", "x-a=b", "--json"))
     secret = made["secret"]
     assert secret.startswith("whsec_")
-    assert (made["url"], made["group"], made["headers"]) == ("https://a.example/in", topic, {"x-a": "b"})
-    assert log.group(topic).max_attempts == 10
+    assert (made["url"], made["queue"], made["headers"]) == ("https://a.example/in", topic, {"x-a": "b"})
+    assert log.queue(topic).max_attempts == 10
 
     listed = run("list")
     assert topic in listed.stdout
@@ -69,23 +69,23 @@ def test_the_life_of_a_webhook(run: Any, log: headwater.Headwater, topic: str) -
 
     refused = run("delete", topic)
     assert refused.exit_code == 2
-    assert "1 events are not sent yet" in refused.stderr
-    assert document(run("delete", topic, "--yes", "--with-group", "--json")) == {
+    assert "1 events are not sent" in refused.stderr
+    assert document(run("delete", topic, "--yes", "--with-queue", "--json")) == {
         "deleted": topic,
-        "group_deleted": True,
+        "queue_deleted": True,
     }
-    assert topic not in [one.name for one in log.groups()]
+    assert topic not in [one.name for one in log.queues()]
     assert run("show", topic).exit_code == 4
 
 
-def test_a_webhook_without_its_group_leaves_it_and_says_so(run: Any, log: headwater.Headwater, topic: str) -> None:
-    log.create_group(topic, topic)
-    assert run("create", topic, "https://a.example/", "--group", topic).exit_code == 0
+def test_a_webhook_without_its_queue_leaves_it_and_says_so(run: Any, log: headwater.Headwater, topic: str) -> None:
+    log.create_queue(topic, topic)
+    assert run("create", topic, "https://a.example/", "--queue", topic).exit_code == 0
     ended = run("delete", topic, "--yes")
-    assert f"headwater group delete {topic}" in ended.stderr
-    assert log.group(topic).name == topic
+    assert f"headwater queue delete {topic}" in ended.stderr
+    assert log.queue(topic).name == topic
     bound = run("create", f"{topic}-2", "https://a.example/")
-    assert "bound to nothing" in bound.stderr
+    assert "no bindings" in bound.stderr
 
 
 def test_what_is_wrong_is_said_with_its_code(run: Any, topic: str) -> None:
@@ -104,7 +104,7 @@ def test_a_webhook_is_tried_out(run: Any, topic: str) -> None:
         document(run("create", topic, receiver.url, "--topic", topic, "--json"))
         refused = run("test", topic)
         assert refused.exit_code == 3
-        assert "refused unless" in refused.stderr
+        assert "not allowed unless" in refused.stderr
         assert receiver.connections == 0
         tested = document(run("test", topic, "--allow-network", "127.0.0.0/8", "--json"))
         assert (tested["accepted"], tested["status"]) == (True, 200)

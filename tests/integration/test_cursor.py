@@ -92,7 +92,7 @@ def test_a_cursor_is_rewound_to_a_position_and_to_a_time(
     assert caught_up(log, topic, cursor) == list(range(10))
     log.set_cursor(cursor, since=events[-1].published_at + timedelta(seconds=1))
     assert caught_up(log, topic, cursor) == []
-    with pytest.raises(headwater.InvalidRequest, match="once"):
+    with pytest.raises(headwater.InvalidRequest, match="exactly one"):
         log.set_cursor(cursor)
 
 
@@ -267,15 +267,15 @@ def test_a_follower_that_stops_leaves_its_cursor_behind_the_whole_log(
 def test_a_cursor_says_what_it_has_yet_to_read(
     log: headwater.Headwater, topic: str, filled: list[int], cursor: str
 ) -> None:
-    log.set_cursor(cursor, position=filled[3], topics=topic, must_not_lose=True)
+    log.set_cursor(cursor, position=filled[3], topics=topic, holds_retention=True)
     (found,) = [c for c in log.cursors() if c.name == cursor]
     assert found.topics == (topic,)
-    assert found.must_not_lose
+    assert found.holds_retention
     assert (found.lag_events, found.lag_is_more) == (len(filled) - 4, False)
     assert found.oldest_unread_age is not None
     caught_up(log, topic, cursor)
     (found,) = [c for c in log.cursors() if c.name == cursor]
-    assert (found.lag_events, found.oldest_unread_age, found.must_not_lose) == (0, None, True)
+    assert (found.lag_events, found.oldest_unread_age, found.holds_retention) == (0, None, True)
 
 
 @pytest.mark.parametrize("name", ["", "n" * 201, "a\x00b"])

@@ -14,9 +14,11 @@ from psycopg import conninfo, sql
 from typer.testing import CliRunner
 
 import headwater
-from headwater import NewEvent, calls
+from headwater import NewEvent
+from headwater.calls import pipeline_runs
 from headwater.capture.slot import Slot
-from headwater.cli import app, doctor
+from headwater.cli import app
+from headwater.cli.commands import doctor
 
 Run = Callable[..., Any]
 
@@ -56,7 +58,9 @@ def broken_segment(connection: psycopg.Connection) -> Iterator[Callable[[int], s
         name = f"event_{number:07}"
         size = 100_000_000
         connection.execute(
-            sql.SQL("alter table headwater.event detach partition headwater.{}").format(sql.Identifier(name))
+            sql.SQL("alter table headwater_internal.event detach partition headwater_internal.{}").format(
+                sql.Identifier(name)
+            )
         )
         taken.append((name, number * size, (number + 1) * size))
         return name
@@ -64,15 +68,16 @@ def broken_segment(connection: psycopg.Connection) -> Iterator[Callable[[int], s
     yield take
     for name, low, high in taken:
         connection.execute(
-            sql.SQL("alter table headwater.event attach partition headwater.{} for values from ({}) to ({})").format(
-                sql.Identifier(name), sql.Literal(low), sql.Literal(high)
-            )
+            sql.SQL(
+                "alter table headwater_internal.event attach partition headwater_internal.{} for values from ({}) "
+                "to ({})"
+            ).format(sql.Identifier(name), sql.Literal(low), sql.Literal(high))
         )
 
 
 @pytest.mark.parametrize(
     ("number", "what"),
-    [(0, "nothing can be published"), (1, "publishing stops when"), (3, "publishing stops when")],
+    [(0, "no event can be published"), (1, "publishing stops when"), (3, "publishing stops when")],
 )
 def test_a_segment_without_its_table_fails(
     run: Run,
@@ -94,77 +99,77 @@ def test_a_segment_without_its_table_fails(
     assert exit_code(dsn, "check") == 1
 
 
-def test_a_cursor_or_a_group_beyond_the_head_fails(run: Run, dsn: str, log: headwater.Headwater, topic: str) -> None:
-    log.set_cursor(f"{topic}-c", position=log.state().drawn + 1000, topics=topic)
-    log.create_group(f"{topic}-g", topic, after=log.state().drawn + 1000)
+def test_a_cursor_or_a_queue_beyond_the_head_fails(run: Run, dsn: str, log: headwater.Headwater, topic: str) -> None:
+    log.set_cursor(f"{topic}-c", position=log.state().head + 1000, topics=topic)
+    log.create_queue(f"{topic}-g", topic, after=log.state().head + 1000)
     (cursor,) = told(run, "positions", f"cursor {topic}-c ")
-    (group,) = told(run, "positions", f"group {topic}-g ")
-    assert cursor["outcome"] == group["outcome"] == "fail"
+    (queue,) = told(run, "positions", f"queue {topic}-g ")
+    assert cursor["outcome"] == queue["outcome"] == "fail"
     assert f"headwater cursor set {topic}-c --position" in cursor["action"]
-    assert f"headwater group rewind {topic}-g --position" in group["action"]
+    assert f"headwater queue rewind {topic}-g --position" in queue["action"]
     assert failed(run) == ["positions"]
     assert exit_code(dsn, "check") == 1
     # A server stays ready: another would serve the same log.
     assert run("check")["ready"] is True
     log.set_cursor(f"{topic}-c", position=0)
-    log.rewind_group(f"{topic}-g", position=0)
+    log.rewind_queue(f"{topic}-g", position=0)
     assert exit_code(dsn, "check") == 0
 
 
-def test_a_settled_position_beyond_the_head_fails(
+def test_a_stable_position_beyond_the_head_fails(
     run: Run, log: headwater.Headwater, connection: psycopg.Connection, topic: str
 ) -> None:
     log.publish(topic, None)
-    connection.execute("select setval('headwater.settled_register', headwater.head() + 50)")
-    (found,) = told(run, "positions", "the settled position")
+    connection.execute("select setval('headwater_internal.stable_register', headwater.head() + 50)")
+    (found,) = told(run, "positions", "the recorded stable position")
     assert found["outcome"] == "fail"
     assert "headwater migrate" in found["action"]
     assert failed(run) == ["register"]
-    connection.execute("select headwater.refresh_settled()")
+    connection.execute("select headwater_internal.refresh_stable()")
     assert failed(run) == []
 
 
 def test_a_queue_that_no_worker_works_on_while_events_wait_is_told(
     run: Run, log: headwater.Headwater, topic: str
 ) -> None:
-    log.create_group(topic, topic)
-    assert told(run, "groups", f"group {topic} ") == []
+    log.create_queue(topic, topic)
+    assert told(run, "queues", f"queue {topic} ") == []
     log.publish_batch(topic, [NewEvent(None)] * 3)
-    (found,) = told(run, "groups", f"group {topic} ")
-    assert "no workers and 3 events that wait" in found["message"]
+    (found,) = told(run, "queues", f"queue {topic} ")
+    assert "no workers and 3 waiting events" in found["message"]
     assert "headwater work" in found["action"]
     lease = log.claim(topic, worker="w", batch_size=10)
     assert lease is not None
     log.ack(lease)
-    assert told(run, "groups", f"group {topic} ") == []
+    assert told(run, "queues", f"queue {topic} ") == []
 
 
 def test_many_findings_of_one_kind_are_summed_up(run: Run, log: headwater.Headwater, topic: str) -> None:
     log.publish(topic, None)
     names = [f"{topic}-{number}" for number in range(25)]
     for name in names:
-        log.create_group(name, topic)
-    found = [one for one in run("doctor")["findings"] if one["check"] == "groups"]
+        log.create_queue(name, topic)
+    found = [one for one in run("doctor")["findings"] if one["check"] == "queues"]
     assert len(found) == 21
     assert found[-1]["message"].startswith("and ")
     for name in names:
-        log.delete_group(name)
+        log.delete_queue(name)
 
 
 def test_a_pipeline_that_failed_is_told(run: Run, log: headwater.Headwater, topic: str) -> None:
-    claim = calls.claim_pipeline(
+    claim = pipeline_runs.claim_pipeline(
         topic, "runner", lease=timedelta(seconds=30), source="log", definition={"from": {"log": {}}}, start=True
     )
     token = log.run(claim).token
     assert token is not None
-    log.run(calls.record_failure(topic, token, "no such table\nin detail"))
+    log.run(pipeline_runs.record_failure(topic, token, "no such table\nin detail"))
     (found,) = told(run, "pipelines", f"pipeline {topic} ")
     assert "failed 1 times in a row: no such table" in found["message"]
-    log.run(calls.release_pipeline(topic, token))
+    log.run(pipeline_runs.release_pipeline(topic, token))
     (found,) = told(run, "pipelines", f"pipeline {topic} ")
     assert "ended with an error: no such table" in found["message"]
     assert f"headwater pipeline run {topic}" in found["action"]
-    log.run(calls.delete_pipeline(topic))
+    log.run(pipeline_runs.delete_pipeline(topic))
 
 
 def test_a_slot_that_nobody_reads_is_told_with_the_wal_that_it_holds(
@@ -181,7 +186,7 @@ def test_a_slot_that_nobody_reads_is_told_with_the_wal_that_it_holds(
             connection.execute("select pg_logical_emit_message(false, 'test', 'x')")
             connection.execute("select pg_switch_wal()")
         (found,) = told(run, "slots", name)
-        assert "inactive and holds" in found["message"]
+        assert "inactive and retains" in found["message"]
         assert f"pg_drop_replication_slot('{name}')" in found["action"]
     finally:
         connection.execute("select pg_drop_replication_slot(%s)", (name,))
@@ -196,7 +201,7 @@ def test_a_slot_that_a_promotion_would_lose_is_told_with_what_mends_it(
     connection.execute("select pg_create_logical_replication_slot(%s, 'pgoutput')", (name,))
     try:
         (found,) = told(run, "slots", name)
-        assert "no failover slot" in found["message"]
+        assert "not a failover slot" in found["message"]
         command = re.search(r"ALTER_REPLICATION_SLOT \w+ \(FAILOVER true\)", found["action"])
         assert command is not None
         replicating = conninfo.make_conninfo(dsn, replication="database")

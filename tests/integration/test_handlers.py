@@ -20,7 +20,7 @@ from headwater import App, Dead, NewEvent, Retry, aio
 from headwater.cli import app as cli
 from headwater.observability.counters import COUNTERS
 from headwater.observability.metrics import STOPPED_FILTERS
-from http_server import http_door
+from http_server import http_server
 
 SECONDS = 60
 
@@ -40,7 +40,7 @@ def run_until(app: App, dsn: str, finished: Callable[[], bool]) -> None:
 
 
 def of(topic: str) -> tuple[str, str, dict[str, str]]:
-    """Group, condition and params for the events of a topic."""
+    """Queue, filter and params for the events of a topic."""
     return topic, "e.topic = s.params ->> 'topic'", {"topic": topic}
 
 
@@ -64,7 +64,7 @@ def test_a_batch_handler_gets_its_events_in_order_and_fails_some_of_them(
 
 
 @pytest.mark.parametrize("kind", ["async", "thread"])
-def test_a_handler_that_hangs_is_a_failed_attempt_and_the_group_goes_on(
+def test_a_handler_that_hangs_is_a_failed_attempt_and_the_queue_goes_on(
     log: headwater.Headwater, dsn: str, topic: str, kind: str
 ) -> None:
     app = App()
@@ -106,18 +106,18 @@ def test_retry_delays_are_the_handlers_own_and_then_it_gives_up(
         raise RuntimeError("no")
 
     log.subscribe(*of(topic))
-    log.alter_group(topic, max_attempts=1)
+    log.alter_queue(topic, max_attempts=1)
     log.publish(topic, 1)
 
     def waits() -> list[Any]:
         return connection.execute(
-            "select attempt, extract(epoch from due_at - now())::float8 from headwater.subscription_retry "
+            "select attempt, extract(epoch from due_at - now())::float8 from headwater_internal.subscription_retry "
             "where attempt = 2 and due_at > now() + interval '50 min'"
         ).fetchall()
 
     run_until(app, dsn, lambda: bool(waits()))
     assert len(tries) == 2
-    connection.execute("update headwater.subscription_retry set due_at = now()")
+    connection.execute("update headwater_internal.subscription_retry set due_at = now()")
     run_until(app, dsn, lambda: bool(log.dead_letters(topic)))
     assert len(tries) == 3
 
@@ -344,17 +344,17 @@ def test_dead_letters_of_subscribers_by_command_line_and_http(log: headwater.Hea
     shown = run.invoke(cli, ["dead", "list", topic, "--dsn", dsn]).stdout
     assert "handler" in shown
     assert "second gave up" in shown
-    with http_door(dsn) as address, httpx.Client(base_url=address, timeout=30) as http:
-        page = http.get(f"/v1/groups/{topic}/dead", params={"handler": "second"}).json()
+    with http_server(dsn) as address, httpx.Client(base_url=address, timeout=30) as http:
+        page = http.get(f"/v1/queues/{topic}/dead", params={"handler": "second"}).json()
         assert [(one["position"], one["handler"], one["error"]) for one in page["dead"]] == [
             (position, "second", "second gave up") for position in positions
         ]
         assert page["dead"][0]["event"]["data"] == 0
-        url, chosen = f"/v1/groups/{topic}/dead/discard", {"positions": positions[:1], "handler": "second"}
+        url, chosen = f"/v1/queues/{topic}/dead/discard", {"positions": positions[:1], "handler": "second"}
         assert http.post(url, json={**chosen, "dry_run": True}).json()["count"] == 1
         assert http.post(url, json=chosen).json()["count"] == 1
         assert (
-            http.post(f"/v1/groups/{topic}/dead/redrive", json={"all": True, "handler": "second"}).json()["count"] == 1
+            http.post(f"/v1/queues/{topic}/dead/redrive", json={"all": True, "handler": "second"}).json()["count"] == 1
         )
     redriven = run.invoke(cli, ["dead", "redrive", topic, str(positions[0]), "--handler", "first", "--dsn", dsn])
     assert "redrove 1 dead letter" in redriven.stdout
@@ -383,8 +383,9 @@ def test_a_filter_that_is_stopped_is_logged_and_counted(
     def counted() -> bool:
         # As a filter that took too long is marked.
         connection.execute(
-            "insert into headwater.filter_stop (group_id, condition_id, position, stopped_at, error) "
-            "select group_id, condition_id, 0, now(), 'ran out of time' from headwater.subscription where id = %s "
+            "insert into headwater_internal.filter_stop (queue_id, filter_id, position, stopped_at, error) "
+            "select queue_id, filter_id, 0, now(), 'ran out of time' from headwater_internal.subscription where id "
+            "= %s "
             "on conflict do nothing",
             (id,),
         )
@@ -392,6 +393,6 @@ def test_a_filter_that_is_stopped_is_logged_and_counted(
 
     with caplog.at_level(logging.ERROR, logger="headwater"):
         run_until(app, dsn, counted)
-    connection.execute("delete from headwater.filter_stop")
+    connection.execute("delete from headwater_internal.filter_stop")
     (line,) = [record for record in caplog.records if record.message == "filter stopped"]
     assert f"subscription {id}: ran out of time" in line.error  # type: ignore[attr-defined]

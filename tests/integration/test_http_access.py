@@ -1,4 +1,4 @@
-"""Does the HTTP door let in who may come in, and only to what they may do?"""
+"""Does the HTTP server let in who may come in, and only to what they may do?"""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from typer.testing import CliRunner
 
 import headwater
 from headwater.access import permissions as access_permissions
+from headwater.access import scram
 from headwater.access.permissions import Permission
 from headwater.calls import access as calls
 from headwater.cli import app
-from headwater.servers.authentication import Caller
+from headwater.servers.authentication import Principal
 from headwater.servers.http import app as application
-from http_server import http_door, http_process
+from http_server import http_process, http_server
 
 PASSWORD = "correct horse"
 
@@ -35,15 +36,11 @@ def account(
 ) -> str:
     """An account that may do this, and a key of it."""
     # As few iterations as the table takes: what is tested here is not how slow a guess is.
-    log.run(
-        calls.set_account(
-            name, access_permissions.verifiers(PASSWORD, os.urandom(16), 4096), administrator=administrator
-        )
-    )
+    log.run(calls.set_account(name, scram.verifiers(PASSWORD, os.urandom(16), 4096), administrator=administrator))
     for action, kind, of in permissions:
         log.run(calls.allow(Permission(name, action, kind, of)))
-    key = access_permissions.key_of(os.urandom(32))
-    log.run(calls.create_api_key(access_permissions.key_hash(key), name))
+    key = access_permissions.encode_api_key(os.urandom(32))
+    log.run(calls.create_api_key(access_permissions.hash_api_key(key), name))
     return key
 
 
@@ -56,13 +53,13 @@ def keys(dsn: str) -> dict[str, str]:
             "root": account(log, "root", administrator=True),
             "shop": account(log, "shop", ("write", "topic", "orders"), ("read", "topic", "orders")),
             "nobody": account(log, "nobody"),
-            "worker": account(log, "worker", ("read", "group", "mailer"), ("read", "topic", "orders")),
+            "worker": account(log, "worker", ("read", "consumer", "mailer"), ("read", "topic", "orders")),
         }
 
 
 @pytest.fixture(scope="module")
 def address(dsn: str, keys: dict[str, str]) -> Iterator[str]:
-    with http_door(dsn, authenticate=True) as found:
+    with http_server(dsn, authenticate=True) as found:
         yield found
 
 
@@ -80,7 +77,7 @@ def as_(address: str, keys: dict[str, str]) -> Iterator[Callable[[str | None], h
         one.close()
 
 
-def test_nobody_comes_in_without_saying_who_they_are(as_: Callable[[str | None], httpx.Client]) -> None:
+def test_every_route_requires_authentication(as_: Callable[[str | None], httpx.Client]) -> None:
     stranger = as_(None)
     for method, path in (
         ("GET", "/v1/topics"),
@@ -101,29 +98,29 @@ def test_nobody_comes_in_without_saying_who_they_are(as_: Callable[[str | None],
         assert stranger.get("/v1/me", headers={"authorization": given}).status_code == 401, given
 
 
-def test_every_route_states_its_right() -> None:
-    document = application.document(application.described())
-    stated = [route["x-headwater-right"] for methods in document["paths"].values() for route in methods.values()]
-    assert len(stated) > 60
-    assert all(stated)
+def test_every_route_declares_its_permission() -> None:
+    document = application.openapi_document(application.create_api())
+    declared = [route["x-headwater-permission"] for methods in document["paths"].values() for route in methods.values()]
+    assert len(declared) > 60
+    assert all(declared)
     without = {
         path
         for path, methods in document["paths"].items()
         for route in methods.values()
-        if route["x-headwater-right"].startswith("none")
+        if route["x-headwater-permission"].startswith("none")
     }
     assert without == {"/health", "/ready", "/v1/me", "/v1/sessions"}
 
 
-def test_whoever_has_no_right_is_refused_by_every_route(as_: Callable[[str | None], httpx.Client]) -> None:
+def test_every_route_rejects_accounts_without_permission(as_: Callable[[str | None], httpx.Client]) -> None:
     """Each route of the description, called by an account that may do nothing."""
     nobody = as_("nobody")
     bodies = {
         "create_topic": {"name": "x"},
         "change_topic": {},
         "publish_events": {"data": 1},
-        "create_group": {"name": "x"},
-        "change_group": {},
+        "create_queue": {"name": "x"},
+        "change_queue": {},
         "claim": {"worker": "w"},
         "settle": {"token": "1", "done": "all"},
         "extend": {"token": "1"},
@@ -132,11 +129,11 @@ def test_whoever_has_no_right_is_refused_by_every_route(as_: Callable[[str | Non
         "redrive": {"all": True},
         "discard": {"all": True},
         "set_cursor": {"position": 0},
-        "subscribe": {"group": "x", "condition": "true"},
+        "subscribe": {"queue": "x", "filter": "true"},
         "schedule": {"topic": "orders", "deliver_at": "2999-01-01T00:00:00Z"},
         "move_schedule": {"deliver_at": "2999-01-01T00:00:00Z"},
-        "set_periodic": {"name": "x", "cron": "* * * * *", "topic": "orders"},
-        "pause_periodic": {"paused": True},
+        "set_cron_schedule": {"name": "x", "cron": "* * * * *", "topic": "orders"},
+        "pause_cron_schedule": {"paused": True},
         "append": {"events": [{"type": "A"}]},
         "read": {},
         "count": {},
@@ -150,10 +147,17 @@ def test_whoever_has_no_right_is_refused_by_every_route(as_: Callable[[str | Non
     }
     own = {"health", "ready", "me", "sign_in", "sign_out"}
     # These show what the caller may see, which is nothing; or say that it is not there.
-    empty = {"list_topics", "list_groups", "list_cursors", "list_subscriptions", "list_schedules", "list_periodics"}
+    empty = {
+        "list_topics",
+        "list_queues",
+        "list_cursors",
+        "list_subscriptions",
+        "list_schedules",
+        "list_cron_schedules",
+    }
     empty |= {"list_kafka_groups"}
-    hidden = {"show_event", "move_schedule", "cancel_schedule", "pause_periodic", "delete_periodic"}
-    document = application.document(application.described())
+    hidden = {"show_event", "move_schedule", "cancel_schedule", "pause_cron_schedule", "delete_cron_schedule"}
+    document = application.openapi_document(application.create_api())
     asked = 0
     for path, methods in document["paths"].items():
         for method, route in methods.items():
@@ -161,7 +165,7 @@ def test_whoever_has_no_right_is_refused_by_every_route(as_: Callable[[str | Non
             if name in own:
                 continue
             filled = path
-            for parameter in ("topic", "group", "name", "id", "position"):
+            for parameter in ("topic", "queue", "name", "id", "position"):
                 filled = filled.replace(f"{{{parameter}}}", "1" if parameter in ("id", "position") else "orders")
             filled = filled.replace("{hash_prefix}", "0123456789abcdef")
             query = {"action": "read", "kind": "topic"} if name == "disallow" else {}
@@ -192,16 +196,16 @@ def test_an_account_does_what_it_may_and_no_more(
     assert shop.get("/v1/events").status_code == 403
     assert shop.get("/v1/follow?topic=orders&topic=secrets").status_code == 403
     assert [topic["name"] for topic in shop.get("/v1/topics").json()["topics"]] == ["orders"]
-    # Who may read a group may read what it is bound to: so who binds must be allowed to.
-    made = root.post("/v1/groups", json={"name": "mailer", "bindings": [{"topic": "orders"}]})
+    # Who may read a queue may read what it is bound to: so who binds must be allowed to.
+    made = root.post("/v1/queues", json={"name": "mailer", "bindings": [{"topic": "orders"}]})
     assert made.status_code == 201
     root.post(
-        "/v1/accounts/worker/permissions", json={"action": "create", "kind": "group", "name": "w", "prefix": True}
+        "/v1/accounts/worker/permissions", json={"action": "create", "kind": "consumer", "name": "w", "prefix": True}
     )
-    assert worker.post("/v1/groups/mailer/claim", json={"worker": "w"}).json()["events"][0]["data"] == 1
-    assert worker.post("/v1/groups", json={"name": "w1", "bindings": [{"topic": "secrets"}]}).status_code == 403
-    assert worker.post("/v1/groups", json={"name": "w1", "bindings": [{}]}).status_code == 403
-    assert worker.post("/v1/groups", json={"name": "w1", "bindings": [{"topic": "orders"}]}).status_code == 201
+    assert worker.post("/v1/queues/mailer/claim", json={"worker": "w"}).json()["events"][0]["data"] == 1
+    assert worker.post("/v1/queues", json={"name": "w1", "bindings": [{"topic": "secrets"}]}).status_code == 403
+    assert worker.post("/v1/queues", json={"name": "w1", "bindings": [{}]}).status_code == 403
+    assert worker.post("/v1/queues", json={"name": "w1", "bindings": [{"topic": "orders"}]}).status_code == 201
     mine = worker.get("/v1/me").json()
     assert (mine["account"], mine["administrator"], mine["authenticated"]) == ("worker", False, True)
     assert {(p["action"], p["name"]) for p in mine["permissions"]} >= {("read", "mailer"), ("create", "w")}
@@ -237,11 +241,11 @@ def test_of_two_who_make_the_same_account_the_second_is_refused(
         assert twin.get("/v1/me").json()["account"] == "twin"
 
 
-def test_accounts_and_keys_are_kept_by_administrators_and_nothing_secret_is_told(
+def test_administrators_manage_accounts_and_keys_and_no_secret_is_shown(
     as_: Callable[[str | None], httpx.Client], address: str, log: headwater.Headwater
 ) -> None:
     root = as_("root")
-    before = log.state().drawn
+    before = log.state().head
     assert root.post("/v1/accounts", json={"name": "new", "password": PASSWORD}).status_code == 201
     assert root.post("/v1/accounts", json={"name": "new", "password": "other"}).status_code == 409
     assert root.post("/v1/accounts", json={"name": "*", "password": "x"}).status_code == 400
@@ -323,7 +327,7 @@ def test_a_session_is_for_the_console_and_for_no_other_site(
 
 
 def test_guessing_passwords_is_slowed_down(dsn: str, keys: dict[str, str]) -> None:
-    with http_door(dsn, authenticate=True) as address, httpx.Client(base_url=address, timeout=60) as client:
+    with http_server(dsn, authenticate=True) as address, httpx.Client(base_url=address, timeout=60) as client:
         codes = [401]
         while codes[-1] == 401:
             codes.append(client.get("/v1/me", auth=("shop", f"guess {len(codes)}")).status_code)
@@ -335,7 +339,7 @@ def test_guessing_passwords_is_slowed_down(dsn: str, keys: dict[str, str]) -> No
 
 def test_many_guesses_at_once_are_no_way_around_the_limit(dsn: str, keys: dict[str, str]) -> None:
     with (
-        http_door(dsn, authenticate=True) as address,
+        http_server(dsn, authenticate=True) as address,
         httpx.Client(base_url=address, timeout=60) as client,
         ThreadPoolExecutor(30) as threads,
     ):
@@ -416,7 +420,7 @@ def test_it_speaks_tls(dsn: str, tmp_path: Path, keys: dict[str, str]) -> None:
     subprocess.run([*made.split(), "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
     trusted = ssl.create_default_context(cafile=str(certificate))
     with (
-        http_door(dsn, authenticate=True, certificate=(str(certificate), str(key))) as address,
+        http_server(dsn, authenticate=True, certificate=(str(certificate), str(key))) as address,
         httpx.Client(base_url=address, timeout=60, verify=trusted) as client,
     ):
         assert address.startswith("https://")
@@ -427,7 +431,7 @@ def test_it_speaks_tls(dsn: str, tmp_path: Path, keys: dict[str, str]) -> None:
 
 
 def test_the_record_of_acts_is_not_written_by_callers() -> None:
-    everybody = Caller(None, None)
+    everybody = Principal(None, None)
     assert not everybody.may("write", "topic", "headwater.audit")
     assert not everybody.may("delete", "topic", "headwater.audit")
     assert not everybody.may("alter", "topic", "headwater.audit")
@@ -444,7 +448,7 @@ def test_keys_are_made_listed_and_taken_back_on_the_command_line(
     made = json.loads(
         run(dsn, "account", "key", "create", "shop", "--label", "ci", "--expires-in", "1h", "--json").stdout
     )
-    assert log.run(calls.account_of_key(access_permissions.key_hash(made["key"]))) == "shop"
+    assert log.run(calls.account_of_key(access_permissions.hash_api_key(made["key"]))) == "shop"
     listed = json.loads(run(dsn, "account", "key", "list", "shop", "--json").stdout)["keys"]
     assert ("shop", made["hash"], "ci") in {(key["account"], key["hash"], key["label"]) for key in listed}
     assert made["key"] not in json.dumps(listed)
@@ -453,7 +457,7 @@ def test_keys_are_made_listed_and_taken_back_on_the_command_line(
     assert run(dsn, "account", "key", "delete", "shop", made["hash"][:12]).exit_code == 4
     assert run(dsn, "account", "key", "delete", "shop", "abc").exit_code == 3
     assert run(dsn, "account", "key", "create", "missing").exit_code == 3
-    assert log.run(calls.account_of_key(access_permissions.key_hash(made["key"]))) is None
+    assert log.run(calls.account_of_key(access_permissions.hash_api_key(made["key"]))) is None
 
 
 def test_it_listens_on_one_port_with_several_processes_and_within_its_limits(dsn: str, keys: dict[str, str]) -> None:

@@ -16,18 +16,18 @@ import psycopg
 import pytest
 
 import headwater
-from headwater import calls
+from headwater.calls import pipeline_runs
 from headwater.errors import LogUnavailable
-from headwater.servers.http.schema_registry import _refused as refused_by_registry
-from headwater.servers.options import Limits
-from http_server import http_door, http_process
+from headwater.servers.http.schema_registry import _error_response as registry_error_response
+from headwater.servers.options import ServerLimits
+from http_server import http_process, http_server
 
 MAX_BODY = 1024 * 1024
 
 
 @pytest.fixture(scope="module")
 def address(dsn: str) -> Iterator[str]:
-    with http_door(dsn, limits=Limits(max_body_bytes=MAX_BODY)) as found:
+    with http_server(dsn, limits=ServerLimits(max_body_bytes=MAX_BODY)) as found:
         yield found
 
 
@@ -87,7 +87,7 @@ def test_what_is_published_is_read_as_it_was(http: httpx.Client, log: headwater.
     assert shown[4]["data"] is None
     one = http.post(f"/v1/topics/{topic}/events", json={"data": 1}).json()["positions"]
     assert http.get(f"/v1/events/{one[0]}").json()["data"] == 1
-    problem(http.get("/v1/events/999999999"), 404, "NotThere")
+    problem(http.get("/v1/events/999999999"), 404, "NotFound")
 
 
 def test_a_batch_is_published_whole_or_not_at_all(http: httpx.Client, log: headwater.Headwater, topic: str) -> None:
@@ -205,7 +205,9 @@ def test_kept_answers_are_forgotten_after_a_day(
     headers = {"Idempotency-Key": "old"}
     first = http.post(f"/v1/topics/{topic}/events", json={"data": 1}, headers=headers).json()
     for age, same in (("23 hours", True), ("25 hours", False)):
-        connection.execute("update headwater.kept_answer set kept_at = clock_timestamp() - %s::interval", (age,))
+        connection.execute(
+            "update headwater_internal.kept_answer set kept_at = clock_timestamp() - %s::interval", (age,)
+        )
         until(lambda: not log.maintain().busy)
         assert (http.post(f"/v1/topics/{topic}/events", json={"data": 1}, headers=headers).json() == first) is same
 
@@ -268,7 +270,7 @@ def test_events_are_found_page_by_page_both_ways(http: httpx.Client, log: headwa
 def test_topics_are_made_changed_and_deleted_and_it_is_told(
     http: httpx.Client, log: headwater.Headwater, connection: psycopg.Connection
 ) -> None:
-    before = log.state().drawn
+    before = log.state().head
     made = http.post("/v1/topics", json={"name": "made", "kind": "sequenced", "partitions": 2})
     assert made.status_code == 201
     assert (made.json()["partitions"], made.json()["event_store"]) == (2, False)
@@ -312,41 +314,43 @@ def test_an_act_and_its_record_are_one_transaction(
     http: httpx.Client, log: headwater.Headwater, connection: psycopg.Connection
 ) -> None:
     log.create_topic("headwater.audit", if_missing=True)
-    before = log.state().drawn
+    before = log.state().head
     # The record cannot be written: then the act must not be either.
-    connection.execute("alter table headwater.event add constraint no_audit check (type <> 'topic.create') not valid")
+    connection.execute(
+        "alter table headwater_internal.event add constraint no_audit check (type <> 'topic.create') not valid"
+    )
     try:
         assert http.post("/v1/topics", json={"name": "half"}).status_code in (400, 500)
         problem(http.get("/v1/topics/half"), 404, "TopicNotFound")
     finally:
-        connection.execute("alter table headwater.event drop constraint no_audit")
+        connection.execute("alter table headwater_internal.event drop constraint no_audit")
     assert audit(log, before) == []
     # And the other way round: the act fails at the last moment, when it is committed.
     connection.execute(
         "create function public.refuse() returns trigger language plpgsql as $$ begin raise 'no'; end; $$;"
-        "create constraint trigger refuse after insert on headwater.topic deferrable initially deferred "
+        "create constraint trigger refuse after insert on headwater_internal.topic deferrable initially deferred "
         "for each row execute function public.refuse()"
     )
     try:
         assert http.post("/v1/topics", json={"name": "half"}).status_code == 500
         problem(http.get("/v1/topics/half"), 404, "TopicNotFound")
     finally:
-        connection.execute("drop trigger refuse on headwater.topic; drop function public.refuse()")
+        connection.execute("drop trigger refuse on headwater_internal.topic; drop function public.refuse()")
     assert audit(log, before) == []
 
 
 def test_a_queue_is_worked_over_http(http: httpx.Client, log: headwater.Headwater, topic: str) -> None:
-    group = f"g-{topic}"
-    made = http.post("/v1/groups", json={"name": group, "bindings": [{"topic": topic}], "max_attempts": 3})
+    queue = f"g-{topic}"
+    made = http.post("/v1/queues", json={"name": queue, "bindings": [{"topic": topic}], "max_attempts": 3})
     assert made.status_code == 201, made.text
-    problem(http.post("/v1/groups", json={"name": group}), 409, "GroupExists")
+    problem(http.post("/v1/queues", json={"name": queue}), 409, "QueueExists")
     positions = log.publish_batch(topic, [headwater.NewEvent(n) for n in range(5)])
-    lease = http.post(f"/v1/groups/{group}/claim", json={"worker": "w", "batch_size": 4}).json()
+    lease = http.post(f"/v1/queues/{queue}/claim", json={"worker": "w", "batch_size": 4}).json()
     assert [event["data"] for event in lease["events"]] == [0, 1, 2, 3]
     assert lease["events"][0]["attempt"] == 1
-    held = http.get(f"/v1/groups/{group}/leases").json()["leases"]
+    held = http.get(f"/v1/queues/{queue}/leases").json()["leases"]
     assert [(one["token"], one["worker"], one["events"]) for one in held] == [(lease["token"], "w", 4)]
-    extended = http.post(f"/v1/groups/{group}/extend", json={"token": lease["token"], "lease_seconds": 60})
+    extended = http.post(f"/v1/queues/{queue}/extend", json={"token": lease["token"], "lease_seconds": 60})
     assert extended.json()["expires_at"] > lease["expires_at"]
     settled = {
         "token": lease["token"],
@@ -357,55 +361,55 @@ def test_a_queue_is_worked_over_http(http: httpx.Client, log: headwater.Headwate
         ],
         "released": [{"position": positions[3]}],
     }
-    assert http.post(f"/v1/groups/{group}/settle", json=settled).json() == {"settled": True}
-    shown = http.get(f"/v1/groups/{group}").json()
+    assert http.post(f"/v1/queues/{queue}/settle", json=settled).json() == {"settled": True}
+    shown = http.get(f"/v1/queues/{queue}").json()
     assert (shown["ready"], shown["retrying"], shown["dead"], shown["done"]) == (2, 1, 1, 1)
-    dead = http.get(f"/v1/groups/{group}/dead").json()["dead"]
+    dead = http.get(f"/v1/queues/{queue}/dead").json()["dead"]
     assert [(one["position"], one["error"], one["event"]["data"]) for one in dead] == [(positions[2], "never", 2)]
-    would = http.post(f"/v1/groups/{group}/dead/redrive", json={"all": True, "dry_run": True}).json()
+    would = http.post(f"/v1/queues/{queue}/dead/redrive", json={"all": True, "dry_run": True}).json()
     assert would == {"count": 1, "first": positions[2], "last": positions[2], "dry_run": True}
-    assert http.post(f"/v1/groups/{group}/dead/redrive", json={"positions": [positions[2]]}).json()["count"] == 1
-    problem(http.post(f"/v1/groups/{group}/dead/redrive", json={}), 400, "InvalidRequest")
+    assert http.post(f"/v1/queues/{queue}/dead/redrive", json={"positions": [positions[2]]}).json()["count"] == 1
+    problem(http.post(f"/v1/queues/{queue}/dead/redrive", json={}), 400, "InvalidRequest")
     rest = []
     while True:
-        lease = http.post(f"/v1/groups/{group}/claim", json={"worker": "w", "batch_size": 10}).json()
+        lease = http.post(f"/v1/queues/{queue}/claim", json={"worker": "w", "batch_size": 10}).json()
         if not lease["events"]:
             break
         rest += [event["position"] for event in lease["events"]]
-        assert http.post(f"/v1/groups/{group}/settle", json={"token": lease["token"], "done": "all"}).status_code == 200
+        assert http.post(f"/v1/queues/{queue}/settle", json={"token": lease["token"], "done": "all"}).status_code == 200
     assert sorted(rest) == sorted([positions[2], positions[3], positions[4]])
     # A lease ends once.
-    lost = http.post(f"/v1/groups/{group}/settle", json={"token": "12345", "done": "all"})
+    lost = http.post(f"/v1/queues/{queue}/settle", json={"token": "12345", "done": "all"})
     problem(lost, 409, "LeaseLost")
-    assert http.post(f"/v1/groups/{group}/rewind", json={"to": positions[2], "dry_run": True}).json()["events"] == 2
-    assert http.post(f"/v1/groups/{group}/rewind", json={"to": positions[2]}).json()["to"] == positions[2]
-    assert http.get(f"/v1/groups/{group}").json()["ready"] == 2
-    assert http.post(f"/v1/groups/{group}/pause").json() == {"paused": True}
-    assert http.post(f"/v1/groups/{group}/claim", json={"worker": "w"}).json()["events"] == []
-    assert http.post(f"/v1/groups/{group}/resume").json() == {"paused": False}
-    assert http.patch(f"/v1/groups/{group}", json={"lease_seconds": 45}).json()["lease_seconds"] == 45
-    bound = http.post(f"/v1/groups/{group}/bindings", json={"pattern": "a.*"})
+    assert http.post(f"/v1/queues/{queue}/rewind", json={"to": positions[2], "dry_run": True}).json()["events"] == 2
+    assert http.post(f"/v1/queues/{queue}/rewind", json={"to": positions[2]}).json()["to"] == positions[2]
+    assert http.get(f"/v1/queues/{queue}").json()["ready"] == 2
+    assert http.post(f"/v1/queues/{queue}/pause").json() == {"paused": True}
+    assert http.post(f"/v1/queues/{queue}/claim", json={"worker": "w"}).json()["events"] == []
+    assert http.post(f"/v1/queues/{queue}/resume").json() == {"paused": False}
+    assert http.patch(f"/v1/queues/{queue}", json={"lease_seconds": 45}).json()["lease_seconds"] == 45
+    bound = http.post(f"/v1/queues/{queue}/bindings", json={"pattern": "a.*"})
     assert bound.status_code == 201
-    assert len(http.get(f"/v1/groups/{group}/bindings").json()["bindings"]) == 2
-    assert http.delete(f"/v1/groups/{group}/bindings/{bound.json()['id']}").status_code == 200
-    assert http.delete(f"/v1/groups/{group}?dry_run=true").json()["deleted"] is False
-    assert http.delete(f"/v1/groups/{group}").json()["deleted"] is True
-    problem(http.get(f"/v1/groups/{group}"), 404, "GroupNotFound")
-    problem(http.post(f"/v1/groups/{group}/claim", json={"worker": "w"}), 404, "GroupNotFound")
+    assert len(http.get(f"/v1/queues/{queue}/bindings").json()["bindings"]) == 2
+    assert http.delete(f"/v1/queues/{queue}/bindings/{bound.json()['id']}").status_code == 200
+    assert http.delete(f"/v1/queues/{queue}?dry_run=true").json()["deleted"] is False
+    assert http.delete(f"/v1/queues/{queue}").json()["deleted"] is True
+    problem(http.get(f"/v1/queues/{queue}"), 404, "QueueNotFound")
+    problem(http.post(f"/v1/queues/{queue}/claim", json={"worker": "w"}), 404, "QueueNotFound")
 
 
 def test_a_dry_run_of_a_rewind_counts_what_comes_again_and_what_is_skipped(
     http: httpx.Client, log: headwater.Headwater, topic: str
 ) -> None:
-    group = f"r-{topic}"
-    http.post("/v1/groups", json={"name": group, "bindings": [{"topic": topic}]})
+    queue = f"r-{topic}"
+    http.post("/v1/queues", json={"name": queue, "bindings": [{"topic": topic}]})
     positions = log.publish_batch(topic, [headwater.NewEvent(n) for n in range(6)])
-    lease = http.post(f"/v1/groups/{group}/claim", json={"worker": "w", "batch_size": 3}).json()
-    http.post(f"/v1/groups/{group}/settle", json={"token": lease["token"], "done": "all"})
+    lease = http.post(f"/v1/queues/{queue}/claim", json={"worker": "w", "batch_size": 3}).json()
+    http.post(f"/v1/queues/{queue}/settle", json={"token": lease["token"], "done": "all"})
     none = {"events": 0, "events_is_more": False, "first": None, "last": None}
 
     def rewound(to: int | None, *, dry_run: bool = True) -> Any:
-        return http.post(f"/v1/groups/{group}/rewind", json={"to": to, "dry_run": dry_run}).json()
+        return http.post(f"/v1/queues/{queue}/rewind", json={"to": to, "dry_run": dry_run}).json()
 
     back = rewound(positions[0])
     assert (back["events"], back["skipped"]) == (5, none)
@@ -414,19 +418,19 @@ def test_a_dry_run_of_a_rewind_counts_what_comes_again_and_what_is_skipped(
     assert (forth["events"], forth["again"]) == (1, none)
     assert forth["skipped"] == {"events": 2, "events_is_more": False, "first": positions[3], "last": positions[4]}
     assert rewound(positions[4], dry_run=False) == {**forth, "dry_run": False}
-    lease = http.post(f"/v1/groups/{group}/claim", json={"worker": "w", "batch_size": 10}).json()
+    lease = http.post(f"/v1/queues/{queue}/claim", json={"worker": "w", "batch_size": 10}).json()
     assert [event["position"] for event in lease["events"]] == [positions[5]]
 
 
 def test_a_dry_run_of_unbinding_counts_what_no_other_binding_selects(
     http: httpx.Client, log: headwater.Headwater, topic: str
 ) -> None:
-    group = f"u-{topic}"
-    http.post("/v1/groups", json={"name": group, "bindings": [{"topic": topic, "type": "a"}]})
-    whole = http.post(f"/v1/groups/{group}/bindings", json={"topic": topic}).json()["id"]
+    queue = f"u-{topic}"
+    http.post("/v1/queues", json={"name": queue, "bindings": [{"topic": topic, "type": "a"}]})
+    whole = http.post(f"/v1/queues/{queue}/bindings", json={"topic": topic}).json()["id"]
     positions = log.publish_batch(topic, [headwater.NewEvent(n, type=kind) for n, kind in enumerate("bbabab")])
-    http.post(f"/v1/groups/{group}/claim", json={"worker": "w"})
-    path = f"/v1/groups/{group}/bindings/{whole}"
+    http.post(f"/v1/queues/{queue}/claim", json={"worker": "w"})
+    path = f"/v1/queues/{queue}/bindings/{whole}"
     would = http.delete(f"{path}?dry_run=true").json()
     assert would == {
         "to_position": positions[0],
@@ -437,11 +441,11 @@ def test_a_dry_run_of_unbinding_counts_what_no_other_binding_selects(
         "dry_run": True,
     }
     assert http.delete(path).json() == {**would, "dry_run": False}
-    rest = http.post(f"/v1/groups/{group}/claim", json={"worker": "w", "batch_size": 10}).json()["events"]
+    rest = http.post(f"/v1/queues/{queue}/claim", json={"worker": "w", "batch_size": 10}).json()["events"]
     assert [event["position"] for event in rest] == [positions[2], positions[4]]
-    problem(http.delete(f"{path}?dry_run=true"), 404, "GroupNotFound")
-    # What was not done with goes with the group.
-    would = http.delete(f"/v1/groups/{group}?dry_run=true").json()
+    problem(http.delete(f"{path}?dry_run=true"), 404, "QueueNotFound")
+    # What was not done with goes with the queue.
+    would = http.delete(f"/v1/queues/{queue}?dry_run=true").json()
     assert (would["events"], would["first"], would["last"]) == (3, positions[0], positions[4])
 
 
@@ -450,7 +454,7 @@ def test_a_dry_run_of_a_shorter_retention_counts_what_it_takes(
 ) -> None:
     positions = log.publish_batch(topic, [headwater.NewEvent(n) for n in range(4)])
     connection.execute(
-        "update headwater.event set published_at = published_at - interval '1 hour' where position = any (%s)",
+        "update headwater_internal.event set published_at = published_at - interval '1 hour' where position = any (%s)",
         (positions[:3],),
     )
     body = {"retention_seconds": 1800.0}
@@ -468,9 +472,9 @@ def test_a_dry_run_of_a_shorter_retention_counts_what_it_takes(
 def test_a_dry_run_of_deleting_a_subscription_counts_what_it_has_yet_to_get(
     http: httpx.Client, log: headwater.Headwater, topic: str
 ) -> None:
-    body = {"group": f"s-{topic}", "condition": "(e.data)::int > 1", "topics": [topic]}
+    body = {"queue": f"s-{topic}", "filter": "(e.data)::int > 1", "topics": [topic]}
     made = http.post("/v1/subscriptions", json=body).json()["id"]
-    http.post("/v1/subscriptions", json={**body, "condition": "true"})
+    http.post("/v1/subscriptions", json={**body, "filter": "true"})
     positions = log.publish_batch(topic, [headwater.NewEvent(n) for n in range(4)])
     path = f"/v1/subscriptions/s-{topic}/{made}"
     would = http.delete(f"{path}?dry_run=true").json()
@@ -482,7 +486,7 @@ def test_a_dry_run_of_deleting_a_subscription_counts_what_it_has_yet_to_get(
         "last": positions[3],
     }
     assert http.delete(path).json() == {**would, "deleted": True}
-    problem(http.delete(f"{path}?dry_run=true"), 404, "GroupNotFound")
+    problem(http.delete(f"{path}?dry_run=true"), 404, "QueueNotFound")
 
 
 def test_numbers_of_thousands_of_digits_are_refused_by_the_registry(http: httpx.Client) -> None:
@@ -493,7 +497,7 @@ def test_numbers_of_thousands_of_digits_are_refused_by_the_registry(http: httpx.
 
 def test_without_a_database_the_registry_says_so() -> None:
     for error in (LogUnavailable("gone"), psycopg.OperationalError("gone")):
-        assert refused_by_registry(error).status_code == 503
+        assert registry_error_response(error).status_code == 503
 
 
 def test_every_route_with_a_body_is_described_with_what_its_body_may_be_refused_for(http: httpx.Client) -> None:
@@ -505,12 +509,12 @@ def test_every_route_with_a_body_is_described_with_what_its_body_may_be_refused_
 
 
 def test_a_claim_waits_for_something_to_do(http: httpx.Client, log: headwater.Headwater, topic: str) -> None:
-    http.post("/v1/groups", json={"name": f"w-{topic}", "bindings": [{"topic": topic}]})
+    http.post("/v1/queues", json={"name": f"w-{topic}", "bindings": [{"topic": topic}]})
     got: list[Any] = []
 
     def ask() -> None:
         body = {"worker": "w", "wait_seconds": 15}
-        got.append(http.post(f"/v1/groups/w-{topic}/claim", json=body).json())
+        got.append(http.post(f"/v1/queues/w-{topic}/claim", json=body).json())
 
     asking = threading.Thread(target=ask)
     asking.start()
@@ -529,18 +533,18 @@ def test_cursors_subscriptions_and_schedules_are_kept(
     assert {one["name"]: one["position"] for one in http.get("/v1/cursors").json()["cursors"]}["c1"] == position
     problem(http.put("/v1/cursors/c1", json={}), 400, "InvalidRequest")
     assert http.delete("/v1/cursors/c1").json() == {"deleted": True}
-    problem(http.delete("/v1/cursors/c1"), 404, "NotThere")
+    problem(http.delete("/v1/cursors/c1"), 404, "NotFound")
 
-    made = http.post("/v1/subscriptions", json={"group": f"s-{topic}", "condition": "e.type = 'x'", "topics": [topic]})
+    made = http.post("/v1/subscriptions", json={"queue": f"s-{topic}", "filter": "e.type = 'x'", "topics": [topic]})
     assert made.status_code == 201, made.text
-    listed = http.get("/v1/subscriptions", params={"group": f"s-{topic}"}).json()["subscriptions"]
-    assert [(one["id"], one["condition"], one["set_aside"]) for one in listed] == [
+    listed = http.get("/v1/subscriptions", params={"queue": f"s-{topic}"}).json()["subscriptions"]
+    assert [(one["id"], one["filter"], one["set_aside"]) for one in listed] == [
         (made.json()["id"], "e.type = 'x'", False)
     ]
-    bad = http.post("/v1/subscriptions", json={"group": f"s-{topic}", "condition": "drop table x"})
+    bad = http.post("/v1/subscriptions", json={"queue": f"s-{topic}", "filter": "drop table x"})
     problem(bad, 400, "InvalidRequest")
     assert http.delete(f"/v1/subscriptions/s-{topic}/{made.json()['id']}").status_code == 200
-    problem(http.delete(f"/v1/subscriptions/s-{topic}/{made.json()['id']}"), 404, "GroupNotFound")
+    problem(http.delete(f"/v1/subscriptions/s-{topic}/{made.json()['id']}"), 404, "QueueNotFound")
 
     far = "2999-01-01T00:00:00Z"
     waits = http.post("/v1/schedules", json={"topic": topic, "deliver_at": far, "data": "later"}).json()["id"]
@@ -550,19 +554,19 @@ def test_cursors_subscriptions_and_schedules_are_kept(
     assert len(listed) == 2
     moved = http.patch(f"/v1/schedules/{waits}", json={"deliver_at": "2026-01-01T00:00:00Z"})
     assert moved.status_code == 200
-    # The server does its share of the upkeep: what is due enters the log.
+    # The server does its share of the maintenance: what is due enters the log.
     until(lambda: [event.data for event in log.read(topic)] == [1, "later"])
     other = next(one["id"] for one in listed if one["id"] != waits)
     assert http.delete(f"/v1/schedules/{other}").json() == {"deleted": True}
-    problem(http.delete(f"/v1/schedules/{other}"), 404, "NotThere")
+    problem(http.delete(f"/v1/schedules/{other}"), 404, "NotFound")
 
     cron = {"name": f"p-{topic}", "cron": "0 0 1 1 *", "topic": topic, "data": 1}
-    assert http.post("/v1/periodics", json=cron).status_code == 201
-    problem(http.post("/v1/periodics", json={**cron, "cron": "nonsense"}), 400, "InvalidRequest")
-    assert http.patch(f"/v1/periodics/p-{topic}", json={"paused": True}).json() == {"paused": True}
-    assert [one["paused"] for one in http.get("/v1/periodics").json()["periodics"]] == [True]
-    assert http.delete(f"/v1/periodics/p-{topic}").json() == {"deleted": True}
-    problem(http.delete(f"/v1/periodics/p-{topic}"), 404, "NotThere")
+    assert http.post("/v1/cron-schedules", json=cron).status_code == 201
+    problem(http.post("/v1/cron-schedules", json={**cron, "cron": "nonsense"}), 400, "InvalidRequest")
+    assert http.patch(f"/v1/cron-schedules/p-{topic}", json={"paused": True}).json() == {"paused": True}
+    assert [one["paused"] for one in http.get("/v1/cron-schedules").json()["cron_schedules"]] == [True]
+    assert http.delete(f"/v1/cron-schedules/p-{topic}").json() == {"deleted": True}
+    problem(http.delete(f"/v1/cron-schedules/p-{topic}"), 404, "NotFound")
 
 
 def test_an_event_store_is_appended_to_under_a_condition(http: httpx.Client, topic: str) -> None:
@@ -670,16 +674,16 @@ def test_what_is_in_paths_queries_and_headers_is_not_trusted(
         "/v1/topics/%00",
         "/v1/topics/%ff%fe",
         "/v1/topics/..%2f..%2fetc%2fpasswd",
-        "/v1/groups/%00/dead",
-        "/v1/groups/x'%3b drop table headwater.event%3b--",
-        "/v1/subscriptions?group=%00",
+        "/v1/queues/%00/dead",
+        "/v1/queues/x'%3b drop table headwater_internal.event%3b--",
+        "/v1/subscriptions?queue=%00",
         "/v1/schedules?topic=%00",
         "/v1/events?topic=%00",
         "/v1/events?type=%00",
         "/v1/events?header.%00=%00",
         "/v1/events/-1",
         "/v1/events/99999999999999999999999",
-        "/v1/kafka/groups/%00",
+        "/v1/kafka/queues/%00",
         "/v1/pipelines/%00",
         "/v1/accounts/%00/keys",
         "/dcb/x/read?query=%00",
@@ -754,14 +758,14 @@ def test_a_body_above_the_limit_is_refused_while_it_comes(address: str, http: ht
 def test_a_pipeline_is_told_of_with_its_last_batches(http: httpx.Client, log: headwater.Headwater, topic: str) -> None:
     name = f"p-{topic}"
     problem(http.get(f"/v1/pipelines/{name}/batches"), 404, "PipelineNotFound")
-    claim = calls.claim_pipeline(
+    claim = pipeline_runs.claim_pipeline(
         name, "runner", lease=timedelta(seconds=60), source="log", definition={"to": {}}, start=True
     )
     token = log.run(claim).token
     assert token is not None
     assert http.get(f"/v1/pipelines/{name}/batches").json() == {"batches": []}
-    log.run(calls.record_batch(name, token, place=3, rows=7, details={"seconds": 1.5, "place": 3}))
-    log.run(calls.record_failure(name, token, "no luck"))
+    log.run(pipeline_runs.record_batch(name, token, place=3, rows=7, details={"seconds": 1.5, "place": 3}))
+    log.run(pipeline_runs.record_failure(name, token, "no luck"))
     failed, done = http.get(f"/v1/pipelines/{name}/batches").json()["batches"]
     assert (failed["rows"], failed["seconds"], failed["details"], failed["error"]) == (0, None, None, "no luck")
     assert (done["rows"], done["seconds"], done["details"]["place"], done["error"]) == (7, 1.5, 3, None)
@@ -790,7 +794,7 @@ def test_the_console_and_the_description_are_served(http: httpx.Client) -> None:
     assert document["openapi"].startswith("3.1")
     for path, methods in document["paths"].items():
         for method, route in methods.items():
-            assert route["x-headwater-right"], (path, method)
+            assert route["x-headwater-permission"], (path, method)
     assert http.get("/health").json() == {"status": "alive"}
     assert http.get("/ready").status_code in (200, 503)
     assert http.get("/metrics").status_code in (200, 503)
@@ -798,7 +802,7 @@ def test_the_console_and_the_description_are_served(http: httpx.Client) -> None:
 
 def test_too_many_requests_of_one_caller_are_told_so(dsn: str) -> None:
     with (
-        http_door(dsn, limits=Limits(requests_per_second=0.01)) as address,
+        http_server(dsn, limits=ServerLimits(requests_per_second=0.01)) as address,
         httpx.Client(base_url=address, timeout=60) as client,
     ):
         codes = [client.get("/v1/me").status_code for _ in range(12)]
@@ -811,12 +815,12 @@ def test_a_request_that_takes_too_long_is_ended(
 ) -> None:
     store = log.create_topic("locked", kind="sequenced").name
     with (
-        http_door(dsn, limits=Limits(request_seconds=0.5)) as address,
+        http_server(dsn, limits=ServerLimits(request_seconds=0.5)) as address,
         httpx.Client(base_url=address, timeout=60) as client,
         connection.transaction(),
     ):
         connection.execute("select headwater.publish('locked', '1')")
-        problem(client.post(f"/v1/topics/{store}/events", json={"data": 1}), 504, "TookTooLong")
+        problem(client.post(f"/v1/topics/{store}/events", json={"data": 1}), 504, "RequestTimeout")
     assert [event.data for event in log.read(store)] == [1]
 
 

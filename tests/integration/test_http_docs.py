@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from http_server import http_door
+from http_server import http_server
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "http.md"
 SHOWN = "http://127.0.0.1:8080"
@@ -30,7 +30,7 @@ def matches(expected: str, printed: str) -> bool:
 def test_the_examples_of_the_page_do_what_they_show(dsn: str) -> None:
     examples = LINES.findall(PAGE.read_text())
     assert len(examples) > 10
-    with http_door(dsn) as address:
+    with http_server(dsn) as address:
         for command, expected in examples:
             script = command.replace(SHOWN, address)
             result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=30, check=False)

@@ -1,4 +1,4 @@
-"""Do live streams bring every event once, in order, whatever the client and the server go through?"""
+"""Do SSE streams bring every event once, in order, whatever the client and the server go through?"""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import psycopg
 import pytest
 
 import headwater
-from headwater.servers.http.event_json import Mark
-from headwater.servers.options import Limits
-from http_server import http_door, http_process
+from headwater.servers.http.event_json import ResumePoint
+from headwater.servers.options import ServerLimits
+from http_server import http_process, http_server
 
 CONNECTIONS = 1000
 
@@ -48,7 +48,7 @@ def parsed(lines: Iterator[str]) -> Iterator[Told]:
 
 def place_of(id: str | None) -> int:
     """The position of an id, which is position.epoch."""
-    mark = Mark.parsed(id or "")
+    mark = ResumePoint.parse(id or "")
     assert mark is not None
     assert mark.epoch
     return mark.position
@@ -56,7 +56,7 @@ def place_of(id: str | None) -> int:
 
 @pytest.fixture(scope="module")
 def address(dsn: str) -> Iterator[str]:
-    with http_door(dsn, limits=Limits(heartbeat_seconds=0.5)) as found:
+    with http_server(dsn, limits=ServerLimits(heartbeat_seconds=0.5)) as found:
         yield found
 
 
@@ -183,15 +183,15 @@ def test_streams_of_several_topics_share_a_reader_and_miss_nothing(
 def test_what_bindings_and_subscriptions_select_is_followed(
     http: httpx.Client, log: headwater.Headwater, topic: str
 ) -> None:
-    log.create_group(f"g-{topic}")
+    log.create_queue(f"g-{topic}")
     log.bind(f"g-{topic}", topic=topic, pattern="a.*", headers={"x": 1}, from_position=0)
     log.publish(topic, "no", routing_key="b.c", headers={"x": 1})
     log.publish(topic, "one", routing_key="a.b", headers={"x": 1})
     id = log.subscribe(f"s-{topic}", "e.topic = s.params ->> 't' and e.data = '\"one\"'", {"t": topic})
     other = log.subscribe(f"s-{topic}", "e.topic = s.params ->> 't'", {"t": topic})
-    start = log.state().settled
+    start = log.state().stable
     with (
-        http.stream("GET", f"/v1/groups/g-{topic}/follow?after=0") as bound,
+        http.stream("GET", f"/v1/queues/g-{topic}/follow?after=0") as bound,
         http.stream("GET", f"/v1/subscriptions/s-{topic}/{id}/follow?after={start}") as matched,
         http.stream("GET", f"/v1/subscriptions/s-{topic}/{other}/follow?after={start}") as all_matched,
     ):
@@ -208,8 +208,8 @@ def test_what_bindings_and_subscriptions_select_is_followed(
     lease = log.claim(f"g-{topic}", worker="w", batch_size=10)
     assert lease is not None
     assert [event.data for event in lease.events] == ["one", "two"]
-    assert http.get("/v1/groups/nobody/follow").status_code == 404
-    assert http.get(f"/v1/groups/s-{topic}/follow").status_code == 400
+    assert http.get("/v1/queues/nobody/follow").status_code == 404
+    assert http.get(f"/v1/queues/s-{topic}/follow").status_code == 400
     assert http.get(f"/v1/subscriptions/s-{topic}/999999/follow").status_code == 404
 
 
@@ -278,7 +278,7 @@ def test_a_stream_that_passed_over_what_retention_took_resumes(
                 last = told.id
                 break
     assert place_of(last) == wanted
-    connection.execute("update headwater.topic set expired_to = %s where name = %s", (others[-1], topic))
+    connection.execute("update headwater_internal.topic set expired_to = %s where name = %s", (others[-1], topic))
     again = log.publish(topic, 1, type="wanted")
     resumed = follow(http, f"/v1/topics/{topic}/follow?type=wanted", 1, **{"last-event-id": last})
     assert resumed[0].data["position"] == again
@@ -289,9 +289,9 @@ def test_a_stream_that_passed_over_what_retention_took_resumes(
 def test_a_stream_keeps_its_subscription_from_expiring(
     dsn: str, http: httpx.Client, log: headwater.Headwater, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headwater.servers.http.sse_hub.KEEP_SECONDS", 0.05)
+    monkeypatch.setattr("headwater.servers.http.sse_hub.KEEP_ALIVE_SECONDS", 0.05)
     with (
-        http_door(dsn, limits=Limits(heartbeat_seconds=0.2)) as address,
+        http_server(dsn, limits=ServerLimits(heartbeat_seconds=0.2)) as address,
         httpx.Client(base_url=address, timeout=60) as client,
     ):
         life = timedelta(seconds=20)
@@ -303,11 +303,14 @@ def test_a_stream_keeps_its_subscription_from_expiring(
             told = parsed(response.iter_lines())
             next(told)
             for n in range(5):
-                # As if it had not been in use for longer than it lives; then the upkeep comes.
+                # As if it had not been in use for longer than it lives; then the maintenance comes.
                 connection.execute(
-                    "update headwater.subscription set last_active_at = now() - interval '19 s' where id = %s", (id,)
+                    "update headwater_internal.subscription set last_active_at = now() - interval '19 s' where id = %s",
+                    (id,),
                 )
-                kept = "select last_active_at > now() - interval '15 s' from headwater.subscription where id = %s"
+                kept = (
+                    "select last_active_at > now() - interval '15 s' from headwater_internal.subscription where id = %s"
+                )
                 deadline = time.monotonic() + 60
                 while connection.execute(kept, (id,)).fetchone() != (True,):
                     assert time.monotonic() < deadline, "the stream did not keep its subscription"
@@ -334,7 +337,7 @@ def test_the_end_of_a_subscription_ends_its_streams_with_a_reason(
         assert log.unsubscribe(id)
         last = [one for one in told if one.data is not None]
         assert [one.event for one in last] == ["end"]
-        assert last[0].data["reason"] == f"subscription {id} was removed or has expired"
+        assert last[0].data["reason"] == f"subscription {id} was deleted or has expired"
         assert last[0].data["after"] == delivered
         log.publish(topic, "two")
         found = [one.data["data"] for one in (next(o for o in parsed(rest) if o.data is not None) for _ in range(2))]
@@ -345,7 +348,7 @@ def test_what_retention_took_is_said_before_the_stream_begins(
     http: httpx.Client, log: headwater.Headwater, topic: str, connection: psycopg.Connection
 ) -> None:
     positions = log.publish_batch(topic, [headwater.NewEvent(n) for n in range(3)])
-    connection.execute("update headwater.topic set expired_to = %s where name = %s", (positions[1], topic))
+    connection.execute("update headwater_internal.topic set expired_to = %s where name = %s", (positions[1], topic))
     refused = http.get(f"/v1/topics/{topic}/follow?after=0")
     assert refused.status_code == 410
     assert refused.json()["earliest_position"] == positions[2]
@@ -378,7 +381,7 @@ def test_a_slow_client_is_told_the_end_and_resumes_without_loss(
     topic: str,
     until: Callable[[Callable[[], Any]], Any],
 ) -> None:
-    with http_door(dsn, limits=Limits(slow_seconds=1.0)) as address:
+    with http_server(dsn, limits=ServerLimits(slow_seconds=1.0)) as address:
         host, _, port = address.removeprefix("http://").partition(":")
         slow = socket.socket()
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -392,7 +395,7 @@ def test_a_slow_client_is_told_the_end_and_resumes_without_loss(
         until(lambda: httpx.get(f"{address}/v1/overview", timeout=60).json()["streams"] == 0)
         told = list(parsed(iter(_all_of(slow).decode().split("\n"))))
     assert told[-1].event == "end"
-    assert told[-1].data["reason"] == "too slow"
+    assert told[-1].data["reason"] == "the client reads too slowly"
     got = [one.data["position"] for one in told if one.data is not None and one.event != "end"]
     assert 0 < len(got) < len(positions)
     assert got[-1] == place_of(told[-1].id)
@@ -421,8 +424,8 @@ def _all_of(connection: socket.socket) -> bytes:
 def test_who_falls_behind_what_is_kept_reads_from_the_log_again(
     dsn: str, log: headwater.Headwater, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headwater.servers.http.sse_hub.KEPT_EVENTS", 20)
-    with http_door(dsn) as address, httpx.Client(base_url=address, timeout=20) as client:
+    monkeypatch.setattr("headwater.servers.http.sse_hub.MAX_BUFFERED_EVENTS", 20)
+    with http_server(dsn) as address, httpx.Client(base_url=address, timeout=20) as client:
         host, _, port = address.removeprefix("http://").partition(":")
         late = socket.socket()
         late.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -502,7 +505,7 @@ def test_a_thousand_connections_get_everything_from_one_process(dsn: str, log: h
 def test_a_server_that_stops_tells_its_streams_where_to_go_on(
     dsn: str, log: headwater.Headwater, topic: str, until: Callable[[Callable[[], Any]], Any]
 ) -> None:
-    log.create_group(f"stop-{topic}", topics=topic)
+    log.create_queue(f"stop-{topic}", topics=topic)
     log.publish(topic, 1)
     with http_process(dsn) as (address, process), httpx.Client(base_url=address, timeout=20) as client:
         with client.stream("GET", f"/v1/topics/{topic}/follow?after=0") as response:
@@ -511,7 +514,7 @@ def test_a_server_that_stops_tells_its_streams_where_to_go_on(
             process.terminate()
             last = [one for one in told if one.data is not None]
         assert [one.event for one in last] == ["end"]
-        assert last[0].data["reason"] == "the server stops"
+        assert last[0].data["reason"] == "the server is shutting down"
         assert process.wait(60) == 0
     position = log.publish(topic, 2)
     with http_process(dsn) as (address, _), httpx.Client(base_url=address, timeout=20) as client:
@@ -531,7 +534,7 @@ def test_a_stream_survives_the_loss_of_its_database_connections(
             positions.append(log.publish(topic, n))
             connection.execute(
                 "select pg_terminate_backend(pid) from pg_stat_activity "
-                "where datname = current_database() and application_name = 'door'"
+                "where datname = current_database() and application_name = 'server'"
             )
         found = []
         for told in parsed(lines):
@@ -602,12 +605,12 @@ def test_a_stream_waits_for_publishers_of_its_own_topics_only(
 ) -> None:
     b, c = (log.create_topic(f"{topic}-{name}").name for name in "bc")
     start = log.publish(b, "first") or 0
-    log.create_group(f"g-{topic}", topics=[b])
+    log.create_queue(f"g-{topic}", topics=[b])
     id = log.subscribe(f"s-{topic}", "true", topics=[b])
     goes_on = [
         following(f"/v1/topics/{b}/follow?after={start}"),
         following(f"/v1/follow?topic={b}&topic={c}&after={start}"),
-        following(f"/v1/groups/g-{topic}/follow?after={start}"),
+        following(f"/v1/queues/g-{topic}/follow?after={start}"),
         following(f"/v1/subscriptions/s-{topic}/{id}/follow?after={start}"),
     ]
     waits = [
@@ -630,7 +633,7 @@ def test_a_stream_waits_for_publishers_of_its_own_topics_only(
         for stream in [*goes_on, late, newest]:
             assert stream.next(1) == [position]
         claimed = http.post(
-            f"/v1/groups/g-{topic}/claim", json={"worker": "w", "batch_size": 10, "wait_seconds": 10}
+            f"/v1/queues/g-{topic}/claim", json={"worker": "w", "batch_size": 10, "wait_seconds": 10}
         ).json()
         assert position in [event["position"] for event in claimed["events"]]
         log.publish(topic, "held too", connection=connection)
@@ -648,11 +651,11 @@ def test_a_stream_waits_for_publishers_of_its_own_topics_only(
 def test_streams_that_wait_get_in_order_what_is_no_longer_kept(
     dsn: str, log: headwater.Headwater, topic: str, connection: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headwater.servers.http.sse_hub.KEPT_EVENTS", 20)
+    monkeypatch.setattr("headwater.servers.http.sse_hub.MAX_BUFFERED_EVENTS", 20)
     b = log.create_topic(f"{topic}-b").name
     start = log.publish(b, "first") or 0
     with (
-        http_door(dsn, limits=Limits(heartbeat_seconds=0.5)) as address,
+        http_server(dsn, limits=ServerLimits(heartbeat_seconds=0.5)) as address,
         httpx.Client(base_url=address, timeout=60) as http,
     ):
         free = Following(http, f"/v1/topics/{b}/follow?after={start}")
@@ -682,7 +685,7 @@ def test_every_stream_gets_its_topics_in_order_whatever_publishers_do(
     dsn: str, log: headwater.Headwater, topic: str, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """Publishers begin, publish and end at random, over three topics; streams of each choice of topics."""
-    monkeypatch.setattr("headwater.servers.http.sse_hub.KEPT_EVENTS", 10)
+    monkeypatch.setattr("headwater.servers.http.sse_hub.MAX_BUFFERED_EVENTS", 10)
     monkeypatch.setattr("headwater.servers.http.sse_hub.BATCH_SIZE", 7)
     monkeypatch.setattr("headwater.servers.http.sse_hub.HELD_SECONDS", 0.003)
     choose = random.Random(seed)
@@ -690,7 +693,7 @@ def test_every_stream_gets_its_topics_in_order_whatever_publishers_do(
     start = log.publish(topics[0], "first") or 0
     chosen = [[name for n, name in enumerate(topics) if mask & (1 << n)] for mask in range(8)]
     with (
-        http_door(dsn, limits=Limits(heartbeat_seconds=0.5)) as address,
+        http_server(dsn, limits=ServerLimits(heartbeat_seconds=0.5)) as address,
         httpx.Client(base_url=address, timeout=60, limits=httpx.Limits(max_connections=None)) as http,
         ExitStack() as stack,
     ):

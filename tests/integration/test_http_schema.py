@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import headwater
-from headwater.servers.options import Limits
-from http_server import http_door
+from headwater.servers.options import ServerLimits
+from http_server import http_server
 
 pytest.importorskip("schemathesis")
 
@@ -33,7 +33,7 @@ CHECKS = (
 KNOWN = """
 [parameters]
 "path.topic" = "orders"
-"path.group" = "mailer"
+"path.queue" = "mailer"
 [[operations]]
 include-path-regex = "/(stores|dcb)/"
 parameters = { "path.topic" = "store" }
@@ -46,8 +46,8 @@ def address(dsn: str) -> Iterator[str]:
         log.create_topic("orders")
         log.publish("orders", {"id": 1})
         log.create_store("store")
-        log.create_group("mailer", topics="orders")
-    with http_door(dsn, limits=Limits(requests_per_second=0, request_seconds=20)) as found:
+        log.create_queue("mailer", topics="orders")
+    with http_server(dsn, limits=ServerLimits(requests_per_second=0, request_seconds=20)) as found:
         yield found
 
 
@@ -67,11 +67,11 @@ def test_every_answer_is_as_described_and_none_is_a_bug(address: str, tmp_path: 
         "--checks",
         ",".join(CHECKS),
     ]
-    # Live streams never end, claims may wait, and whether metrics are there is not this test's question.
+    # SSE streams never end, claims may wait, and whether metrics are there is not this test's question.
     command += ["--exclude-path-regex", "/(follow|claim|metrics|ready)$", "--request-timeout", "30"]
     command += ["--continue-on-failure", "--no-color", "--suppress-health-check", "all", "--warnings", "off"]
     if known:
-        command += ["--exclude-method", "DELETE", "--include-path-regex", r"\{(topic|group)\}"]
+        command += ["--exclude-method", "DELETE", "--include-path-regex", r"\{(topic|queue)\}"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HEADWATER_")}
     result = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600, check=False

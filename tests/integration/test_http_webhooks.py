@@ -86,14 +86,14 @@ def test_a_token_in_a_url_is_not_written_down(http: httpx.Client, log: headwater
     assert "hush" not in str(told)
 
 
-def test_what_cannot_be_a_webhook_leaves_no_group_behind(http: httpx.Client, log: headwater.Headwater) -> None:
+def test_what_cannot_be_a_webhook_leaves_no_queue_behind(http: httpx.Client, log: headwater.Headwater) -> None:
     for url in ("ftp://a.example/", "https://user:secret@a.example/", "not a url"):
         refused = http.post("/v1/webhooks", json={"name": "refused", "url": url})
         assert refused.status_code == 400, refused.text
         assert refused.headers["content-type"] == "application/problem+json"
-    assert "refused" not in [group.name for group in log.groups()]
+    assert "refused" not in [queue.name for queue in log.queues()]
     refused = http.post(
         "/v1/webhooks", json={"name": "refused", "url": "https://a.example/", "bindings": [{"topic": "nowhere"}]}
     )
     assert refused.status_code == 404
-    assert "refused" not in [group.name for group in log.groups()]
+    assert "refused" not in [queue.name for queue in log.queues()]

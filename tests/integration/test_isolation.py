@@ -30,7 +30,7 @@ def test_the_log_is_read_claimed_and_appended_to_whatever_the_default_isolation_
         assert plain.execute("show transaction_isolation").fetchone() != ("read committed",)
     with headwater.connect(strict) as log:
         topic = log.create_topic(f"t-{time.monotonic_ns()}").name
-        log.create_group(f"g-{topic}")
+        log.create_queue(f"g-{topic}")
         log.bind(f"g-{topic}", topic=topic)
         position = log.publish(topic, {"a": 1})
         assert [event.position for event in log.read(topic)] == [position]

@@ -12,8 +12,8 @@ import pytest
 import headwater
 from headwater.calls import kafka as calls
 from headwater.calls import kafka_admin
-from headwater.calls.kafka import Bounds, Lane
-from headwater.servers.kafka.configs import change_of, topic_values
+from headwater.calls.kafka import Bounds, TopicPartition
+from headwater.servers.kafka.configs import parse_configs, topic_values
 
 _numbers = itertools.count()
 DAY = timedelta(days=1)
@@ -29,7 +29,7 @@ class Topic:
         self.set(**configs)
 
     def set(self, **configs: str | None) -> None:
-        change = change_of({name.replace("_", "."): value for name, value in configs.items()})
+        change = parse_configs({name.replace("_", "."): value for name, value in configs.items()})
         self.log.run(calls.kafka_alter_topic(self.name, **change._asdict()))
 
     def values(self) -> dict[str, str]:
@@ -41,8 +41,8 @@ class Topic:
             self.log.publish(self.name, payload, key=key)
 
     def bounds(self, partition: int = 0) -> Bounds:
-        lane = Lane(self.id, partition)
-        return self.log.run(calls.kafka_bounds([lane]))[lane]
+        topic_partition = TopicPartition(self.id, partition)
+        return self.log.run(calls.kafka_bounds([topic_partition]))[topic_partition]
 
     def kept(self) -> list[tuple[int, str]]:
         """The offsets that are left, each with its key."""
@@ -56,16 +56,16 @@ def pass_days(connection: psycopg.Connection, log: headwater.Headwater, days: in
     """What is there grows older, and retention looks at it: once to leave the segment, once to drop it."""
     for _ in range(2):
         connection.execute(
-            "update headwater.segment set opened_at = opened_at - %(by)s, closed_at = closed_at - %(by)s",
+            "update headwater_internal.segment set opened_at = opened_at - %(by)s, closed_at = closed_at - %(by)s",
             {"by": timedelta(days=days)},
         )
         log.maintain()
 
 
-# Where a lane begins
+# Where a partition begins
 
 
-def test_compaction_does_not_move_the_beginning_of_a_lane_that_retention_moved(
+def test_compaction_does_not_move_the_beginning_of_a_partition_that_retention_moved(
     log: headwater.Headwater, connection: psycopg.Connection
 ) -> None:
     topic = Topic(log, cleanup_policy="compact,delete", retention_ms="86400000")
@@ -100,7 +100,7 @@ def test_a_topic_that_comes_to_compaction_later_and_leaves_it_again_begins_where
     assert topic.bounds() == (5, 8)
 
 
-def test_what_is_deleted_up_to_is_where_the_lane_begins_whatever_is_compacted(
+def test_what_is_deleted_up_to_is_where_the_partition_begins_whatever_is_compacted(
     log: headwater.Headwater, connection: psycopg.Connection
 ) -> None:
     topic = Topic(log, cleanup_policy="compact,delete")
@@ -123,7 +123,7 @@ def test_retention_of_a_topic_that_is_only_compacted_is_told_and_takes_nothing(
     told = topic.values()
     assert (told["cleanup.policy"], told["retention.ms"], told["retention.bytes"]) == ("compact", "86400000", "1")
     pass_days(connection, log)
-    connection.execute("update headwater.event set published_at = published_at - %s", (DAY * 4,))
+    connection.execute("update headwater_internal.event set published_at = published_at - %s", (DAY * 4,))
     topic.clean()
     assert topic.kept() == [(0, "a"), (1, "b"), (2, "c")]
     # Once it may delete, it does.
@@ -147,7 +147,7 @@ def test_events_that_are_too_old_go_at_once_to_the_event(
     topic.publish(*(str(number) for number in range(12)))
     positions = [event.position for event in log.read(topic.name)]
     connection.execute(
-        "update headwater.event set published_at = published_at - %s where topic_id = %s and position <= %s",
+        "update headwater_internal.event set published_at = published_at - %s where topic_id = %s and position <= %s",
         (DAY * 2, topic.id, positions[7]),
     )
     cleaned = topic.clean()
@@ -161,7 +161,7 @@ def test_what_a_reader_must_not_lose_is_not_cleaned_up(
     log: headwater.Headwater, connection: psycopg.Connection
 ) -> None:
     topic = Topic(log, cleanup_policy="compact,delete", retention_bytes="1")
-    log.set_cursor("keeps", position=0, topics=topic.name, must_not_lose=True)
+    log.set_cursor("keeps", position=0, topics=topic.name, holds_retention=True)
     try:
         topic.publish(*"aabb")
         assert topic.clean() == (0, 0, True)
@@ -230,7 +230,9 @@ def test_compaction_reads_only_what_is_new(log: headwater.Headwater, connection:
     log.publish_many(topic.name, [headwater.NewEvent(b"x", key=str(number)) for number in range(3000)])
     topic.clean()
     # That they are not looked at: a lower event of a known key stays, since nothing tells of it any more.
-    connection.execute("update headwater.event set key = '1' where topic_id = %s and topic_offset = 0", (topic.id,))
+    connection.execute(
+        "update headwater_internal.event set key = '1' where topic_id = %s and topic_offset = 0", (topic.id,)
+    )
     topic.publish("2", "3")
     assert topic.clean().compacted == 2
     offsets = [offset for offset, _ in topic.kept()]

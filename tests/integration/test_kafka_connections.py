@@ -14,7 +14,7 @@ import pytest
 
 import headwater
 from headwater import aio
-from headwater.servers.kafka.server import UNSENT_BYTES, Connection, serving
+from headwater.servers.kafka.server import MAX_UNSENT_BYTES, Connection, serving
 
 PATIENCE_SECONDS = 60
 EVENT_BYTES = 1_000_000
@@ -99,7 +99,7 @@ def with_broker(dsn: str, act: Callable[[Any, list[Connection]], Awaitable[None]
 def held_bytes(connection: Connection) -> int:
     """What waits for a client, and what its transport has of it."""
     assert connection._transport is not None
-    queued = sum(len(frame) for _, frame in connection._answers._queue if isinstance(frame, bytes))  # type: ignore[attr-defined]
+    queued = sum(len(frame) for _, frame in connection._responses._queue if isinstance(frame, bytes))  # type: ignore[attr-defined]
     return queued + connection._transport.get_write_buffer_size()
 
 
@@ -108,15 +108,15 @@ def test_a_client_that_asks_and_does_not_read_costs_little_and_nothing_once_it_i
         stubborn = Client(broker.settings.port)
         for number in range(ASKED):
             await stubborn.send(fetch("large", number))
-        await until(lambda: made and held_bytes(made[0]) > UNSENT_BYTES)
+        await until(lambda: made and held_bytes(made[0]) > MAX_UNSENT_BYTES)
         # Others are served as ever. Each of their answers is time in which another for the first could be made.
         other = Client(broker.settings.port)
         for number in range(5):
             await other.send(fetch("large", number))
             correlation, size = await other.answer()
             assert (correlation, size > EVENT_BYTES) == (number, True)
-            assert held_bytes(made[0]) < UNSENT_BYTES + 2 * ANSWER_BYTES
-        assert made[0]._unsent_bytes <= broker.unsent_bytes < UNSENT_BYTES + 2 * ANSWER_BYTES
+            assert held_bytes(made[0]) < MAX_UNSENT_BYTES + 2 * ANSWER_BYTES
+        assert made[0]._unsent_bytes <= broker.unsent_bytes < MAX_UNSENT_BYTES + 2 * ANSWER_BYTES
         other.socket.close()
         gone = weakref.ref(made[0])
         gc.disable()
@@ -136,7 +136,7 @@ def test_a_client_that_reads_late_gets_every_answer_in_order(dsn: str) -> None:
         late = Client(broker.settings.port)
         for number in range(6):
             await late.send(fetch("large", number))
-        await until(lambda: made and held_bytes(made[0]) > UNSENT_BYTES)
+        await until(lambda: made and held_bytes(made[0]) > MAX_UNSENT_BYTES)
         assert [(await late.answer())[0] for _ in range(6)] == list(range(6))
         await until(lambda: broker.unsent_bytes == 0)
         late.socket.close()

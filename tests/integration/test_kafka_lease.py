@@ -9,13 +9,13 @@ import pytest
 
 from headwater import aio
 from headwater.servers.kafka import broker as broker_module
-from headwater.servers.kafka.broker import Broker, Settings
+from headwater.servers.kafka.broker import Broker, BrokerSettings
 
 PATIENCE_SECONDS = 60
 POOL_SIZE = 4
 
 
-def test_the_lease_is_renewed_while_upkeep_hangs_and_every_other_connection_is_busy(
+def test_the_lease_is_renewed_while_maintenance_hangs_and_every_other_connection_is_busy(
     dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(broker_module, "RENEW_SECONDS", 0.02)
@@ -24,13 +24,13 @@ def test_the_lease_is_renewed_while_upkeep_hangs_and_every_other_connection_is_b
     async def run() -> None:
         hangs = asyncio.Event()
 
-        async def upkeep(log: aio.AsyncHeadwater) -> None:
+        async def maintenance(log: aio.AsyncHeadwater) -> None:
             hangs.set()
             await asyncio.Event().wait()
 
-        monkeypatch.setattr(aio.AsyncHeadwater, "do_upkeep", upkeep)
+        monkeypatch.setattr(aio.AsyncHeadwater, "run_maintenance", maintenance)
         async with await aio.connect(dsn, pool_size=POOL_SIZE) as log, asyncio.timeout(PATIENCE_SECONDS):
-            broker = Broker(log, Settings("127.0.0.1", 9092))
+            broker = Broker(log, BrokerSettings("127.0.0.1", 9092))
             await broker.start()
             await hangs.wait()
             async with AsyncExitStack() as busy:

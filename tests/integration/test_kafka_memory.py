@@ -19,18 +19,19 @@ from hypothesis import strategies as st
 import headwater
 from headwater import aio
 from headwater.calls import kafka as calls
-from headwater.calls.kafka import AppendBatch, Appended
-from headwater.servers.kafka.broker import Broker, Settings
+from headwater.calls.kafka import AppendBatch, AppendResult
+from headwater.servers.kafka.api_keys import ApiKey
+from headwater.servers.kafka.broker import Broker, BrokerSettings
 from headwater.servers.kafka.compression import codecs_for
-from headwater.servers.kafka.fetch import Fetching
-from headwater.servers.kafka.produce import Producing
+from headwater.servers.kafka.fetch import FetchApi
+from headwater.servers.kafka.produce import ProduceApi
 from headwater.servers.kafka.records import (
     LOG_APPEND_TIME,
     Columns,
-    as_appended,
     build_batch,
     read_header,
     read_records,
+    stamp_batch,
     write_headers,
 )
 from headwater.servers.kafka.wire import ErrorCode, Request
@@ -40,32 +41,34 @@ _numbers = itertools.count()
 Record = tuple[int, int, bytes | None, bytes | None, bytes | None]
 
 
-class Door:
+class Server:
     """A broker without its sockets."""
 
-    def __init__(self, log: headwater.AsyncHeadwater, kept_bytes: int) -> None:
-        self.broker = Broker(log, Settings("127.0.0.1", 9092, kept_bytes=kept_bytes))
-        self.producing = Producing(self.broker)
-        self.fetching = Fetching(self.broker)
+    def __init__(self, log: headwater.AsyncHeadwater, cache_bytes: int) -> None:
+        self.broker = Broker(log, BrokerSettings("127.0.0.1", 9092, cache_bytes=cache_bytes))
+        self.producing = ProduceApi(self.broker)
+        self.fetching = FetchApi(self.broker)
         self.tasks = self.producing.tasks()
 
     async def produce(self, topic: str, batch: bytes, transactional_id: str | None = None) -> Any:
         part = SimpleNamespace(index=0, records=memoryview(batch))
         data = SimpleNamespace(name=topic, partition_data=[part])
         fields = SimpleNamespace(acks=-1, transactional_id=transactional_id, topic_data=[data])
-        answer = await (await self.producing.begin(Request(0, 9, 1, None, fields), self._stage))
+        answer = await (await self.producing.begin(Request(ApiKey.PRODUCE, 9, 1, None, fields), self._stage))
         assert answer is not None
         return answer["responses"][0]["partition_responses"][0]
 
-    async def _stage(self, transactional_id: str, batch: AppendBatch) -> Appended:
-        return Appended(await self.broker.log.run(calls.kafka_stage(transactional_id, batch, may_begin=False)), -1, -1)
+    async def _stage(self, transactional_id: str, batch: AppendBatch) -> AppendResult:
+        return AppendResult(
+            await self.broker.log.run(calls.kafka_stage(transactional_id, batch, may_begin=False)), -1, -1
+        )
 
     async def fetch(self, topic: str, offset: int, max_bytes: int, version: int) -> Any:
         part = SimpleNamespace(partition=0, fetch_offset=offset, partition_max_bytes=max_bytes)
         fields = SimpleNamespace(
             max_wait=0, min_bytes=1, max_bytes=max_bytes, topics=[SimpleNamespace(topic=topic, partitions=[part])]
         )
-        answer = await self.fetching.fetch(Request(1, version, 1, None, fields))
+        answer = await self.fetching.fetch(Request(ApiKey.FETCH, version, 1, None, fields))
         return answer["responses"][0]["partitions"][0]
 
     async def read(self, topic: str, offset: int, max_bytes: int, version: int) -> tuple[Any, list[Record]]:
@@ -108,12 +111,12 @@ def records_of(answer: bytes) -> list[Record]:
     return found
 
 
-class Doors(NamedTuple):
+class Servers(NamedTuple):
     """Two brokers of one log: one remembers, one reads everything from Postgres."""
 
     runner: asyncio.Runner
-    remembers: Door
-    forgets: Door
+    remembers: Server
+    forgets: Server
     log: headwater.Headwater
     connection: psycopg.Connection
 
@@ -121,25 +124,25 @@ class Doors(NamedTuple):
         return self.runner.run(act)
 
     def topics_changed(self) -> None:
-        for door in (self.remembers, self.forgets):
-            self.run(door.broker.refresh_topics())
+        for server in (self.remembers, self.forgets):
+            self.run(server.broker.refresh_topics())
 
     def new_topic(self) -> str:
-        name = f"lane-{next(_numbers)}"
+        name = f"partition-{next(_numbers)}"
         self.log.create_topic(name, kind="sequenced")
         self.topics_changed()
         return name
 
     def topic_id(self, name: str) -> int:
         row = self.connection.execute(
-            "select id from headwater.topic where name = %s and deleted_at is null", (name,)
+            "select id from headwater_internal.topic where name = %s and deleted_at is null", (name,)
         ).fetchone()
         assert row is not None
         return int(row[0])
 
 
 @pytest.fixture(scope="module")
-def doors(dsn: str) -> Iterator[Doors]:
+def servers(dsn: str) -> Iterator[Servers]:
     with (
         asyncio.Runner() as runner,
         headwater.connect(dsn) as log,
@@ -147,11 +150,11 @@ def doors(dsn: str) -> Iterator[Doors]:
     ):
         logs = [runner.run(aio.connect(dsn, pool_size=6)) for _ in range(2)]
 
-        async def open_doors() -> list[Door]:
-            return [Door(one, kept) for one, kept in zip(logs, (300_000, 0), strict=True)]
+        async def open_servers() -> list[Server]:
+            return [Server(one, kept) for one, kept in zip(logs, (300_000, 0), strict=True)]
 
-        remembers, forgets = runner.run(open_doors())
-        yield Doors(runner, remembers, forgets, log, connection)
+        remembers, forgets = runner.run(open_servers())
+        yield Servers(runner, remembers, forgets, log, connection)
 
         async def close() -> None:
             for task in (*remembers.tasks, *forgets.tasks):
@@ -216,202 +219,210 @@ steps = st.lists(
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(altered, steps, st.sampled_from([9, 12]))
 def test_memory_gives_the_very_records_that_postgres_has(
-    doors: Doors, first: tuple[Any, ...], steps: list[tuple[Any, ...]], version: int
+    servers: Servers, first: tuple[Any, ...], steps: list[tuple[Any, ...]], version: int
 ) -> None:
-    topic = doors.new_topic()
+    topic = servers.new_topic()
     steps = [first, *steps]
     for kind, *arguments in steps:
-        topic = step(doors, topic, kind, arguments)
-        compare(doors, topic, 0, 100_000, version)
-    compare(doors, topic, 3, 200, version)
+        topic = step(servers, topic, kind, arguments)
+        compare(servers, topic, 0, 100_000, version)
+    compare(servers, topic, 3, 200, version)
 
 
-def compare(doors: Doors, topic: str, offset: int, max_bytes: int, version: int) -> None:
-    mine = doors.run(doors.remembers.read(topic, offset, max_bytes, version))
-    truth = doors.run(doors.forgets.read(topic, offset, max_bytes, version))
+def compare(servers: Servers, topic: str, offset: int, max_bytes: int, version: int) -> None:
+    mine = servers.run(servers.remembers.read(topic, offset, max_bytes, version))
+    truth = servers.run(servers.forgets.read(topic, offset, max_bytes, version))
     assert mine == truth
 
 
-def step(doors: Doors, topic: str, kind: str, arguments: list[Any]) -> str:
+def step(servers: Servers, topic: str, kind: str, arguments: list[Any]) -> str:
     if kind == "produce":
         here, values, codec, first_ms, section = arguments
-        door = doors.remembers if here else doors.forgets
-        answer = doors.run(door.produce(topic, batch(*values, codec=codec, first_ms=first_ms, headers=section)))
+        server = servers.remembers if here else servers.forgets
+        answer = servers.run(server.produce(topic, batch(*values, codec=codec, first_ms=first_ms, headers=section)))
         assert answer["error_code"] in (ErrorCode.none, ErrorCode.invalid_record)
     elif kind == "publish":
-        doors.log.publish_batch(topic, [headwater.NewEvent(value, type="told") for value in arguments[0]])
+        servers.log.publish_batch(topic, [headwater.NewEvent(value, type="told") for value in arguments[0]])
     elif kind == "roll back":
-        with psycopg.connect(doors.connection.info.dsn) as connection:
-            doors.log.publish_batch(topic, [headwater.NewEvent(value) for value in arguments[0]], connection=connection)
+        with psycopg.connect(servers.connection.info.dsn) as connection:
+            servers.log.publish_batch(
+                topic, [headwater.NewEvent(value) for value in arguments[0]], connection=connection
+            )
             connection.rollback()
     elif kind == "transaction":
-        write_in_transaction(doors, topic, *arguments)
+        write_in_transaction(servers, topic, *arguments)
     elif kind == "twice":
-        producer = doors.run(doors.remembers.broker.log.run(calls.kafka_new_producer()))
+        producer = servers.run(servers.remembers.broker.log.run(calls.kafka_new_producer()))
         sent = batch(*arguments[0], producer=producer, epoch=0, sequence=0)
-        answers = [doors.run(doors.remembers.produce(topic, sent)) for _ in range(2)]
+        answers = [servers.run(servers.remembers.produce(topic, sent)) for _ in range(2)]
         assert answers[0]["base_offset"] == answers[1]["base_offset"] >= 0
     elif kind == "expire":
-        expire(doors, topic, arguments[0])
+        expire(servers, topic, arguments[0])
     elif kind == "lose":
-        lose(doors, topic, arguments[0])
+        lose(servers, topic, arguments[0])
     elif kind == "make again":
-        doors.log.delete_topic(topic)
-        doors.log.create_topic(topic, kind="sequenced")
-        doors.topics_changed()
+        servers.log.delete_topic(topic)
+        servers.log.create_topic(topic, kind="sequenced")
+        servers.topics_changed()
     elif kind == "alter":
-        doors.run(
-            doors.forgets.broker.log.run(
+        servers.run(
+            servers.forgets.broker.log.run(
                 calls.kafka_alter_topic(topic, timestamp_type=arguments[0], compression_type=arguments[1])
             )
         )
-        doors.topics_changed()
+        servers.topics_changed()
     else:
-        compare(doors, topic, *arguments)
+        compare(servers, topic, *arguments)
     return topic
 
 
-def write_in_transaction(doors: Doors, topic: str, values: list[bytes | None], committed: bool) -> None:
+def write_in_transaction(servers: Servers, topic: str, values: list[bytes | None], committed: bool) -> None:
     name = f"transaction-{next(_numbers)}"
-    log = doors.remembers.broker.log
-    _, producer, epoch = doors.run(
+    log = servers.remembers.broker.log
+    _, producer, epoch = servers.run(
         log.run(calls.kafka_init_transactions(name, timeout_ms=60_000, known_id=-1, known_epoch=-1))
     )
-    assert doors.run(log.run(calls.kafka_begin(name, producer, epoch))) == "ok"
+    assert servers.run(log.run(calls.kafka_begin(name, producer, epoch))) == "ok"
     sent = batch(*values, producer=producer, epoch=epoch, sequence=0, transactional=True)
-    assert doors.run(doors.remembers.produce(topic, sent, name))["error_code"] == ErrorCode.none
-    compare(doors, topic, 0, 100_000, 12)
+    assert servers.run(servers.remembers.produce(topic, sent, name))["error_code"] == ErrorCode.none
+    compare(servers, topic, 0, 100_000, 12)
     ended = calls.kafka_end_transaction(name, producer, epoch, committed=committed, next_epoch=False)
-    assert doors.run(log.run(ended))[0] == "ok"
+    assert servers.run(log.run(ended))[0] == "ok"
 
 
-def expire(doors: Doors, topic: str, count: int) -> None:
-    """What retention does: events at the beginning of the lane go, but not the last."""
-    topic_id = doors.topic_id(topic)
+def expire(servers: Servers, topic: str, count: int) -> None:
+    """What retention does: events at the beginning of the partition go, but not the last."""
+    topic_id = servers.topic_id(topic)
     positions = [
         position
-        for (position,) in doors.connection.execute(
-            "select position from headwater.event where topic_id = %s order by position", (topic_id,)
+        for (position,) in servers.connection.execute(
+            "select position from headwater_internal.event where topic_id = %s order by position", (topic_id,)
         )
     ]
     if len(positions) > count:
-        doors.connection.execute(
-            "with topic as (update headwater.topic set expired_to = %(position)s where id = %(id)s), gone as ("
-            "delete from headwater.event where topic_id = %(id)s and position <= %(position)s returning topic_offset) "
-            "insert into headwater.kafka_lane as l (topic_id, partition, start_offset) "
+        servers.connection.execute(
+            "with topic as (update headwater_internal.topic set expired_to = %(position)s where id = %(id)s), gone as ("
+            "delete from headwater_internal.event where topic_id = %(id)s and position <= %(position)s returning "
+            "topic_offset) "
+            "insert into headwater_internal.kafka_partition as l (topic_id, partition, start_offset) "
             "select %(id)s, 0, max(topic_offset) + 1 from gone having count(*) > 0 "
             "on conflict (topic_id, partition) do update set start_offset = excluded.start_offset",
             {"id": topic_id, "position": positions[count - 1]},
         )
 
 
-def lose(doors: Doors, topic: str, kept: int) -> None:
-    """What a crash without synchronous commits does: the end of the lane is gone, and its offsets come again."""
-    doors.connection.execute(
-        "delete from headwater.event where topic_id = %s and topic_offset >= %s", (doors.topic_id(topic), kept)
+def lose(servers: Servers, topic: str, kept: int) -> None:
+    """What a crash without synchronous commits does: the end of the partition is gone, and its offsets come again."""
+    servers.connection.execute(
+        "delete from headwater_internal.event where topic_id = %s and topic_offset >= %s",
+        (servers.topic_id(topic), kept),
     )
     # No crash is over within the millisecond in which the lost events were published.
-    doors.connection.execute("select pg_sleep(0.002)")
+    servers.connection.execute("select pg_sleep(0.002)")
 
 
-def test_what_was_just_written_or_read_is_not_read_again(doors: Doors) -> None:
-    topic = doors.new_topic()
-    lane = calls.Lane(doors.topic_id(topic), 0)
-    doors.run(doors.remembers.produce(topic, batch(b"here", b"too")))
-    doors.run(doors.forgets.produce(topic, batch(b"there")))
-    kept = doors.remembers.broker.kept
+def test_what_was_just_written_or_read_is_not_read_again(servers: Servers) -> None:
+    topic = servers.new_topic()
+    topic_partition = calls.TopicPartition(servers.topic_id(topic), 0)
+    servers.run(servers.remembers.produce(topic, batch(b"here", b"too")))
+    servers.run(servers.forgets.produce(topic, batch(b"there")))
+    kept = servers.remembers.broker.batch_cache
     anything = {"max_bytes": 10_000, "codecs": range(5), "by_log_time": False}
-    assert [(one.first, one.end) for one in kept.batches(lane, 0, **anything)] == [(0, 2)]
-    _, records = doors.run(doors.remembers.read(topic, 0, 10_000, 12))
+    assert [(one.first, one.end) for one in kept.batches(topic_partition, 0, **anything)] == [(0, 2)]
+    _, records = servers.run(servers.remembers.read(topic, 0, 10_000, 12))
     assert [value for _, _, _, value, _ in records] == [b"here", b"too", b"there"]
-    assert [(one.first, one.end) for one in kept.batches(lane, 1, **anything)] == [(0, 2), (2, 3)]
+    assert [(one.first, one.end) for one in kept.batches(topic_partition, 1, **anything)] == [(0, 2), (2, 3)]
     # That it is memory that answers: records that Postgres would never give, under the time that it does.
-    (first, second) = kept.batches(lane, 0, **anything)
-    kept.keep(
-        lane, first._replace(records=as_appended(batch(b"from", b"memory"), 0, log_append_ms=None)), epoch=kept.epoch
+    (first, second) = kept.batches(topic_partition, 0, **anything)
+    kept.add(
+        topic_partition,
+        first._replace(records=stamp_batch(batch(b"from", b"memory"), 0, log_append_ms=None)),
+        epoch=kept.epoch,
     )
-    _, records = doors.run(doors.remembers.read(topic, 0, 10_000, 12))
+    _, records = servers.run(servers.remembers.read(topic, 0, 10_000, 12))
     assert [value for _, _, _, value, _ in records] == [b"from", b"memory", b"there"]
-    # And one that Postgres does not confirm ends all memory of the lane.
-    kept.keep(lane, second._replace(published_ms=second.published_ms - 1), epoch=kept.epoch)
-    compare(doors, topic, 0, 10_000, 12)
+    # And one that Postgres does not confirm ends all memory of the partition.
+    kept.add(topic_partition, second._replace(published_ms=second.published_ms - 1), epoch=kept.epoch)
+    compare(servers, topic, 0, 10_000, 12)
 
 
-def test_of_a_compacted_topic_nothing_is_remembered(doors: Doors) -> None:
-    topic = doors.new_topic()
-    doors.run(doors.remembers.produce(topic, batch(b"old", b"kept")))
+def test_of_a_compacted_topic_nothing_is_remembered(servers: Servers) -> None:
+    topic = servers.new_topic()
+    servers.run(servers.remembers.produce(topic, batch(b"old", b"kept")))
     alter = calls.kafka_alter_topic(topic, compacted=True)
-    doors.run(doors.forgets.broker.log.run(alter))
-    doors.topics_changed()
+    servers.run(servers.forgets.broker.log.run(alter))
+    servers.topics_changed()
     sent = build_batch([0, 1], Columns([1, 2], [b"key0", b"x"], [b"new", b"last"], [None, None]))
-    doors.run(doors.remembers.produce(topic, sent))
-    doors.run(doors.forgets.broker.log.run(calls.kafka_compact()))
-    part = doors.run(doors.remembers.fetch(topic, 0, 10_000, 12))
-    truth = doors.run(doors.forgets.fetch(topic, 0, 10_000, 12))
+    servers.run(servers.remembers.produce(topic, sent))
+    servers.run(servers.forgets.broker.log.run(calls.kafka_compact()))
+    part = servers.run(servers.remembers.fetch(topic, 0, 10_000, 12))
+    truth = servers.run(servers.forgets.fetch(topic, 0, 10_000, 12))
     assert part["records"] == truth["records"]
     assert b"old" not in part["records"]
     assert b"new" in part["records"]
 
 
-def test_what_a_crash_lost_is_not_told_even_if_what_follows_is_true(doors: Doors) -> None:
-    topic = doors.new_topic()
-    doors.run(doors.remembers.produce(topic, batch(b"stays")))
-    doors.run(doors.remembers.produce(topic, batch(b"lost", b"lost too")))
-    lose(doors, topic, 1)
-    doors.run(doors.forgets.produce(topic, batch(b"new", b"new too")))
+def test_what_a_crash_lost_is_not_told_even_if_what_follows_is_true(servers: Servers) -> None:
+    topic = servers.new_topic()
+    servers.run(servers.remembers.produce(topic, batch(b"stays")))
+    servers.run(servers.remembers.produce(topic, batch(b"lost", b"lost too")))
+    lose(servers, topic, 1)
+    servers.run(servers.forgets.produce(topic, batch(b"new", b"new too")))
     # Its offset follows that of what was lost.
-    doors.run(doors.remembers.produce(topic, batch(b"last")))
-    compare(doors, topic, 0, 10_000, 12)
+    servers.run(servers.remembers.produce(topic, batch(b"last")))
+    compare(servers, topic, 0, 10_000, 12)
 
 
-def test_as_it_came_a_batch_goes_only_to_those_who_can_read_it_and_only_while_the_topic_says_so(doors: Doors) -> None:
-    topic = doors.new_topic()
-    doors.run(doors.remembers.produce(topic, batch(b"packed by its producer", codec=4)))
+def test_as_it_came_a_batch_goes_only_to_those_who_can_read_it_and_only_while_the_topic_says_so(
+    servers: Servers,
+) -> None:
+    topic = servers.new_topic()
+    servers.run(servers.remembers.produce(topic, batch(b"packed by its producer", codec=4)))
     for version, codec in ((12, 4), (9, 0)):
-        part = doors.run(doors.remembers.fetch(topic, 0, 10_000, version))
+        part = servers.run(servers.remembers.fetch(topic, 0, 10_000, version))
         assert part["records"][22] & 7 == codec
-    doors.run(doors.forgets.broker.log.run(calls.kafka_alter_topic(topic, compression_type="gzip")))
-    doors.topics_changed()
-    part = doors.run(doors.remembers.fetch(topic, 0, 10_000, 12))
+    servers.run(servers.forgets.broker.log.run(calls.kafka_alter_topic(topic, compression_type="gzip")))
+    servers.topics_changed()
+    part = servers.run(servers.remembers.fetch(topic, 0, 10_000, 12))
     assert part["records"][22] & 7 == 1
-    compare(doors, topic, 0, 10_000, 12)
+    compare(servers, topic, 0, 10_000, 12)
 
 
-def test_records_of_all_sizes_and_kinds_come_whole_and_in_order(doors: Doors) -> None:
-    topic = doors.new_topic()
+def test_records_of_all_sizes_and_kinds_come_whole_and_in_order(servers: Servers) -> None:
+    topic = servers.new_topic()
     values = [b"small %d" % number for number in range(300)]
     values[150] = b"large" * 30_000
     values[250] = b""
     told = write_headers([(b"name", b"text")])
     for start in range(0, 300, 50):
         section = told if start == 200 else None
-        doors.run(doors.forgets.produce(topic, batch(*values[start : start + 50], headers=section)))
-    for door in doors.remembers, doors.forgets:
+        servers.run(servers.forgets.produce(topic, batch(*values[start : start + 50], headers=section)))
+    for server in servers.remembers, servers.forgets:
         for max_bytes in (100, 5_000, 1_000_000):
-            part = doors.run(door.fetch(topic, 0, max_bytes, 12))
+            part = servers.run(server.fetch(topic, 0, max_bytes, 12))
             assert len(part["records"]) <= max_bytes
-            _, records = doors.run(door.read(topic, 0, max_bytes, 12))
+            _, records = servers.run(server.read(topic, 0, max_bytes, 12))
             assert [(offset, value) for offset, _, _, value, _ in records] == list(enumerate(values))
             assert {offset for offset, *_, section in records if section == told} == set(range(201, 250, 2))
 
 
-def test_who_reads_on_is_read_ahead_of_and_nobody_else(doors: Doors) -> None:
-    topic = doors.new_topic()
+def test_who_reads_on_is_read_ahead_of_and_nobody_else(servers: Servers) -> None:
+    topic = servers.new_topic()
     for _ in range(4):
-        doors.run(doors.forgets.produce(topic, batch(*[b"x" * 1000] * 50)))
-    kept, ahead = doors.remembers.broker.kept, doors.remembers.fetching._reading._ahead
-    lane = calls.Lane(doors.topic_id(topic), 0)
+        servers.run(servers.forgets.produce(topic, batch(*[b"x" * 1000] * 50)))
+    kept, ahead = servers.remembers.broker.batch_cache, servers.remembers.fetching._reader._read_ahead_tasks
+    topic_partition = calls.TopicPartition(servers.topic_id(topic), 0)
 
     async def fetch_and_wait(offset: int) -> int:
-        part = await doors.remembers.fetch(topic, offset, 30_000, 12)
+        part = await servers.remembers.fetch(topic, offset, 30_000, 12)
         if ahead:
             await asyncio.wait(list(ahead.values()), timeout=20)
         return records_of(part["records"])[-1][0] + 1
 
-    reached = doors.run(fetch_and_wait(0))
-    found = kept.batches(lane, reached, max_bytes=1, codecs=(0,), by_log_time=False)
+    reached = servers.run(fetch_and_wait(0))
+    found = kept.batches(topic_partition, reached, max_bytes=1, codecs=(0,), by_log_time=False)
     assert [one.first for one in found] == [reached]
-    # What is at the end of the lane has nothing after it to be read.
-    assert doors.run(fetch_and_wait(190)) == 200
+    # What is at the end of the partition has nothing after it to be read.
+    assert servers.run(fetch_and_wait(190)) == 200
     assert not ahead
-    assert not kept.batches(lane, 200, max_bytes=1, codecs=(0,), by_log_time=False)
+    assert not kept.batches(topic_partition, 200, max_bytes=1, codecs=(0,), by_log_time=False)

@@ -23,7 +23,7 @@ from psycopg import conninfo
 from headwater.capture.slot import Slot
 from headwater.errors import CaptureRefused, InvalidRequest, LakeBusy
 from headwater.lake import Location, all_files, current, open_table, written_files
-from headwater.lake.columns import CapturedColumn, described, typed
+from headwater.lake.columns import CapturedColumn, parse_columns, to_arrow
 from headwater.lake.current import CurrentTables
 from headwater.lake.files import attempt_directory
 
@@ -54,15 +54,15 @@ class Captured:
     def __init__(self, dsn: str, name: str, root: Path) -> None:
         self.name = name
         self.slot = Slot(dsn, name, name)
-        self.place = self.slot.prepare([name]).confirmed_lsn
+        self.offset = self.slot.prepare([name]).confirmed_lsn
         self.path = root / f"public.{name}"
         self.tables = CurrentTables(Location.parse(str(root)), app="copy")
 
     def batch(self) -> list[Any]:
         """What was changed since the last batch, which is what a repeated one has, too."""
         end = self.slot.state().flushed_lsn
-        batch = list(self.slot.read(start=self.place, end=end))
-        self.place = end
+        batch = list(self.slot.read(start=self.offset, end=end))
+        self.offset = end
         return batch
 
     def catch_up(self) -> dict[str, int]:
@@ -268,16 +268,16 @@ def test_columns_come_go_and_widen_as_in_postgres(
     older = {"id": 9, "small": 9, "price": "9.50", "gone": "old"}
     kinds = (("id", "int4", -1), ("small", "int2", -1), ("price", "numeric", (6 << 16 | 2) + 4), ("gone", "text", -1))
     columns = [{"name": n, "type": kind, "modifier": m, "key": n == "id"} for n, kind, m in kinds]
-    told = captured.tables.table("public", name)
+    current = captured.tables.table("public", name)
     change = {"operation": "insert", "key": '{"id":9}', "before": None, "after": json.dumps(older), "unchanged": []}
-    at = {"commit_lsn": captured.place, "sequence": 0}
-    told.merge(pa.Table.from_pylist([change | at]), described(json.dumps(columns)))
+    at = {"commit_lsn": captured.offset, "sequence": 0}
+    current.merge(pa.Table.from_pylist([change | at]), parse_columns(json.dumps(columns)))
     (row,) = [row for row in captured.rows() if row["id"] == 9]
     assert row == {"id": 9, "small": 9, "price": Decimal("9.5000"), "gone": "old", "added": None}
 
     connection.execute(f"alter table {name} alter small type text")
     connection.execute(f"update {name} set price = 0")
-    with pytest.raises(InvalidRequest, match=r"'small' of .* was int64 in the lake and is string now"):
+    with pytest.raises(InvalidRequest, match=r"'small' of .* changed from int64 to string"):
         captured.catch_up()
 
 
@@ -315,17 +315,17 @@ def test_a_table_that_is_loaded_again_has_the_rows_and_types_of_then(
     captured = capture("id integer primary key, small text, gone text")
     connection.execute(f"insert into {captured.name} values (1, 'x', 'y')")
     captured.catch_up()
-    place = captured.tables.table("public", captured.name).place()
+    offset = captured.tables.table("public", captured.name).offset()
     loaded = CurrentTables(Location.parse(str(captured.path.parent)), app="copy").table("public", captured.name)
     columns = (CapturedColumn("id", "int4", -1, True), CapturedColumn("small", "int2", -1, False))
     directory = attempt_directory("copy.load", 1)
     (captured.path / directory).mkdir(parents=True)
-    pq.write_table(typed([{"id": "2", "small": "7"}], columns), captured.path / directory / "part.parquet")
+    pq.write_table(to_arrow([{"id": "2", "small": "7"}], columns), captured.path / directory / "part.parquet")
     (captured.path / directory / "_SUCCESS").touch()
     files = written_files(loaded.delta, directory)
     loaded.load(files, columns, found=0)
     assert captured.rows() == [{"id": 2, "small": 7}]
     # What it notes of changes stays, and another load that began before this one is refused.
-    assert loaded.place() == place
+    assert loaded.offset() == offset
     with pytest.raises(LakeBusy, match="has loaded"):
         loaded.load(files, columns, found=0)

@@ -35,7 +35,7 @@ from headwater.lake import (
 )
 from headwater.lake.current import CurrentTables
 from headwater.lake.files import attempt_directory, remove_leftovers
-from headwater.lake.maintenance import Upkeep, checkpoint, compact, state_of, vacuum
+from headwater.lake.maintenance import Maintenance, checkpoint, compact, state_of, vacuum
 
 DAY = date(2026, 3, 1)
 SCHEMA = pa.schema([("position", pa.int64()), ("at", pa.timestamp("us", "UTC")), ("date", pa.date32())])
@@ -92,7 +92,7 @@ def test_a_version_is_committed_once_and_only_after_the_one_it_was_made_for(tabl
     assert commit_files(table, files, app="archive", version=10, expected=None)
     assert not commit_files(table, files, app="archive", version=10, expected=None)
     assert not commit_files(table, files, app="archive", version=9)
-    with pytest.raises(LakeBusy, match="noted 10 where None was found"):
+    with pytest.raises(LakeBusy, match="recorded version is 10, expected None"):
         commit_files(table, written(table, range(5, 21)), app="archive", version=20, expected=None)
     assert positions_in(table) == list(range(1, 11))
     assert version_of(table, "archive") == 10
@@ -115,7 +115,7 @@ def test_leftovers_are_those_between_two_notes_of_the_same_writer(table: DeltaTa
 
 
 def test_what_no_job_has_finished_is_not_taken_for_nothing(table: DeltaTable) -> None:
-    with pytest.raises(InvalidRequest, match="no job has finished"):
+    with pytest.raises(InvalidRequest, match="no completed Spark job"):
         written_files(table, attempt_directory("archive", 1))
 
 
@@ -175,13 +175,13 @@ def test_notes_outlive_the_entries_of_the_log(table: DeltaTable, location: Locat
     assert positions_in(fresh) == list(range(1, 11))
 
 
-def test_upkeep_comes_round_every_so_many_commits(table: DeltaTable) -> None:
-    upkeep = Upkeep(commits_between=4)
+def test_maintenance_comes_round_every_so_many_commits(table: DeltaTable) -> None:
+    maintenance = Maintenance(commits_between=4)
     done = []
     for number in range(8):
         append(table, range(number * 10 + 1, number * 10 + 11))
-        done.append(upkeep.after_commit(table, today=DAY + timedelta(days=1)))
-    # The fourth commit, and then the fourth after it, the upkeep's own counted.
+        done.append(maintenance.after_commit(table, today=DAY + timedelta(days=1)))
+    # The fourth commit, and then the fourth after it, the maintenance's own counted.
     assert [number for number, found in enumerate(done) if found] == [3, 6]
     assert positions_in(table) == list(range(1, 81))
 

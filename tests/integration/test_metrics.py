@@ -18,12 +18,12 @@ import pytest
 
 import headwater
 from headwater import NewEvent, NewStoreEvent, NoMatchAfter, Query, aio
-from headwater.model import Sample
-from headwater.observability.counters import COUNTERS, MOST_SERIES, OTHERS, Counters
+from headwater.calls.metrics import LogHealth, Sample
+from headwater.observability.counters import COUNTERS, MAX_SERIES, OTHERS, Counters
 from headwater.observability.metrics import APPENDS, METRICS, PUBLISHED
 from headwater.servers import prometheus
-from headwater.servers.multiprocess_counters import Counts
-from http_server import http_door
+from headwater.servers.multiprocess_counters import MultiprocessCounters
+from http_server import http_server
 
 parser = pytest.importorskip("prometheus_client.parser")
 
@@ -55,20 +55,20 @@ def run_cli(dsn: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture
 def one_of_everything(log: headwater.Headwater, connection: psycopg.Connection, topic: str) -> str:
     """A log in which there is something to tell of each kind."""
-    lanes = log.create_topic(f"{topic}-lanes", kind="sequenced").name
-    log.publish_batch(lanes, [NewEvent(n) for n in range(5)])
-    log.create_group(topic, topic, max_attempts=1)
+    partitions = log.create_topic(f"{topic}-partitions", kind="sequenced").name
+    log.publish_batch(partitions, [NewEvent(n) for n in range(5)])
+    log.create_queue(topic, topic, max_attempts=1)
     log.open_cursor(topic, topics=topic)
     connection.execute(
-        "insert into headwater.pipeline (name, definition, source, place, batches, rows, last_batch_at) "
+        "insert into headwater_internal.pipeline (name, definition, source, place, batches, rows, last_batch_at) "
         "values (%s, '{}', 'log', 0, 2, 30, clock_timestamp())",
         (topic,),
     )
-    connection.execute("insert into headwater.kafka_group (name, coordinator) values (%s, 1)", (topic,))
+    connection.execute("insert into headwater_internal.kafka_group (name, coordinator) values (%s, 1)", (topic,))
     connection.execute(
-        "insert into headwater.kafka_offset (group_name, topic_id, partition, committed_offset) "
-        "select %s, id, 0, 2 from headwater.topic where name = %s",
-        (topic, lanes),
+        "insert into headwater_internal.kafka_offset (group_name, topic_id, partition, committed_offset) "
+        "select %s, id, 0, 2 from headwater_internal.topic where name = %s",
+        (topic, partitions),
     )
     return topic
 
@@ -92,38 +92,38 @@ def test_every_figure_of_the_database_is_on_the_page_with_its_labels(
     assert len({(s.name, s.labels) for s in samples}) == len(samples)
 
 
-def test_a_group_and_a_cursor_tell_how_far_behind_they_are(log: headwater.Headwater, one_of_everything: str) -> None:
+def test_a_queue_and_a_cursor_tell_how_far_behind_they_are(log: headwater.Headwater, one_of_everything: str) -> None:
     name = one_of_everything
     log.publish_batch(name, [NewEvent(n) for n in range(10)])
     found = figures(log)
-    assert found["headwater_group_lag_events", name] == 10
+    assert found["headwater_queue_lag_events", name] == 10
     assert found["headwater_cursor_lag_events", name] == 10
-    assert found["headwater_group_lag_seconds", name] > 0
+    assert found["headwater_queue_lag_seconds", name] > 0
     assert found["headwater_cursor_lag_seconds", name] > 0
 
     lease = log.claim(name, worker="w", batch_size=4)
     assert lease is not None
     found = figures(log)
     # What is leased is not finished.
-    assert found["headwater_group_lag_events", name] == 10
-    assert found["headwater_group_leased_events", name] == 4
-    assert found["headwater_group_open_leases", name] == 1
+    assert found["headwater_queue_lag_events", name] == 10
+    assert found["headwater_queue_leased_events", name] == 4
+    assert found["headwater_queue_open_leases", name] == 1
 
     log.settle(lease, {lease.events[0].position: headwater.Dead("no"), lease.events[1].position: headwater.Snooze()})
     last = log.publish(name, "last")
     log.advance_cursor(name, from_position=0, to_position=last)
     found = figures(log)
-    assert found["headwater_group_dead_letters", name] == 1
-    assert found["headwater_group_redeliveries", name] == 1
-    assert found["headwater_group_leased_events", name] == 0
-    assert found["headwater_group_claimed_events_total", name] == 4
+    assert found["headwater_queue_dead_letters", name] == 1
+    assert found["headwater_queue_redeliveries", name] == 1
+    assert found["headwater_queue_leased_events", name] == 0
+    assert found["headwater_queue_claimed_events_total", name] == 4
     assert found["headwater_cursor_lag_events", name] == 0
     assert found["headwater_cursor_lag_seconds", name] == 0
     # What is tried again is not done with, though everything newer may be.
     log.settle(log.claim(name, worker="w", batch_size=1), {})
     while lease := log.claim(name, worker="w", batch_size=100):
         log.settle(lease, {})
-    assert figures(log)["headwater_group_unfinished_seconds", name] == 0
+    assert figures(log)["headwater_queue_unfinished_seconds", name] == 0
 
 
 def test_far_behind_is_counted_without_reading_it_all(log: headwater.Headwater, topic: str) -> None:
@@ -134,14 +134,15 @@ def test_far_behind_is_counted_without_reading_it_all(log: headwater.Headwater, 
     assert found["headwater_cursor_lag_is_more", topic] == 1
 
 
-def test_other_doors_tell_how_far_they_are(
+def test_other_servers_tell_how_far_they_are(
     log: headwater.Headwater, connection: psycopg.Connection, one_of_everything: str
 ) -> None:
     found = figures(log)
-    assert found["headwater_kafka_group_lag_events", one_of_everything, f"{one_of_everything}-lanes"] == 3
+    assert found["headwater_kafka_group_lag_events", one_of_everything, f"{one_of_everything}-partitions"] == 3
     assert found["headwater_pipeline_rows_total", one_of_everything] == 30
     (counted,) = connection.execute(
-        "select count(*) from headwater.event e join headwater.topic t on t.id = e.topic_id and t.deleted_at is null"
+        "select count(*) from headwater_internal.event e join headwater_internal.topic t on t.id = e.topic_id and "
+        "t.deleted_at is null"
     ).fetchone() or (None,)
     assert found["headwater_pipeline_behind", one_of_everything, "log"] == min(counted, 1000)
     assert found["headwater_pipeline_behind_is_more", one_of_everything, "log"] == (counted > 1000)
@@ -149,7 +150,7 @@ def test_other_doors_tell_how_far_they_are(
     assert found["headwater_pipeline_running", one_of_everything] == 0
 
 
-def test_an_open_publisher_is_named_and_holds_the_settled_position(
+def test_an_open_publisher_is_named_and_holds_the_stable_position(
     log: headwater.Headwater, dsn: str, topic: str
 ) -> None:
     with psycopg.connect(dsn) as publisher:
@@ -159,11 +160,11 @@ def test_an_open_publisher_is_named_and_holds_the_settled_position(
         assert found["headwater_publishers_in_flight",] == 1
         assert found["headwater_oldest_publisher_pid",] == publisher.info.backend_pid
         assert found["headwater_oldest_publisher_age_seconds",] > 0
-        assert found["headwater_log_settled_position",] < found["headwater_log_drawn_position",]
+        assert found["headwater_log_stable_position",] < found["headwater_log_head_position",]
         publisher.rollback()
     found = figures(log)
     assert found["headwater_publishers_in_flight",] == 0
-    assert found["headwater_log_settled_position",] == found["headwater_log_drawn_position",]
+    assert found["headwater_log_stable_position",] == found["headwater_log_head_position",]
 
 
 def test_positions_are_counted_on_when_the_log_rotates_and_forgets(
@@ -173,10 +174,10 @@ def test_positions_are_counted_on_when_the_log_rotates_and_forgets(
     before = figures(log)["headwater_log_positions_total",]
     for other in log.topics():
         log.alter_topic(other.name, retention=timedelta(microseconds=1))
-    for group in log.groups():
-        log.delete_group(group.name)
+    for queue in log.queues():
+        log.delete_queue(queue.name)
     connection.execute(
-        "update headwater.segment set opened_at = opened_at - interval '2 days' where opened_at is not null"
+        "update headwater_internal.segment set opened_at = opened_at - interval '2 days' where opened_at is not null"
     )
     assert log.maintain().segments_dropped == 1
     assert figures(log)["headwater_log_positions_total",] == before
@@ -193,16 +194,16 @@ def test_a_conflict_of_an_event_store_is_counted_in_the_process(log: headwater.H
         }
 
     event = NewStoreEvent("Opened", {})
-    condition = NoMatchAfter(Query(), 0)
-    store.append(event, condition)
+    filter = NoMatchAfter(Query(), 0)
+    store.append(event, filter)
     with pytest.raises(headwater.AppendConflict):
-        store.append(event, condition)
+        store.append(event, filter)
     assert counted() == {"appended": 1, "conflict": 1}
 
 
 def test_what_is_rendered_is_what_prometheus_reads(log: headwater.Headwater, dsn: str, topic: str) -> None:
     odd = f'{topic} "quoted" \\ and\nbroken ü'
-    log.create_group(odd, topic)
+    log.create_queue(odd, topic)
     log.publish(topic, 1)
     text = with_log(dsn, prometheus.render).decode()
     read = {
@@ -211,11 +212,11 @@ def test_what_is_rendered_is_what_prometheus_reads(log: headwater.Headwater, dsn
         for sample in family.samples
     }
     assert read["headwater_up",] == 1
-    assert read["headwater_group_lag_events", odd] == 1
+    assert read["headwater_queue_lag_events", odd] == 1
     assert read["headwater_published_events_total", topic] >= 1
     families = {family.name: family for family in parser.text_string_to_metric_families(text)}
     assert families["headwater_published_events"].type == "counter"
-    assert families["headwater_up"].documentation.startswith("1: the database answered")
+    assert families["headwater_up"].documentation.startswith("1 if the database answered")
 
 
 def test_many_who_ask_at_once_cost_one_question(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,17 +253,17 @@ def test_without_a_database_the_page_says_so_and_keeps_what_was_counted(
     page, checks = with_log(dsn, ask)
     assert b"\nheadwater_up 0\n" in page
     assert b'headwater_published_events_total{topic="gone"} 1' in page
-    assert b"headwater_log_drawn_position" not in page
+    assert b"headwater_log_head_position" not in page
     assert not prometheus.is_ready(checks)
     assert [(check.name, check.ok) for check in checks] == [("database", True), ("schema", False)]
 
 
 def test_labels_without_end_are_counted_together() -> None:
     counters = Counters()
-    for n in range(MOST_SERIES + 10):
+    for n in range(MAX_SERIES + 10):
         counters.add(PUBLISHED, f"t{n}")
     samples = {labels: n for _, labels, n in counters.samples()}
-    assert len(samples) == MOST_SERIES + 1
+    assert len(samples) == MAX_SERIES + 1
     assert samples[(OTHERS,)] == 10
 
 
@@ -273,7 +274,7 @@ def test_a_log_that_can_be_worked_with_is_ready(dsn: str) -> None:
         "schema",
         "primary",
         "room",
-        "settling",
+        "publishers",
         "maintenance",
         "segments",
         "register",
@@ -288,26 +289,28 @@ def test_a_log_that_can_be_worked_with_is_ready(dsn: str) -> None:
     ("broken", "mended", "failing", "ready"),
     [
         pytest.param(
-            "update headwater.installed set functions_checksum = 'x' || functions_checksum",
-            "update headwater.installed set functions_checksum = substr(functions_checksum, 2)",
+            "update headwater_internal.installed set functions_checksum = 'x' || functions_checksum",
+            "update headwater_internal.installed set functions_checksum = substr(functions_checksum, 2)",
             "schema",
             False,
             id="another schema",
         ),
         pytest.param(
-            "create table kept as table headwater.segment; delete from headwater.segment where lo > headwater.head(); "
-            "update headwater.segment set hi = headwater.head() + 10 where hi > headwater.head() + 10",
-            "delete from headwater.segment; insert into headwater.segment table kept; drop table kept",
+            "create table kept as table headwater_internal.segment; delete from headwater_internal.segment where lo "
+            "> headwater.head(); "
+            "update headwater_internal.segment set hi = headwater.head() + 10 where hi > headwater.head() + 10",
+            "delete from headwater_internal.segment; insert into headwater_internal.segment table kept; drop table "
+            "kept",
             "room",
             False,
             id="no room",
         ),
         pytest.param(
-            "update headwater.upkeep set maintained_at = clock_timestamp() - interval '1 hour'",
-            "update headwater.upkeep set maintained_at = clock_timestamp()",
+            "update headwater_internal.maintenance_state set maintained_at = clock_timestamp() - interval '1 hour'",
+            "update headwater_internal.maintenance_state set maintained_at = clock_timestamp()",
             "maintenance",
             True,
-            id="no upkeep",
+            id="no maintenance",
         ),
     ],
 )
@@ -328,9 +331,9 @@ def test_readiness_tells_what_is_wrong(
 
 
 def test_a_publisher_that_stays_open_for_long_is_a_warning() -> None:
-    health = headwater.model.LogHealth(True, True, 1.0, 10**8, 4711, 301.0, 12)
-    (check,) = [check for check in prometheus._judged(health) if not check.ok]
-    assert (check.name, check.required) == ("settling", False)
+    health = LogHealth(True, True, 1.0, 10**8, 4711, 301.0, 12)
+    (check,) = [check for check in prometheus._check_health(health) if not check.ok]
+    assert (check.name, check.required) == ("publishers", False)
     assert "pg_terminate_backend(4711)" in (check.action or "")
 
 
@@ -340,13 +343,13 @@ def test_the_command_line_prints_them_and_ends_by_readiness(dsn: str, connection
     assert "\nheadwater_up 1\n" in printed.stdout
     assert {row["name"] for row in json.loads(run_cli(dsn, "metrics", "--json").stdout)} >= {"headwater_topics"}
 
-    connection.execute("update headwater.upkeep set maintained_at = null")
+    connection.execute("update headwater_internal.maintenance_state set maintained_at = null")
     try:
         lenient, strict = run_cli(dsn, "check"), run_cli(dsn, "check", "--strict", "--json")
     finally:
-        connection.execute("update headwater.upkeep set maintained_at = clock_timestamp()")
+        connection.execute("update headwater_internal.maintenance_state set maintained_at = clock_timestamp()")
     assert lenient.returncode == 0
-    assert "warn  maintenance: upkeep never ran" in lenient.stdout
+    assert "warn  maintenance: maintenance has never run" in lenient.stdout
     assert strict.returncode == 1
     assert json.loads(strict.stdout)["ready"] is True
 
@@ -359,7 +362,7 @@ def test_a_consumer_may_ask_and_a_publisher_may_not(connection: psycopg.Connecti
     with connection.transaction():
         connection.execute("set local role headwater_consumer")
         assert connection.execute("select count(*) > 10 from headwater.metrics()").fetchone() == (True,)
-        assert connection.execute("select primary_server from headwater.log_health()").fetchone() == (True,)
+        assert connection.execute("select primary_server from headwater_internal.log_health()").fetchone() == (True,)
     with pytest.raises(psycopg.errors.InsufficientPrivilege), connection.transaction():
         connection.execute("set local role headwater_publisher")
         connection.execute("select headwater.metrics()")
@@ -368,7 +371,10 @@ def test_a_consumer_may_ask_and_a_publisher_may_not(connection: psycopg.Connecti
 def test_processes_of_one_server_tell_the_same_sum_which_never_falls(tmp_path: Path) -> None:
     async def ask() -> None:
         one, other = Counters(), Counters()
-        processes = [Counts(str(tmp_path), counters=counters, name=str(n)) for n, counters in enumerate((one, other))]
+        processes = [
+            MultiprocessCounters(str(tmp_path), counters=counters, name=str(n))
+            for n, counters in enumerate((one, other))
+        ]
 
         async def told(number: int) -> float:
             return sum(sample.value for sample in await processes[number].samples() if sample.labels == ("t",))
@@ -381,7 +387,7 @@ def test_processes_of_one_server_tell_the_same_sum_which_never_falls(tmp_path: P
         one.add(PUBLISHED, "t")
         assert await told(0) == 8
         # One that takes the place of one that died begins at 0, and what was told stays.
-        processes[1] = Counts(str(tmp_path), counters=Counters(), name="2")
+        processes[1] = MultiprocessCounters(str(tmp_path), counters=Counters(), name="2")
         assert await told(1) == 8
 
     asyncio.run(ask())
@@ -389,6 +395,6 @@ def test_processes_of_one_server_tell_the_same_sum_which_never_falls(tmp_path: P
 
 def test_the_page_of_one_process_has_what_the_others_counted(dsn: str, tmp_path: Path) -> None:
     (tmp_path / "another.json").write_text(json.dumps([[PUBLISHED.name, ["of another"], 41]]))
-    with http_door(dsn, counts_directory=str(tmp_path)) as address:
+    with http_server(dsn, counts_directory=str(tmp_path)) as address:
         page = httpx.get(f"{address}/metrics", timeout=60).text
     assert 'headwater_published_events_total{topic="of another"} 41' in page

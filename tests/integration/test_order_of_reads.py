@@ -17,13 +17,13 @@ import pytest
 import headwater
 
 GATE = 4242
-SEQUENCE_READ = "    drawn := coalesce(pg_sequence_last_value('headwater.position'), 0);\n"
-AFTER_LOCKS = "    settled := least(drawn, lowest_bound);\n"
+SEQUENCE_READ = "    head := coalesce(pg_sequence_last_value('headwater_internal.position'), 0);\n"
+AFTER_LOCKS = "    log_stable := least(head, lowest_bound);\n"
 MAKE_GATE = f"""
 create schema gate;
 create function gate.pg_sequence_last_value(sequence regclass) returns bigint language plpgsql volatile as $$
 begin
-    if sequence = 'headwater.position'::regclass then
+    if sequence = 'headwater_internal.position'::regclass then
         perform pg_advisory_lock({GATE});
         perform pg_advisory_unlock({GATE});
     end if;
@@ -80,7 +80,7 @@ def test_a_build_that_looks_at_the_locks_first_is_found_out(
 ) -> None:
     row = connection.execute(
         "select pg_get_functiondef(oid) from pg_proc where proname = 'stable_positions' "
-        "and pronamespace = 'headwater'::regnamespace"
+        "and pronamespace in ('headwater'::regnamespace, 'headwater_internal'::regnamespace)"
     ).fetchone()
     assert row is not None
     right: str = row[0]

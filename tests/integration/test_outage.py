@@ -8,7 +8,8 @@ import psycopg_pool.pool_async
 import pytest
 from psycopg import conninfo
 
-from headwater import aio, calls
+from headwater import aio
+from headwater.calls import log as log_calls
 from headwater.servers import prometheus
 from http_server import free_port
 
@@ -29,7 +30,7 @@ def test_a_server_that_is_not_there_is_told_from_one_that_does_not_answer(
             return await prometheus.readiness(log)
 
     # Whatever else is slow here, it is not waited for.
-    monkeypatch.setattr(prometheus, "ASK_SECONDS", 60)
+    monkeypatch.setattr(prometheus, "QUERY_SECONDS", 60)
     (check,) = asyncio.run(asyncio.wait_for(look(), 120))
     assert not check.ok
     assert "refused" in check.message
@@ -61,7 +62,7 @@ def test_after_a_long_outage_postgres_is_found_as_soon_as_after_a_short_one(
             # Ten minutes by the pool's clock.
             await passed.wait()
             monkeypatch.setattr(pool, "conninfo", dsn)
-            await log.run(calls.log_state())
+            await log.run(log_calls.log_state())
 
     asyncio.run(asyncio.wait_for(outage(), 60))
     assert max(waits) <= 4, "it waited for long between two tries"

@@ -17,11 +17,13 @@ from typer.testing import CliRunner, Result
 pytest.importorskip("pyspark")
 
 import headwater
-from headwater import calls, errors
+from headwater import errors
+from headwater.calls import pipeline_runs
+from headwater.calls import pipeline_runs as pipeline_runs_calls
+from headwater.calls.pipeline_runs import PipelineClaim, PipelineSnapshot, PipelineStatus
 from headwater.cli import app
+from headwater.cli.commands.pipeline import format_checkpoint
 from headwater.cli.exit_codes import CONFLICT, NOT_FOUND, REFUSED
-from headwater.cli.pipeline import place_text
-from headwater.model import PipelineClaim, PipelineSnapshot, PipelineStatus
 
 _numbers = itertools.count()
 LONG = timedelta(minutes=5)
@@ -48,11 +50,11 @@ def claim(
     start: bool = True,
     source: str = "log",
 ) -> PipelineClaim:
-    return log.run(calls.claim_pipeline(name, runner, lease=lease, source=source, definition={}, start=start))
+    return log.run(pipeline_runs.claim_pipeline(name, runner, lease=lease, source=source, definition={}, start=start))
 
 
 def status(log: headwater.Headwater, name: str) -> PipelineStatus:
-    (found,) = [one for one in log.run(calls.pipeline_statuses()) if one.name == name]
+    (found,) = [one for one in log.run(pipeline_runs.pipeline_statuses()) if one.name == name]
     return found
 
 
@@ -61,10 +63,10 @@ def test_one_runner_at_a_time(log: headwater.Headwater, name: str) -> None:
     assert first.token is not None
     second = claim(log, name, "b")
     assert (second.token, second.held_by) == (None, "a")
-    log.run(calls.release_pipeline(name, first.token))
+    log.run(pipeline_runs.release_pipeline(name, first.token))
     third = claim(log, name, "b")
     assert third.token == first.token + 1
-    assert third.generation == first.generation
+    assert third.checkpoint_epoch == first.checkpoint_epoch
 
 
 def test_a_lease_that_ran_out_goes_to_another_and_the_first_can_record_nothing(
@@ -75,16 +77,16 @@ def test_a_lease_that_ran_out_goes_to_another_and_the_first_can_record_nothing(
     assert status(log, name).state == "lost"
     assert claim(log, name, "b").token == late + 1
     for call in (
-        calls.renew_pipeline(name, late, lease=LONG),
-        calls.record_batch(name, late, place=5, rows=1, details={}),
-        calls.renew_generation(name, late),
-        calls.record_snapshot(name, late, PipelineSnapshot("t", "1:1:", 1, 1)),
+        pipeline_runs.renew_pipeline(name, late, lease=LONG),
+        pipeline_runs.record_batch(name, late, place=5, rows=1, details={}),
+        pipeline_runs.renew_checkpoint_epoch(name, late),
+        pipeline_runs.record_snapshot(name, late, PipelineSnapshot("t", "1:1:", 1, 1)),
     ):
-        with pytest.raises(errors.LeaseLost, match="run by another"):
+        with pytest.raises(errors.LeaseLost, match="has another runner"):
             log.run(call)
     # Too late to be heard, and no harm.
-    log.run(calls.release_pipeline(name, late))
-    assert log.run(calls.record_failure(name, late, "x")) is None
+    log.run(pipeline_runs.release_pipeline(name, late))
+    assert log.run(pipeline_runs.record_failure(name, late, "x")) is None
     assert (status(log, name).state, status(log, name).place) == ("running", None)
 
 
@@ -92,19 +94,19 @@ def test_a_place_never_goes_back(log: headwater.Headwater, name: str) -> None:
     token = claim(log, name).token
     assert token is not None
     for place in (5, 3):
-        log.run(calls.record_batch(name, token, place=place, rows=2, details={"batch": place}))
+        log.run(pipeline_runs.record_batch(name, token, place=place, rows=2, details={"batch": place}))
     found = status(log, name)
     assert (found.place, found.rows, found.batches, found.last_batch) == (5, 4, 2, {"batch": 3})
-    log.run(calls.release_pipeline(name, token))
+    log.run(pipeline_runs.release_pipeline(name, token))
     assert claim(log, name).place == 5
 
 
 def test_failures_are_counted_until_a_batch_succeeds(log: headwater.Headwater, name: str) -> None:
     token = claim(log, name).token
     assert token is not None
-    assert [log.run(calls.record_failure(name, token, "no\0 luck")) for _ in range(2)] == [1, 2]
+    assert [log.run(pipeline_runs.record_failure(name, token, "no\0 luck")) for _ in range(2)] == [1, 2]
     assert (status(log, name).state, status(log, name).last_error) == ("failing", "no luck")
-    log.run(calls.record_batch(name, token, place=1, rows=0, details={}))
+    log.run(pipeline_runs.record_batch(name, token, place=1, rows=0, details={}))
     assert (status(log, name).state, status(log, name).failures) == ("running", 0)
 
 
@@ -112,32 +114,32 @@ def test_the_last_twenty_batches_are_kept_with_the_tries_that_failed(log: headwa
     token, other = claim(log, name).token, claim(log, f"{name}-beside").token
     assert token is not None
     assert other is not None
-    log.run(calls.record_batch(f"{name}-beside", other, place=1, rows=1, details={"batch": 1}))
+    log.run(pipeline_runs.record_batch(f"{name}-beside", other, place=1, rows=1, details={"batch": 1}))
     for number in range(25):
-        log.run(calls.record_batch(name, token, place=number, rows=number, details={"batch": number}))
-    log.run(calls.record_failure(name, token, "no luck"))
+        log.run(pipeline_runs.record_batch(name, token, place=number, rows=number, details={"batch": number}))
+    log.run(pipeline_runs.record_failure(name, token, "no luck"))
     # Who lost the pipeline has nothing to tell of it.
-    log.run(calls.record_failure(name, token - 1, "too late"))
-    found = log.run(calls.pipeline_batches(name))
+    log.run(pipeline_runs.record_failure(name, token - 1, "too late"))
+    found = log.run(pipeline_runs.pipeline_batches(name))
     assert [(one.rows, one.details, one.error) for one in found] == [
         (0, None, "no luck"),
         *((number, {"batch": number}, None) for number in range(24, 5, -1)),
     ]
-    assert len(log.run(calls.pipeline_batches(f"{name}-beside"))) == 1
-    log.run(calls.release_pipeline(name, token))
-    log.run(calls.reset_pipeline(name))
-    assert log.run(calls.pipeline_batches(name)) == []
+    assert len(log.run(pipeline_runs.pipeline_batches(f"{name}-beside"))) == 1
+    log.run(pipeline_runs.release_pipeline(name, token))
+    log.run(pipeline_runs.reset_pipeline(name))
+    assert log.run(pipeline_runs.pipeline_batches(name)) == []
 
 
 def test_who_is_told_to_stop_stops_and_nobody_takes_over(log: headwater.Headwater, name: str) -> None:
     token = claim(log, name).token
     assert token is not None
-    assert log.run(calls.renew_pipeline(name, token, lease=LONG)) is False
-    assert log.run(calls.stop_pipeline(name)) is True
-    assert log.run(calls.renew_pipeline(name, token, lease=LONG)) is True
+    assert log.run(pipeline_runs.renew_pipeline(name, token, lease=LONG)) is False
+    assert log.run(pipeline_runs.stop_pipeline(name)) is True
+    assert log.run(pipeline_runs.renew_pipeline(name, token, lease=LONG)) is True
     assert status(log, name).state == "stopping"
-    log.run(calls.release_pipeline(name, token))
-    assert log.run(calls.stop_pipeline(name)) is False
+    log.run(pipeline_runs.release_pipeline(name, token))
+    assert log.run(pipeline_runs.stop_pipeline(name)) is False
     waiting = claim(log, name, start=False)
     assert (waiting.token, waiting.stopped) == (None, True)
     assert status(log, name).state == "stopped"
@@ -147,27 +149,27 @@ def test_who_is_told_to_stop_stops_and_nobody_takes_over(log: headwater.Headwate
 def test_reset_begins_anew_and_only_while_nobody_runs_it(log: headwater.Headwater, name: str) -> None:
     first = claim(log, name)
     assert first.token is not None
-    log.run(calls.record_batch(name, first.token, place=5, rows=2, details={}))
-    log.run(calls.record_snapshot(name, first.token, PipelineSnapshot("t", "1:1:", 7, 3)))
-    assert log.run(calls.pipeline_snapshots(name)) == [PipelineSnapshot("t", "1:1:", 7, 3)]
-    with pytest.raises(errors.PipelineBusy, match="is run by a now"):
-        log.run(calls.reset_pipeline(name))
-    log.run(calls.release_pipeline(name, first.token))
-    log.run(calls.reset_pipeline(name, place=2))
+    log.run(pipeline_runs_calls.record_batch(name, first.token, place=5, rows=2, details={}))
+    log.run(pipeline_runs_calls.record_snapshot(name, first.token, PipelineSnapshot("t", "1:1:", 7, 3)))
+    assert log.run(pipeline_runs_calls.pipeline_snapshots(name)) == [PipelineSnapshot("t", "1:1:", 7, 3)]
+    with pytest.raises(errors.PipelineBusy, match="is running on a"):
+        log.run(pipeline_runs_calls.reset_pipeline(name))
+    log.run(pipeline_runs_calls.release_pipeline(name, first.token))
+    log.run(pipeline_runs_calls.reset_pipeline(name, place=2))
     again = claim(log, name)
     assert again.place == 2
-    assert again.generation > first.generation
-    assert log.run(calls.pipeline_snapshots(name)) == []
+    assert again.checkpoint_epoch > first.checkpoint_epoch
+    assert log.run(pipeline_runs.pipeline_snapshots(name)) == []
 
 
 def test_a_place_in_the_log_is_none_in_the_servers(log: headwater.Headwater, name: str) -> None:
     token = claim(log, name).token
     assert token is not None
-    log.run(calls.record_batch(name, token, place=5, rows=2, details={}))
-    log.run(calls.release_pipeline(name, token))
+    log.run(pipeline_runs.record_batch(name, token, place=5, rows=2, details={}))
+    log.run(pipeline_runs.release_pipeline(name, token))
     with pytest.raises(errors.InvalidRequest, match="read from log before"):
         claim(log, name, source="changes")
-    log.run(calls.reset_pipeline(name))
+    log.run(pipeline_runs.reset_pipeline(name))
     assert claim(log, name, source="changes").token is not None
 
 
@@ -177,10 +179,12 @@ def test_a_consumer_may_run_pipelines(log: headwater.Headwater, dsn: str, name: 
         connection.execute(f"create role {role} in role headwater_consumer, headwater_publisher")
         try:
             connection.execute(f"set role {role}")
-            connection.execute("select headwater.claim_pipeline(%s, 'r', interval '1 min', 'log', '{}')", (name,))
-            connection.execute("select headwater.record_batch(%s, 1, 5, 1, '{}')", (name,))
-            connection.execute("select headwater.release_pipeline(%s, 1)", (name,))
-            connection.execute("select headwater.reset_pipeline(%s, null, true)", (name,))
+            connection.execute(
+                "select headwater_internal.claim_pipeline(%s, 'r', interval '1 min', 'log', '{}')", (name,)
+            )
+            connection.execute("select headwater_internal.record_batch(%s, 1, 5, 1, '{}')", (name,))
+            connection.execute("select headwater_internal.release_pipeline(%s, 1)", (name,))
+            connection.execute("select headwater_internal.reset_pipeline(%s, null, true)", (name,))
             assert connection.execute("select count(*) > 0 from headwater.pipeline_status").fetchone() == (True,)
         finally:
             connection.execute("reset role")
@@ -224,12 +228,12 @@ def test_a_file_is_listed_and_checked(run: Any, tmp_path: Path, log: headwater.H
     refused = run("validate", "--json")
     assert refused.exit_code == REFUSED
     for said in (
-        'one: there is no topic \\"nope\\"',
-        "one: to topic: the sink topic takes no colour",
+        'one: topic \\"nope\\" does not exist',
+        "one: to topic: the sink topic has unknown keys: colour",
         "two: the table",
-        "two: to nats: the sink nats needs an address",
+        "two: to nats: the sink nats requires an address",
         "three: transform: the transform nowhere:f cannot be imported",
-        "three: to lake: the sink lake needs a path",
+        "three: to lake: the sink lake requires a path",
         "four: to table:",
     ):
         assert said in refused.stderr
@@ -243,19 +247,19 @@ def test_a_pipeline_is_shown_stopped_reset_and_forgotten(
     assert run("stop", name).exit_code == NOT_FOUND
     token = claim(log, name).token
     assert token is not None
-    log.run(calls.record_batch(name, token, place=1234, rows=2, details={}))
+    log.run(pipeline_runs.record_batch(name, token, place=1234, rows=2, details={}))
     assert "1,234" in run("status").stdout
     (shown,) = json.loads(run("status", name, "--json").stdout)
     assert (shown["state"], shown["place"], shown["runner"]) == ("running", 1234, "a")
-    log.run(calls.record_failure(name, token, "no luck\nat all"))
+    log.run(pipeline_runs.record_failure(name, token, "no luck\nat all"))
     failed, done = json.loads(run("status", name, "--batches", "--json").stdout)
     assert (failed["pipeline"], failed["error"], done["rows"]) == (name, "no luck\nat all", 2)
     assert "no luck" in run("status", name, "--batches").stdout
     busy = run("reset", name, "--yes")
     assert busy.exit_code == CONFLICT
     assert "still running" in run("stop", name, "--wait", "0").stdout
-    log.run(calls.release_pipeline(name, token))
-    assert "has stopped" in run("stop", name).stdout
+    log.run(pipeline_runs.release_pipeline(name, token))
+    assert "stopped pipeline" in run("stop", name).stdout
     assert run("reset", name).exit_code != 0
     assert run("reset", name, "--to", "7", "--yes").exit_code == 0
     assert status(log, name).place == 7
@@ -264,6 +268,6 @@ def test_a_pipeline_is_shown_stopped_reset_and_forgotten(
 
 
 def test_a_place_is_written_as_its_source_does() -> None:
-    assert place_text("log", 1_234_567) == "1,234,567"
-    assert place_text("changes", (2 << 32) + 0xABC) == "2/ABC"
-    assert place_text("log", None) == "-"
+    assert format_checkpoint("log", 1_234_567) == "1,234,567"
+    assert format_checkpoint("changes", (2 << 32) + 0xABC) == "2/ABC"
+    assert format_checkpoint("log", None) == "-"

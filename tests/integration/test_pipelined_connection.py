@@ -15,9 +15,9 @@ from headwater import aio
 from headwater.calls import Call
 from headwater.errors import InvalidEvent, LogUnavailable
 from headwater.eventstore import pipelined_connection
-from headwater.eventstore.pipelined_connection import AsyncWire, Wire
+from headwater.eventstore.pipelined_connection import AsyncPipelinedConnection, PipelinedConnection
 
-Run = Callable[[Callable[[AsyncWire, aio.AsyncHeadwater], Any]], Any]
+Run = Callable[[Callable[[AsyncPipelinedConnection, aio.AsyncHeadwater], Any]], Any]
 SECONDS = 60
 
 
@@ -40,11 +40,11 @@ async def until(question: Callable[[], Any]) -> None:
             await asyncio.sleep(0.001)
 
 
-def under_way(wire: AsyncWire) -> int:
-    return 0 if wire._line is None else len(wire._line._under_way)
+def under_way(wire: AsyncPipelinedConnection) -> int:
+    return 0 if wire._pipeline is None else len(wire._pipeline._under_way)
 
 
-async def answers(wire: AsyncWire, asked: list[Call[Any]]) -> list[Any]:
+async def answers(wire: AsyncPipelinedConnection, asked: list[Call[Any]]) -> list[Any]:
     """What each comes to, in the order in which they were sent; errors as well."""
     running = [wire.run(one, behind=True) for one in asked]
     return await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), SECONDS)
@@ -54,15 +54,15 @@ async def answers(wire: AsyncWire, asked: list[Call[Any]]) -> list[Any]:
 def run(dsn: str) -> Run:
     """Runs a test in an event loop, with a wire; then no connection may be missing from the pool."""
 
-    async def running(test: Callable[[AsyncWire, aio.AsyncHeadwater], Any]) -> Any:
+    async def running(test: Callable[[AsyncPipelinedConnection, aio.AsyncHeadwater], Any]) -> Any:
         async with await aio.connect(dsn, pool_size=2, application_name="wired") as log:
-            wire = AsyncWire(log._run, log._pool)
+            wire = AsyncPipelinedConnection(log._run, log._pool)
             try:
                 return await test(wire, log)
             finally:
-                assert wire._line is None
-                while wire._given_back:
-                    await asyncio.wait(wire._given_back, timeout=SECONDS)
+                assert wire._pipeline is None
+                while wire._returning:
+                    await asyncio.wait(wire._returning, timeout=SECONDS)
                 async with asyncio.timeout(SECONDS):
                     held = [await log._pool.getconn() for _ in range(2)]
                 for connection in held:
@@ -74,7 +74,7 @@ def run(dsn: str) -> Run:
 
 
 def test_each_call_has_its_own_answer_and_all_go_over_one_connection(run: Run) -> None:
-    async def test(wire: AsyncWire, log: aio.AsyncHeadwater) -> None:
+    async def test(wire: AsyncPipelinedConnection, log: aio.AsyncHeadwater) -> None:
         got = await answers(wire, [call(n) for n in range(50)])
         assert [row[0] for ((*row,),) in got] == [f"{n}" for n in range(50)]
         assert len({row[1] for ((*row,),) in got}) == 1
@@ -85,7 +85,7 @@ def test_each_call_has_its_own_answer_and_all_go_over_one_connection(run: Run) -
 
 
 def test_a_call_goes_out_before_the_one_ahead_of_it_is_answered(run: Run, connection: psycopg.Connection[Any]) -> None:
-    async def test(wire: AsyncWire, log: aio.AsyncHeadwater) -> None:
+    async def test(wire: AsyncPipelinedConnection, log: aio.AsyncHeadwater) -> None:
         waiting = Call("select pg_advisory_xact_lock(4711)::text", (), lambda rows: rows)
         connection.execute("select pg_advisory_lock(4711)")
         try:
@@ -103,7 +103,7 @@ def test_a_call_goes_out_before_the_one_ahead_of_it_is_answered(run: Run, connec
 
 
 def test_one_that_fails_leaves_the_others_as_they_are(run: Run) -> None:
-    async def test(wire: AsyncWire, log: aio.AsyncHeadwater) -> None:
+    async def test(wire: AsyncPipelinedConnection, log: aio.AsyncHeadwater) -> None:
         got = await answers(wire, [call(0), failing(1), call(2), failing(3), call(4)])
         assert [isinstance(answer, InvalidEvent) for answer in got] == [False, True, False, True, False]
         assert [got[n][0][0] for n in (0, 2, 4)] == ["0", "2", "4"]
@@ -114,7 +114,7 @@ def test_one_that_fails_leaves_the_others_as_they_are(run: Run) -> None:
 def test_a_statement_that_the_server_does_not_know_is_told_to_it_again(run: Run) -> None:
     missing = Call("select public.not_there(%s)", ("x",), lambda rows: rows)
 
-    async def test(wire: AsyncWire, log: aio.AsyncHeadwater) -> None:
+    async def test(wire: AsyncPipelinedConnection, log: aio.AsyncHeadwater) -> None:
         for _ in range(2):
             (refused,) = await answers(wire, [missing])
             assert refused.hint == "Run `headwater migrate` on this database."
@@ -141,7 +141,7 @@ def test_what_is_larger_than_the_system_takes_at_once_goes_through(run: Run, meg
     # There and back: neither side may wait for the other to read.
     echo = Call("select %b::bytea", (b"x" * (megabytes << 20),), lambda rows: len(rows[0][0]))
 
-    async def test(wire: AsyncWire, log: aio.AsyncHeadwater) -> None:
+    async def test(wire: AsyncPipelinedConnection, log: aio.AsyncHeadwater) -> None:
         got = await answers(wire, [echo, call(1), echo, call(2)])
         assert (got[0], got[2]) == (megabytes << 20, megabytes << 20)
         assert (got[1][0][0], got[3][0][0]) == ("1", "2")
@@ -152,7 +152,7 @@ def test_what_is_larger_than_the_system_takes_at_once_goes_through(run: Run, meg
 def test_a_lost_connection_is_told_to_all_who_wait_and_the_next_have_another(
     run: Run, connection: psycopg.Connection[Any]
 ) -> None:
-    async def test(wire: AsyncWire, log: aio.AsyncHeadwater) -> None:
+    async def test(wire: AsyncPipelinedConnection, log: aio.AsyncHeadwater) -> None:
         running = asyncio.create_task(answers(wire, [call(0), call(1, 60), call(2), call(3)]))
         ended = (
             "select pg_terminate_backend(pid) from pg_stat_activity "
@@ -170,7 +170,7 @@ def test_a_lost_connection_is_told_to_all_who_wait_and_the_next_have_another(
 
 
 def test_who_stops_waiting_leaves_the_others_their_answers(run: Run, connection: psycopg.Connection[Any]) -> None:
-    async def test(wire: AsyncWire, log: aio.AsyncHeadwater) -> None:
+    async def test(wire: AsyncPipelinedConnection, log: aio.AsyncHeadwater) -> None:
         connection.execute("select pg_advisory_lock(4712)")
         waiting = Call("select pg_advisory_xact_lock(4712)::text", (), lambda rows: rows)
         tasks = [asyncio.create_task(wire.run(one, behind=True)) for one in (waiting, call(1), call(2))]
@@ -184,19 +184,19 @@ def test_who_stops_waiting_leaves_the_others_their_answers(run: Run, connection:
 
 
 def test_the_last_who_stops_waiting_leaves_no_connection_behind(run: Run) -> None:
-    async def test(wire: AsyncWire, log: aio.AsyncHeadwater) -> None:
+    async def test(wire: AsyncPipelinedConnection, log: aio.AsyncHeadwater) -> None:
         task = asyncio.create_task(wire.run(call(0, 0.05), behind=True))
         await until(lambda: under_way(wire))
         task.cancel()
-        await until(lambda: wire._line is None)
+        await until(lambda: wire._pipeline is None)
 
     run(test)
 
 
 def test_others_get_a_connection_while_a_wire_is_always_busy(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipelined_connection, "MOST_CALLS", 10)
+    monkeypatch.setattr(pipelined_connection, "MAX_CALLS", 10)
 
-    async def test(wire: AsyncWire, log: aio.AsyncHeadwater) -> None:
+    async def test(wire: AsyncPipelinedConnection, log: aio.AsyncHeadwater) -> None:
         stop = asyncio.Event()
         uses = 0
 
@@ -218,7 +218,7 @@ def test_others_get_a_connection_while_a_wire_is_always_busy(run: Run, monkeypat
 
 
 def test_among_threads_it_is_a_call_like_any_other(log: headwater.Headwater) -> None:
-    wire = Wire(log._run, log._pool)
+    wire = PipelinedConnection(log._run, log._pool)
     assert wire.run(call("x"), behind=True)[0][0] == "x"
     with pytest.raises(InvalidEvent):
         wire.run(failing(1), behind=True)

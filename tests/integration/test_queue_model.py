@@ -1,4 +1,4 @@
-"""Is the life of events in a group what a simple model in memory says, whatever workers do and in whichever order?"""
+"""Is the life of events in a queue what a simple model in memory says, whatever workers do and in whichever order?"""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 
 import headwater
 from headwater import Dead, Lease, NewEvent, Retry, Snooze
-from headwater.model import Outcome
+from headwater.queue.model import Outcome
 
 _numbers = itertools.count()
 MAX_ATTEMPTS = 2
@@ -49,7 +49,7 @@ class Life:
     state: str = "new"  # new, waiting, leased, done, dead
     attempts: int = 0
     due: bool = False
-    alone: bool = False
+    isolated: bool = False
     # Whether it was claimed before: second tries come from another place than first ones.
     again: bool = False
 
@@ -66,7 +66,7 @@ class Claim:
 
 
 class Queue(RuleBasedStateMachine):
-    """A group of the real log beside its model."""
+    """A queue of the real log beside its model."""
 
     log: ClassVar[headwater.Headwater]
     connection: ClassVar[psycopg.Connection[Any]]
@@ -75,17 +75,17 @@ class Queue(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         number = next(_numbers)
-        self.group = f"model-{number}"
+        self.queue = f"model-{number}"
         self.topics = [self.log.create_topic(f"model-{number}-{name}").name for name in "ab"]
-        self.log.create_group(
-            self.group,
+        self.log.create_queue(
+            self.queue,
             self.topics[0],
             from_end=True,
             ordered_keys=self.ordered_keys,
             max_attempts=MAX_ATTEMPTS,
             backoff_seconds=3600,
         )
-        self.start = self.log.group(self.group).start_position
+        self.start = self.log.queue(self.queue).start_position
         self.lives: dict[int, Life] = {}
         self.bindings = [[self.topics[0], 0, None]]
         self.second_binding: int | None = None
@@ -129,8 +129,8 @@ class Queue(RuleBasedStateMachine):
         if self.paused:
             return [], 0
         due = [life for life in self.lives.values() if life.state == "waiting" and life.due and self.is_next(life)]
-        if suspects := [life for life in due if life.alone]:
-            return suspects, 1
+        if isolated := [life for life in due if life.isolated]:
+            return isolated, 1
         if due:
             return due, min(batch_size, len(due))
         new = self.new()
@@ -144,8 +144,8 @@ class Queue(RuleBasedStateMachine):
             new = free
         return new[:batch_size], min(batch_size, len(new))
 
-    def wait(self, life: Life, *, attempts: int, due: bool, alone: bool) -> None:
-        life.state, life.attempts, life.due, life.alone, life.again = "waiting", attempts, due, alone, True
+    def wait(self, life: Life, *, attempts: int, due: bool, isolated: bool) -> None:
+        life.state, life.attempts, life.due, life.isolated, life.again = "waiting", attempts, due, isolated, True
 
     # --- what happens ------------------------------------------------------------------------------------------
 
@@ -160,7 +160,7 @@ class Queue(RuleBasedStateMachine):
     def claim(self, worker: str, batch_size: int) -> None:
         choice, count = self.claimable(batch_size)
         allowed = {life.position: life for life in choice}
-        lease = self.log.claim(self.group, worker=worker, batch_size=batch_size)
+        lease = self.log.claim(self.queue, worker=worker, batch_size=batch_size)
         if lease is None:
             assert count == 0
             return
@@ -170,7 +170,7 @@ class Queue(RuleBasedStateMachine):
         assert len(taken) == len(set(taken))
         # Of new events it may take those first that were known to be settled.
         assert len(taken) == count or (not again and 0 < len(taken) < count)
-        assert lease.alone == allowed[taken[0]].alone
+        assert lease.isolated == allowed[taken[0]].isolated
         claim = Claim(lease, worker, again)
         for event in lease.events:
             life = allowed[event.position]
@@ -220,10 +220,10 @@ class Queue(RuleBasedStateMachine):
                 case Retry() if life.attempts >= MAX_ATTEMPTS:
                     life.state = "dead"
                 case Retry():
-                    self.wait(life, attempts=life.attempts, due=outcome.after == NOW, alone=False)
+                    self.wait(life, attempts=life.attempts, due=outcome.after == NOW, isolated=False)
                 case Snooze():
-                    alone = claim.again and life.alone
-                    self.wait(life, attempts=life.attempts - 1, due=outcome.after == NOW, alone=alone)
+                    isolated = claim.again and life.isolated
+                    self.wait(life, attempts=life.attempts - 1, due=outcome.after == NOW, isolated=isolated)
             if life.key is not None and isinstance(outcome, Retry | Snooze):
                 behind.add(life.key)
         claim.events = left
@@ -240,7 +240,7 @@ class Queue(RuleBasedStateMachine):
         claim = self.pick(which)
         self.log.release(claim.lease)
         for life in claim.events:
-            self.wait(life, attempts=life.attempts - 1, due=True, alone=claim.again and life.alone)
+            self.wait(life, attempts=life.attempts - 1, due=True, isolated=claim.again and life.isolated)
         self.give_up(claim)
 
     @precondition(lambda self: self.lost)
@@ -267,8 +267,10 @@ class Queue(RuleBasedStateMachine):
         claim = self.pick(which)
         claim.lapsed = True
         for statement in (
-            "update headwater.ledger set expires_at = clock_timestamp() - interval '1 second' where token = %s",
-            "update headwater.redelivery set visible_at = clock_timestamp() - interval '1 second' where token = %s",
+            "update headwater_internal.ledger set expires_at = clock_timestamp() - interval '1 second' where token "
+            "= %s",
+            "update headwater_internal.redelivery set visible_at = clock_timestamp() - interval '1 second' where "
+            "token = %s",
         ):
             self.connection.execute(statement, (claim.lease.token,))
 
@@ -286,20 +288,20 @@ class Queue(RuleBasedStateMachine):
             own = len(claim.events) == 1
             for life in claim.events:
                 if own and life.attempts >= MAX_ATTEMPTS:
-                    life.state, life.alone = "dead", not claim.again or life.alone
+                    life.state, life.isolated = "dead", not claim.again or life.isolated
                 else:
-                    self.wait(life, attempts=life.attempts - (not own), due=True, alone=True)
+                    self.wait(life, attempts=life.attempts - (not own), due=True, isolated=True)
                     given_back += 1
             self.give_up(claim)
-        assert self.log.reap(self.group) == given_back
+        assert self.log.reap(self.queue) == given_back
 
     @rule()
     def let_time_pass(self) -> None:
         self.connection.execute(
-            "update headwater.redelivery r set visible_at = clock_timestamp() "
-            "from headwater.consumer_group g where g.id = r.group_id and g.name = %s and r.token is null "
+            "update headwater_internal.redelivery r set visible_at = clock_timestamp() "
+            "from headwater_internal.queue g where g.id = r.queue_id and g.name = %s and r.token is null "
             "and r.visible_at <> 'infinity'",
-            (self.group,),
+            (self.queue,),
         )
         for life in self.lives.values():
             if life.state == "waiting":
@@ -312,14 +314,14 @@ class Queue(RuleBasedStateMachine):
             dead = [life for n, life in enumerate(dead) if n in chosen]
         positions = None if act == "redrive all" else [life.position for life in dead]
         if act == "discard":
-            assert self.log.discard(self.group, positions=positions) == len(dead)
+            assert self.log.discard(self.queue, positions=positions) == len(dead)
         else:
-            assert self.log.redrive(self.group, positions=positions) == len(dead)
+            assert self.log.redrive(self.queue, positions=positions) == len(dead)
         for life in dead:
             if act == "discard":
                 life.state, life.attempts = "done", 1
             else:
-                self.wait(life, attempts=0, due=True, alone=life.alone)
+                self.wait(life, attempts=0, due=True, isolated=life.isolated)
 
     @rule(what=st.sampled_from(["pause or resume", "bind or unbind", "rewind"]), which=st.integers(0, 99))
     def interfere(self, what: str, which: int) -> None:
@@ -333,28 +335,28 @@ class Queue(RuleBasedStateMachine):
 
     def pause_or_resume(self) -> None:
         self.paused = not self.paused
-        (self.log.pause_group if self.paused else self.log.resume_group)(self.group)
+        (self.log.pause_queue if self.paused else self.log.resume_queue)(self.queue)
 
     def bind_or_unbind(self) -> None:
         if self.second_binding is None:
-            binding = self.log.bind(self.group, topic=self.topics[1])
+            binding = self.log.bind(self.queue, topic=self.topics[1])
             self.second_binding = binding.id
             self.bindings.append([binding.topic, binding.from_position, None])
         else:
-            self.bindings[-1][2] = self.log.unbind(self.group, self.second_binding)
+            self.bindings[-1][2] = self.log.unbind(self.queue, self.second_binding)
             self.second_binding = None
 
     def rewind(self, which: int) -> None:
         self.start = list(self.lives)[which % len(self.lives)]
-        self.log.rewind_group(self.group, position=self.start)
+        self.log.rewind_queue(self.queue, position=self.start)
         for binding in self.bindings:
             if binding[2] is None:
                 binding[1] = min(binding[1], self.start)
         for life in self.lives.values():
             if life.position > self.start:
-                life.state, life.attempts, life.alone, life.again = "new", 0, False, False
+                life.state, life.attempts, life.isolated, life.again = "new", 0, False, False
             elif life.state == "leased":
-                self.wait(life, attempts=life.attempts - 1, due=True, alone=life.again and life.alone)
+                self.wait(life, attempts=life.attempts - 1, due=True, isolated=life.again and life.isolated)
             elif life.state == "new":
                 # Passed over.
                 life.state = "done"
@@ -383,10 +385,10 @@ class Queue(RuleBasedStateMachine):
             expected[life.position] = (status, life.attempts, worker)
         found = {
             d.position: (d.status, d.attempts, d.worker if d.status == "processing" else None)
-            for d in self.log.deliveries(self.group, batch_size=1000)
+            for d in self.log.deliveries(self.queue, batch_size=1000)
         }
         assert found == expected
-        (overview,) = (one for one in self.log.groups() if one.name == self.group)
+        (overview,) = (one for one in self.log.queues() if one.name == self.queue)
         assert counts == {
             "ready": overview.ready + overview.retrying,
             "processing": overview.processing,
@@ -401,7 +403,7 @@ class Queue(RuleBasedStateMachine):
         try:
             self.drain()
         finally:
-            self.log.delete_group(self.group)
+            self.log.delete_queue(self.queue)
 
     def drain(self) -> None:
         if self.paused:
@@ -416,7 +418,7 @@ class Queue(RuleBasedStateMachine):
             if len(self.claims) == before:
                 break
             self.settle(0, [""] * 5, True)
-        assert {d.status for d in self.log.deliveries(self.group, batch_size=1000)} <= {"done", "dead"}
+        assert {d.status for d in self.log.deliveries(self.queue, batch_size=1000)} <= {"done", "dead"}
         self.every_event_is_in_the_state_of_the_model()
 
 

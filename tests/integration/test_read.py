@@ -125,12 +125,13 @@ def test_a_time_is_found_among_many_events_and_over_the_gaps_of_rotation(
     begin = datetime(2026, 1, 1, tzinfo=UTC)
     for day in range(3):
         connection.execute(
-            "insert into headwater.event (topic_id, payload, published_at) "
+            "insert into headwater_internal.event (topic_id, payload, published_at) "
             "select t.id, convert_to(n::text, 'UTF8'), %s + n * interval '10 seconds' "
-            "from generate_series(%s::int, %s::int) as n, headwater.topic t where t.name in ('hours', 'other-hours')",
+            "from generate_series(%s::int, %s::int) as n, headwater_internal.topic t where t.name in ('hours', "
+            "'other-hours')",
             (begin, day * 5000, day * 5000 + 4999),
         )
-        connection.execute("update headwater.segment set opened_at = opened_at - interval '2 days'")
+        connection.execute("update headwater_internal.segment set opened_at = opened_at - interval '2 days'")
         log.maintain()
     for wanted in (0, 1, 4999, 5000, 5001, 9999, 10000, 14999):
         since = begin + timedelta(seconds=wanted * 10)
@@ -142,10 +143,10 @@ def test_a_time_is_found_among_many_events_and_over_the_gaps_of_rotation(
 
 def test_where_to_start_is_said_once(log: headwater.Headwater, topic: str) -> None:
     now = datetime.now(UTC)
-    with pytest.raises(headwater.InvalidRequest, match="once"):
+    with pytest.raises(headwater.InvalidRequest, match="only one"):
         log.read(topic, after=1, since=now)
     for arguments in ({"after": 1, "since": now}, {"after": 1, "from_end": True}, {"since": now, "from_end": True}):
-        with pytest.raises(headwater.InvalidRequest, match="once"):
+        with pytest.raises(headwater.InvalidRequest, match="only one"):
             next(log.follow(topic, **arguments))  # type: ignore[arg-type]
     with pytest.raises(headwater.InvalidRequest, match="time zone"):
         log.read(topic, since=datetime(2026, 1, 1))  # noqa: DTZ001
@@ -240,21 +241,21 @@ def test_a_topic_made_later_is_part_of_the_whole_log(log: headwater.Headwater, t
     follower.close()
 
 
-def test_a_follower_survives_upkeep_that_cannot_be_done_now(
+def test_a_follower_survives_maintenance_that_cannot_be_done_now(
     log: headwater.Headwater, topic: str, connection: psycopg.Connection
 ) -> None:
-    """A due event of a sequenced topic waits for its lane; nobody who follows the log suffers for it."""
-    lanes = log.create_topic(f"{topic}-lanes", kind="sequenced").name
+    """A due event of a sequenced topic waits for its partition; nobody who follows the log suffers for it."""
+    partitions = log.create_topic(f"{topic}-partitions", kind="sequenced").name
     elsewhere = log.create_topic(f"{topic}-elsewhere").name
     log.publish(topic, "first")
     with connection.transaction():
-        log.publish(lanes, "holds the lane", connection=connection)
-        log.schedule(lanes, "due", delay=timedelta(0))
+        log.publish(partitions, "holds the partition", connection=connection)
+        log.schedule(partitions, "due", delay=timedelta(0))
         log.schedule(elsewhere, "due too", delay=timedelta(0))
         assert log.maintain().released == 1
         assert next(log.follow(topic)).data == "first"
     assert log.maintain().released == 1
-    assert numbers(log.read(lanes)) == ["holds the lane", "due"]
+    assert numbers(log.read(partitions)) == ["holds the partition", "due"]
     assert numbers(log.read(elsewhere)) == ["due too"]
 
 
@@ -280,6 +281,6 @@ def test_an_event_scheduled_while_its_topic_was_deleted_enters_no_topic_of_that_
     old_id = log.topic(topic).id
     log.delete_topic(topic)
     log.create_topic(topic)
-    connection.execute("insert into headwater.scheduled (due_at, topic_id) values (now(), %s)", (old_id,))
+    connection.execute("insert into headwater_internal.scheduled (due_at, topic_id) values (now(), %s)", (old_id,))
     assert log.maintain().released == 0
     assert log.read(topic) == []

@@ -16,6 +16,7 @@ from psycopg import conninfo, sql
 
 import headwater
 from headwater import Event, NewEvent
+from headwater.log.model import MaintenanceResult
 
 Until = Callable[[Callable[[], Any]], Any]
 DAY = timedelta(days=1)
@@ -40,9 +41,9 @@ class Clock:
     def __init__(self, log: headwater.Headwater, connection: psycopg.Connection[Any]) -> None:
         self.log, self.connection = log, connection
 
-    def pass_days(self, days: int) -> headwater.model.Upkeep:  # type: ignore[name-defined]
+    def pass_days(self, days: int) -> MaintenanceResult:  # type: ignore[name-defined]
         self.connection.execute(
-            "update headwater.segment set opened_at = opened_at - %s, closed_at = closed_at - %s",
+            "update headwater_internal.segment set opened_at = opened_at - %s, closed_at = closed_at - %s",
             (days * DAY, days * DAY),
         )
         return self.log.maintain()
@@ -60,11 +61,14 @@ def numbers(events: list[Event]) -> list[Any]:
 def segments(connection: psycopg.Connection[Any]) -> list[int]:
     """The numbers of the segments; the tables that are there agree."""
     numbers = [
-        n for (n,) in connection.execute("select lo / headwater.segment_size() from headwater.segment order by lo")
+        n
+        for (n,) in connection.execute(
+            "select lo / headwater_internal.segment_size() from headwater_internal.segment order by lo"
+        )
     ]
     tables = connection.execute(
         "select relname from pg_inherits join pg_class on pg_class.oid = inhrelid "
-        "where inhparent = 'headwater.event'::regclass order by relname"
+        "where inhparent = 'headwater_internal.event'::regclass order by relname"
     ).fetchall()
     assert [name for (name,) in tables] == [f"event_{n:07}" for n in numbers]
     return numbers
@@ -95,7 +99,7 @@ def test_the_log_rotates_when_the_interval_says_so_and_nothing_changes_for_reade
     log: headwater.Headwater, topic: str, clock: Clock, connection: psycopg.Connection
 ) -> None:
     positions = fill_days(log, clock, [topic], 4)
-    size = connection.execute("select headwater.segment_size()").fetchone()[0]  # type: ignore[index]
+    size = connection.execute("select headwater_internal.segment_size()").fetchone()[0]  # type: ignore[index]
     assert [position // size for position in positions] == [0, 1, 2, 3]
     assert numbers(log.read(topic)) == [0, 1, 2, 3]
     assert numbers(list(log.follow(batch_size=2, stop_when_caught_up=True))) == [0, 1, 2, 3]
@@ -107,10 +111,10 @@ def test_the_log_rotates_when_the_interval_says_so_and_nothing_changes_for_reade
 def test_an_empty_segment_is_not_left(log: headwater.Headwater, topic: str, clock: Clock) -> None:
     log.publish(topic, 0)
     clock.pass_days(1)
-    before = log.state().drawn
+    before = log.state().head
     clock.pass_days(1)
     clock.pass_days(1)
-    assert log.state().drawn == before
+    assert log.state().head == before
 
 
 def test_the_interval_changes_on_the_fly(log: headwater.Headwater, topic: str, clock: Clock) -> None:
@@ -141,7 +145,8 @@ def test_a_topic_loses_what_is_older_than_its_retention_and_no_other_does(
     # Segments that nobody wants any more are gone; those that one topic wants are swept of the others.
     assert segments(connection)[0] == 3
     stored = connection.execute(
-        "select t.name, count(*) from headwater.event e join headwater.topic t on t.id = e.topic_id group by 1"
+        "select t.name, count(*) from headwater_internal.event e join headwater_internal.topic t on t.id = "
+        "e.topic_id group by 1"
     ).fetchall()
     assert dict(stored) == {"short": 3, "long": 5}
     log.publish(forever, "kept")
@@ -152,7 +157,7 @@ def test_a_topic_loses_what_is_older_than_its_retention_and_no_other_does(
     assert len([n for n in segments(connection) if n <= 9]) <= 2
 
 
-def test_a_large_retention_keeps_everything_and_stops_no_upkeep(log: headwater.Headwater, clock: Clock) -> None:
+def test_a_large_retention_keeps_everything_and_stops_no_maintenance(log: headwater.Headwater, clock: Clock) -> None:
     topic = log.create_topic("ages", retention=timedelta(days=1_000_000)).name
     fill_days(log, clock, [topic], 3)
     assert not clock.pass_days(1000).busy
@@ -239,7 +244,7 @@ def test_a_cursor_that_must_not_lose_is_waited_for(
     log: headwater.Headwater, clock: Clock, connection: psycopg.Connection
 ) -> None:
     topic = log.create_topic("short", retention=2 * DAY).name
-    log.open_cursor("careful", topics=topic, must_not_lose=True)
+    log.open_cursor("careful", topics=topic, holds_retention=True)
     fill_days(log, clock, [topic], 6)
     assert segments(connection)[0] == 0
     follower = log.follow(topic, cursor="careful", batch_size=1)
@@ -264,10 +269,10 @@ def test_an_open_publisher_keeps_its_segment(
     assert numbers(log.read(topic)) == [0, "slow"]
 
 
-def test_offsets_go_on_when_the_tail_of_a_lane_has_expired(
+def test_offsets_go_on_when_the_tail_of_a_partition_has_expired(
     log: headwater.Headwater, clock: Clock, connection: psycopg.Connection
 ) -> None:
-    topic = log.create_topic("lanes", kind="sequenced", partitions=2, retention=DAY).name
+    topic = log.create_topic("partitions", kind="sequenced", partitions=2, retention=DAY).name
     forever = log.create_topic("forever").name
     log.publish_batch(topic, [NewEvent(n, partition=0) for n in range(5)])
     log.publish_batch(topic, [NewEvent(n, partition=1) for n in range(3)])
@@ -288,8 +293,8 @@ def test_offsets_go_on_when_the_tail_of_a_lane_has_expired(
     assert [(event.partition, event.topic_offset) for event in log.read(topic)] == [(0, 7), (1, 4)]
 
 
-def test_a_lane_long_silent_goes_on_with_its_offsets(log: headwater.Headwater, clock: Clock) -> None:
-    topic = log.create_topic("lanes", kind="sequenced", partitions=2).name
+def test_a_partition_long_silent_goes_on_with_its_offsets(log: headwater.Headwater, clock: Clock) -> None:
+    topic = log.create_topic("partitions", kind="sequenced", partitions=2).name
     log.publish_batch(topic, [NewEvent(n, partition=0) for n in range(5)])
     for _ in range(3):
         log.publish_batch(topic, [NewEvent("busy", partition=1)])
@@ -318,13 +323,15 @@ def test_a_deleted_topic_is_gone_at_once_and_its_name_is_free(
     assert numbers(log.read(topic)) == ["new"]
     clock.pass_days(1)
     log.maintain()
-    left = connection.execute("select count(*) from headwater.event e where e.position < %s", (log.state().drawn,))
+    left = connection.execute(
+        "select count(*) from headwater_internal.event e where e.position < %s", (log.state().head,)
+    )
     assert left.fetchone() == (3,)
     assert numbers(log.read(topic)) == ["new"]
-    connection.execute("update headwater.topic set deleted_at = deleted_at - interval '2 days'")
+    connection.execute("update headwater_internal.topic set deleted_at = deleted_at - interval '2 days'")
     log.maintain()
-    assert connection.execute("select count(*) from headwater.topic").fetchone() == (2,)
-    assert connection.execute("select count(*) from headwater.event_identity").fetchone() == (1,)
+    assert connection.execute("select count(*) from headwater_internal.topic").fetchone() == (2,)
+    assert connection.execute("select count(*) from headwater_internal.event_identity").fetchone() == (1,)
 
 
 def test_an_event_id_is_free_again_when_its_event_is_gone(log: headwater.Headwater, clock: Clock) -> None:
@@ -356,7 +363,7 @@ def test_many_may_maintain_at_once_while_others_publish_and_read(
         with psycopg.connect(dsn, autocommit=True) as own:
             for _ in range(12):
                 own.execute(
-                    "update headwater.segment set opened_at = opened_at - interval '2 days', "
+                    "update headwater_internal.segment set opened_at = opened_at - interval '2 days', "
                     "closed_at = closed_at - interval '2 days'"
                 )
                 for n in range(20):
@@ -395,7 +402,7 @@ def test_a_segment_that_somebody_reads_is_dropped_another_time(
     topic = log.create_topic("short", retention=DAY).name
     fill_days(log, clock, [topic], 1)
     with psycopg.connect(dsn) as reader:
-        reader.execute("select count(*) from headwater.event").fetchone()
+        reader.execute("select count(*) from headwater_internal.event").fetchone()
         assert clock.pass_days(5).segments_dropped == 0
         assert 0 in segments(connection)
         # What is gone by retention is not read meanwhile.
@@ -415,10 +422,12 @@ def test_positions_that_rotation_passed_over_are_no_lag(
     (behind,) = log.cursors()
     assert (behind.lag_events, behind.lag_is_more) == (4, False)
     low, high = log.read(topic)[0].position, log.read(topic)[2].position
-    between = connection.execute("select headwater.positions_between(%s::bigint, %s::bigint)", (low, high)).fetchone()
+    between = connection.execute(
+        "select headwater_internal.positions_between(%s::bigint, %s::bigint)", (low, high)
+    ).fetchone()
     assert between is not None
     assert 2 <= between[0] <= 6
-    assert connection.execute("select headwater.positions_between(5::bigint, 5::bigint)").fetchone() == (0,)
+    assert connection.execute("select headwater_internal.positions_between(5::bigint, 5::bigint)").fetchone() == (0,)
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -430,7 +439,9 @@ def test_a_reader_whom_retention_overtakes_is_told(
     fill_days(log, clock, [topic], 2)
     assert numbers(log.read(topic, after=0)) == [0, 1]
     with psycopg.connect(dsn) as maintaining, ThreadPoolExecutor(1) as pool:
-        maintaining.execute("update headwater.segment set closed_at = closed_at - interval '9 days', opened_at = null")
+        maintaining.execute(
+            "update headwater_internal.segment set closed_at = closed_at - interval '9 days', opened_at = null"
+        )
         maintaining.execute("select headwater.maintain()")
         # It has looked at the topic by now, and waits for the segment that is being dropped.
         reading = pool.submit(log.read, topics, after=0)
@@ -447,7 +458,7 @@ def test_what_has_expired_is_not_read_while_it_waits_to_be_cleared_away(
     for n in range(4):
         last = log.publish(short if n in (1, 2) else forever, n)
         if n == 2:
-            connection.execute("update headwater.topic set expired_to = %s - 1 where name = 'short'", (last,))
+            connection.execute("update headwater_internal.topic set expired_to = %s - 1 where name = 'short'", (last,))
     assert numbers(log.read(short)) == [2]
     assert numbers(log.read([short, forever])) == numbers(log.read()) == [0, 2, 3]
     assert numbers(log.read_backwards()) == [3, 2, 0]
@@ -458,13 +469,13 @@ def test_a_queue_does_not_hand_out_what_has_expired_and_waits_to_be_cleared_away
     log: headwater.Headwater, connection: psycopg.Connection, binding: str
 ) -> None:
     short, other = log.create_topic("short").name, log.create_topic("other").name
-    log.create_group("late", [short, other] if binding == "two topics" else short, ordered_keys="keys" in binding)
+    log.create_queue("late", [short, other] if binding == "two topics" else short, ordered_keys="keys" in binding)
     if binding == "pattern":
         (whole,) = log.bindings("late")
         log.bind("late", pattern="#", topic=short)
         log.unbind("late", whole.id)
     first, second, *_ = log.publish_batch(short, [NewEvent(n, key="k", routing_key="a") for n in range(4)])
-    connection.execute("update headwater.topic set expired_to = %s where name = 'short'", (first,))
+    connection.execute("update headwater_internal.topic set expired_to = %s where name = 'short'", (first,))
     assert {one.position: one.status for one in log.deliveries("late")} == dict.fromkeys(
         range(second, second + 3), "ready"
     )
@@ -473,7 +484,7 @@ def test_a_queue_does_not_hand_out_what_has_expired_and_waits_to_be_cleared_away
     assert [event.data for event in lease.events] == [1, 2]
     # One that fails, and expires before its next try, is not tried again.
     log.settle(lease, {second: headwater.Retry(after=timedelta(0))}, rest_done=True)
-    connection.execute("update headwater.topic set expired_to = %s where name = 'short'", (second + 1,))
+    connection.execute("update headwater_internal.topic set expired_to = %s where name = 'short'", (second + 1,))
     lease = log.claim("late", worker="me", batch_size=10)
     if lease is None and "keys" in binding:
         # It waited behind the one that failed, until that was seen to be gone.
@@ -482,27 +493,27 @@ def test_a_queue_does_not_hand_out_what_has_expired_and_waits_to_be_cleared_away
     assert lease is not None
     assert [event.data for event in lease.events] == [3]
     log.settle(lease, {lease.events[0].position: headwater.Dead("no")}, rest_done=True)
-    connection.execute("update headwater.topic set expired_to = %s where name = 'short'", (second + 2,))
+    connection.execute("update headwater_internal.topic set expired_to = %s where name = 'short'", (second + 2,))
     assert log.redrive("late") == 0
     assert len(log.dead_letters("late")) == 1
 
 
-def test_upkeep_that_finds_the_tables_locked_is_done_another_time(
+def test_maintenance_that_finds_the_tables_locked_is_done_another_time(
     log: headwater.Headwater, topic: str, dsn: str
 ) -> None:
     log.publish(topic, 0)
     with psycopg.connect(dsn) as working:
-        working.execute("select * from headwater.segment for update")
+        working.execute("select * from headwater_internal.segment for update")
         log.change_settings(segment_interval=timedelta(seconds=1))
         log.schedule(topic, 1, delay=timedelta(0))
-        working.execute("update headwater.segment set opened_at = opened_at - interval '1 hour'")
-        upkeep = log.maintain()
-        assert (upkeep.busy, upkeep.released) == (True, 1)
+        working.execute("update headwater_internal.segment set opened_at = opened_at - interval '1 hour'")
+        maintenance = log.maintain()
+        assert (maintenance.busy, maintenance.released) == (True, 1)
         working.commit()
-    before = log.state().drawn
+    before = log.state().head
     assert before < 100
     assert not log.maintain().busy
-    assert log.state().drawn > before + 1_000_000
+    assert log.state().head > before + 1_000_000
     log.publish(topic, 2)
     assert numbers(log.read(topic)) == [0, 1, 2]
 
@@ -513,7 +524,7 @@ def test_a_rotation_that_was_undone_but_for_the_sequence_leaves_no_lag(
     log.set_cursor("behind", position=0, topics=topic)
     log.publish(topic, 0)
     with pytest.raises(psycopg.errors.DivisionByZero), connection.transaction():
-        connection.execute("update headwater.segment set opened_at = opened_at - interval '2 days'")
+        connection.execute("update headwater_internal.segment set opened_at = opened_at - interval '2 days'")
         connection.execute("select headwater.maintain()")
         connection.execute("select 1 / 0")
     log.publish(topic, 1)
@@ -529,11 +540,11 @@ def test_a_rotation_that_was_undone_but_for_the_sequence_leaves_no_lag(
 def test_a_forgotten_queue_holds_its_own_topic_and_no_other(log: headwater.Headwater, clock: Clock) -> None:
     log.create_topic("short", retention=DAY)
     log.create_topic("other", retention=DAY)
-    log.create_group("forgotten", "other")
+    log.create_queue("forgotten", "other")
     fill_days(log, clock, ["short", "other"], 5)
     assert numbers(log.read("short")) == [4]
     assert numbers(log.read("other")) == [0, 1, 2, 3, 4]
-    log.delete_group("forgotten")
+    log.delete_queue("forgotten")
     log.maintain()
     assert numbers(log.read("other")) == [4]
 
@@ -543,7 +554,7 @@ def test_an_event_that_waits_for_its_retry_holds_its_own_topic_and_no_other(
 ) -> None:
     for name in ("short", "other"):
         log.create_topic(name, retention=DAY)
-    log.create_group("worker", ["short", "other"])
+    log.create_queue("worker", ["short", "other"])
     log.publish("other", "waits")
     lease = log.claim("worker", worker="w")
     assert lease is not None
@@ -560,9 +571,9 @@ def test_an_event_that_waits_for_its_retry_holds_its_own_topic_and_no_other(
 def test_a_consumer_of_the_whole_log_holds_every_topic(log: headwater.Headwater, clock: Clock, consumer: str) -> None:
     log.create_topic("short", retention=DAY)
     if consumer == "cursor":
-        log.set_cursor("all", position=0, must_not_lose=True)
+        log.set_cursor("all", position=0, holds_retention=True)
     else:
-        log.create_group("all")
+        log.create_queue("all")
         log.bind("all", pattern="#")
     fill_days(log, clock, ["short"], 4)
     assert numbers(log.read("short")) == [0, 1, 2, 3]
@@ -573,8 +584,8 @@ def test_a_queue_without_bindings_and_one_whose_topic_was_deleted_hold_nothing(
 ) -> None:
     log.create_topic("short", retention=DAY)
     log.create_topic("gone")
-    log.create_group("unbound")
-    log.create_group("orphan", "gone")
+    log.create_queue("unbound")
+    log.create_queue("orphan", "gone")
     log.delete_topic("gone")
     fill_days(log, clock, ["short"], 4)
     assert numbers(log.read("short")) == [3]
@@ -585,10 +596,10 @@ def test_a_binding_that_ended_holds_its_topic_until_the_queue_is_past_it(
 ) -> None:
     for name in ("short", "other"):
         log.create_topic(name, retention=DAY)
-    log.create_group("worker", "other")
+    log.create_queue("worker", "other")
     binding = log.bind("worker", topic="short")
     fill_days(log, clock, ["short", "other"], 2)
-    log.unbind("worker", binding.id, to_position=log.state().drawn)
+    log.unbind("worker", binding.id, to_position=log.state().head)
     fill_days(log, clock, ["short", "other"], 3)
     assert len(numbers(log.read("short"))) == 5
     while lease := log.claim("worker", worker="w", batch_size=100):
@@ -597,20 +608,20 @@ def test_a_binding_that_ended_holds_its_topic_until_the_queue_is_past_it(
     assert numbers(log.read("short", skip_expired=True)) == [2]
 
 
-def test_a_subscription_group_that_must_not_lose_holds_its_topics_and_its_retries(
+def test_a_subscription_queue_that_must_not_lose_holds_its_topics_and_its_retries(
     log: headwater.Headwater, clock: Clock
 ) -> None:
     for name in ("short", "other"):
         log.create_topic(name, retention=DAY)
     log.subscribe("readers", "true", topics=["other"])
-    log.alter_group("readers", must_not_lose=True)
+    log.alter_queue("readers", holds_retention=True)
     first = log.publish("other", "first")
     reading = log.read_next("readers", reader="r")
     log.retry_later("readers", reading.events[0], handler="h", error="x", delay_seconds=30 * 86400.0)
-    log.set_reading("readers", first or 0, reader="r", release=True)
+    log.commit_reading("readers", first or 0, reader="r", release=True)
     fill_days(log, clock, ["short", "other"], 4)
     reading = log.read_next("readers", reader="r")
-    log.set_reading("readers", reading.next_position, reader="r", release=True)
+    log.commit_reading("readers", reading.next_position, reader="r", release=True)
     log.maintain()
     assert numbers(log.read("short")) == [3]
     assert numbers(log.read("other"))[0] == "first"
@@ -621,13 +632,13 @@ def test_the_log_says_which_consumer_holds_which_topic(
 ) -> None:
     log.create_topic("short", retention=DAY)
     log.create_topic("other", retention=DAY)
-    log.create_group("forgotten", "other")
-    log.set_cursor("behind", position=0, topics=["other"], must_not_lose=True)
-    log.create_group("done", "short")
+    log.create_queue("forgotten", "other")
+    log.set_cursor("behind", position=0, topics=["other"], holds_retention=True)
+    log.create_queue("done", "short")
     fill_days(log, clock, ["short", "other"], 3)
     while lease := log.claim("done", worker="w", batch_size=100):
         log.ack(lease)
-    connection.execute("update headwater.event set published_at = published_at - interval '3 days'")
+    connection.execute("update headwater_internal.event set published_at = published_at - interval '3 days'")
     held = connection.execute(
         "select consumer_kind, consumer, topic, held_after, events, events_are_more, bytes > 0 "
         "from headwater.retention_held() order by 1"
@@ -654,7 +665,7 @@ class Consumers:
 
     def kept(self) -> set[int]:
         return {position for (position,) in self.connection.execute(
-            "select e.position from headwater.event e join headwater.topic t on t.id = e.topic_id "
+            "select e.position from headwater_internal.event e join headwater_internal.topic t on t.id = e.topic_id "
             "where e.position > t.expired_to"
         )}  # fmt: skip
 
@@ -672,7 +683,7 @@ class Consumers:
         elif what == "queue" and len(self.queues) < 5:
             name = f"queue-{len(self.queues)}"
             must = pick.random() < 0.8
-            self.log.create_group(name, topics, must_not_lose=must)
+            self.log.create_queue(name, topics, holds_retention=must)
             self.queues[name] = {
                 "must": must, "done": set(self.events) - self.kept(), "start": 0, "again": set(),
                 "bindings": [[topic, None, 0, None, None] for topic in topics],
@@ -692,7 +703,7 @@ class Consumers:
             name = f"cursor-{len(self.cursors)}"
             read = None if pick.random() < 0.2 else topics
             position = max(self.kept(), default=0) if pick.random() < 0.5 else 0
-            self.log.set_cursor(name, position=position, topics=read, must_not_lose=True)
+            self.log.set_cursor(name, position=position, topics=read, holds_retention=True)
             gone = set(self.events) - self.kept()
             self.cursors[name] = (read, max([position, *gone], default=0))
         elif what == "advance" and self.cursors:
@@ -707,7 +718,7 @@ class Consumers:
             self.work(queue, pick.choice([1, 3, 50]))
         elif what == "rewind" and queue and self.events:
             position = pick.choice([0, *self.events])
-            self.log.rewind_group(queue, position=position)
+            self.log.rewind_queue(queue, position=position)
             known = self.queues[queue]
             leased = {event.position for name, lease in self.leases if name == queue for event in lease.events}
             # What was leased, or waits for another try, at or below the position is still to be done.
@@ -776,14 +787,14 @@ class Consumers:
     def looked_after(self) -> set[int]:
         """What may stay although it has expired: above the place of a consumer of its topic, or needed."""
         held = self.needed()
-        frontiers = {group.name: group.frontier for group in self.log.groups()}
+        claimed_positions = {queue.name: queue.claimed_position for queue in self.log.queues()}
         for name, one in self.queues.items():
             if one["must"]:
                 for topic, _, low, high, _ in one["bindings"]:
-                    if high is None or high > frontiers[name]:
+                    if high is None or high > claimed_positions[name]:
                         held |= {
                             p for p, (t, _, _) in self.events.items()
-                            if p > max(low, frontiers[name]) and topic in (None, t)
+                            if p > max(low, claimed_positions[name]) and topic in (None, t)
                         }  # fmt: skip
         return held
 
@@ -811,7 +822,9 @@ def test_retention_takes_all_that_no_consumer_needs_and_nothing_that_one_needs(
     # What every queue still needs comes to it in the end.
     for name, one in consumers.queues.items():
         wanted = {p for p in consumers.events if p not in one["done"] and consumers.wants(name, p)}
-        connection.execute("update headwater.redelivery set visible_at = clock_timestamp() where token is null")
+        connection.execute(
+            "update headwater_internal.redelivery set visible_at = clock_timestamp() where token is null"
+        )
         log.reap(name)
         got: set[int] = set()
         while lease := log.claim(name, worker="w", batch_size=100):
@@ -821,7 +834,7 @@ def test_retention_takes_all_that_no_consumer_needs_and_nothing_that_one_needs(
             assert got == wanted
 
 
-# --- what upkeep costs ---------------------------------------------------------------------------------------
+# --- what maintenance costs ---------------------------------------------------------------------------------------
 
 
 def queues_touched(dsn: str) -> set[str]:
@@ -830,7 +843,7 @@ def queues_touched(dsn: str) -> set[str]:
         found = maintaining.execute("select busy from headwater.maintain()").fetchone()
         assert found == (False,)
         rows = maintaining.execute(
-            "select g.name from pg_locks l join headwater.consumer_group g on g.id = l.objid::bigint "
+            "select g.name from pg_locks l join headwater_internal.queue g on g.id = l.objid::bigint "
             "where l.locktype = 'advisory' and l.pid = pg_backend_pid() and l.classid::bigint = 29290::bigint << 16"
         ).fetchall()
     return {name for (name,) in rows}
@@ -842,10 +855,10 @@ def test_maintenance_touches_only_the_queues_that_have_something_to_do(
     busy, rare = log.create_topic("busy").name, log.create_topic("rare").name
     own = log.publish(rare, "own")
     for number in range(40):
-        log.create_group(f"idle-{number}", rare)
+        log.create_queue(f"idle-{number}", rare)
     for name in ("settled", "in-work", "lost", "retrying", "waiting"):
-        log.create_group(name, rare)
-    log.create_group("unbound")
+        log.create_queue(name, rare)
+    log.create_queue("unbound")
     leases = {
         name: lease
         for name in ("settled", "in-work", "lost", "retrying")
@@ -854,15 +867,15 @@ def test_maintenance_touches_only_the_queues_that_have_something_to_do(
     log.ack(leases["settled"])
     log.nack(leases["retrying"], *leases["retrying"].events, error="x", delay=DAY)
     connection.execute(
-        "update headwater.ledger l set expires_at = clock_timestamp() - interval '1 second' "
-        "from headwater.consumer_group g where g.id = l.group_id and g.name = 'lost'"
+        "update headwater_internal.ledger l set expires_at = clock_timestamp() - interval '1 second' "
+        "from headwater_internal.queue g where g.id = l.queue_id and g.name = 'lost'"
     )
     assert queues_touched(dsn) == {"lost", "retrying"}
 
     # Far behind the head: a queue is moved past events of others once, unless its own event is the next.
     log.publish_many(busy, (NewEvent(None) for _ in range(10_001)))
     for number in range(40):
-        log.delete_group(f"idle-{number}")
+        log.delete_queue(f"idle-{number}")
     assert queues_touched(dsn) == {"settled", "in-work", "lost", "retrying", "waiting"}
     assert queues_touched(dsn) == {"lost", "retrying", "waiting"}
     log.ack(leases["in-work"])
@@ -878,9 +891,9 @@ def test_maintenance_of_many_queues_far_behind_ends_and_goes_on_in_the_next_roun
     busy = log.create_topic("busy").name
     names = {f"picky-{number}" for number in range(12)}
     for name in names:
-        log.create_group(name)
+        log.create_queue(name)
         log.bind(name, pattern="rare.#")
-    log.create_group("whole", log.create_topic("rare").name)
+    log.create_queue("whole", log.create_topic("rare").name)
     log.publish_many(busy, (NewEvent(None) for _ in range(20_001)))
     # Each looks at 10,000 events twice; a round ends after 100,000.
     first = queues_touched(dsn)
@@ -911,11 +924,11 @@ def test_reads_over_many_segments_bring_every_event_in_order_within_their_bounds
                 log.publish(other, [day, "other"])
                 published.append((other, [day, "other"]))
         else:
-            connection.execute("select nextval('headwater.position')")
+            connection.execute("select nextval('headwater_internal.position')")
         clock.pass_days(2)
     log.publish(one, "last")
     published.append((one, "last"))
-    assert log.state().settled > 8 * 100_000_000
+    assert log.state().stable > 8 * 100_000_000
 
     for topics in (one, other, silent, [one, other], [one, silent], None):
         wanted = [
@@ -949,7 +962,7 @@ def test_reads_over_many_segments_bring_every_event_in_order_within_their_bounds
 def test_reads_over_many_segments_say_what_is_gone(log: headwater.Headwater, clock: Clock) -> None:
     short, long = log.create_topic("short", retention=5 * DAY).name, log.create_topic("long").name
     fill_days(log, clock, [short, long], 14)
-    assert log.state().settled > 8 * 100_000_000
+    assert log.state().stable > 8 * 100_000_000
     kept = numbers(log.read(short, skip_expired=True, after=0, batch_size=1000))
     assert kept == list(range(kept[0], 14))
     assert kept[0] > 0

@@ -98,10 +98,10 @@ def test_a_publisher_can_do_every_kind_of_publish(
 
 
 def test_a_publisher_can_write_a_sequence(log: headwater.Headwater, topic: str, publisher: headwater.Headwater) -> None:
-    lanes = log.create_topic(f"{topic}-lanes", kind="sequenced", partitions=2).name
-    publisher.publish(lanes, 0, key="a")
-    publisher.publish_many(lanes, [NewEvent(1, key="a", event_id="one"), NewEvent(2, key="a")])
-    assert [(event.topic_offset, event.data) for event in log.read(lanes)] == [(0, 0), (1, 1), (2, 2)]
+    partitions = log.create_topic(f"{topic}-partitions", kind="sequenced", partitions=2).name
+    publisher.publish(partitions, 0, key="a")
+    publisher.publish_many(partitions, [NewEvent(1, key="a", event_id="one"), NewEvent(2, key="a")])
+    assert [(event.topic_offset, event.data) for event in log.read(partitions)] == [(0, 0), (1, 1), (2, 2)]
 
 
 def test_a_publisher_makes_missing_topics_if_the_log_is_set_to(
@@ -168,7 +168,7 @@ def test_a_consumer_can_do_every_kind_of_read(
     assert consumer.delete_cursor("c")
     assert consumer.topic(topic).name == topic
     assert topic in [found.name for found in consumer.topics()]
-    assert consumer.state().settled >= events[-1].position
+    assert consumer.state().stable >= events[-1].position
     assert consumer.settings() == log.settings()
 
 
@@ -181,40 +181,42 @@ def test_a_consumer_sees_who_holds_it_back(
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_whoever_uses_the_log_does_its_upkeep(
+def test_whoever_uses_the_log_does_its_maintenance(
     log: headwater.Headwater, topic: str, login: Login, connection: psycopg.Connection, role: str
 ) -> None:
     """Segments are made and dropped, and due events enter, with the rights of the owner."""
     log.alter_topic(topic, retention=timedelta(days=1))
-    lanes = log.create_topic(f"{topic}-lanes", kind="sequenced", retention=timedelta(days=1)).name
+    partitions = log.create_topic(f"{topic}-partitions", kind="sequenced", retention=timedelta(days=1)).name
     log.publish(topic, 0)
-    for name in (topic, lanes):
+    for name in (topic, partitions):
         log.schedule(name, "due", delay=timedelta(0), event_id="one")
     own = login(role)
     log.change_settings(segments_ahead=log.settings().segments_ahead + 2)
-    connection.execute("update headwater.segment set opened_at = opened_at - interval '2 days'")
-    upkeep = own.maintain()
-    assert (upkeep.busy, upkeep.released) == (False, 2)
-    assert upkeep.segments_made >= 1
-    connection.execute("update headwater.segment set closed_at = closed_at - interval '2 days', opened_at = null")
-    upkeep = own.maintain()
+    connection.execute("update headwater_internal.segment set opened_at = opened_at - interval '2 days'")
+    maintenance = own.maintain()
+    assert (maintenance.busy, maintenance.released) == (False, 2)
+    assert maintenance.segments_made >= 1
+    connection.execute(
+        "update headwater_internal.segment set closed_at = closed_at - interval '2 days', opened_at = null"
+    )
+    maintenance = own.maintain()
     # Dropped whole, or swept where a topic of another test keeps the segment.
-    assert upkeep.segments_dropped + upkeep.events_swept >= 1
+    assert maintenance.segments_dropped + maintenance.events_swept >= 1
 
 
 ON_THE_TABLES = (
-    "insert into headwater.event (topic_id) values (1)",
-    "update headwater.event set payload = null",
-    "delete from headwater.event",
-    "truncate headwater.event",
-    "insert into headwater.topic (name) values ('mine')",
-    "update headwater.topic set retention = '1 second'",
-    "delete from headwater.topic",
-    "update headwater.setting set auto_create_topics = true",
-    "insert into headwater.scheduled (due_at, topic_id) values (now(), 1)",
-    "delete from headwater.event_identity",
-    "update headwater.segment set closed_at = now()",
-    "delete from headwater.migration",
+    "insert into headwater_internal.event (topic_id) values (1)",
+    "update headwater_internal.event set payload = null",
+    "delete from headwater_internal.event",
+    "truncate headwater_internal.event",
+    "insert into headwater_internal.topic (name) values ('mine')",
+    "update headwater_internal.topic set retention = '1 second'",
+    "delete from headwater_internal.topic",
+    "update headwater_internal.setting set auto_create_topics = true",
+    "insert into headwater_internal.scheduled (due_at, topic_id) values (now(), 1)",
+    "delete from headwater_internal.event_identity",
+    "update headwater_internal.segment set closed_at = now()",
+    "delete from headwater_internal.migration",
 )
 
 
@@ -251,49 +253,49 @@ def test_a_consumer_can_neither_insert_nor_copy(
             with pytest.raises(psycopg.errors.InsufficientPrivilege):
                 connection.execute(statement.encode())
         with pytest.raises(psycopg.errors.InsufficientPrivilege):
-            connection.execute("insert into headwater.event (topic_id, payload) values (%s, '0')", (topic_id,))
+            connection.execute("insert into headwater_internal.event (topic_id, payload) values (%s, '0')", (topic_id,))
         with (
             pytest.raises(psycopg.errors.InsufficientPrivilege),
             connection.cursor() as cursor,
-            cursor.copy("copy headwater.event (topic_id) from stdin") as copy,
+            cursor.copy("copy headwater_internal.event (topic_id) from stdin") as copy,
         ):
             copy.write(f"{topic_id}\n")
         with pytest.raises(psycopg.errors.InsufficientPrivilege):
-            connection.execute("select nextval('headwater.position')")
+            connection.execute("select nextval('headwater_internal.position')")
     assert log.read(topic) == []
 
 
 def test_a_publisher_can_insert_and_copy_and_do_nothing_else_to_an_event(
     topic: str, log: headwater.Headwater, login_dsn: Callable[[str], str]
 ) -> None:
-    lanes = log.create_topic(f"{topic}-lanes", kind="sequenced").name
+    partitions = log.create_topic(f"{topic}-partitions", kind="sequenced").name
     with psycopg.connect(login_dsn("headwater_publisher"), autocommit=True) as connection:
         connection.execute("insert into headwater.new_event (topic, payload) values (%s, '0')", (topic,))
         with (
             connection.cursor() as cursor,
             cursor.copy("copy headwater.new_event (topic, payload, key) from stdin") as copy,
         ):
-            copy.write(f"{topic}\t1\tk\n{lanes}\t2\tk\n{lanes}\t3\tk\n")
+            copy.write(f"{topic}\t1\tk\n{partitions}\t2\tk\n{partitions}\t3\tk\n")
         for statement in (
-            "insert into headwater.event (topic_id, payload) values (1, '0')",
-            "insert into headwater.event (topic_id, position, payload) values (1, 7, '0')",
-            "insert into headwater.event_0000000 (topic_id, position) values (1, 7)",
-            "copy headwater.event (topic_id, position) from stdin",
-            "select nextval('headwater.position')",
-            "select headwater.advertise_publisher('x')",
-            "select headwater.draw_position()",
-            "insert into headwater.event_mark (topic_id, mark, position) values (1, 'x', 7)",
-            "select payload from headwater.event",
-            "select headers from headwater.event",
-            "select * from headwater.cursor",
-            "select headwater.settled()",
-            "insert into headwater.event (topic_id, published_at) values (1, '2000-01-01')",
+            "insert into headwater_internal.event (topic_id, payload) values (1, '0')",
+            "insert into headwater_internal.event (topic_id, position, payload) values (1, 7, '0')",
+            "insert into headwater_internal.event_0000000 (topic_id, position) values (1, 7)",
+            "copy headwater_internal.event (topic_id, position) from stdin",
+            "select nextval('headwater_internal.position')",
+            "select headwater_internal.advertise_publisher('x')",
+            "select headwater_internal.assign_position()",
+            "insert into headwater_internal.event_index_term (topic_id, index_term, position) values (1, 'x', 7)",
+            "select payload from headwater_internal.event",
+            "select headers from headwater_internal.event",
+            "select * from headwater_internal.cursor",
+            "select headwater.stable_position()",
+            "insert into headwater_internal.event (topic_id, published_at) values (1, '2000-01-01')",
             *ON_THE_TABLES,
         ):
             with pytest.raises(psycopg.errors.InsufficientPrivilege):
                 connection.execute(statement.encode())
     assert data(log, topic) == [0, 1]
-    assert [(event.topic_offset, event.data) for event in log.read(lanes)] == [(0, 2), (1, 3)]
+    assert [(event.topic_offset, event.data) for event in log.read(partitions)] == [(0, 2), (1, 3)]
 
 
 @pytest.mark.parametrize(
@@ -304,14 +306,14 @@ def test_a_publisher_can_insert_and_copy_and_do_nothing_else_to_an_event(
         "select headwater.publish('headwater.audit', '{}', delay => '1 hour')",
         "select headwater.publish('headwater.audit', '{}', event_id => 'forged')",
         "insert into headwater.new_event (topic, payload) values ('headwater.audit', '{}')",
-        "select headwater.set_periodic('p', '* * * * *', 'UTC', 'headwater.audit', now(), 'x')",
-        "select headwater.audit('root', 'topic.delete', 'x')",
+        "select headwater.set_cron_schedule('p', '* * * * *', 'UTC', 'headwater.audit', now(), 'x')",
+        "select headwater_internal.audit('root', 'topic.delete', 'x')",
     ],
 )
 def test_the_audit_cannot_be_forged(
     log: headwater.Headwater, connection: psycopg.Connection, login_dsn: Callable[[str], str], statement: str
 ) -> None:
-    connection.execute("select headwater.audit('me', 'test', 'audit')")
+    connection.execute("select headwater_internal.audit('me', 'test', 'audit')")
     before = len(log.read("headwater.audit", batch_size=1000))
     with (
         psycopg.connect(login_dsn("headwater_publisher"), autocommit=True) as publisher,
@@ -361,20 +363,20 @@ def test_an_admin_manages_topics_and_does_what_the_others_do(
 @pytest.mark.parametrize(
     "statement",
     [
-        "select setval('headwater.position', 1)",
-        "alter sequence headwater.position restart",
+        "select setval('headwater_internal.position', 1)",
+        "alter sequence headwater_internal.position restart",
         "create table headwater.mine (n integer)",
-        "drop table headwater.cursor",
+        "drop table headwater_internal.cursor",
         "drop function headwater.head()",
-        "alter table headwater.event disable trigger advertise",
+        "alter table headwater_internal.event disable trigger advertise",
         "create or replace function headwater.head() returns bigint language sql return 1",
-        "alter table headwater.event owner to current_user",
+        "alter table headwater_internal.event owner to current_user",
         "drop schema headwater cascade",
-        "select headwater.make_segment(1000000000000)",
-        "update headwater.segment set hi = 1",
-        "update headwater.event set payload = null",
-        "delete from headwater.event",
-        "delete from headwater.migration",
+        "select headwater_internal.make_segment(1000000000000)",
+        "update headwater_internal.segment set hi = 1",
+        "update headwater_internal.event set payload = null",
+        "delete from headwater_internal.event",
+        "delete from headwater_internal.migration",
     ],
 )
 def test_no_role_changes_the_log_itself(connection: psycopg.Connection, role: str, statement: str) -> None:
@@ -386,11 +388,13 @@ def test_no_role_changes_the_log_itself(connection: psycopg.Connection, role: st
 def test_what_is_not_opened_is_closed(connection: psycopg.Connection) -> None:
     open_to_all = connection.execute(
         "select p.oid::regprocedure::text from pg_proc p "
-        "where p.pronamespace = 'headwater'::regnamespace and has_function_privilege('public', p.oid, 'execute')"
+        "where p.pronamespace in ('headwater'::regnamespace, 'headwater_internal'::regnamespace) and "
+        "has_function_privilege('public', p.oid, 'execute')"
     ).fetchall()
     assert open_to_all == []
     tables = connection.execute(
-        "select c.relname from pg_class c where c.relnamespace = 'headwater'::regnamespace "
+        "select c.relname from pg_class c where c.relnamespace in ('headwater'::regnamespace, "
+        "'headwater_internal'::regnamespace) "
         "and exists (select from aclexplode(c.relacl) a where a.grantee = 0)"
     ).fetchall()
     assert tables == []
@@ -406,7 +410,8 @@ def test_a_stranger_is_told_what_is_missing(login_dsn: Callable[[str], str], dsn
 
 def test_functions_that_run_with_the_owners_rights_trust_no_search_path(connection: psycopg.Connection) -> None:
     careless = connection.execute(
-        "select p.proname from pg_proc p where p.pronamespace = 'headwater'::regnamespace and p.prosecdef "
+        "select p.proname from pg_proc p where p.pronamespace in ('headwater'::regnamespace, "
+        "'headwater_internal'::regnamespace) and p.prosecdef "
         "and not coalesce('search_path=pg_catalog, pg_temp' = any (p.proconfig), false)"
     ).fetchall()
     assert careless == []
@@ -418,7 +423,7 @@ def test_webhooks_and_their_secrets_are_for_administrators(login: Login, log: he
     assert admin.run(calls.next_webhook_turn(made)) is not None
     assert [one.webhook.name for one in admin.run(calls.webhook_routes())] == [topic]
     admin.publish(topic, 1)
-    assert admin.claim(made.group, worker="me") is not None
+    assert admin.claim(made.queue, worker="me") is not None
     assert admin.rotate_webhook_secret(topic).secrets != made.secrets
     admin.run(calls.set_webhook_state(topic, "disabled", reason="gone"))
     for role in ("headwater_consumer", "headwater_publisher"):
@@ -430,4 +435,4 @@ def test_webhooks_and_their_secrets_are_for_administrators(login: Login, log: he
         with pytest.raises(headwater.NotAllowed):
             other.resume_webhook(topic)
     assert log.webhook(topic).state == "disabled"
-    assert admin.delete_webhook(topic, with_group=True)
+    assert admin.delete_webhook(topic, with_queue=True)

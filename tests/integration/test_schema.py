@@ -70,25 +70,27 @@ def fingerprint(dsn: str) -> dict[str, list[tuple[Any, ...]]]:
     """All that defines the schema, as text; but for the segments, which come and go."""
     queries = {
         "columns": "select table_name, column_name, ordinal_position, data_type, is_nullable, column_default "
-        "from information_schema.columns where table_schema = 'headwater' order by 1, 3",
+        "from information_schema.columns where table_schema in ('headwater', 'headwater_internal') order by 1, 3",
         "constraints": "select conrelid::regclass::text, conname, pg_get_constraintdef(oid) from pg_constraint "
-        "where connamespace = 'headwater'::regnamespace order by 1, 2",
-        "indexes": "select tablename, indexname, indexdef from pg_indexes where schemaname = 'headwater' order by 1, 2",
-        "views": "select viewname, definition from pg_views where schemaname = 'headwater' order by 1",
+        "where connamespace in ('headwater'::regnamespace, 'headwater_internal'::regnamespace) order by 1, 2",
+        "indexes": "select tablename, indexname, indexdef from pg_indexes "
+        "where schemaname in ('headwater', 'headwater_internal') order by 1, 2",
+        "views": "select viewname, definition from pg_views "
+        "where schemaname in ('headwater', 'headwater_internal') order by 1",
         "functions": "select oid::regprocedure::text, pg_get_functiondef(oid), proacl::text from pg_proc "
-        "where pronamespace = 'headwater'::regnamespace order by 1",
+        "where pronamespace in ('headwater'::regnamespace, 'headwater_internal'::regnamespace) order by 1",
         "triggers": "select tgrelid::regclass::text, pg_get_triggerdef(oid) from pg_trigger where not tgisinternal "
         "order by 1, 2",
         "relations": "select relname, relkind, relpersistence, relacl::text, reloptions from pg_class "
-        "where relnamespace = 'headwater'::regnamespace order by 1",
-        "migrations": "select number, name, checksum, oldest_program from headwater.migration order by 1",
-        "installed": "select version, functions_checksum from headwater.installed",
-        "settings": "select * from headwater.setting",
+        "where relnamespace in ('headwater'::regnamespace, 'headwater_internal'::regnamespace) order by 1",
+        "migrations": "select number, name, checksum, oldest_program from headwater_internal.migration order by 1",
+        "installed": "select version, functions_checksum from headwater_internal.installed",
+        "settings": "select * from headwater_internal.setting",
     }
     with psycopg.connect(dsn) as connection:
         found = {name: connection.execute(query.encode()).fetchall() for name, query in queries.items()}
     return {
-        name: [row for row in rows if not re.match(r"(headwater\.)?event_\d", str(row[0]))]
+        name: [row for row in rows if not re.match(r"(headwater_internal\.)?event_\d", str(row[0]))]
         for name, rows in found.items()
     }
 
@@ -225,7 +227,7 @@ def test_an_owner_without_further_rights_installs_and_uses_it(
         topic = log.create_topic("t", kind="sequenced", partitions=2).name
         log.publish(topic, 1, event_id="one")
         assert [event.data for event in log.follow(topic, cursor="c", stop_when_caught_up=True)] == [1]
-        execute(dsn, "update headwater.segment set opened_at = opened_at - interval '2 days'")
+        execute(dsn, "update headwater_internal.segment set opened_at = opened_at - interval '2 days'")
         assert not log.maintain().busy
         log.publish(topic, 2)
         assert len(list(log.follow(topic, stop_when_caught_up=True))) == 2
@@ -240,20 +242,22 @@ def test_a_database_without_the_schema_names_the_command(empty_dsn: str) -> None
 
 
 def test_an_older_schema_names_the_command(installed_dsn: str) -> None:
-    execute(installed_dsn, "update headwater.installed set version = '0.0.9'")
+    execute(installed_dsn, "update headwater_internal.installed set version = '0.0.9'")
     with pytest.raises(headwater.SchemaMismatch, match="headwater migrate"):
         headwater.connect(installed_dsn)
     upgrade(installed_dsn)
     headwater.connect(installed_dsn).close()
     execute(
-        installed_dsn, "delete from headwater.migration where number = (select max(number) from headwater.migration)"
+        installed_dsn,
+        "delete from headwater_internal.migration where number = (select max(number) from "
+        "headwater_internal.migration)",
     )
     with pytest.raises(headwater.SchemaMismatch, match="headwater migrate"):
         headwater.connect(installed_dsn)
 
 
 def test_functions_of_another_build_of_the_same_version_are_noticed(installed_dsn: str) -> None:
-    execute(installed_dsn, "update headwater.installed set functions_checksum = 'other'")
+    execute(installed_dsn, "update headwater_internal.installed set functions_checksum = 'other'")
     with pytest.raises(headwater.SchemaMismatch, match="headwater migrate"):
         headwater.connect(installed_dsn)
     upgrade(installed_dsn)
@@ -262,7 +266,7 @@ def test_functions_of_another_build_of_the_same_version_are_noticed(installed_ds
 
 def test_an_edited_step_is_refused(installed_dsn: str) -> None:
     before = fingerprint(installed_dsn)
-    execute(installed_dsn, "update headwater.migration set checksum = 'other' where number = 1")
+    execute(installed_dsn, "update headwater_internal.migration set checksum = 'other' where number = 1")
     with pytest.raises(headwater.SchemaMismatch, match=r"0001.*another form"):
         upgrade(installed_dsn)
     assert fingerprint(installed_dsn)["functions"] == before["functions"]
@@ -271,7 +275,8 @@ def test_an_edited_step_is_refused(installed_dsn: str) -> None:
 def test_a_newer_database_is_refused_with_the_command(installed_dsn: str) -> None:
     execute(
         installed_dsn,
-        "insert into headwater.migration (number, name, checksum, oldest_program) values (9000, 'new', 'x', 9000)",
+        "insert into headwater_internal.migration (number, name, checksum, oldest_program) values (9000, 'new', "
+        "'x', 9000)",
     )
     for act in (lambda: upgrade(installed_dsn), lambda: headwater.connect(installed_dsn)):
         with pytest.raises(headwater.SchemaMismatch, match="pip install --upgrade headwater"):
@@ -281,16 +286,17 @@ def test_a_newer_database_is_refused_with_the_command(installed_dsn: str) -> Non
 def test_a_newer_database_that_still_fits_is_used_but_not_upgraded(installed_dsn: str) -> None:
     execute(
         installed_dsn,
-        "insert into headwater.migration (number, name, checksum, oldest_program) values (9000, 'new', 'x', 1)",
+        "insert into headwater_internal.migration (number, name, checksum, oldest_program) values (9000, 'new', "
+        "'x', 1)",
     )
-    execute(installed_dsn, "update headwater.installed set version = '99.0.0', functions_checksum = 'newer'")
+    execute(installed_dsn, "update headwater_internal.installed set version = '99.0.0', functions_checksum = 'newer'")
     headwater.connect(installed_dsn).close()
     with pytest.raises(headwater.SchemaMismatch, match="pip install --upgrade headwater"):
         upgrade(installed_dsn)
 
 
 def test_an_older_program_does_not_replace_newer_functions(installed_dsn: str) -> None:
-    execute(installed_dsn, "update headwater.installed set version = '99.0.0', functions_checksum = 'newer'")
+    execute(installed_dsn, "update headwater_internal.installed set version = '99.0.0', functions_checksum = 'newer'")
     with pytest.raises(headwater.SchemaMismatch, match="pip install --upgrade headwater"):
         upgrade(installed_dsn)
 

@@ -16,11 +16,11 @@ import pytest
 from typer.testing import CliRunner
 
 import headwater
-from headwater.access import permissions
+from headwater.access import scram
 from headwater.calls import access as calls
 from headwater.cli import app, open_files, processes
-from headwater.servers.options import Limits
-from http_server import http_door, http_process
+from headwater.servers.options import ServerLimits
+from http_server import http_process, http_server
 
 SECONDS = 60
 PASSWORD = "a password of some length"
@@ -66,7 +66,7 @@ def test_a_server_may_have_as_many_files_open_as_the_system_allows(dsn: str) -> 
 
 
 def test_a_server_that_may_open_too_few_files_says_what_to_do(supervised: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "files open" not in supervised("--connections", "5")[1]
+    assert "open files" not in supervised("--connections", "5")[1]
     monkeypatch.setattr(open_files, "raise_limit", lambda wanted: wanted - 1)
     _, said = supervised("--connections", "5000")
     assert "LimitNOFILE=5500" in said
@@ -74,7 +74,7 @@ def test_a_server_that_may_open_too_few_files_says_what_to_do(supervised: Any, m
 
 
 def test_as_many_connections_are_taken_as_the_limit_says_and_probes_always(dsn: str, until: Until) -> None:
-    with http_door(dsn, limits=Limits(connections=3)) as address, ExitStack() as stack:
+    with http_server(dsn, limits=ServerLimits(connections=3)) as address, ExitStack() as stack:
         clients = [
             stack.enter_context(httpx.Client(base_url=address, timeout=SECONDS, limits=httpx.Limits(max_connections=1)))
             for _ in range(4)
@@ -101,13 +101,13 @@ def test_as_many_connections_are_taken_as_the_limit_says_and_probes_always(dsn: 
 @pytest.fixture(scope="module")
 def accounts(dsn: str) -> None:
     with headwater.connect(dsn) as log:
-        log.run(calls.set_account("shop", permissions.verifiers(PASSWORD, os.urandom(16), 4096), administrator=True))
+        log.run(calls.set_account("shop", scram.verifiers(PASSWORD, os.urandom(16), 4096), administrator=True))
 
 
 @pytest.mark.usefixtures("accounts")
 def test_who_asks_by_a_trusted_proxy_and_how_is_what_it_says_and_nobody_else_is_believed(dsn: str) -> None:
     # Ten requests of each address, and then none for a long time.
-    limits = Limits(requests_per_second=0.0001)
+    limits = ServerLimits(requests_per_second=0.0001)
 
     def ask(client: httpx.Client, *forwarded_for: str) -> int:
         return client.get("/docs", headers={"x-forwarded-for": ", ".join(forwarded_for)}).status_code
@@ -118,7 +118,7 @@ def test_who_asks_by_a_trusted_proxy_and_how_is_what_it_says_and_nobody_else_is_
         return str(answer.headers["set-cookie"])
 
     with (
-        http_door(dsn, authenticate=True, limits=limits, trusted_proxies=("127.0.0.0/8",)) as address,
+        http_server(dsn, authenticate=True, limits=limits, trusted_proxies=("127.0.0.0/8",)) as address,
         httpx.Client(base_url=address, timeout=SECONDS) as client,
     ):
         assert {ask(client, "203.0.113.7") for _ in range(11)} == {200, 429}
@@ -128,7 +128,7 @@ def test_who_asks_by_a_trusted_proxy_and_how_is_what_it_says_and_nobody_else_is_
         assert "Secure" in cookie(client, x_forwarded_for="198.51.100.1", x_forwarded_proto="https")
         assert "Secure" not in cookie(client, x_forwarded_for="198.51.100.1", x_forwarded_proto="http")
     with (
-        http_door(dsn, authenticate=True, limits=limits, trusted_proxies=("192.0.2.1/32",)) as address,
+        http_server(dsn, authenticate=True, limits=limits, trusted_proxies=("192.0.2.1/32",)) as address,
         httpx.Client(base_url=address, timeout=SECONDS) as client,
     ):
         assert "Secure" not in cookie(client, x_forwarded_proto="https")

@@ -1,4 +1,4 @@
-"""Does an event store fit into Postgres? Transactions, groups, plain SQL, roles, and the rest of the log beside it."""
+"""Does an event store fit into Postgres? Transactions, queues, plain SQL, roles, and the rest of the log beside it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ import pytest
 from psycopg import conninfo, sql
 
 import headwater
-from headwater import aio, calls
+from headwater import aio
+from headwater.calls import queues as queue_calls
+from headwater.calls import store as store_calls
 from headwater.client.eventstore.postgres import EventStore
 from headwater.errors import (
     AppendConflict,
@@ -26,7 +28,7 @@ from headwater.errors import (
     WrongTransaction,
 )
 from headwater.eventstore import LatestMatchIs, NewStoreEvent, NoMatchAfter, Query, StoreEvent
-from headwater.eventstore.field_index import defined
+from headwater.eventstore.field_index import define_index
 
 _numbers = itertools.count()
 Until = Callable[[Callable[[], Any]], Any]
@@ -45,7 +47,7 @@ def happened(type: str = "Happened", *tags: str) -> NewStoreEvent:
     return NewStoreEvent(type, tags=tags)
 
 
-def waiting_for_lanes(connection: psycopg.Connection[Any]) -> int:
+def waiting_for_partitions(connection: psycopg.Connection[Any]) -> int:
     """How many transactions wait for an advisory lock."""
     row = connection.execute(
         "select count(*) from pg_locks where locktype = 'advisory' and not granted "
@@ -102,7 +104,7 @@ def test_who_appends_later_sees_what_an_open_transaction_appended(
         with log.transaction() as own:
             first = store.append(happened("A", "x"), connection=own)
             later = pool.submit(store.append, happened("B", "x"), NoMatchAfter(tagged("x")))
-            until(lambda: waiting_for_lanes(connection) == 1)
+            until(lambda: waiting_for_partitions(connection) == 1)
         with pytest.raises(AppendConflict) as refused:
             later.result(20)
     assert refused.value.actual_position == first.position
@@ -136,7 +138,7 @@ def test_who_holds_a_store_for_too_long_is_named_as_the_reason(
     try:
         with log.transaction() as own:
             store.append(happened(), connection=own)
-            with pytest.raises(TransactionAborted, match="another transaction has held"):
+            with pytest.raises(TransactionAborted, match="another transaction has locked"):
                 store.append(happened())
     finally:
         for source in sources:
@@ -144,7 +146,7 @@ def test_who_holds_a_store_for_too_long_is_named_as_the_reason(
     assert store.append(happened()).positions
 
 
-# --- groups ------------------------------------------------------------------------------------------------------
+# --- queues ------------------------------------------------------------------------------------------------------
 
 
 def test_appends_that_wait_share_one_transaction_and_each_has_its_verdict(
@@ -161,17 +163,18 @@ def test_appends_that_wait_share_one_transaction_and_each_has_its_verdict(
     with ThreadPoolExecutor(21) as pool:
         with log.transaction() as own:
             store.append(happened("first"), connection=own)
-            alone = pool.submit(store.append, happened("alone"))
-            until(lambda: waiting_for_lanes(connection) == 1)
+            isolated = pool.submit(store.append, happened("isolated"))
+            until(lambda: waiting_for_partitions(connection) == 1)
             others = [pool.submit(append, n) for n in range(20)]
-            until(lambda: len(store._lane._waiting) == 20)
-        alone.result(20)
+            until(lambda: len(store._group_commit._waiting) == 20)
+        isolated.result(20)
         verdicts = [other.result(20) for other in others]
     assert sorted(verdicts) == ["appended"] * 10 + ["refused"] * 10
     assert [sorted(verdicts[n : n + 2]) for n in range(0, 20, 2)] == [["appended", "refused"]] * 10
     row = connection.execute(
-        "select count(distinct e.xmin::text) from headwater.event e join headwater.topic t on t.id = e.topic_id "
-        "where t.name = %s and e.type not in ('first', 'alone')",
+        "select count(distinct e.xmin::text) from headwater_internal.event e join headwater_internal.topic t on "
+        "t.id = e.topic_id "
+        "where t.name = %s and e.type not in ('first', 'isolated')",
         (store.topic,),
     ).fetchone()
     assert row == (1,)
@@ -180,24 +183,24 @@ def test_appends_that_wait_share_one_transaction_and_each_has_its_verdict(
 def test_an_append_whose_answer_is_lost_is_sent_again_and_done_once(
     store: EventStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send = store._lane._send
+    send = store._group_commit._send
     sent: list[int] = []
 
-    def losing(appends: Sequence[calls.EncodedAppend]) -> Any:
+    def losing(appends: Sequence[store_calls.EncodedAppend]) -> Any:
         verdicts = send(appends)
         sent.append(len(appends))
         if len(sent) == 1:
             raise LogUnavailable("the connection to Postgres is lost")
         return verdicts
 
-    monkeypatch.setattr(store._lane, "_send", losing)
+    monkeypatch.setattr(store._group_commit, "_send", losing)
     appended = store.append([happened("A", "x"), happened("B", "x")], NoMatchAfter(tagged("x")))
     assert sent == [1, 1]
     assert appended.repeated
     assert [event.position for event in store.read()] == list(appended.positions)
 
 
-def test_many_tasks_append_in_groups_and_one_that_is_cancelled_takes_nobody_with_it(
+def test_many_tasks_append_in_queues_and_one_that_is_cancelled_takes_nobody_with_it(
     dsn: str, connection: psycopg.Connection[Any]
 ) -> None:
     async def until(true: Callable[[], bool]) -> None:
@@ -209,11 +212,11 @@ def test_many_tasks_append_in_groups_and_one_that_is_cancelled_takes_nobody_with
             store = await log.create_store(f"store-{next(_numbers)}")
             async with log.transaction() as own:
                 await store.append(happened("first"), connection=own)
-                # The one that works for all waits for the lane, with the others behind it.
+                # The one that works for all waits for the partition, with the others behind it.
                 leader = asyncio.create_task(store.append(happened("leader")))
-                await asyncio.wait_for(until(lambda: waiting_for_lanes(connection) == 1), 20)
+                await asyncio.wait_for(until(lambda: waiting_for_partitions(connection) == 1), 20)
                 others = [asyncio.create_task(store.append(happened(f"{n}"))) for n in range(30)]
-                await asyncio.wait_for(until(lambda: len(store._lane._waiting) == 30), 20)
+                await asyncio.wait_for(until(lambda: len(store._group_commit._waiting) == 30), 20)
                 leader.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await leader
@@ -371,9 +374,9 @@ def test_a_store_keeps_its_events_and_its_order(log: headwater.Headwater, store:
     for change in ({"retention": timedelta(days=1)}, {"partitions": 2}):
         with pytest.raises(InvalidRequest, match="one sequenced partition and no retention"):
             log.alter_topic(store.topic, **change)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequest, match="is no event store"):
+    with pytest.raises(InvalidRequest, match="is not an event store"):
         log.store(topic).append(happened())
-    with pytest.raises(InvalidRequest, match="is no event store"):
+    with pytest.raises(InvalidRequest, match="is not an event store"):
         log.create_store(topic, if_missing=True)
 
 
@@ -384,18 +387,22 @@ def test_a_deleted_store_gives_its_room_back(
     log.delete_topic(store.topic)
     log.maintain()
     row = connection.execute(
-        "select count(*) from headwater.event_mark m join headwater.topic t on t.id = m.topic_id where t.name = %s",
+        "select count(*) from headwater_internal.event_index_term m "
+        "join headwater_internal.topic t on t.id = m.topic_id where t.name = %s",
         (store.topic,),
     ).fetchone()
     assert row == (0,)
 
 
-def test_a_plain_topic_has_no_marks(log: headwater.Headwater, topic: str, connection: psycopg.Connection[Any]) -> None:
+def test_a_plain_topic_has_no_index_terms(
+    log: headwater.Headwater, topic: str, connection: psycopg.Connection[Any]
+) -> None:
     log.publish(topic, {}, type="A")
     log.create_topic(f"{topic}-sequenced", kind="sequenced")
     log.publish(f"{topic}-sequenced", {}, type="A")
     row = connection.execute(
-        "select count(*) from headwater.event_mark m join headwater.topic t on t.id = m.topic_id where t.name like %s",
+        "select count(*) from headwater_internal.event_index_term m "
+        "join headwater_internal.topic t on t.id = m.topic_id where t.name like %s",
         (f"{topic}%",),
     ).fetchone()
     assert row == (0,)
@@ -404,10 +411,11 @@ def test_a_plain_topic_has_no_marks(log: headwater.Headwater, topic: str, connec
 # --- indexes on fields -------------------------------------------------------------------------------------------
 
 
-def index_marks(connection: psycopg.Connection[Any], store: EventStore) -> int:
+def index_terms(connection: psycopg.Connection[Any], store: EventStore) -> int:
     row = connection.execute(
-        "select count(*) from headwater.event_mark m join headwater.topic t on t.id = m.topic_id "
-        "where t.name = %s and m.mark like '=%%'",
+        "select count(*) from headwater_internal.event_index_term m join headwater_internal.topic t on t.id = "
+        "m.topic_id "
+        "where t.name = %s and m.index_term like '=%%'",
         (store.topic,),
     ).fetchone()
     assert row is not None
@@ -435,11 +443,11 @@ def test_an_index_finds_what_was_there_and_what_comes_and_nothing_else(
         ("by_k", ("k",), True),
         ("by_k_l", ("k", "l"), True),
     ]
-    assert index_marks(connection, store) == 4
+    assert index_terms(connection, store) == 4
     assert [[event.position for event in store.read(query)] for query in queries] == before
     later = store.append(with_data(*odd)).positions
     published = log.publish(store.topic, {"k": 5}, type="A")
-    assert index_marks(connection, store) == 9
+    assert index_terms(connection, store) == 9
     shift = later[0] - store.read(batch_size=1)[0].position
     expected = [[*found, *(position + shift for position in found)] for found in before]
     for query, positions in zip(queries, expected, strict=True):
@@ -456,7 +464,7 @@ def test_an_index_finds_what_was_there_and_what_comes_and_nothing_else(
     assert [index.name for index in store.indexes()] == ["by_k_l"]
     log.maintain()
     log.maintain()
-    assert index_marks(connection, store) == 2
+    assert index_terms(connection, store) == 2
     assert [event.position for event in store.read(queries[0])][-1] == published
 
 
@@ -468,7 +476,7 @@ def test_an_index_leads_to_events_without_looking_at_the_others(
     def looked_at() -> int:
         connection.execute("select pg_stat_force_next_flush()")
         connection.execute("set track_functions = 'all'")
-        connection.execute("select pg_stat_reset_single_function_counters('headwater.fields_match'::regproc)")
+        connection.execute("select pg_stat_reset_single_function_counters('headwater_internal.fields_match'::regproc)")
         connection.execute(
             "select count(*) from headwater.read_matching(%s, %s)", (store.topic, json.dumps([{"fields": {"k": "7"}}]))
         )
@@ -483,11 +491,11 @@ def test_an_index_leads_to_events_without_looking_at_the_others(
 
 def test_an_index_that_is_being_filled_is_not_used(store: EventStore, log: headwater.Headwater) -> None:
     store.append(with_data({"k": 1}, {"k": 2}, {"k": 1}))
-    log._run(calls.create_field_index(store.topic, defined("by_k", ["k"])))
+    log._run(store_calls.create_field_index(store.topic, define_index("by_k", ["k"])))
     store.append(with_data({"k": 1}))
     assert [index.ready for index in store.indexes()] == [False]
     assert store.count(Query.of(fields={"k": 1})) == 3
-    assert log._run(calls.fill_field_index(store.topic, "by_k", batch_size=2))
+    assert log._run(store_calls.fill_field_index(store.topic, "by_k", batch_size=2))
     assert store.count(Query.of(fields={"k": 1})) == 3
     store.create_index("by_k", ["k"])
     assert [index.ready for index in store.indexes()] == [True]
@@ -497,10 +505,10 @@ def test_an_index_that_is_being_filled_is_not_used(store: EventStore, log: headw
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ([], "1 to 8 fields"),
-        (["k"] * 2, "each field once"),
-        ([f"k{n}" for n in range(9)], "1 to 8 fields"),
-        ("k", "list of texts"),
+        ([], "expected 1 to 8"),
+        (["k"] * 2, "a field twice"),
+        ([f"k{n}" for n in range(9)], "expected 1 to 8"),
+        ("k", "list of strings"),
     ],
 )
 def test_what_is_no_index_is_refused(store: EventStore, fields: Any, says: str) -> None:
@@ -573,42 +581,42 @@ def test_who_may_publish_may_append_and_who_may_consume_may_read(
 
 
 @pytest.mark.parametrize("bound", ["elsewhere", "to more", "in part", "to nothing", "to all"])
-def test_who_competes_in_a_group_that_is_bound_otherwise_is_refused(
+def test_who_competes_in_a_queue_that_is_bound_otherwise_is_refused(
     log: headwater.Headwater, store: EventStore, topic: str, bound: str
 ) -> None:
-    group = f"group-{next(_numbers)}"
-    log.create_group(group, {"elsewhere": [topic], "to more": [store.topic, topic]}.get(bound))
+    queue = f"queue-{next(_numbers)}"
+    log.create_queue(queue, {"elsewhere": [topic], "to more": [store.topic, topic]}.get(bound))
     if bound == "in part":
-        log.bind(group, topic=store.topic, type="A")
+        log.bind(queue, topic=store.topic, type="A")
     elif bound == "to all":
-        log.bind(group)
+        log.bind(queue)
     log.publish(topic, {"n": 1})
     store.append(happened())
-    with pytest.raises(InvalidRequest, match="is not bound to all of"):
-        list(store.compete(group, worker="w", stop_when_caught_up=True))
+    with pytest.raises(InvalidRequest, match="is not bound to exactly"):
+        list(store.compete(queue, worker="w", stop_when_caught_up=True))
     # Nothing was taken.
-    claimed = log.claim(group, worker="other", batch_size=1000)
+    claimed = log.claim(queue, worker="other", batch_size=1000)
     mine = (topic, store.topic)
     got = [] if claimed is None else [event.topic for event in claimed.events if event.topic in mine]
     expected = {"elsewhere": [topic], "to more": [topic, store.topic], "to all": [topic, store.topic]}
     assert got == expected.get(bound, [])
 
 
-def test_who_competes_takes_nothing_of_what_the_group_is_bound_to_later(
+def test_who_competes_takes_nothing_of_what_the_queue_is_bound_to_later(
     log: headwater.Headwater, store: EventStore, topic: str, until: Until
 ) -> None:
-    group = f"group-{next(_numbers)}"
-    competing = store.compete(group, worker="w", lease_seconds=0.2, stop_when_caught_up=True)
+    queue = f"queue-{next(_numbers)}"
+    competing = store.compete(queue, worker="w", lease_seconds=0.2, stop_when_caught_up=True)
     store.append(happened("A"))
     assert [event.type for event in next(competing)] == ["A"]
-    log.bind(group, topic=topic)
+    log.bind(queue, topic=topic)
     log.publish(topic, {"n": 1})
-    with pytest.raises(InvalidRequest, match="is not bound to all of"):
+    with pytest.raises(InvalidRequest, match="is not bound to exactly"):
         until(lambda: list(competing))
 
     def given_to_another() -> Any:
-        log._run(calls.reap(group))
-        return log.claim(group, worker="other")
+        log._run(queue_calls.reap(queue))
+        return log.claim(queue, worker="other")
 
     assert [event.topic for event in until(given_to_another).events] == [topic]
 
@@ -625,16 +633,16 @@ def test_a_cursor_of_other_topics_is_refused(
         lambda: list(store.subscribe(cursor=cursor, stop_when_caught_up=True)),
         lambda: store.process(Query(), lambda connection, events: None, cursor=cursor, stop_when_caught_up=True),
     ):
-        with pytest.raises(InvalidRequest, match=f'not of "{store.topic}"'):
+        with pytest.raises(InvalidRequest, match=f'not to "{store.topic}"'):
             using()
 
 
-def test_a_live_subscriber_gets_what_commits_long_after_it_was_drawn(
+def test_a_live_subscriber_gets_what_commits_long_after_it_was_assigned(
     log: headwater.Headwater, store: EventStore, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[int] = []
-    read_after = store._feed._read_after
-    monkeypatch.setattr(store._feed, "_read_after", lambda *arguments: looks.append(1) or read_after(*arguments))
+    read_after = store._live_reader._read_after
+    monkeypatch.setattr(store._live_reader, "_read_after", lambda *arguments: looks.append(1) or read_after(*arguments))
     got: list[StoreEvent] = []
 
     def follow() -> None:
@@ -661,7 +669,7 @@ def test_hundreds_of_tasks_follow_with_one_reader(dsn: str) -> None:
         async with await aio.connect(dsn, pool_size=4) as log:
             store = await log.create_store(f"store-{next(_numbers)}")
             reading, at_once = 0, 0
-            read_after = store._feed._read_after
+            read_after = store._live_reader._read_after
 
             async def watched(position: int, batch_size: int) -> list[StoreEvent]:
                 nonlocal reading, at_once
@@ -672,7 +680,7 @@ def test_hundreds_of_tasks_follow_with_one_reader(dsn: str) -> None:
                 finally:
                     reading -= 1
 
-            store._feed._read_after = watched
+            store._live_reader._read_after = watched
 
             async def follow(number: int) -> list[int]:
                 got = []

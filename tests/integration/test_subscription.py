@@ -54,7 +54,7 @@ def test_reading_moves_nothing_until_it_is_set(log: headwater.Headwater, topic: 
     assert list(positions(log.read_next(topic, reader="me", batch_size=2))) == published[:2]
     ahead = log.read_next(topic, reader="me", after=first.next_position, batch_size=2)
     assert list(positions(ahead)) == published[2:4]
-    log.set_reading(topic, first.next_position, reader="me")
+    log.commit_reading(topic, first.next_position, reader="me")
     assert list(positions(log.read_next(topic, reader="me", batch_size=10))) == published[2:]
 
 
@@ -65,18 +65,18 @@ def test_one_reader_at_a_time_and_anybody_may_peek(log: headwater.Headwater, top
     with pytest.raises(headwater.ReaderBusy, match="me"):
         log.read_next(topic, reader="you")
     with pytest.raises(headwater.ReaderBusy):
-        log.set_reading(topic, 1, reader="you")
+        log.commit_reading(topic, 1, reader="you")
     assert len(log.read_next(topic, reader="you", peek=True).events) == 1
-    log.set_reading(topic, 0, reader="me", release=True)
+    log.commit_reading(topic, 0, reader="me", release=True)
     log.read_next(topic, reader="you")
-    connection.execute("update headwater.reading set leased_until = now() - interval '1 s'")
+    connection.execute("update headwater_internal.reading set leased_until = now() - interval '1 s'")
     log.read_next(topic, reader="me")
 
 
-def test_conditions_see_every_part_of_an_event(log: headwater.Headwater, topic: str) -> None:
+def test_filters_see_every_part_of_an_event(log: headwater.Headwater, topic: str) -> None:
     wanted = [
-        log.subscribe(topic, condition)
-        for condition in (
+        log.subscribe(topic, filter)
+        for filter in (
             "e.key = 'k1'",
             "e.type = 'T' and e.routing_key like 'a.%'",
             "e.headers @> '{\"h\": 1}'",
@@ -99,9 +99,7 @@ def test_an_event_that_is_no_json_has_no_data_and_harms_nobody(log: headwater.He
     assert [m.subscription_ids for m in log.read_next(topic, reader="me").events] == [(by_data,)] * 5
 
 
-def test_a_condition_that_fails_on_an_event_does_not_match_it_and_says_why(
-    log: headwater.Headwater, topic: str
-) -> None:
+def test_a_filter_that_fails_on_an_event_does_not_match_it_and_says_why(log: headwater.Headwater, topic: str) -> None:
     numbers = log.subscribe(topic, "(e.data ->> 'n')::int > 1")
     every = log.subscribe(topic, "true")
     log.publish_batch(topic, [NewEvent({"n": 2}), NewEvent({"n": "many"}), NewEvent({"n": 3})])
@@ -115,38 +113,38 @@ def test_a_condition_that_fails_on_an_event_does_not_match_it_and_says_why(
 @pytest.mark.parametrize(
     "hostile",
     [
-        "exists (select from headwater.event)",
-        "(select count(*) from headwater.subscription) > 0",
+        "exists (select from headwater_internal.event)",
+        "(select count(*) from headwater_internal.subscription) > 0",
         "(select true)",
         "pg_sleep(1) is null",
-        "true); drop table headwater.event; --",
+        "true); drop table headwater_internal.event; --",
         "true; select 1",
-        "true) from headwater.topic union select (true",
+        "true) from headwater_internal.topic union select (true",
         "true $$; select 1; $$",
-        "nextval('headwater.position') > 0",
+        "nextval('headwater_internal.position') > 0",
         "set_config('role', 'postgres', false) is null",
         "query_to_xml('select 1', true, true, '') is null",
-        "table_to_xml('headwater.subscription', true, true, '')::text like '%x%'",
+        "table_to_xml('headwater_internal.subscription', true, true, '')::text like '%x%'",
         "pg_read_file('/etc/hostname') like '%'",
         "current_setting('data_directory') like '%'",
         "has_table_privilege('pg_class', 'select')",
         "generate_series(1, 1000000000) > 0",
         "count(*) > 0",
         "headwater.head() > 0",
-        "headwater_condition.install('true') is null",
+        "headwater_filter.install('true') is null",
         "e.nothing = 1",
-        "not a condition",
+        "not a filter",
         "1",
         "",
     ],
 )
-def test_a_hostile_or_wrong_condition_is_refused_and_leaves_nothing(
+def test_a_hostile_or_wrong_filter_is_refused_and_leaves_nothing(
     log: headwater.Headwater, topic: str, hostile: str
 ) -> None:
     with pytest.raises(headwater.InvalidRequest):
         log.subscribe(topic, hostile)
-    with pytest.raises(headwater.GroupNotFound):
-        log.group(topic)
+    with pytest.raises(headwater.QueueNotFound):
+        log.queue(topic)
     assert log.publish(topic, 1) is not None
 
 
@@ -170,7 +168,7 @@ def test_a_function_of_a_user_cannot_be_called(
         "e'it\\'s' <> 'x'",
     ],
 )
-def test_odd_characters_in_a_condition_do_no_harm(log: headwater.Headwater, topic: str, harmless: str) -> None:
+def test_odd_characters_in_a_filter_do_no_harm(log: headwater.Headwater, topic: str, harmless: str) -> None:
     log.subscribe(topic, harmless)
     log.publish(topic, {})
     assert len(log.read_next(topic, reader="me").events) == 1
@@ -180,14 +178,14 @@ def test_odd_characters_in_a_condition_do_no_harm(log: headwater.Headwater, topi
 SLOW = "case when e.data ->> 'slow' is null then true else factorial((e.data ->> 'slow')::int) > 0 end"
 
 
-def read_all(log: headwater.Headwater, group: str, **options: Any) -> list[tuple[int, tuple[int, ...]]]:
+def read_all(log: headwater.Headwater, queue: str, **options: Any) -> list[tuple[int, tuple[int, ...]]]:
     """Read and note as done until the end of the log; what came, in order."""
     came: list[tuple[int, tuple[int, ...]]] = []
-    end = log.state().settled
+    end = log.state().stable
     for _ in range(200):
-        reading = log.read_next(group, reader="me", **options)
+        reading = log.read_next(queue, reader="me", **options)
         came += [(one.event.position, one.subscription_ids) for one in reading.events]
-        log.set_reading(group, reading.next_position, reader="me")
+        log.commit_reading(queue, reading.next_position, reader="me")
         if reading.next_position >= end and not reading.events:
             return came
     raise AssertionError("the reader does not come to the end")
@@ -208,9 +206,9 @@ def test_a_slow_filter_stops_at_its_event_while_the_others_go_on_and_loses_nothi
     told = {one.id: one for one in log.subscriptions(topic)}
     assert (told[slow].broken, told[every].broken) == (True, False)
     assert told[slow].stopped_position == published[5] - 1
-    assert "ran out of time" in (told[slow].last_error or "")
+    assert "timed out" in (told[slow].last_error or "")
     assert connection.execute(
-        "select filter, position, expired, subscriptions from headwater.stopped_filter where group_name = %s", (topic,)
+        "select filter, position, expired, subscriptions from headwater.stopped_filter where queue_name = %s", (topic,)
     ).fetchall() == [(SLOW, published[5] - 1, False, 1)]
     more = log.publish_batch(topic, [NewEvent({}) for _ in range(3)])
     assert read_all(log, topic, timeout_seconds=0.2) == [(position, (every,)) for position in more]
@@ -220,7 +218,7 @@ def test_a_slow_filter_stops_at_its_event_while_the_others_go_on_and_loses_nothi
     came = read_all(log, topic, batch_size=4, timeout_seconds=600)
     assert came == [(position, (slow,)) for position in [*published[5:], *more]] + [(latest, (slow, every))]
     assert not any(one.broken for one in log.subscriptions(topic))
-    assert connection.execute("select count(*) from headwater.filter_stop").fetchone() == (0,)
+    assert connection.execute("select count(*) from headwater_internal.filter_stop").fetchone() == (0,)
 
 
 def test_a_filter_that_is_still_slow_stops_again_and_costs_the_others_nothing(
@@ -254,7 +252,7 @@ def test_a_reader_that_dies_while_a_filter_catches_up_gets_its_events_again(
     first = log.read_next(topic, reader="me", batch_size=2, timeout_seconds=600)
     assert list(positions(first)) == published[:2]
     # It never says that it is done. The next reader begins where that one did.
-    connection.execute("update headwater.reading set leased_until = now() - interval '1 s'")
+    connection.execute("update headwater_internal.reading set leased_until = now() - interval '1 s'")
     latest = log.publish(topic, {})
     came = read_all(log, topic, batch_size=100, timeout_seconds=600)
     assert came == [(position, (slow,)) for position in published] + [(latest, (slow, every))]
@@ -273,7 +271,7 @@ def test_what_was_read_ahead_is_done_before_a_filter_catches_up(log: headwater.H
         reading = ahead
         ahead = log.read_next(topic, reader="me", after=reading.next_position, timeout_seconds=600)
     assert (ahead.events, ahead.next_position) == ((), reading.next_position)
-    log.set_reading(topic, reading.next_position, reader="me")
+    log.commit_reading(topic, reading.next_position, reader="me")
     read_to = published.index(reading.next_position) + 1
     assert read_all(log, topic, timeout_seconds=600) == [
         *((position, (slow,)) for position in published[:read_to]),
@@ -281,18 +279,18 @@ def test_what_was_read_ahead_is_done_before_a_filter_catches_up(log: headwater.H
     ]
 
 
-def test_a_stopped_filter_holds_retention_only_of_a_group_that_must_not_lose(
+def test_a_stopped_filter_holds_retention_only_of_a_queue_that_must_not_lose(
     log: headwater.Headwater, topic: str, connection: psycopg.Connection
 ) -> None:
     log.subscribe(topic, SLOW, topics=[topic])
     position = log.publish(topic, {"slow": 32000})
     read_all(log, topic, timeout_seconds=0.2)
-    low_water = "select headwater.group_low_water(g) from headwater.consumer_group g where g.name = %s"
+    low_water = "select headwater_internal.queue_low_water(g) from headwater_internal.queue g where g.name = %s"
     assert connection.execute(low_water, (topic,)).fetchone() == (position - 1,)
-    assert log.group(topic).must_not_lose is False
-    connection.execute("update headwater.topic set expired_to = %s where name = %s", (position, topic))
+    assert log.queue(topic).holds_retention is False
+    connection.execute("update headwater_internal.topic set expired_to = %s where name = %s", (position, topic))
     assert connection.execute(
-        "select expired from headwater.stopped_filter where group_name = %s", (topic,)
+        "select expired from headwater.stopped_filter where queue_name = %s", (topic,)
     ).fetchone() == (True,)
     log.subscribe(topic, SLOW)
     read_all(log, topic, timeout_seconds=600)
@@ -325,7 +323,7 @@ def test_subscriptions_are_found_by_index_without_any_statistics(
     )
     log.publish_batch(topic, [NewEvent({"user": user}) for user in range(1, 501)])
     used = "select idx_tup_read from pg_stat_user_indexes where indexrelname = %s"
-    scanned = "select seq_tup_read from pg_stat_user_tables where relname = 'subscription' and schemaname = 'headwater'"
+    scanned = "select seq_tup_read from pg_stat_user_tables where relid = 'headwater_internal.subscription'::regclass"
 
     def counts() -> tuple[int, int]:
         connection.execute("select pg_stat_clear_snapshot()")
@@ -349,20 +347,20 @@ def test_subscriptions_are_found_by_index_without_any_statistics(
     assert (after[0] - before[0], after[1] - before[1]) == (500, 0)
 
 
-def test_a_group_does_not_look_at_the_filters_of_other_groups(
+def test_a_queue_does_not_look_at_the_filters_of_other_queues(
     log: headwater.Headwater, topic: str, connection: psycopg.Connection
 ) -> None:
     """By the number of rows of filters that a reading fetches."""
     texts = [f"{BY_USER} and e.type is distinct from '{topic} {number}'" for number in range(50)]
-    for group, wanted in ((f"{topic}-other", texts), (topic, texts[:2])):
+    for queue, wanted in ((f"{topic}-other", texts), (topic, texts[:2])):
         connection.execute(
             "select headwater.subscribe(%s, t, jsonb_build_object('user', 1)) from unnest(%s::text[]) as t",
-            (group, wanted),
+            (queue, wanted),
         )
     log.publish(topic, {"user": 1})
     fetched = (
         "select seq_tup_read + coalesce(idx_tup_fetch, 0) from pg_stat_user_tables "
-        "where schemaname = 'headwater' and relname = 'condition'"
+        "where schemaname = 'headwater_internal' and relname = 'filter'"
     )
 
     def count() -> int:
@@ -454,7 +452,7 @@ def test_a_subscription_ends_when_it_was_not_in_use(
     kept = log.subscribe(topic, "true", {"n": 1}, expires_after=timedelta(minutes=10))
     log.subscribe(topic, "true", {"n": 2}, expires_after=timedelta(minutes=10))
     for_ever = log.subscribe(topic, "true", {"n": 3})
-    connection.execute("update headwater.subscription set last_active_at = now() - interval '11 minutes'")
+    connection.execute("update headwater_internal.subscription set last_active_at = now() - interval '11 minutes'")
     log.keep_subscriptions([kept])
     log.maintain()
     assert [one.id for one in log.subscriptions(topic)] == [kept, for_ever]
@@ -498,7 +496,7 @@ def test_subscribers_get_their_events_in_order_and_only_theirs(log: headwater.He
         odd.append(event.data["n"])
 
     for one in app.subscribers:
-        log.subscribe(topic, one.condition, one.params)
+        log.subscribe(topic, one.filter, one.params)
     log.publish_batch(topic, [NewEvent({"n": n}) for n in range(500)])
     run_until(app, dsn, lambda: len(even) + len(odd) == 500)
     assert even == list(range(0, 500, 2))
@@ -523,7 +521,7 @@ def test_a_failed_event_comes_again_to_its_handler_alone(log: headwater.Headwate
         calls.append(("works", event.data))
 
     log.subscribe(topic, "true")
-    log.alter_group(topic, backoff_seconds=0)
+    log.alter_queue(topic, backoff_seconds=0)
     log.publish_batch(topic, [NewEvent(n) for n in range(4)])
     run_until(app, dsn, lambda: len(calls) == 4 + 4 + 3)
     assert [n for name, n in calls if name == "works"] == [0, 1, 2, 3]
@@ -544,7 +542,7 @@ def test_a_handler_that_never_succeeds_is_given_up_and_its_event_is_kept_to_see(
         raise RuntimeError("never")
 
     log.subscribe(topic, "true")
-    log.alter_group(topic, backoff_seconds=0, max_attempts=3)
+    log.alter_queue(topic, backoff_seconds=0, max_attempts=3)
     log.publish(topic, 1)
 
     def given_up() -> bool:
@@ -645,8 +643,8 @@ def test_a_watch_shows_only_the_columns_and_changes_asked_for(
     ]
     with pytest.raises(headwater.InvalidRequest, match="no column"):
         log.watch_table(f'"{topic}"', columns=["nope"])
-    with pytest.raises(headwater.InvalidRequest, match="not a table"):
-        log.watch_table("headwater.event")
+    with pytest.raises(headwater.InvalidRequest, match="cannot be watched"):
+        log.watch_table("headwater_internal.event")
 
 
 def test_who_may_write_a_watched_table_need_not_be_a_publisher(
@@ -663,32 +661,32 @@ def test_who_may_write_a_watched_table_need_not_be_a_publisher(
 
 
 def test_a_reader_of_another_epoch_is_refused_and_moves_nothing(log: headwater.Headwater, topic: str) -> None:
-    group = f"{topic}-epoch"
-    log.subscribe(group, f"e.topic = '{topic}'")
+    queue = f"{topic}-epoch"
+    log.subscribe(queue, f"e.topic = '{topic}'")
     log.publish(topic, 1)
-    reading = log.read_next(group, reader="me")
+    reading = log.read_next(queue, reader="me")
     assert [matched.event.data for matched in reading.events] == [1]
     epoch = log.state().epoch
     for refused in (
-        lambda: log.read_next(group, reader="me", after=reading.next_position, epoch=epoch - 1),
-        lambda: log.read_next(group, reader="me", after=reading.next_position + 1000),
-        lambda: log.set_reading(group, reading.next_position, reader="me", epoch=epoch - 1),
-        lambda: log.set_reading(group, reading.next_position + 1000, reader="me"),
+        lambda: log.read_next(queue, reader="me", after=reading.next_position, epoch=epoch - 1),
+        lambda: log.read_next(queue, reader="me", after=reading.next_position + 1000),
+        lambda: log.commit_reading(queue, reading.next_position, reader="me", epoch=epoch - 1),
+        lambda: log.commit_reading(queue, reading.next_position + 1000, reader="me"),
     ):
         with pytest.raises(headwater.EpochChanged):
             refused()
-    assert [matched.event.data for matched in log.read_next(group, reader="me", epoch=epoch).events] == [1]
-    log.set_reading(group, reading.next_position, reader="me", epoch=epoch)
-    assert log.read_next(group, reader="me").events == ()
+    assert [matched.event.data for matched in log.read_next(queue, reader="me", epoch=epoch).events] == [1]
+    log.commit_reading(queue, reading.next_position, reader="me", epoch=epoch)
+    assert log.read_next(queue, reader="me").events == ()
 
 
-def test_an_open_publisher_of_another_topic_does_not_hold_up_a_group_of_named_topics(
+def test_an_open_publisher_of_another_topic_does_not_hold_up_a_queue_of_named_topics(
     log: headwater.Headwater, topic: str, connection: psycopg.Connection
 ) -> None:
     elsewhere = log.create_topic(f"{topic}-elsewhere").name
-    group = f"{topic}-named"
-    log.subscribe(group, "true", topics=[topic])
+    queue = f"{topic}-named"
+    log.subscribe(queue, "true", topics=[topic])
     with connection.transaction():
         log.publish(elsewhere, "held", connection=connection)
         log.publish(topic, 1)
-        assert [matched.event.data for matched in log.read_next(group, reader="me").events] == [1]
+        assert [matched.event.data for matched in log.read_next(queue, reader="me").events] == [1]

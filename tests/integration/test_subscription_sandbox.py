@@ -108,10 +108,10 @@ ATTACKS = {
     "an aggregate": "max(e.topic) is null",
     "an aggregate of a user": "agg(e.topic) is null",
     "a window function": "row_number() over () > 0",
-    "an ordered-set aggregate": "percentile_disc(0.5) within group (order by e.position) > 0",
+    "an ordered-set aggregate": "percentile_disc(0.5) within queue (order by e.position) > 0",
     "a set-returning function": "generate_series(1, 1000000000) > 0",
     "a set-returning function of JSON": "jsonb_array_elements(e.data) is not null",
-    "a subquery": "exists (select from headwater.event)",
+    "a subquery": "exists (select from headwater_internal.event)",
     "an array of a subquery": "array(select 1) is not null",
     "a subquery of values": "1 in (values (1))",
     "a collation of a user": 'e.topic collate "open"."c" < \'x\'',
@@ -131,21 +131,21 @@ ATTACKS = {
     "the version": "version() is null",
     "a privilege": "has_table_privilege('pg_class', 'select')",
     "a comment of an object": "obj_description(1, 'pg_class') is null",
-    "a table as XML": "table_to_xml('headwater.subscription', true, true, '') is null",
+    "a table as XML": "table_to_xml('headwater_internal.subscription', true, true, '') is null",
     "a query as XML": "query_to_xml('select 1', true, true, '') is null",
     "an XML document": "xmlparse(document '<a/>') is not null",
     "an XML type": "'<a/>'::xml is not null",
     "XPath": "xpath('/a', '<a/>') is not null",
     "a text search configuration": "to_tsvector(e.topic) is not null",
-    "a sequence": "nextval('headwater.position') > 0",
+    "a sequence": "nextval('headwater_internal.position') > 0",
     "a transaction number": "txid_current() > 0",
     "a sleep": "pg_sleep(10) is null",
     "a lock": "pg_advisory_lock(1) is null",
     "a notice to others": "pg_notify('a', 'b') is null",
     "the end of another session": "pg_terminate_backend(1)",
-    "a second statement": "true; drop table headwater.event",
+    "a second statement": "true; drop table headwater_internal.event",
     "the end of the wrapping parentheses": "true) or (true",
-    "a union": "true) from headwater.topic union select (true",
+    "a union": "true) from headwater_internal.topic union select (true",
     "a body that goes on": "true\n) cost 1 as (true",
     "dollar quotes": "$x$ $x$ is not null",
     "a parameter": "$1 is null",
@@ -216,11 +216,11 @@ ATTACKS = {
     "an access method's function": "hash_array_extended(array[1], 1) is null",
     "a function of an aggregate": "int8inc(e.position) > 0",
     "a list of privileges": "acldefault('r', 10) is null",
-    "the rights of a row": "row_security_active('headwater.event')",
+    "the rights of a row": "row_security_active('headwater_internal.event')",
     "the user of the operating system": "system_user is null",
     "many factorials": " + ".join(["factorial(32000)"] * 5) + " > 0",
     "a function of ours": "headwater.head() > 0",
-    "a function of the sandbox": "headwater_condition.install('true') is null",
+    "a function of the sandbox": "headwater_filter.install('true') is null",
     "no expression": "",
     "no boolean": "1",
 }
@@ -232,9 +232,9 @@ def test_an_attack_is_refused_when_it_subscribes(attacker: psycopg.Connection, a
         attacker.execute("select headwater.subscribe('attack', %s, from_position => 0)", (attack,))
     # HW002, and nothing of the attacker's ran on the way there.
     assert refused.value.sqlstate == "HW002"
-    assert attacker.execute("select count(*) from headwater.condition where expression = %s", (attack,)).fetchone() == (
-        0,
-    )
+    assert attacker.execute(
+        "select count(*) from headwater_internal.filter where expression = %s", (attack,)
+    ).fetchone() == (0,)
 
 
 def test_session_settings_do_not_change_how_a_filter_is_read(attacker: psycopg.Connection) -> None:
@@ -255,42 +255,43 @@ def test_the_role_that_runs_filters_owns_nothing_but_the_two_functions_that_swit
     connection: psycopg.Connection,
 ) -> None:
     owned = connection.execute(
-        "select p.proname from pg_proc p where p.proowner = 'headwater_condition'::regrole order by 1"
+        "select p.proname from pg_proc p where p.proowner = 'headwater_filter'::regrole order by 1"
     ).fetchall()
     assert owned == [("explain_as_filter",), ("match_as_filter",)]
     # Postgres itself knows of nothing else, in any catalog.
     assert connection.execute(
-        "select count(*) from pg_shdepend where refobjid = 'headwater_condition'::regrole and deptype = 'o'"
+        "select count(*) from pg_shdepend where refobjid = 'headwater_filter'::regrole and deptype = 'o'"
         " and dbid = (select oid from pg_database where datname = current_database())"
     ).fetchone() == (2,)
     # They are called by functions of the owner's role only.
     assert connection.execute(
         "select distinct r.rolname from pg_proc p cross join lateral aclexplode(p.proacl) as a "
-        "join pg_roles r on r.oid = a.grantee where p.proowner = 'headwater_condition'::regrole order by 1"
-    ).fetchall() == [("headwater_condition",), ("headwater_condition_owner",)]
+        "join pg_roles r on r.oid = a.grantee where p.proowner = 'headwater_filter'::regrole order by 1"
+    ).fetchall() == [("headwater_filter",), ("headwater_filter_owner",)]
     assert connection.execute(
-        "select count(*) from pg_namespace n where nspname in ('headwater', 'headwater_condition') "
-        "and has_schema_privilege('headwater_condition', n.oid, 'create')"
+        "select count(*) from pg_namespace n where nspname in ('headwater', 'headwater_internal', 'headwater_filter') "
+        "and has_schema_privilege('headwater_filter', n.oid, 'create')"
     ).fetchone() == (0,)
     readable = connection.execute(
-        "select c.relname from pg_class c where c.relnamespace = 'headwater'::regnamespace "
+        "select c.relname from pg_class c where c.relnamespace in ('headwater'::regnamespace, "
+        "'headwater_internal'::regnamespace) "
         "and c.relkind in ('r', 'p', 'v') "
-        "and has_table_privilege('headwater_condition', c.oid, 'select, insert, update, delete')"
+        "and has_table_privilege('headwater_filter', c.oid, 'select, insert, update, delete')"
     ).fetchall()
     assert readable == [("subscription",)]
 
 
-MATCH_AS_FILTER = "headwater_condition.match_as_filter(text, headwater.condition_event[], integer, bigint)"
+MATCH_AS_FILTER = "headwater_filter.match_as_filter(text, headwater_internal.filter_event[], integer, bigint)"
 # What code that got through every check would try, and why Postgres refuses it.
 ESCAPES = {
     "make its function run as the caller": (f"alter function {MATCH_AS_FILTER} security invoker", "read-only"),
     "give its function a setting": (f"alter function {MATCH_AS_FILTER} set search_path = evil", "read-only"),
     "rename its function": (f"alter function {MATCH_AS_FILTER} rename to other", "read-only"),
-    "give its function away": (f"alter function {MATCH_AS_FILTER} owner to headwater_condition_owner", "read-only"),
+    "give its function away": (f"alter function {MATCH_AS_FILTER} owner to headwater_filter_owner", "read-only"),
     "open its function to all": (f"grant execute on function {MATCH_AS_FILTER} to public", "read-only"),
     "drop its function": (f"drop function {MATCH_AS_FILTER}", "read-only"),
     "replace its function": (
-        "create or replace function headwater_condition.explain_as_filter(statement text) returns json language sql "
+        "create or replace function headwater_filter.explain_as_filter(statement text) returns json language sql "
         "return null::json",
         "read-only",
     ),
@@ -298,9 +299,9 @@ ESCAPES = {
     "make a temporary function": ("create function pg_temp.evil() returns integer language sql return 1", "read-only"),
     "make a temporary domain": ("create domain pg_temp.evil as text", "read-only"),
     "make a role": ("create role evil", "read-only"),
-    "write": ("delete from headwater.subscription", "read-only"),
-    "draw a position": ("select nextval('headwater.position')", "permission denied"),
-    "read events": ("select count(*) from headwater.event", "permission denied"),
+    "write": ("delete from headwater_internal.subscription", "read-only"),
+    "draw a position": ("select nextval('headwater_internal.position')", "permission denied"),
+    "read events": ("select count(*) from headwater_internal.event", "permission denied"),
     "read a file": ("select pg_read_file('/etc/passwd')", "permission denied"),
     "run a program": ("copy (select 1) to program 'true'", "external program"),
     "write again": ("set transaction_read_only = off", "read-write mode"),
@@ -313,7 +314,7 @@ ESCAPES = {
     "become another": ("set role postgres", "security-definer"),
     "become itself": ("reset role", "security-definer"),
     "be the session's user": ("set session authorization default", "security-definer"),
-    "stop the read-only rule for later": ("alter role headwater_condition set role = 'postgres'", "read-only"),
+    "stop the read-only rule for later": ("alter role headwater_filter set role = 'postgres'", "read-only"),
 }  # fmt: skip
 
 
@@ -324,9 +325,9 @@ def got_through(
     """Run a statement as if a filter could: returns the error that the reader notes for this filter."""
     log.subscribe(topic, "true")
     ((name,),) = connection.execute(
-        "select function_name from headwater.condition where expression = 'true'"
+        "select function_name from headwater_internal.filter where expression = 'true'"
     ).fetchall()
-    signature = f"headwater_condition.{name}(e headwater.condition_event, s headwater.subscription)"
+    signature = f"headwater_filter.{name}(e headwater_internal.filter_event, s headwater_internal.subscription)"
 
     def run(statement: str) -> str | None:
         connection.execute(
@@ -342,9 +343,9 @@ def got_through(
     try:
         yield run
     finally:
-        connection.execute("select headwater_condition.uninstall(%s)", (name,))
-        connection.execute("delete from headwater.subscription")
-        connection.execute("delete from headwater.condition")
+        connection.execute("select headwater_filter.uninstall(%s)", (name,))
+        connection.execute("delete from headwater_internal.subscription")
+        connection.execute("delete from headwater_internal.filter")
 
 
 @pytest.mark.parametrize(("statement", "why"), ESCAPES.values(), ids=ESCAPES.keys())
@@ -391,15 +392,15 @@ def test_a_function_of_that_role_that_was_replaced_would_not_run_as_the_caller(
     log.subscribe(topic, "true")
     try:
         for statement, why in (
-            ("select ('ran as ' || current_user)::integer", '"ran as headwater_condition_owner"'),
-            ("alter function headwater_condition.install(text) security invoker", "read-only"),
+            ("select ('ran as ' || current_user)::integer", '"ran as headwater_filter_owner"'),
+            ("alter function headwater_filter.install(text) security invoker", "read-only"),
             ("set transaction_read_only = off", "read-write mode"),
             ("set role postgres", "security-definer"),
         ):
             connection.execute(
-                "create or replace function headwater_condition.match_as_filter("
-                "statement text, events headwater.condition_event[], group_id integer, first_position bigint) "
-                "returns headwater.condition_match[] language plpgsql security invoker as $replaced$ begin "
+                "create or replace function headwater_filter.match_as_filter("
+                "statement text, events headwater_internal.filter_event[], queue_id integer, first_position bigint) "
+                "returns headwater_internal.filter_match[] language plpgsql security invoker as $replaced$ begin "
                 f"execute {sql.Literal(statement).as_string()}; return null; end $replaced$".encode()
             )
             log.publish(topic, 1)
@@ -408,17 +409,17 @@ def test_a_function_of_that_role_that_was_replaced_would_not_run_as_the_caller(
             assert why in (told.last_error or "it ran")
     finally:
         connection.execute(before[0])
-        connection.execute("delete from headwater.subscription")
-        connection.execute("delete from headwater.condition")
+        connection.execute("delete from headwater_internal.subscription")
+        connection.execute("delete from headwater_internal.filter")
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        "headwater_condition.explain_as_filter('select 1')",
-        "headwater_condition.match_as_filter('select null', '{}', 1, 1)",
-        "headwater_condition.plan('condition_')",
-        "headwater_condition.install_part('a', 'b', 'c')",
+        "headwater_filter.explain_as_filter('select 1')",
+        "headwater_filter.match_as_filter('select null', '{}', 1, 1)",
+        "headwater_filter.plan('condition_')",
+        "headwater_filter.install_part('a', 'b', 'c')",
     ],
 )
 def test_a_consumer_cannot_call_what_runs_filters(attacker: psycopg.Connection, call: str) -> None:
@@ -434,12 +435,12 @@ def test_params_are_bounded(attacker: psycopg.Connection) -> None:
 def test_a_consumer_cannot_have_another_text_run_as_a_filter(attacker: psycopg.Connection, topic: str) -> None:
     for forged in ("true) or pg_sleep(1) is null --", "match", "install"):
         attacker.execute("select headwater.subscribe('forged', 'true', from_position => 0)")
-        attacker.execute("update headwater.condition set function_name = %s where expression = 'true'", (forged,))
+        attacker.execute("update headwater_internal.filter set function_name = %s where expression = 'true'", (forged,))
         assert attacker.execute("select subscription_ids from headwater.read_next('forged', 'me')").fetchall() == [
             (None,)
         ]
-    attacker.execute("delete from headwater.subscription")
-    attacker.execute("delete from headwater.condition")
+    attacker.execute("delete from headwater_internal.subscription")
+    attacker.execute("delete from headwater_internal.filter")
 
 
 @pytest.mark.parametrize(
@@ -501,12 +502,12 @@ def test_how_a_filter_is_matched_does_not_change_what_it_matches(
     found = {one.event.position: set(one.subscription_ids) for one in log.read_next(topic, reader="me").events}
     for number, text in enumerate(filters):
         pairs = connection.execute(
-            "select e.position, s.id from headwater.subscription s "
-            "join headwater.consumer_group g on g.id = s.group_id and g.name = %s "
-            "join headwater.condition c on c.id = s.condition_id and c.expression = %s "
+            "select e.position, s.id from headwater_internal.subscription s "
+            "join headwater_internal.queue g on g.id = s.queue_id and g.name = %s "
+            "join headwater_internal.filter c on c.id = s.filter_id and c.expression = %s "
             "cross join lateral (select r.position, r.type, convert_from(r.payload, 'UTF8')::jsonb as data "
             f"from headwater.read(array[%s], 0, 100) as r) as e where {text}".encode(),
             (topic, text, topic),
         ).fetchall()
-        ids = {one.id for one in log.subscriptions(topic) if one.condition == text}
+        ids = {one.id for one in log.subscriptions(topic) if one.filter == text}
         assert {(p, i) for p, matched in found.items() for i in matched & ids} == set(pairs), (number, text)

@@ -102,7 +102,7 @@ def test_a_worker_works_in_a_span_linked_to_the_publishers(
     app, finished = App(), asyncio.Event()
     active: list[int] = []
 
-    @app.worker(topic, group=topic, transactional=transactional, backoff_seconds=0)
+    @app.worker(topic, queue=topic, transactional=transactional, backoff_seconds=0)
     async def handle(event: headwater.ClaimedEvent, connection: Any = None) -> Retry | None:
         active.append(trace.get_current_span().get_span_context().span_id)
         if event.attempt == 1:
@@ -135,7 +135,7 @@ def test_a_blocking_handler_is_in_the_span_too(
     app, finished = App(), asyncio.Event()
     active: list[int] = []
 
-    @app.worker(topic, group=topic)
+    @app.worker(topic, queue=topic)
     def handle(event: headwater.ClaimedEvent) -> None:
         active.append(trace.get_current_span().get_span_context().span_id)
         loop.call_soon_threadsafe(finished.set)

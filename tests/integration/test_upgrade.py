@@ -21,8 +21,10 @@ from headwater.database.schema import Migration
 
 _numbers = itertools.count()
 
-LEFT_BEHIND = "insert into headwater.migration (number, name, checksum, oldest_program) values (9000, 'new', 'x', 9000)"
-FITS_AGAIN = "delete from headwater.migration where number = 9000"
+LEFT_BEHIND = (
+    "insert into headwater_internal.migration (number, name, checksum, oldest_program) values (9000, 'new', 'x', 9000)"
+)
+FITS_AGAIN = "delete from headwater_internal.migration where number = 9000"
 NEXT_FUNCTION = "create or replace function headwater.was_there() returns integer language sql return 1;\n"
 
 
@@ -70,7 +72,7 @@ def test_a_function_that_a_version_gave_up_stays_until_the_next(
     install("1.2.0", present)
     assert not has_function(own_dsn)
     with psycopg.connect(own_dsn) as connection:
-        assert connection.execute("select * from headwater.retired_function").fetchall() == []
+        assert connection.execute("select * from headwater_internal.retired_function").fetchall() == []
 
 
 def test_a_function_that_comes_back_is_not_dropped(own_dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,19 +87,19 @@ def test_a_function_that_comes_back_is_not_dropped(own_dsn: str, monkeypatch: py
 def test_nothing_is_retired_where_nothing_changed(own_dsn: str) -> None:
     upgrade(own_dsn)
     with psycopg.connect(own_dsn) as connection:
-        assert connection.execute("select * from headwater.retired_function").fetchall() == []
+        assert connection.execute("select * from headwater_internal.retired_function").fetchall() == []
 
 
 def test_a_table_that_somebody_keeps_locked_stops_the_upgrade_and_nobody_else(
     own_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = Migration(9000, "next", "alter table headwater.event add column shade text;", 1)
+    step = Migration(9000, "next", "alter table headwater_internal.event add column shade text;", 1)
     known = [*schema.migrations(), step]
     monkeypatch.setattr(schema, "migrations", lambda: known)
     monkeypatch.setattr(schema, "LOCK_SECONDS", 0.1)
     with psycopg.connect(own_dsn) as reader:
-        reader.execute("select count(*) from headwater.event")
-        with pytest.raises(headwater.LogUnavailable, match=r"(?s)locked by others.*Nothing was changed"):
+        reader.execute("select count(*) from headwater_internal.event")
+        with pytest.raises(headwater.LogUnavailable, match=r"(?s)was locked.*Nothing was changed"):
             upgrade(own_dsn, patience_seconds=0.5)
         with psycopg.connect(own_dsn) as other:
             other.execute("set lock_timeout = '5s'")
@@ -106,7 +108,7 @@ def test_a_table_that_somebody_keeps_locked_stops_the_upgrade_and_nobody_else(
         reader.rollback()
     upgrade(own_dsn)
     with psycopg.connect(own_dsn) as connection:
-        assert connection.execute("select shade from headwater.event").fetchall() == [(None,)]
+        assert connection.execute("select shade from headwater_internal.event").fetchall() == [(None,)]
 
 
 def test_a_program_that_runs_finds_out_that_it_was_left_behind(
@@ -133,14 +135,14 @@ def test_other_functions_under_a_program_that_runs_do_not_end_it(
     log: headwater.Headwater, connection: psycopg.Connection, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connection.execute(
-        "update headwater.installed set version = '99.0.0', functions_checksum = 'x' || functions_checksum"
+        "update headwater_internal.installed set version = '99.0.0', functions_checksum = 'x' || functions_checksum"
     )
     try:
         monkeypatch.setattr(log, "_look_at", 0.0)
         assert log.publish(topic, 1)
     finally:
         connection.execute(
-            "update headwater.installed set version = %s, functions_checksum = substr(functions_checksum, 2)",
+            "update headwater_internal.installed set version = %s, functions_checksum = substr(functions_checksum, 2)",
             (schema.VERSION,),
         )
 
@@ -153,7 +155,7 @@ def test_workers_that_were_left_behind_end_and_leave_their_events_to_others(
     upgraded = False
     app = App()
 
-    @app.worker(topic, group=topic, lease_seconds=0.5)
+    @app.worker(topic, queue=topic, lease_seconds=0.5)
     async def handle(event: headwater.ClaimedEvent) -> None:
         nonlocal upgraded
         if event.data == 3 and not upgraded:

@@ -62,15 +62,15 @@ def test_a_statement_of_many_rows_is_published_row_by_row_in_their_order(
     assert all(event.data["after"] is None for event in deleted)
     assert events == inserted + updated + deleted
     if kind == "sequenced":
-        for lane in range(partitions):
-            offsets = [event.topic_offset for event in events if event.partition == lane]
+        for partition in range(partitions):
+            offsets = [event.topic_offset for event in events if event.partition == partition]
             assert offsets == list(range(len(offsets)))
     elif partitions > 1:
-        lanes: dict[str | None, set[int]] = {}
+        of_keys: dict[str | None, set[int]] = {}
         for event in events:
-            lanes.setdefault(event.key_text, set()).add(event.partition)
-        assert all(len(lane) == 1 for lane in lanes.values())
-        assert len({lane for one in lanes.values() for lane in one}) == partitions
+            of_keys.setdefault(event.key_text, set()).add(event.partition)
+        assert all(len(partition) == 1 for partition in of_keys.values())
+        assert len({partition for one in of_keys.values() for partition in one}) == partitions
 
 
 def test_an_upsert_publishes_what_it_inserted_and_what_it_updated(
@@ -241,7 +241,7 @@ def test_a_watch_of_an_earlier_version_goes_on_and_is_replaced(
 ) -> None:
     connection.execute(
         f"create trigger headwater_watch after insert or update or delete on {table} for each row "
-        f"execute function headwater.publish_table_change('{topic}', '', '', '{{id}}')"
+        f"execute function headwater_internal.publish_table_change('{topic}', '', '', '{{id}}')"
     )
     connection.execute(f"insert into {table} values (1, 'a', 5)")
     log.watch_table(table, topic=topic)

@@ -30,10 +30,10 @@ def run_until(app: App, dsn: str, finished: Callable[[], bool] | None = None, *,
     asyncio.run(main())
 
 
-def counts(log: headwater.Headwater, group: str) -> tuple[int, int, int, int]:
+def counts(log: headwater.Headwater, queue: str) -> tuple[int, int, int, int]:
     """Ready, processing, done, dead."""
-    for one in log.groups():
-        if one.name == group:
+    for one in log.queues():
+        if one.name == queue:
             return one.ready, one.processing, one.done, one.dead
     return 0, 0, 0, 0
 
@@ -45,13 +45,13 @@ def test_every_event_is_handled_once(log: headwater.Headwater, dsn: str, topic: 
     seen: list[int] = []
     if kind == "async":
 
-        @app.worker(topic, group=topic, concurrency=5)
+        @app.worker(topic, queue=topic, concurrency=5)
         async def handle(event: headwater.ClaimedEvent) -> None:
             seen.append(event.data)
 
     else:
 
-        @app.worker(topic, group=topic, concurrency=5)
+        @app.worker(topic, queue=topic, concurrency=5)
         def handle_blocking(event: headwater.ClaimedEvent) -> None:
             seen.append(event.data)
 
@@ -64,7 +64,7 @@ def test_events_published_while_it_runs_arrive(log: headwater.Headwater, dsn: st
     app = App()
     seen: list[int] = []
 
-    @app.worker(topic, group=topic)
+    @app.worker(topic, queue=topic)
     async def handle(event: headwater.ClaimedEvent) -> None:
         seen.append(event.data)
         if event.data < 20:
@@ -79,7 +79,7 @@ def test_results_and_exceptions_decide_what_becomes_of_an_event(log: headwater.H
     tries: dict[str, int] = {}
     app = App()
 
-    @app.worker(topic, group=topic, max_attempts=3, backoff_seconds=0.01, concurrency=3)
+    @app.worker(topic, queue=topic, max_attempts=3, backoff_seconds=0.01, concurrency=3)
     async def handle(event: headwater.ClaimedEvent) -> Any:
         name = event.data
         tries[name] = tries.get(name, 0) + 1
@@ -109,7 +109,7 @@ def test_a_handler_that_takes_too_long_is_tried_again(log: headwater.Headwater, 
     app = App()
     attempts: list[int] = []
 
-    @app.worker(topic, group=topic, timeout_seconds=0.05, backoff_seconds=0, concurrency=2)
+    @app.worker(topic, queue=topic, timeout_seconds=0.05, backoff_seconds=0, concurrency=2)
     async def handle(event: headwater.ClaimedEvent) -> None:
         attempts.append(event.attempt)
         if event.attempt == 1:
@@ -124,7 +124,7 @@ def test_no_more_handlers_run_at_once_than_allowed(log: headwater.Headwater, dsn
     app = App()
     running = most = finished = 0
 
-    @app.worker(topic, group=topic, concurrency=4, prefetch=3)
+    @app.worker(topic, queue=topic, concurrency=4, prefetch=3)
     async def handle(event: headwater.ClaimedEvent) -> None:
         nonlocal running, most, finished
         running += 1
@@ -144,7 +144,7 @@ def test_a_batch_handler_gets_batches_and_may_fail_events_of_them(
     app = App()
     sizes: list[int] = []
 
-    @app.worker(topic, group=topic, batch=True, prefetch=50, max_attempts=1)
+    @app.worker(topic, queue=topic, batch=True, prefetch=50, max_attempts=1)
     async def handle(events: list[headwater.ClaimedEvent]) -> Any:
         sizes.append(len(events))
         return {event.position: Dead("odd") for event in events if event.data % 2}
@@ -163,7 +163,7 @@ def test_a_transactional_handler_has_its_effect_exactly_once(
     app = App()
     if kind == "async":
 
-        @app.worker(topic, group=topic, transactional=True, concurrency=4, backoff_seconds=0)
+        @app.worker(topic, queue=topic, transactional=True, concurrency=4, backoff_seconds=0)
         async def handle(event: headwater.ClaimedEvent, connection: psycopg.AsyncConnection[Any]) -> Any:
             await connection.execute(insert, (event.data,))
             if event.attempt == 1 and event.data % 3 == 0:
@@ -172,7 +172,7 @@ def test_a_transactional_handler_has_its_effect_exactly_once(
 
     else:
 
-        @app.worker(topic, group=topic, transactional=True, concurrency=4, backoff_seconds=0)
+        @app.worker(topic, queue=topic, transactional=True, concurrency=4, backoff_seconds=0)
         def handle_blocking(event: headwater.ClaimedEvent, connection: psycopg.Connection[Any]) -> Any:
             connection.execute(insert, (event.data,))
             if event.attempt == 1 and event.data % 3 == 0:
@@ -189,7 +189,7 @@ def test_ordered_keys_are_handled_in_order_through_failures(log: headwater.Headw
     app = App()
     done: dict[str | None, list[int]] = {}
 
-    @app.worker(topic, group=topic, ordered_keys=True, concurrency=8, prefetch=5, backoff_seconds=0.005)
+    @app.worker(topic, queue=topic, ordered_keys=True, concurrency=8, prefetch=5, backoff_seconds=0.005)
     async def handle(event: headwater.ClaimedEvent) -> None:
         await asyncio.sleep(0)
         if event.attempt == 1 and event.data % 7 == 0:
@@ -215,7 +215,7 @@ def test_middleware_goes_around_every_handler_outermost_first(log: headwater.Hea
         trace.append("inner")
         return await call_next(event)
 
-    @app.worker(topic, group=topic)
+    @app.worker(topic, queue=topic)
     async def handle(event: headwater.ClaimedEvent) -> None:
         trace.append("handler")
 
@@ -232,7 +232,7 @@ def test_a_stop_lets_running_handlers_finish_and_gives_the_rest_back(
     started = threading.Event()
     finished: list[int] = []
 
-    @app.worker(topic, group=topic, prefetch=20)
+    @app.worker(topic, queue=topic, prefetch=20)
     async def handle(event: headwater.ClaimedEvent) -> None:
         started.set()
         await asyncio.sleep(0.05)
@@ -253,7 +253,7 @@ def test_a_handler_that_outlives_the_grace_is_cancelled_and_its_event_given_back
     app = App()
     started = asyncio.Event()
 
-    @app.worker(topic, group=topic)
+    @app.worker(topic, queue=topic)
     async def handle(event: headwater.ClaimedEvent) -> None:
         started.set()
         await asyncio.Event().wait()
@@ -274,7 +274,7 @@ def test_a_long_handler_keeps_its_lease(log: headwater.Headwater, dsn: str, topi
     app = App()
     attempts: list[int] = []
 
-    @app.worker(topic, group=topic, lease_seconds=0.3, concurrency=2)
+    @app.worker(topic, queue=topic, lease_seconds=0.3, concurrency=2)
     async def handle(event: headwater.ClaimedEvent) -> None:
         attempts.append(event.attempt)
         await asyncio.sleep(1.2)
@@ -287,18 +287,18 @@ def test_a_periodic_event_is_published_once_by_several_processes(
     log: headwater.Headwater, dsn: str, topic: str, connection: psycopg.Connection
 ) -> None:
     app = App()
-    app.periodic(topic, "0 3 * * *", topic, NewEvent({"report": "nightly"}, type="Tick"))
+    app.cron_schedule(topic, "0 3 * * *", topic, NewEvent({"report": "nightly"}, type="Tick"))
 
-    @app.worker(topic, group=topic)
+    @app.worker(topic, queue=topic)
     async def handle(event: headwater.ClaimedEvent) -> None: ...
 
     run_until(app, dsn)
-    (declared,) = [one for one in log.periodics() if one.name == topic]
+    (declared,) = [one for one in log.cron_schedules() if one.name == topic]
     assert declared.next_at > datetime.now(UTC)
     due = datetime(2026, 1, 1, 3, tzinfo=UTC)
-    connection.execute("update headwater.periodic set next_at = %s where name = %s", (due, topic))
+    connection.execute("update headwater_internal.cron_schedule set next_at = %s where name = %s", (due, topic))
     others = [headwater.connect(dsn) for _ in range(4)]
-    threads = [threading.Thread(target=lambda o=other: [o.do_upkeep() for _ in range(3)]) for other in others]
+    threads = [threading.Thread(target=lambda o=other: [o.run_maintenance() for _ in range(3)]) for other in others]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -307,13 +307,13 @@ def test_a_periodic_event_is_published_once_by_several_processes(
         other.close()
     (event,) = log.read(topic)
     assert (event.data, event.type) == ({"report": "nightly"}, "Tick")
-    assert event.headers == {"periodic": topic, "due_at": "2026-01-01T03:00:00+00:00"}
-    (declared,) = [one for one in log.periodics() if one.name == topic]
+    assert event.headers == {"cron": topic, "due_at": "2026-01-01T03:00:00+00:00"}
+    (declared,) = [one for one in log.cron_schedules() if one.name == topic]
     assert declared.next_at > datetime.now(UTC)
     assert declared.last_at == due
-    assert log.pause_periodic(topic)
-    assert log.delete_periodic(topic)
-    assert not log.delete_periodic(topic)
+    assert log.pause_cron_schedule(topic)
+    assert log.delete_cron_schedule(topic)
+    assert not log.delete_cron_schedule(topic)
 
 
 def test_an_app_without_workers_says_so(dsn: str) -> None:
@@ -323,6 +323,6 @@ def test_an_app_without_workers_says_so(dsn: str) -> None:
 
 def test_bad_cron_expressions_and_zones_are_refused(log: headwater.Headwater, topic: str) -> None:
     with pytest.raises(headwater.InvalidRequest, match="cron"):
-        log.set_periodic("p", "every day", topic, 1)
+        log.set_cron_schedule("p", "every day", topic, 1)
     with pytest.raises(headwater.InvalidRequest, match="time zone"):
-        log.set_periodic("p", "* * * * *", topic, 1, time_zone="Mars/Olympus")
+        log.set_cron_schedule("p", "* * * * *", topic, 1, time_zone="Mars/Olympus")

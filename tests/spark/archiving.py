@@ -45,7 +45,7 @@ class ArchivedLog:
 
     def pass_days(self, days: int) -> None:
         self.connection.execute(
-            "update headwater.segment set opened_at = opened_at - %s, closed_at = closed_at - %s",
+            "update headwater_internal.segment set opened_at = opened_at - %s, closed_at = closed_at - %s",
             (days * DAY, days * DAY),
         )
         self.log.maintain()
@@ -64,7 +64,7 @@ class ArchivedLog:
         """One batch, in files of small row groups, of which a row may be in any."""
         table = open_or_create(Location(str(self.directory / name)), self._schema(), partition_by=["date"])
         written = version_of(table, name) or 0
-        end = self.log.state().settled
+        end = self.log.state().stable
         options = {"dsn": self.dsn, "after": str(written), "upTo": str(end), "skipExpired": "true", "archive": "false"}
         one = LogSource(options | ({} if topics is None else {"topics": ",".join(topics)})).reader(EVENT)
         rows = table_of(one)

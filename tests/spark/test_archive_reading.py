@@ -20,12 +20,12 @@ from pyspark.sql import functions as F
 from pyspark.sql.datasource import EqualTo, GreaterThan, GreaterThanOrEqual, In, LessThanOrEqual
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 
-from headwater import calls
+from headwater.calls import archives as archive_calls
 from headwater.errors import InvalidRequest, PositionExpired
 from headwater.spark.arrow import EVENT
 from headwater.spark.formats import log as formats_log
 from headwater.spark.formats.log import LogReader, LogSource, LogStreamReader
-from headwater.spark.pipelines.batch import Batch, Context
+from headwater.spark.pipelines.batch import Batch, SinkContext
 from headwater.spark.sinks import archive
 from headwater.spark.sinks.lake import LakeSink
 
@@ -60,7 +60,7 @@ def seam(archived: ArchivedLog) -> ArchivedLog:
         archived.pass_days(1)
     for topic in ("short", "longer", "forever"):
         archived.publish(topic, 3)
-    expired = {kept.topic: kept.expired_to for kept in archived.log.run(calls.kept_topics(None))}
+    expired = {kept.topic: kept.expired_to for kept in archived.log.run(archive_calls.kept_topics(None))}
     assert expired["short"] > expired["longer"] > expired["forever"] == 0
     return archived
 
@@ -124,7 +124,7 @@ def test_a_stream_has_no_seam_and_keeps_its_limits(seam: ArchivedLog, topics: tu
 
 def test_an_event_from_the_archive_is_what_it_was_in_the_log(archived: ArchivedLog) -> None:
     log = archived.log
-    topic = log.create_topic("lanes", kind="sequenced", partitions=2, retention=DAY).name
+    topic = log.create_topic("partitions", kind="sequenced", partitions=2, retention=DAY).name
     archived.register()
     log.publish(topic, b"\x00\xff", key=b"\xfe", type="ünï", routing_key="a.b", headers={"a": [1, {"b": None}]})
     log.publish(topic, None, event_id="one")
@@ -147,7 +147,7 @@ def test_conditions_and_times_mean_the_same_on_both_sides(archived: ArchivedLog)
         for topic in ("short", "forever"):
             for minute, position in enumerate(archived.publish(topic, 4)):
                 archived.connection.execute(
-                    "update headwater.event set published_at = %s where position = %s",
+                    "update headwater_internal.event set published_at = %s where position = %s",
                     (noon + day * DAY + timedelta(minutes=5 * minute), position),
                 )
         if day < 3:
@@ -247,15 +247,15 @@ def test_retention_during_a_read_is_noticed_and_the_next_try_finds_all(
     archived.pass_days(1)
     one = reader(archived, topics=topics, partitions="1")
     (part,) = one.partitions()
-    scan = formats_log._scanned
+    scan = formats_log._scan
 
     def overtaken(*arguments: Any) -> Iterator[pa.RecordBatch]:
         archived.pass_days(5)
         return scan(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(formats_log, "_scanned", overtaken)
-        with pytest.raises(PositionExpired, match="read again"):
+        patch.setattr(formats_log, "_scan", overtaken)
+        with pytest.raises(PositionExpired, match="repeat the read"):
             list(one.read(part))
     found = [p for batch in one.read(part) for p in batch.column("position").to_pylist()]
     assert found == archived.positions(*topics.split(","))
@@ -298,18 +298,18 @@ def test_an_archive_that_is_not_there_is_an_error_that_names_it(seam: ArchivedLo
 
 
 @pytest.mark.parametrize(
-    ("source", "options", "columns", "said"),
+    ("source", "options", "columns", "message"),
     [
         ("changes", {}, None, "reads changes"),
-        ("log", {"since": "2026-01-01T00:00:00Z"}, None, "since would leave some out"),
+        ("log", {"since": "2026-01-01T00:00:00Z"}, None, "since would exclude some"),
         ("log", {"skipExpired": "true"}, None, "skipExpired"),
         ("log", {}, ["position", "payload"], "lack topic"),
     ],
 )
 def test_what_cannot_stand_in_for_the_log_is_no_archive(
-    source: str, options: dict[str, str], columns: list[str] | None, said: str
+    source: str, options: dict[str, str], columns: list[str] | None, message: str
 ) -> None:
-    with pytest.raises(InvalidRequest, match=said):
+    with pytest.raises(InvalidRequest, match=message):
         archive.refuse_unfit(source, options, columns)
 
 
@@ -337,7 +337,7 @@ def test_what_the_sink_archives_is_taken_by_retention_and_read_back(
     archived: ArchivedLog, spark: SparkSession, tmp_path: Path
 ) -> None:
     archived.log.create_topic("short", retention=DAY)
-    context = Context(spark, "to-lake", "log", {}, archived.dsn, None, tmp_path)
+    context = SinkContext(spark, "to-lake", "log", {}, archived.dsn, None, tmp_path)
     sink = LakeSink({"path": "lake/log", "archive": True}, context)
     sink.prepare()
     done = 0
@@ -347,7 +347,7 @@ def test_what_the_sink_archives_is_taken_by_retention_and_read_back(
         archived.pass_days(5)
         # Nothing goes before it is archived.
         assert archived.kept_in_log("short") == archived.positions()[done:]
-        end = archived.log.state().settled
+        end = archived.log.state().stable
         rows = spark.read.format("headwater").option("dsn", archived.dsn).option("upTo", str(end)).load()
         sink.write(rows, Batch("to-lake", number, end))
         archived.log.maintain()
@@ -355,7 +355,7 @@ def test_what_the_sink_archives_is_taken_by_retention_and_read_back(
         done = len(archived.positions())
     sink.close()
     assert positions(reader(archived)) == archived.positions()
-    assert [a.location for a in archived.log.run(calls.archives())] == [str(tmp_path / "lake/log")]
+    assert [a.location for a in archived.log.run(archive_calls.archives())] == [str(tmp_path / "lake/log")]
 
 
 def test_a_consumer_reads_across_the_seam(seam: ArchivedLog) -> None:

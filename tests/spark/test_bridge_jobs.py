@@ -18,7 +18,7 @@ pytest.importorskip("nats")
 
 from headwater.capture.slot import Slot
 from headwater.embedded.nats import Nats
-from headwater.nats.replica import Progress, Replica
+from headwater.nats.replica import Replica, ReplicaProgress
 from headwater.nats.replica_store import ReplicaStore
 from headwater.nats.subjects import Table
 from headwater.spark.nats_bridge.bridge import Bridge
@@ -40,7 +40,7 @@ def dsn(admin_dsn: str) -> Iterator[str]:
         connection.execute(f"drop database {name} with (force)")
 
 
-def sync(url: str, path: Path) -> tuple[Progress, list[tuple[int, str, int | None]]]:
+def sync(url: str, path: Path) -> tuple[ReplicaProgress, list[tuple[int, str, int | None]]]:
     with ReplicaStore(path, TABLE) as store:
         progress = asyncio.run(asyncio.wait_for(Replica(url, store, idle_seconds=0.1).run(once=True), 60))
         return progress, [(row["id"], row["name"], row.get("extra")) for row in store.rows()]
@@ -86,7 +86,7 @@ def test_a_table_reaches_a_replica_by_tasks_of_spark(spark: SparkSession, dsn: s
             progress, rows = sync(server.url, tmp_path / "r.db")
             assert progress.snapshots == 0
             assert rows[:16] == connection.execute("select * from bridged order by id limit 16").fetchall()
-            figures = bridge.figures()
+            figures = bridge.metrics()
             assert (figures.cdc_events, figures.messages) == (20, sum(found.stored for found in counted))
             assert (figures.last_ack_lsn, figures.schemas) == (1000, 2)
         finally:

@@ -162,11 +162,11 @@ def test_a_lost_connection_is_made_anew(options: dict[str, str], table: str, con
 def test_options_that_cannot_be_are_refused(dsn: str) -> None:
     with pytest.raises(InvalidRequest, match="unknown options: slots"):
         stream({"dsn": dsn, "slots": "x"})
-    with pytest.raises(InvalidRequest, match="needs the options slot"):
+    with pytest.raises(InvalidRequest, match="requires the options slot"):
         stream({"dsn": dsn})
-    with pytest.raises(InvalidRequest, match="maxBytesPerTrigger is '-1'"):
+    with pytest.raises(InvalidRequest, match="maxBytesPerTrigger '-1'"):
         stream({"dsn": dsn, "slot": "s", "maxBytesPerTrigger": "-1"})
-    with pytest.raises(InvalidRequest, match="needs the options tables"):
+    with pytest.raises(InvalidRequest, match="requires the options tables"):
         TableSource({"dsn": dsn}).reader(TableSource({}).schema())
 
 
@@ -211,7 +211,7 @@ def test_a_shared_snapshot_is_one_point_in_time_for_all_tasks(
     spark: SparkSession, dsn: str, table: str, connection: psycopg.Connection
 ) -> None:
     connection.execute(f"insert into {table} select n, repeat('x', 100) from generate_series(1, 5000) as n")
-    with formats_table.opened(dsn, [table]) as shared:
+    with formats_table.shared_snapshot(dsn, [table]) as shared:
         connection.execute(f"insert into {table} values (0)")
         connection.execute(f"delete from {table} where id > 100")
         frame = spark.read.format("headwater.table").options(**shared, chunkBlocks="20").load()

@@ -19,7 +19,7 @@ def test_a_change_is_seen_in_five_places(tmp_path: Path) -> None:
         timeout=300,
     )
     assert ended.returncode == 0, ended.stderr
-    found = {step["place"]: step["found"] for step in json.loads(ended.stdout)["steps"]}
+    found = {step["destination"]: step["found"] for step in json.loads(ended.stdout)["steps"]}
     changed = {"id": 2, "customer": "bob", "cents": 9900}
     assert found["nats"] == found["log"] == found["kafka"] == changed
     assert found["lake"] == [

@@ -13,7 +13,9 @@ from pyspark.sql import DataFrame, SparkSession
 from tests.crash import postgres_crashes
 
 import headwater
-from headwater import NewEvent, calls
+from headwater import NewEvent
+from headwater.calls import archives as archive_calls
+from headwater.calls import pipeline_runs
 from headwater.errors import EpochChanged
 from headwater.lake import Location, open_table, version_of
 from headwater.lake.table import epoch_of
@@ -154,7 +156,7 @@ def test_a_stream_stops_when_events_that_it_read_are_lost_or_goes_on_after_the_l
     publish(cluster, "quiet", names)
     with pytest.raises(Exception, match="the log has lost events that were read") as error:
         stream.run(cluster.dsn)
-    assert f"positions after {kept[0]} may have been issued again" in str(error.value)
+    assert f"positions after {kept[0]} may have been assigned again" in str(error.value)
     assert len(stream.got) == 11
     stream.run(cluster.dsn, onEpochChange="rewind")
     assert stream.names[11:] == names
@@ -217,7 +219,7 @@ def test_every_sink_has_every_event_once_after_a_crash_that_took_positions_back(
     assert in_topic(cluster, "copy") == expected
     assert in_lake(tmp_path / "lake") == expected
     with headwater.connect(cluster.dsn) as log:
-        (archive,) = log.run(calls.archives())
+        (archive,) = log.run(archive_calls.archives())
         lake = open_table(Location(str(tmp_path / "lake")))
         assert lake is not None
         assert (version_of(lake, "to_others"), epoch_of(lake, "to_others")) == (positions[-1], log.state().epoch)
@@ -256,8 +258,8 @@ def test_after_a_failover_sinks_of_the_database_catch_up_and_others_stop_until_t
     assert error.value.common_position >= kept[0]
     assert len(in_lake(tmp_path / "lake")) == 12, "nothing is removed without being asked for"
     with headwater.connect(cluster.dsn) as log:
-        (archive,) = log.run(calls.archives())
-        (status,) = [one for one in log.run(calls.pipeline_statuses()) if one.name == "to_lake"]
+        (archive,) = log.run(archive_calls.archives())
+        (status,) = [one for one in log.run(pipeline_runs.pipeline_statuses()) if one.name == "to_lake"]
     assert archive.archived_to < kept[0]
     assert "lost events" in str(status.last_error)
     run(spark, cluster, tmp_path, declared("to_lake", "quiet", to_lake, on_epoch_change="rewind"))

@@ -17,16 +17,17 @@ from pyspark.sql import functions as F
 from pyspark.sql.streaming.datasource import ReadMaxRows
 
 import headwater
-from headwater import NewEvent, calls
+from headwater import NewEvent
+from headwater.calls import pipelines
 from headwater.errors import NotAllowed, StagedEventsLost, TopicNotFound
 from headwater.spark.arrow import EVENT
 from headwater.spark.formats.log import LogSource
-from headwater.spark.formats.log_writer import Staged, discard, publish, stage
+from headwater.spark.formats.log_writer import StagedAttempt, discard, publish, stage
 
 
 def staged_by(
     dsn: str, payloads: Sequence[str], *, topic: str, epoch: int = 0, part: int = 0, writer: str = "w", **columns: Any
-) -> Staged:
+) -> StagedAttempt:
     batch = pa.RecordBatch.from_pydict({"payload": list(payloads)} | columns)
     return stage(dsn, [batch], topic=topic, writer=f"{writer}-{topic}", epoch=epoch, part=part)
 
@@ -36,7 +37,7 @@ def payloads(log: headwater.Headwater, topic: str) -> list[str]:
 
 
 def left_behind(connection: psycopg.Connection[Any]) -> int:
-    row = connection.execute("select count(*) from headwater.staged").fetchone()
+    row = connection.execute("select count(*) from headwater_internal.staged").fetchone()
     assert row is not None
     return int(row[0])
 
@@ -92,15 +93,17 @@ def test_every_part_of_an_event_arrives(log: headwater.Headwater, topic: str, ds
 
 
 def test_sequenced_topics_get_dense_offsets_in_order(log: headwater.Headwater, topic: str, dsn: str) -> None:
-    lanes = log.create_topic(f"{topic}-lanes", kind="sequenced", partitions=3).name
-    log.publish(lanes, "before", key="k1")
+    partitions = log.create_topic(f"{topic}-partitions", kind="sequenced", partitions=3).name
+    log.publish(partitions, "before", key="k1")
     keys = [f"k{n % 5}" for n in range(50)]
-    parts = [staged_by(dsn, [f"{part}-{n}" for n in range(50)], topic=lanes, part=part, key=keys) for part in range(2)]
+    parts = [
+        staged_by(dsn, [f"{part}-{n}" for n in range(50)], topic=partitions, part=part, key=keys) for part in range(2)
+    ]
     publish(dsn, parts, replayable=True)
-    events = log.read(lanes, batch_size=1000)
+    events = log.read(partitions, batch_size=1000)
     assert len(events) == 101
-    for lane in range(3):
-        offsets = [event.topic_offset for event in events if event.partition == lane]
+    for partition in range(3):
+        offsets = [event.topic_offset for event in events if event.partition == partition]
         assert offsets == list(range(len(offsets)))
     for key in set(keys):
         got = [bytes(event.payload or b"").decode() for event in events if event.key == key.encode()]
@@ -113,7 +116,7 @@ def test_events_that_the_server_lost_are_not_taken_for_an_empty_batch(
 ) -> None:
     message = staged_by(dsn, ["a", "b"], topic=topic)
     # What a crash does to an unlogged table.
-    connection.execute("truncate headwater.staged")
+    connection.execute("truncate headwater_internal.staged")
     with pytest.raises(StagedEventsLost):
         publish(dsn, [message], replayable=True)
     assert publish(dsn, [staged_by(dsn, ["a", "b"], topic=topic)], replayable=True) == 2
@@ -144,19 +147,21 @@ def test_an_abort_takes_back_what_was_staged_and_never_what_was_published(
     assert payloads(log, topic) == ["b"]
 
 
-def test_upkeep_clears_what_dead_tasks_left(
+def test_maintenance_clears_what_dead_tasks_left(
     log: headwater.Headwater, topic: str, dsn: str, connection: psycopg.Connection[Any]
 ) -> None:
     publish(dsn, [staged_by(dsn, ["a"], topic=topic, writer="once")], replayable=False)
     publish(dsn, [staged_by(dsn, ["a"], topic=topic, writer="often")], replayable=True)
     staged_by(dsn, ["old"], topic=topic, epoch=8)
-    connection.execute("update headwater.staged set staged_at = staged_at - interval '2 days'")
-    connection.execute("update headwater.writer_epoch set published_at = published_at - interval '2 days'")
+    connection.execute("update headwater_internal.staged set staged_at = staged_at - interval '2 days'")
+    connection.execute("update headwater_internal.writer_epoch set published_at = published_at - interval '2 days'")
     staged_by(dsn, ["young"], topic=topic, epoch=9)
     log.maintain()
     assert left_behind(connection) == 1
-    connection.execute("delete from headwater.staged")
-    notes = connection.execute("select writer from headwater.writer_epoch where writer like %s", (f"%{topic}",))
+    connection.execute("delete from headwater_internal.staged")
+    notes = connection.execute(
+        "select writer from headwater_internal.writer_epoch where writer like %s", (f"%{topic}",)
+    )
     assert notes.fetchall() == [(f"often-{topic}",)]
 
 
@@ -165,10 +170,10 @@ def test_two_runners_of_one_epoch_publish_it_once(
 ) -> None:
     one, other = (staged_by(dsn, ["a"], topic=topic) for _ in range(2))
     with psycopg.connect(dsn) as first:
-        call = calls.publish_epoch(one.writer, 0, attempts=[one.attempt], expected_events=1, replayable=True)
+        call = pipelines.publish_epoch(one.writer, 0, attempts=[one.attempt], expected_events=1, replayable=True)
         assert first.execute(call.sql, call.params).fetchone() == (1,)
         connection.execute("set lock_timeout = '50ms'")
-        late = calls.publish_epoch(one.writer, 0, attempts=[other.attempt], expected_events=1, replayable=True)
+        late = pipelines.publish_epoch(one.writer, 0, attempts=[other.attempt], expected_events=1, replayable=True)
         with pytest.raises(psycopg.errors.LockNotAvailable):
             connection.execute(late.sql, late.params)
     assert publish(dsn, [other], replayable=True) is None
@@ -209,19 +214,19 @@ def test_a_publisher_may_write_and_a_consumer_may_read(
 def test_spark_writes_a_frame_in_order(
     spark: SparkSession, log: headwater.Headwater, topic: str, dsn: str, connection: psycopg.Connection[Any]
 ) -> None:
-    lanes = log.create_topic(f"{topic}-lanes", kind="sequenced").name
+    partitions = log.create_topic(f"{topic}-partitions", kind="sequenced").name
     frame = (
         spark.range(0, 40, numPartitions=3)
         .withColumn("data", F.to_json(F.struct("id")))
-        .withColumn("topic", F.when(F.col("id") % 2 == 0, topic).otherwise(lanes))
+        .withColumn("topic", F.when(F.col("id") % 2 == 0, topic).otherwise(partitions))
         .select("topic", "data", F.col("id").cast("string").alias("key"))
     )
     for _ in range(2):
         # Named, so that the second time is a repetition.
         frame.write.format("headwater").mode("append").options(dsn=dsn, writer=f"load-{topic}").save()
     assert payloads(log, topic) == [f'{{"id":{n}}}' for n in range(0, 40, 2)]
-    assert payloads(log, lanes) == [f'{{"id":{n}}}' for n in range(1, 40, 2)]
-    assert [event.topic_offset for event in log.read(lanes)] == list(range(20))
+    assert payloads(log, partitions) == [f'{{"id":{n}}}' for n in range(1, 40, 2)]
+    assert [event.topic_offset for event in log.read(partitions)] == list(range(20))
     assert left_behind(connection) == 0
 
 

@@ -1,4 +1,4 @@
-"""Does Spark read the log whole, once, in order, and only what is settled?"""
+"""Does Spark read the log whole, once, in order, and only what is stable?"""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_times_bound_a_read(log: headwater.Headwater, topic: str, dsn: str, conn
     published = publish(log, topic, 3)
     for hours, position in enumerate(published):
         connection.execute(
-            "update headwater.event set published_at = %s where position = %s",
+            "update headwater_internal.event set published_at = %s where position = %s",
             (datetime(2026, 1, 1, hours, tzinfo=UTC), position),
         )
     one = reader(dsn, topics=topic, since="2026-01-01T01:00:00Z", until="2026-01-01T02:00:00Z")
@@ -126,7 +126,7 @@ def test_an_event_in_flight_holds_the_stream_back_and_is_not_skipped(
 def test_a_batch_holds_no_more_events_than_allowed(
     log: headwater.Headwater, topic: str, dsn: str, whole_log: bool
 ) -> None:
-    start_at = log.state().settled
+    start_at = log.state().stable
     published = publish(log, topic, 10)
     one = stream(dsn, after=str(start_at), **({} if whole_log else {"topics": topic}))
     start = one.initialOffset()
@@ -160,7 +160,7 @@ def test_a_stream_without_news_waits_for_some(log: headwater.Headwater, topic: s
     one.stop()
 
 
-def test_the_target_of_a_run_that_ends_is_what_was_settled_at_its_start(
+def test_the_target_of_a_run_that_ends_is_what_was_stable_at_its_start(
     log: headwater.Headwater, topic: str, dsn: str
 ) -> None:
     one = stream(dsn, topics=topic, waitSeconds="60")
@@ -188,7 +188,7 @@ def short_lived(admin_dsn: str, template: str) -> Iterator[str]:
             # For the sake of which the segment stays.
             publish(log, log.create_topic("kept").name, 1)
             older = (
-                "update headwater.segment set opened_at = opened_at - interval '9 days', "
+                "update headwater_internal.segment set opened_at = opened_at - interval '9 days', "
                 "closed_at = closed_at - interval '9 days'"
             )
             for _ in range(3):
@@ -234,14 +234,14 @@ def as_row(event: Event) -> dict[str, Any]:
 
 
 def test_spark_reads_what_was_published(spark: SparkSession, log: headwater.Headwater, topic: str, dsn: str) -> None:
-    lanes = log.create_topic(f"{topic}-lanes", kind="sequenced", partitions=3).name
+    partitions = log.create_topic(f"{topic}-partitions", kind="sequenced", partitions=3).name
     log.publish(topic, {"ü": [1, None]}, key="k", type="t", routing_key="a.b", headers={"h": 1}, event_id="e-1")
     log.publish(topic, None)
     log.publish(topic, b"\x00\xff", content_type="image/png")
     publish(log, log.create_topic(f"{topic}-other").name, 1)
-    publish(log, lanes, 7)
-    rows = frame(spark, dsn, topics=f"{topic},{lanes}", partitions="3").orderBy("position").collect()
-    events = log.read([topic, lanes])
+    publish(log, partitions, 7)
+    rows = frame(spark, dsn, topics=f"{topic},{partitions}", partitions="3").orderBy("position").collect()
+    events = log.read([topic, partitions])
     assert len(rows) == 10
     for row, event in zip(rows, events, strict=True):
         got = row.asDict() | {"published_at": row.published_at.astimezone(UTC)}

@@ -40,7 +40,7 @@ def server() -> Iterator[Nats]:
     ):
 
         async def make() -> None:
-            async with streams.connected(server.url) as client:
+            async with streams.connect(server.url) as client:
                 await streams.ensure_streams(client.jetstream())
 
         asyncio.run(make())
@@ -51,7 +51,7 @@ def stored(url: str) -> list[tuple[str, str, Any]]:
     """Subject, message id and payload of everything in the stream CDC."""
 
     async def read() -> list[tuple[str, str, Any]]:
-        async with streams.connected(url) as client:
+        async with streams.connect(url) as client:
             js = client.jetstream()
             count = (await js.stream_info("CDC")).state.messages
             found: list[tuple[str, str, Any]] = []

@@ -23,9 +23,9 @@ import headwater
 from headwater import NewEvent
 from headwater.capture.slot import Slot
 from headwater.errors import InvalidEvent, InvalidRequest, ProjectionRebuilt
-from headwater.spark.pipelines.batch import Batch, Context
+from headwater.spark.pipelines.batch import Batch, SinkContext
 from headwater.spark.pipelines.checkpoint import Checkpoint
-from headwater.spark.pipelines.transform import Transform, is_stateful, place_column
+from headwater.spark.pipelines.transform import Transform, is_stateful, offset_column
 from headwater.spark.sinks import table
 from headwater.spark.sinks.table import TableSink
 
@@ -35,8 +35,8 @@ TOTALS = (
 )
 PLAIN = (
     "select data->>'customer', count(*), sum((data->>'amount')::numeric(20,2)) from "
-    "(select convert_from(e.payload, 'utf8')::jsonb as data from headwater.event e "
-    " join headwater.topic t on t.id = e.topic_id where t.name = %s) as e group by 1 order by 1"
+    "(select convert_from(e.payload, 'utf8')::jsonb as data from headwater_internal.event e "
+    " join headwater_internal.topic t on t.id = e.topic_id where t.name = %s) as e group by 1 order by 1"
 )
 
 
@@ -55,8 +55,8 @@ class Pipeline:
         self.name = f"projection of {topic}"
         self.after: int | None = None
 
-    def context(self) -> Context:
-        return Context(
+    def context(self) -> SinkContext:
+        return SinkContext(
             spark=self.spark,
             pipeline=self.name,
             source="log",
@@ -155,33 +155,33 @@ def test_a_transform_knows_how_it_has_to_be_run(
     rows = spark.readStream.format("headwater").option("dsn", dsn).load()
     result = Transform.parse({"sql": query}).apply(rows, "log")
     assert (result.mode, result.stateful, is_stateful(result.rows)) == (mode, stateful, stateful)
-    assert place_column(result.rows) == place
+    assert offset_column(result.rows) == place
 
 
 def test_with_select_star_rows_go_on_as_they_came(spark: SparkSession, dsn: str) -> None:
     rows = spark.readStream.format("headwater").option("dsn", dsn).load()
     result = Transform.parse({"sql": "select * from events where data:amount::int > 3"}).apply(rows, "log")
     assert result.rows.columns == rows.columns
-    assert place_column(result.rows) == "position"
+    assert offset_column(result.rows) == "position"
 
 
 @pytest.mark.parametrize(
-    ("query", "said", "shown"),
+    ("query", "message", "shown"),
     [
         ("select customer from events", "`customer` cannot be resolved", "line 1: select customer from events\n"),
         ("select 1\nform events e f", "Syntax error", "line 2: form events e f\n"),
         ("select * from orders", "`orders` cannot be found", "line 1: select * from orders\n"),
-        ("select 1 as one", "does not read the events", "Select from events: select 1 as one"),
+        ("select 1 as one", "does not read events", "Select from events: select 1 as one"),
         ("select position from events order by position", "not supported", "order by"),
     ],
 )
-def test_a_transform_that_spark_refuses_shows_the_place(
-    spark: SparkSession, dsn: str, query: str, said: str, shown: str
+def test_a_transform_that_spark_refuses_shows_the_line(
+    spark: SparkSession, dsn: str, query: str, message: str, shown: str
 ) -> None:
     rows = spark.readStream.format("headwater").option("dsn", dsn).load()
     with pytest.raises(InvalidRequest) as refusal:
         Transform.parse({"sql": query}).apply(rows, "log")
-    assert said.lower() in refusal.value.message.lower()
+    assert message.lower() in refusal.value.message.lower()
     assert shown in str(refusal.value.hint)
     assert not spark.catalog.tableExists("events")
 
@@ -234,9 +234,9 @@ def test_a_function_gets_the_rows_and_the_session_if_it_wants_it(
 
     assert apply("double").collect() == [(8,)]
     assert apply("with_session").count() == 2
-    with pytest.raises(InvalidRequest, match="gave int, not a DataFrame"):
+    with pytest.raises(InvalidRequest, match="returned int: expected a DataFrame"):
         apply("wrong")
-    with pytest.raises(InvalidRequest, match="refuses the transform two_transforms:refused"):
+    with pytest.raises(InvalidRequest, match="rejects the transform two_transforms:refused"):
         apply("refused")
 
 
@@ -288,7 +288,7 @@ def test_what_postgres_refuses_of_a_row_is_told_as_what_it_is(
     sink.prepare()
     with pytest.raises(InvalidEvent, match="0x00"):
         sink.write(spark.sql("select 1 as id, concat('a', char(0)) as name"), Batch(pipeline.name, 0, 1))
-    with pytest.raises(InvalidRequest, match="has no id"):
+    with pytest.raises(InvalidRequest, match="has a null in the key"):
         sink.write(spark.sql("select cast(null as int) as id, 'a' as name"), Batch(pipeline.name, 0, 1))
     sink.close()
     assert pipeline.kept("*") == []
@@ -370,12 +370,12 @@ def test_a_rebuild_with_other_sql_is_seen_by_readers_at_once_and_whole(
     reader = threading.Thread(target=read)
     reader.start()
     try:
-        generation = table.begin_rebuild(log, totals.name)
+        checkpoint_epoch = table.begin_rebuild(log, totals.name)
         changed = pipeline(sql=TOTALS.replace("events", "events where data:amount::double > 2"))
-        changed.run(rebuild=generation, max_events=100)
+        changed.run(rebuild=checkpoint_epoch, max_events=100)
         assert totals.kept() == before
-        settled = log.read(topic, batch_size=100)[-1].position
-        table.switch(log, totals.name, generation=generation, caught_up_to=settled)
+        stable = log.read(topic, batch_size=100)[-1].position
+        table.switch(log, totals.name, checkpoint_epoch=checkpoint_epoch, caught_up_to=stable)
     finally:
         done.set()
         reader.join(30)
@@ -390,10 +390,10 @@ def test_a_rebuild_with_other_sql_is_seen_by_readers_at_once_and_whole(
     # The former runner is told; the new one goes on with the rebuild's checkpoint.
     order_some(log, topic, range(9, 12))
     changed.checkpoint.joinpath("0").rename(changed.checkpoint / "old")
-    changed.checkpoint.joinpath(str(generation)).rename(changed.checkpoint / "0")
+    changed.checkpoint.joinpath(str(checkpoint_epoch)).rename(changed.checkpoint / "0")
     changed.run()
     assert sum(row[1] for row in changed.kept()) == sum(row[1] for row in after) + 3
-    late = TableSink(totals.sink, totals.context(), rebuild=generation)
+    late = TableSink(totals.sink, totals.context(), rebuild=checkpoint_epoch)
     late.prepare()
     with pytest.raises(ProjectionRebuilt):
         late.write(

@@ -23,11 +23,11 @@ from pyspark.sql import DataFrame, SparkSession
 from typer.testing import CliRunner
 
 import headwater
-from headwater import calls
+from headwater.calls import archives as archive_calls
 from headwater.cli import app
 from headwater.errors import CursorMoved, InvalidRequest, PositionExpired
 from headwater.spark.replay import targets
-from headwater.spark.replay.run import Progress, Selection, ToGroup, ToTable, ToTopic, preview, replay
+from headwater.spark.replay.run import ReplayProgress, Selection, ToQueue, ToTable, ToTopic, preview, replay
 from headwater.spark.replay.targets import Part
 
 _numbers = itertools.count()
@@ -75,7 +75,7 @@ def test_a_topic_gets_the_past_in_order_with_headers_that_say_what_it_was(
         "short", b"\x00\xff", key=b"\xfe", type="ü", routing_key="a.b", headers={"h": '"{', "n": [1]}, event_id='i"d'
     )
     bare = past.log.publish("short", None)
-    told: list[Progress] = []
+    told: list[ReplayProgress] = []
     done = replay(
         spark, past.dsn, Selection(), ToTopic("copy"), name="again", events_per_part=9, on_progress=told.append
     )
@@ -195,7 +195,7 @@ def _raise(error: type[Exception]) -> Callable[[], None]:
 def test_of_two_that_run_the_same_replay_one_goes_on(past: ArchivedLog, spark: SparkSession) -> None:
     replay(spark, past.dsn, Selection(topics=("short",)), ToTopic("copy"), name="again", events_per_part=5)
     rows = spark.read.format("headwater").option("dsn", past.dsn).option("topics", "forever").load()
-    part = Part(past.dsn, "again", 0, past.log.state().settled, lambda: None)
+    part = Part(past.dsn, "again", 0, past.log.state().stable, lambda: None)
     with pytest.raises(CursorMoved, match="Another process"):
         ToTopic("copy").write(rows, part)
     assert originals(past.log, "copy") == past.positions("short")
@@ -206,7 +206,7 @@ def test_what_retention_takes_without_an_archive_ends_a_replay(archived: Archive
     first = archived.publish("short", 5)
     archived.pass_days(1)
 
-    def take(progress: Progress) -> None:
+    def take(progress: ReplayProgress) -> None:
         archived.pass_days(5)
 
     with pytest.raises(PositionExpired):
@@ -241,26 +241,26 @@ def test_a_table_gets_each_event_as_a_row_once(past: ArchivedLog, spark: SparkSe
     assert past.connection.execute("select count(*), count(more) from few").fetchone() == (18, 0)
 
 
-def drained(log: headwater.Headwater, group: str) -> list[Any]:
-    """All that a group is given now."""
+def drained(log: headwater.Headwater, queue: str) -> list[Any]:
+    """All that a queue is given now."""
     found = []
-    while (lease := log.claim(group, worker="test", batch_size=100)) is not None:
+    while (lease := log.claim(queue, worker="test", batch_size=100)) is not None:
         found += [claimed.event for claimed in lease.events]
         log.settle(lease, {})
     return found
 
 
-def test_a_group_gets_its_past_again_from_the_log_and_the_archive(past: ArchivedLog, spark: SparkSession) -> None:
+def test_a_queue_gets_its_past_again_from_the_log_and_the_archive(past: ArchivedLog, spark: SparkSession) -> None:
     log = past.log
-    log.create_group("mailer", must_not_lose=False)
+    log.create_queue("mailer", holds_retention=False)
     log.bind("mailer", topic="short", type="t1", from_position=0)
     log.bind("mailer", topic="forever", headers={"h": 2}, from_position=0)
-    log.create_group("other", ["short"], must_not_lose=False)
+    log.create_queue("other", ["short"], holds_retention=False)
     kept = {event.position for event in drained(log, "mailer")}
     drained(log, "other")
-    told = preview(spark, past.dsn, Selection(), ToGroup("mailer"))
+    told = preview(spark, past.dsn, Selection(), ToQueue("mailer"))
     assert told.rewind_to == 0
-    done = replay(spark, past.dsn, Selection(), ToGroup("mailer"), name="again")
+    done = replay(spark, past.dsn, Selection(), ToQueue("mailer"), name="again")
     only_archived = [p for p in past.positions("short") if p not in past.kept_in_log("short")]
     assert told.published == done.events == len(only_archived)
     got = drained(log, "mailer")
@@ -275,26 +275,26 @@ def test_a_group_gets_its_past_again_from_the_log_and_the_archive(past: Archived
     assert len(private) + len([p for p in by_rewind if p in past.positions("short")]) == 11
     assert drained(log, "other") == []
     # Repeated, it is done: nothing is rewound again.
-    assert replay(spark, past.dsn, Selection(), ToGroup("mailer"), name="again") == done
+    assert replay(spark, past.dsn, Selection(), ToQueue("mailer"), name="again") == done
     assert drained(log, "mailer") == []
 
 
-def test_a_part_of_a_groups_past_comes_by_a_topic_of_its_own(past: ArchivedLog, spark: SparkSession) -> None:
+def test_a_part_of_a_queues_past_comes_by_a_topic_of_its_own(past: ArchivedLog, spark: SparkSession) -> None:
     log = past.log
-    log.create_group("mailer", ["short", "forever"], must_not_lose=False)
+    log.create_queue("mailer", ["short", "forever"], holds_retention=False)
     drained(log, "mailer")
     wanted = [p for p in past.positions("short") if p <= past.positions("short")[-3]]
-    done = replay(spark, past.dsn, Selection(topics=("short",), up_to=wanted[-1]), ToGroup("mailer"), name="some")
+    done = replay(spark, past.dsn, Selection(topics=("short",), up_to=wanted[-1]), ToQueue("mailer"), name="some")
     assert done.rewind_to is None
     got = drained(log, "mailer")
     assert [event.headers["replayed-position"] for event in got] == wanted
-    # From a time on, the group begins with the first event of then, not with the file that the archive has it in.
+    # From a time on, the queue begins with the first event of then, not with the file that the archive has it in.
     since = next(event.published_at for event in log.read("forever") if event.position > wanted[0])
     first = next(event.position for event in log.read("forever") if event.published_at >= since)
-    assert preview(spark, past.dsn, Selection(since=since), ToGroup("mailer")).rewind_to == first - 1
-    log.create_group("everything")
+    assert preview(spark, past.dsn, Selection(since=since), ToQueue("mailer")).rewind_to == first - 1
+    log.create_queue("everything")
     log.bind("everything")
-    assert preview(spark, past.dsn, Selection(), ToGroup("mailer")).also_reached == ("everything",)
+    assert preview(spark, past.dsn, Selection(), ToQueue("mailer")).also_reached == ("everything",)
 
 
 def test_the_rate_is_kept(past: ArchivedLog, spark: SparkSession) -> None:
@@ -325,7 +325,7 @@ def test_the_command_that_is_killed_goes_on_when_repeated(past: ArchivedLog, spa
     first = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
         deadline = time.monotonic() + 120
-        while (state := past.log.run(calls.find_replay("again"))) is None or not state.events:
+        while (state := past.log.run(archive_calls.find_replay("again"))) is None or not state.events:
             # Spark takes its time to start.
             assert first.poll() is None
             assert time.monotonic() < deadline, "no event came within 120 seconds"
@@ -355,7 +355,7 @@ def test_the_command_says_what_would_come_and_what_came(past: ArchivedLog, spark
     assert headwater_replay(past.dsn, "--forget", done["name"], "--json")[0] == 4
     assert headwater_replay(past.dsn, "--to-topic", "a", "--to-table", "b", "--json")[0] == 2
     assert headwater_replay(past.dsn, "--to-topic", "a", "--topic", "no-such-topic", "--json")[0] == 4
-    assert headwater_replay(past.dsn, "--to-group", "no-such-group", "--yes", "--json")[0] == 4
+    assert headwater_replay(past.dsn, "--to-queue", "no-such-queue", "--yes", "--json")[0] == 4
     past.log.create_topic("small", max_payload_bytes=1)
     code, refused = headwater_replay(past.dsn, "--to-topic", "small", "--topic", "short", "--json")
     assert (code, refused["error"]) == (3, "EventTooLarge")

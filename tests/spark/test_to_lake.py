@@ -18,22 +18,22 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.pandas.types import from_arrow_schema
 
 import headwater
-from headwater import calls
+from headwater.calls import archives as archive_calls
 from headwater.capture import snapshot
 from headwater.capture.slot import Slot
 from headwater.errors import InvalidRequest, LakeBusy
 from headwater.lake import Location, all_files, files_between, open_table, version_of
 from headwater.spark.arrow import EVENT
 from headwater.spark.formats import table as formats_table
-from headwater.spark.pipelines.batch import Batch, Context, Source
+from headwater.spark.pipelines.batch import Batch, SinkContext, Source
 from headwater.spark.sinks import lake
 from headwater.spark.sinks.lake import LakeSink
 
 NEW_YEAR = datetime(2026, 1, 1, tzinfo=UTC)
 
 
-def context(spark: SparkSession, directory: Path, source: Source = "log") -> Context:
-    return Context(spark, "archive", source, {}, "", None, directory)
+def context(spark: SparkSession, directory: Path, source: Source = "log") -> SinkContext:
+    return SinkContext(spark, "archive", source, {}, "", None, directory)
 
 
 def events(spark: SparkSession, first: int, last: int) -> DataFrame:
@@ -155,7 +155,7 @@ def test_rows_of_any_shape_are_kept_and_new_columns_added(spark: SparkSession, t
 
 
 def test_an_archive_is_noted_in_the_log_after_each_batch(spark: SparkSession, dsn: str, tmp_path: Path) -> None:
-    archiving = Context(spark, "archive", "log", {"max_events": 10}, dsn, None, tmp_path)
+    archiving = SinkContext(spark, "archive", "log", {"max_events": 10}, dsn, None, tmp_path)
     sink = LakeSink({"path": "log", "archive": True}, archiving)
     sink.prepare()
     with headwater.connect(dsn) as log:
@@ -163,7 +163,7 @@ def test_an_archive_is_noted_in_the_log_after_each_batch(spark: SparkSession, ds
         for number in range(10):
             log.publish("orders", {"n": number})
         sink.write(events(spark, 1, 10), Batch("archive", 0, 10))
-        (archive,) = log.run(calls.archives())
+        (archive,) = log.run(archive_calls.archives())
     assert (archive.name, archive.location, archive.archived_to) == ("archive", str(tmp_path / "log"), 10)
     with pytest.raises(InvalidRequest, match="lack"):
         sink.write(events(spark, 1, 2).drop("key"), Batch("archive", 1, 12))
@@ -195,7 +195,7 @@ def test_a_table_is_loaded_and_then_follows_its_changes(
     sink.prepare()
 
     load = Batch("archive", -1, start)
-    with formats_table.opened(dsn, [f"public.{name}"]) as shared:
+    with formats_table.shared_snapshot(dsn, [f"public.{name}"]) as shared:
         rows = spark.read.format("headwater.table").options(**shared, chunkBlocks="4").load()
         assert sink.write_snapshot(rows, f"public.{name}", load) == 500
     assert (
@@ -235,24 +235,24 @@ def test_a_table_is_loaded_and_then_follows_its_changes(
 @pytest.mark.parametrize(
     ("options", "source", "says"),
     [
-        ({}, "log", "needs a path"),
-        ({"path": "x", "kept": 1}, "log", "takes no kept"),
-        ({"path": "x%20y"}, "log", "without the sign %"),
-        ({"path": "x", "keep": "all"}, "log", "history, current"),
-        ({"path": "x", "keep": "current"}, "log", "needs captured changes"),
+        ({}, "log", "requires a path"),
+        ({"path": "x", "kept": 1}, "log", "unknown keys: kept"),
+        ({"path": "x%20y"}, "log", "% is not allowed"),
+        ({"path": "x", "keep": "all"}, "log", "history or current"),
+        ({"path": "x", "keep": "current"}, "log", "requires captured changes"),
         ({"path": "x", "keep": "current", "date_from": "y"}, "changes", "date_from"),
         ({"path": "x", "as_text": ["y"]}, "changes", "as_text"),
         ({"path": "x", "as_text": "y"}, "changes", "list of columns"),
         ({"path": "x", "storage": "y"}, "log", "storage"),
         ({"path": "x", "compact_every": -1}, "log", "compact_every"),
         ({"path": "x", "archive": "yes"}, "log", "archive"),
-        ({"path": "x", "archive": True}, "changes", "archive holds the log"),
+        ({"path": "x", "archive": True}, "changes", "archive requires the source log"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_before_anything_is_made(
     tmp_path: Path, options: dict[str, Any], source: Source, says: str
 ) -> None:
-    nobody: Any = None
+    no_session: Any = None
     with pytest.raises(InvalidRequest, match=says):
-        LakeSink(options, context(nobody, tmp_path, source))
+        LakeSink(options, context(no_session, tmp_path, source))
     assert not list(tmp_path.iterdir())

@@ -17,11 +17,12 @@ from psycopg import conninfo, sql
 from pyspark.sql import types as t
 
 import headwater
-from headwater import calls
-from headwater.calls import Projection
+from headwater.calls import pipeline_runs, projections
+from headwater.calls import projections as projections_calls
+from headwater.calls.projections import Projection
 from headwater.errors import HeadwaterError, InvalidRequest, LeaseLost, NotAllowed, ProjectionRebuilt, StagedEventsLost
 from headwater.spark.sinks import table as sinks_table
-from headwater.spark.sinks.table import Shape, TableOptions, stage
+from headwater.spark.sinks.table import TableColumns, TableOptions, stage
 
 _numbers = itertools.count()
 Rows = Sequence[tuple[Any, ...]]
@@ -45,16 +46,18 @@ class Keeper:
         self.numbers = itertools.count()
         self.log = headwater.connect(dsn, pool_size=1)
 
-    def shadow(self, generation: int) -> Keeper:
+    def shadow(self, checkpoint_epoch: int) -> Keeper:
         made = Keeper(self.dsn, self.frame, name=self.name)
         made.options = self.options
-        made.projection = replace(self.projection, generation=generation, rebuild=True)
+        made.projection = replace(self.projection, checkpoint_epoch=checkpoint_epoch, rebuild=True)
         return made
 
-    def prepare(self) -> calls.Standing:
-        shape = Shape.of(self.frame, self.options)
+    def prepare(self) -> projections_calls.ProjectionState:
+        shape = TableColumns.of(self.frame, self.options)
         return self.log.run(
-            calls.prepare_projection(self.projection, columns=shape.columns, staged=shape.staged, key=self.options.key)
+            projections.prepare_projection(
+                self.projection, columns=shape.columns, staged=shape.staged, key=self.options.key
+            )
         )
 
     def stage(self, *parts: Rows) -> tuple[list[str], int]:
@@ -79,7 +82,7 @@ class Keeper:
 
     def merge(self, attempts: list[str], count: int, *, end: int, number: int | None = None, **more: Any) -> Any:
         return self.log.run(
-            calls.merge_projection(
+            projections.merge_projection(
                 self.projection,
                 attempts=attempts,
                 expected_rows=count,
@@ -183,7 +186,7 @@ def test_a_transaction_that_commits_at_the_end_of_a_batch_is_of_the_next(keep: A
 def test_with_a_new_checkpoint_a_doubtful_batch_is_refused_rather_than_doubled(keep: Any) -> None:
     appended = keep(POSITIONED, mode="append", key=[])
     appended.write([(1, 1, 10)], end=1, number=0)
-    with pytest.raises(InvalidRequest, match="cannot tell which rows the table has") as refusal:
+    with pytest.raises(InvalidRequest, match="cannot detect which rows the table already has") as refusal:
         appended.write([(1, 1, 10), (2, 2, 20)], end=2, number=0)
     assert f"headwater pipeline rebuild {appended.projection.pipeline}" in str(refusal.value)
     assert appended.rows() == [(1, 10)]
@@ -234,7 +237,7 @@ def test_readers_see_a_batch_whole_or_not_at_all(keep: Any, dsn: str) -> None:
     kept = keep()
     kept.write([(1, 10, False)], end=1)
     attempts, count = kept.stage([(1, None, True), (2, 20, False)])
-    call = calls.merge_projection(
+    call = projections.merge_projection(
         kept.projection, attempts=attempts, expected_rows=count, end=2, number=9, mode="upsert", gone="gone"
     )
     with psycopg.connect(dsn) as writer:
@@ -245,7 +248,7 @@ def test_readers_see_a_batch_whole_or_not_at_all(keep: Any, dsn: str) -> None:
 
 def test_a_row_without_its_key_is_refused(keep: Any) -> None:
     kept = keep()
-    with pytest.raises(InvalidRequest, match="has no id"):
+    with pytest.raises(InvalidRequest, match="has a null in the key"):
         kept.write([(None, 10, False)], end=1)
     assert kept.write([(1, 10, False)], end=1, number=0) == (1, 0)
 
@@ -277,8 +280,8 @@ def test_a_table_that_is_there_is_taken_if_it_fits_and_keeps_its_types(keep: Any
         ("create table {} (id bigint primary key, amount bigint, note text)", "has the columns (id, amount, note)"),
         ("create table {} (id bigint primary key)", "has the columns (id)"),
         ("create table {} (id bigint, amount bigint)", "no primary key or unique index on (id)"),
-        ("create table {} (id bigint unique, amount json)", "such rows cannot be written"),
-        ("create table {} (id bigint unique, amount int[])", "such rows cannot be written"),
+        ("create table {} (id bigint unique, amount json)", "the rows cannot be written"),
+        ("create table {} (id bigint unique, amount int[])", "the rows cannot be written"),
         ("create view {} as select 1 as id, 2 as amount", "is not a table"),
     ],
 )
@@ -286,7 +289,7 @@ def test_a_table_that_does_not_fit_is_refused_and_left_alone(keep: Any, made: st
     kept = keep()
     kept.execute(made)
     assert said in refused(kept).message
-    assert kept.log.run(calls.projection_generation(kept.projection.pipeline)) == 0
+    assert kept.log.run(projections.projection_epoch(kept.projection.pipeline)) == 0
     with psycopg.connect(kept.dsn) as connection:
         assert connection.execute("select to_regclass(%s)", (f'"{kept.name}__staged"',)).fetchone() == (None,)
 
@@ -296,23 +299,23 @@ def test_what_stands_in_the_way_is_told(keep: Any, dsn: str) -> None:
     kept.write([(1, 10, False)], end=1)
     other = keep(name=kept.name)
     other.projection = replace(other.projection, pipeline="another")
-    assert f'is kept by the pipeline "{kept.projection.pipeline}"' in refused(other).message
+    assert f'belongs to the pipeline "{kept.projection.pipeline}"' in refused(other).message
 
     nowhere = keep()
     nowhere.projection = replace(nowhere.projection, schema="no such")
-    assert refused(nowhere).message == 'there is no schema "no such"'
+    assert refused(nowhere).message == 'schema "no such" does not exist'
 
     taken = keep()
     with psycopg.connect(dsn, autocommit=True) as connection:
         connection.execute(sql.SQL("create table {} ()").format(sql.Identifier(f"{taken.name}__staged")))
-    assert "that no pipeline made" in refused(taken).message
+    assert "but no pipeline created it" in refused(taken).message
 
     other_shape = keep(t.StructType().add("id", "long").add("total", "long"), name=kept.name)
-    assert "the rows now have (id bigint, total bigint)" in refused(other_shape).message
+    assert "the rows have the columns (id bigint, total bigint)" in refused(other_shape).message
     kept.execute("alter table {} drop column amount")
-    assert "has lost its columns amount" in refused(kept).message
+    assert "does not have the columns amount any more" in refused(kept).message
     kept.execute("drop table {}")
-    assert "is gone" in refused(kept).message
+    assert "does not exist any more" in refused(kept).message
 
 
 def test_columns_that_somebody_adds_stay_out_of_the_way(keep: Any) -> None:
@@ -327,9 +330,9 @@ def test_columns_that_somebody_adds_stay_out_of_the_way(keep: Any) -> None:
 def test_a_very_long_name_has_room_for_what_stands_beside_it(keep: Any) -> None:
     kept = keep(name="n" * 63)
     kept.write([(1, 10, False)], end=1)
-    generation = sinks_table.begin_rebuild(kept.log, kept.projection.pipeline)
-    kept.shadow(generation).write([(1, 11, False)], end=1)
-    sinks_table.switch(kept.log, kept.projection.pipeline, generation=generation, caught_up_to=1)
+    checkpoint_epoch = sinks_table.begin_rebuild(kept.log, kept.projection.pipeline)
+    kept.shadow(checkpoint_epoch).write([(1, 11, False)], end=1)
+    sinks_table.switch(kept.log, kept.projection.pipeline, checkpoint_epoch=checkpoint_epoch, caught_up_to=1)
     assert kept.rows() == [(1, 11)]
 
 
@@ -347,9 +350,11 @@ def test_a_role_without_the_right_is_told_which(keep: Any, dsn: str, admin_dsn: 
                 assert f"grant usage, create on schema public to {user}" in str(refusal.value)
                 owner.execute(sql.SQL("grant usage, create on schema public to {}").format(sql.Identifier(user)))
                 assert kept.write([(1, 10, False)], end=1) == (1, 0)
-                generation = sinks_table.begin_rebuild(kept.log, kept.projection.pipeline)
-                kept.shadow(generation).write([(2, 20, False)], end=1)
-                sinks_table.switch(kept.log, kept.projection.pipeline, generation=generation, caught_up_to=1)
+                checkpoint_epoch = sinks_table.begin_rebuild(kept.log, kept.projection.pipeline)
+                kept.shadow(checkpoint_epoch).write([(2, 20, False)], end=1)
+                sinks_table.switch(
+                    kept.log, kept.projection.pipeline, checkpoint_epoch=checkpoint_epoch, caught_up_to=1
+                )
                 assert kept.rows() == [(2, 20)]
                 owner.execute(sql.SQL("drop owned by {}").format(sql.Identifier(user)))
         finally:
@@ -375,15 +380,15 @@ def test_a_rebuild_changes_rows_that_differ_and_nothing_around_them(keep: Any, d
     kept.execute("create view seen_by_rebuild as select * from {}")
     kept.execute("grant select on {} to headwater_consumer")
     before = kept.rows("id, xmin::text")
-    generation = sinks_table.begin_rebuild(kept.log, kept.projection.pipeline)
-    shadow = kept.shadow(generation)
+    checkpoint_epoch = sinks_table.begin_rebuild(kept.log, kept.projection.pipeline)
+    shadow = kept.shadow(checkpoint_epoch)
     shadow.write([(1, 10, False), (2, 22, False)], end=3)
     shadow.write([(4, 40, False)], end=6)
     assert kept.rows() == [(1, 10), (2, 20), (3, 30)]
-    done = sinks_table.switch(kept.log, kept.projection.pipeline, generation=generation, caught_up_to=6)
+    done = sinks_table.switch(kept.log, kept.projection.pipeline, checkpoint_epoch=checkpoint_epoch, caught_up_to=6)
     assert done == {"written": 2, "removed": 1}
     # Asked again by somebody who did not hear the answer.
-    again = sinks_table.switch(kept.log, kept.projection.pipeline, generation=generation, caught_up_to=6)
+    again = sinks_table.switch(kept.log, kept.projection.pipeline, checkpoint_epoch=checkpoint_epoch, caught_up_to=6)
     assert again == {"written": 0, "removed": 0}
     assert kept.rows() == [(1, 10), (2, 22), (4, 40)]
     assert kept.rows("id, xmin::text")[0] == before[0]
@@ -399,10 +404,10 @@ def test_a_rebuild_changes_rows_that_differ_and_nothing_around_them(keep: Any, d
 def test_readers_never_wait_for_a_switch_nor_see_half_of_it(keep: Any, dsn: str) -> None:
     kept = keep()
     kept.write([(n, 1, False) for n in range(100)], end=5)
-    generation = sinks_table.begin_rebuild(kept.log, kept.projection.pipeline)
-    kept.shadow(generation).write([(n, 2, False) for n in range(50, 250)], end=5)
+    checkpoint_epoch = sinks_table.begin_rebuild(kept.log, kept.projection.pipeline)
+    kept.shadow(checkpoint_epoch).write([(n, 2, False) for n in range(50, 250)], end=5)
     count = sql.SQL("select count(*), sum(amount) from {}").format(kept.table)
-    call = calls.switch_rebuilt(kept.projection.pipeline, generation=generation, caught_up_to=5)
+    call = projections.switch_rebuilt(kept.projection.pipeline, checkpoint_epoch=checkpoint_epoch, caught_up_to=5)
     with psycopg.connect(dsn) as switching, psycopg.connect(dsn, autocommit=True) as reading:
         reading.execute("set statement_timeout = '5s'")
         with psycopg.connect(dsn) as earlier:
@@ -433,23 +438,23 @@ def test_a_rebuild_that_was_killed_leaves_the_table_and_the_next_begins_again(ke
     with pytest.raises(ProjectionRebuilt):
         killed.prepare()
     with pytest.raises(ProjectionRebuilt):
-        sinks_table.switch(kept.log, pipeline, generation=first, caught_up_to=9)
+        sinks_table.switch(kept.log, pipeline, checkpoint_epoch=first, caught_up_to=9)
     assert kept.rows() == [(1, 10)]
     # The table goes on being kept meanwhile.
     kept.write([(1, 11, False)], end=6)
     again = kept.shadow(second)
     again.write([(1, 12, False)], end=6)
     late = kept.stage([(1, 13, False)])
-    sinks_table.switch(kept.log, pipeline, generation=second, caught_up_to=6)
+    sinks_table.switch(kept.log, pipeline, checkpoint_epoch=second, caught_up_to=6)
     assert kept.rows() == [(1, 12)]
-    assert sinks_table.generation(kept.log, pipeline) == second
+    assert sinks_table.checkpoint_epoch(kept.log, pipeline) == second
     assert tables_beside(kept) == ["", "__staged"]
     # Whoever kept it before does so no longer.
     with pytest.raises(ProjectionRebuilt):
         kept.merge(*late, end=7)
     with pytest.raises(ProjectionRebuilt):
         kept.write([(1, 13, False)], end=7)
-    kept.projection = replace(kept.projection, generation=second)
+    kept.projection = replace(kept.projection, checkpoint_epoch=second)
     assert kept.write([(1, 13, False)], end=6, number=1) is None
     assert kept.write([(1, 13, False)], end=7, number=1) == (1, 0)
 
@@ -467,18 +472,18 @@ def test_a_rebuild_that_is_given_up_leaves_nothing(keep: Any) -> None:
 def test_a_rebuild_must_have_caught_up_and_have_something_to_show(keep: Any) -> None:
     kept = keep()
     pipeline = kept.projection.pipeline
-    with pytest.raises(InvalidRequest, match="keeps no table yet"):
+    with pytest.raises(InvalidRequest, match="has no table yet"):
         sinks_table.begin_rebuild(kept.log, pipeline)
     kept.write([(1, 10, False)], end=5)
-    generation = sinks_table.begin_rebuild(kept.log, pipeline)
-    with pytest.raises(InvalidRequest, match="came to no batch"):
-        sinks_table.switch(kept.log, pipeline, generation=generation, caught_up_to=9)
-    kept.shadow(generation).write([(1, 11, False)], end=3)
-    with pytest.raises(InvalidRequest, match=r"the rebuild is at 4, the table .* at 5"):
-        sinks_table.switch(kept.log, pipeline, generation=generation, caught_up_to=4)
+    checkpoint_epoch = sinks_table.begin_rebuild(kept.log, pipeline)
+    with pytest.raises(InvalidRequest, match="has written no batch"):
+        sinks_table.switch(kept.log, pipeline, checkpoint_epoch=checkpoint_epoch, caught_up_to=9)
+    kept.shadow(checkpoint_epoch).write([(1, 11, False)], end=3)
+    with pytest.raises(InvalidRequest, match=r"the rebuild is at 4, but the table .* is at 5"):
+        sinks_table.switch(kept.log, pipeline, checkpoint_epoch=checkpoint_epoch, caught_up_to=4)
     assert kept.rows() == [(1, 10)]
-    # Batches end elsewhere; what counts is that there was nothing more to read.
-    sinks_table.switch(kept.log, pipeline, generation=generation, caught_up_to=4, read_to=5)
+    # BatchWriter end elsewhere; what counts is that there was nothing more to read.
+    sinks_table.switch(kept.log, pipeline, checkpoint_epoch=checkpoint_epoch, caught_up_to=4, read_to=5)
     assert kept.rows() == [(1, 11)]
 
 
@@ -486,11 +491,11 @@ def test_a_rebuild_can_change_columns_and_key(keep: Any) -> None:
     kept = keep(t.StructType().add("id", "long").add("amount", "long").add("old", "string"))
     kept.write([(1, 10, "a"), (2, 20, "b")], end=5)
     kept.execute("alter table {} add column note text default 'kept'")
-    generation = sinks_table.begin_rebuild(kept.log, kept.projection.pipeline)
+    checkpoint_epoch = sinks_table.begin_rebuild(kept.log, kept.projection.pipeline)
     changed = keep(t.StructType().add("customer", "string").add("amount", "string"), name=kept.name, key=["customer"])
-    changed.projection = replace(kept.projection, generation=generation, rebuild=True)
+    changed.projection = replace(kept.projection, checkpoint_epoch=checkpoint_epoch, rebuild=True)
     changed.write([("ada", "x"), ("bob", None)], end=5)
-    sinks_table.switch(kept.log, kept.projection.pipeline, generation=generation, caught_up_to=5)
+    sinks_table.switch(kept.log, kept.projection.pipeline, checkpoint_epoch=checkpoint_epoch, caught_up_to=5)
     assert kept.rows("customer, amount, note") == [("ada", "x", "kept"), ("bob", None, "kept")]
     changed.projection = replace(changed.projection, rebuild=False)
     assert changed.write([("ada", "y")], end=6) == (1, 0)
@@ -501,16 +506,16 @@ def test_a_view_that_needs_a_column_that_would_go_is_named_and_the_rebuild_kept(
     kept = keep()
     kept.write([(1, 10, False)], end=5)
     kept.execute("create view needs_amount as select id, amount from {}")
-    generation = sinks_table.begin_rebuild(kept.log, kept.projection.pipeline)
+    checkpoint_epoch = sinks_table.begin_rebuild(kept.log, kept.projection.pipeline)
     changed = keep(t.StructType().add("id", "long").add("total", "long"), name=kept.name)
-    changed.projection = replace(kept.projection, generation=generation, rebuild=True)
+    changed.projection = replace(kept.projection, checkpoint_epoch=checkpoint_epoch, rebuild=True)
     changed.write([(1, 11)], end=5)
-    with pytest.raises(InvalidRequest, match="cannot get its new columns") as refusal:
-        sinks_table.switch(kept.log, kept.projection.pipeline, generation=generation, caught_up_to=5)
+    with pytest.raises(InvalidRequest, match="cannot be changed") as refusal:
+        sinks_table.switch(kept.log, kept.projection.pipeline, checkpoint_epoch=checkpoint_epoch, caught_up_to=5)
     assert "Drop the views" in str(refusal.value)
     assert kept.rows() == [(1, 10)]
     kept.execute("drop view needs_amount")
-    sinks_table.switch(kept.log, kept.projection.pipeline, generation=generation, caught_up_to=5)
+    sinks_table.switch(kept.log, kept.projection.pipeline, checkpoint_epoch=checkpoint_epoch, caught_up_to=5)
     assert kept.rows("id, total") == [(1, 11)]
 
 
@@ -518,9 +523,9 @@ def test_a_table_that_was_dropped_comes_back_with_a_rebuild(keep: Any) -> None:
     kept = keep()
     kept.write([(1, 10, False)], end=5)
     kept.execute("drop table {}")
-    generation = sinks_table.begin_rebuild(kept.log, kept.projection.pipeline)
-    kept.shadow(generation).write([(1, 10, False)], end=5)
-    sinks_table.switch(kept.log, kept.projection.pipeline, generation=generation, caught_up_to=5)
+    checkpoint_epoch = sinks_table.begin_rebuild(kept.log, kept.projection.pipeline)
+    kept.shadow(checkpoint_epoch).write([(1, 10, False)], end=5)
+    sinks_table.switch(kept.log, kept.projection.pipeline, checkpoint_epoch=checkpoint_epoch, caught_up_to=5)
     assert kept.rows() == [(1, 10)]
 
 
@@ -529,29 +534,31 @@ def test_all_tables_of_a_pipeline_are_switched_together(keep: Any, dsn: str) -> 
     other.projection = replace(other.projection, pipeline=one.projection.pipeline)
     one.write([(1, 10, False)], end=5)
     other.write([(1, 1, 10)], end=5)
-    generation = sinks_table.begin_rebuild(one.log, one.projection.pipeline)
-    one.shadow(generation).write([(1, 11, False)], end=5)
-    with pytest.raises(InvalidRequest, match="came to no batch"):
-        sinks_table.switch(one.log, one.projection.pipeline, generation=generation, caught_up_to=5)
+    checkpoint_epoch = sinks_table.begin_rebuild(one.log, one.projection.pipeline)
+    one.shadow(checkpoint_epoch).write([(1, 11, False)], end=5)
+    with pytest.raises(InvalidRequest, match="has written no batch"):
+        sinks_table.switch(one.log, one.projection.pipeline, checkpoint_epoch=checkpoint_epoch, caught_up_to=5)
     assert one.rows() == [(1, 10)]
-    other.shadow(generation).write([(1, 1, 11), (2, 1, 12)], end=5)
-    sinks_table.switch(one.log, one.projection.pipeline, generation=generation, caught_up_to=5)
+    other.shadow(checkpoint_epoch).write([(1, 1, 11), (2, 1, 12)], end=5)
+    sinks_table.switch(one.log, one.projection.pipeline, checkpoint_epoch=checkpoint_epoch, caught_up_to=5)
     assert (one.rows(), other.rows()) == ([(1, 11)], [(1, 11), (1, 12)])
 
 
 def test_a_switch_that_needs_the_table_to_itself_waits_its_turn(keep: Any, dsn: str, until: Any) -> None:
     kept = keep()
     kept.write([(1, 10, False)], end=5)
-    generation = sinks_table.begin_rebuild(kept.log, kept.projection.pipeline)
+    checkpoint_epoch = sinks_table.begin_rebuild(kept.log, kept.projection.pipeline)
     changed = keep(t.StructType().add("id", "long").add("total", "long"), name=kept.name)
-    changed.projection = replace(kept.projection, generation=generation, rebuild=True)
+    changed.projection = replace(kept.projection, checkpoint_epoch=checkpoint_epoch, rebuild=True)
     changed.write([(1, 11)], end=5)
     done: list[Any] = []
     with psycopg.connect(dsn) as reader, psycopg.connect(dsn, autocommit=True) as watching:
         reader.execute(sql.SQL("select * from {}").format(kept.table))
         switching = threading.Thread(
             target=lambda: done.append(
-                sinks_table.switch(kept.log, kept.projection.pipeline, generation=generation, caught_up_to=5)
+                sinks_table.switch(
+                    kept.log, kept.projection.pipeline, checkpoint_epoch=checkpoint_epoch, caught_up_to=5
+                )
             )
         )
         switching.start()
@@ -569,28 +576,28 @@ def test_a_pipeline_goes_on_with_the_checkpoint_and_from_the_place_of_its_rebuil
 
     def claimed(runner: str) -> Any:
         return kept.log.run(
-            calls.claim_pipeline(pipeline, runner, lease=LEASE, source="log", definition={}, start=True)
+            pipeline_runs.claim_pipeline(pipeline, runner, lease=LEASE, source="log", definition={}, start=True)
         )
 
     before = claimed("before")
     kept.write([(1, 10, False)], end=5)
-    generation = sinks_table.begin_rebuild(kept.log, pipeline)
-    kept.shadow(generation).write([(1, 11, False)], end=7)
+    checkpoint_epoch = sinks_table.begin_rebuild(kept.log, pipeline)
+    kept.shadow(checkpoint_epoch).write([(1, 11, False)], end=7)
     assert claimed("another").held_by == "before"
-    sinks_table.switch(kept.log, pipeline, generation=generation, caught_up_to=7)
+    sinks_table.switch(kept.log, pipeline, checkpoint_epoch=checkpoint_epoch, caught_up_to=7)
     with pytest.raises(LeaseLost):
-        kept.log.run(calls.renew_pipeline(pipeline, before.token, lease=LEASE))
+        kept.log.run(pipeline_runs.renew_pipeline(pipeline, before.token, lease=LEASE))
     after = claimed("after")
-    assert (after.generation, after.place) == (generation, 7)
+    assert (after.checkpoint_epoch, after.place) == (checkpoint_epoch, 7)
     assert after.token > before.token
-    assert before.generation < generation
+    assert before.checkpoint_epoch < checkpoint_epoch
 
 
 def test_a_pipeline_that_is_no_more_lets_go_of_its_tables(keep: Any) -> None:
     kept = keep()
     kept.write([(1, 10, False)], end=5)
     kept.shadow(sinks_table.begin_rebuild(kept.log, kept.projection.pipeline)).prepare()
-    kept.log.run(calls.forget_projections(kept.projection.pipeline))
+    kept.log.run(projections.forget_projections(kept.projection.pipeline))
     assert tables_beside(kept) == [""]
     assert kept.rows() == [(1, 10)]
     other = keep(name=kept.name)

@@ -10,17 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater.access.permissions import (
+from headwater.access.permissions import AccessPolicy, Permission
+from headwater.access.scram import (
     MECHANISMS,
-    Access,
     AuthenticationFailed,
-    Permission,
-    Scram,
+    ScramExchange,
     Verifiers,
     credential_of,
-    password_fits,
-    stranger,
+    decoy_verifiers,
     verifiers,
+    verify_password,
 )
 
 SALT = b"0123456789abcdef"
@@ -44,7 +43,7 @@ def client_final(mechanism: str, password: str, challenge: bytes, first_bare: st
 
 
 def exchange(mechanism: str, password: str, known: Verifiers = KEPT) -> bytes:
-    scram = Scram(mechanism, "server")
+    scram = ScramExchange(mechanism, "server")
     kept = known.credential(mechanism)
     assert kept is not None
     bare = "n=us=2Cer,r=client"
@@ -65,14 +64,14 @@ def test_a_wrong_password_proves_nothing(mechanism: str) -> None:
     with pytest.raises(AuthenticationFailed):
         exchange(mechanism, "pen")
     with pytest.raises(AuthenticationFailed):
-        exchange(mechanism, "pencil", stranger("nobody", b"secret"))
+        exchange(mechanism, "pencil", decoy_verifiers("missing", b"secret"))
 
 
 def test_the_example_of_the_standard_is_understood() -> None:
     # RFC 7677, section 3.
     kept = verifiers("pencil", base64.b64decode("W22ZaJ0SNY7soEsUEjb6gQ=="), 4096).sha_256
     assert kept is not None
-    scram = Scram("SCRAM-SHA-256", "%hvYDpWUa2RaTCAfuxFIlj)hNlF$k0")
+    scram = ScramExchange("SCRAM-SHA-256", "%hvYDpWUa2RaTCAfuxFIlj)hNlF$k0")
     assert scram.name_of(b"n,,n=user,r=rOprNGfwEbeRWgbNEkqO") == "user"
     assert scram.challenge(kept) == (
         b"r=rOprNGfwEbeRWgbNEkqO%hvYDpWUa2RaTCAfuxFIlj)hNlF$k0,s=W22ZaJ0SNY7soEsUEjb6gQ==,i=4096"
@@ -84,12 +83,12 @@ def test_the_example_of_the_standard_is_understood() -> None:
 
 
 @given(st.binary(max_size=60), st.binary(max_size=60))
-def test_what_is_no_scram_is_refused(first: bytes, final: bytes) -> None:
-    scram = Scram("SCRAM-SHA-256", "server")
+def test_invalid_scram_messages_are_rejected(first: bytes, final: bytes) -> None:
+    scram = ScramExchange("SCRAM-SHA-256", "server")
     with pytest.raises(AuthenticationFailed):
         scram.name_of(first)
         scram.finish(final, KEPT_256)
-    scram = Scram("SCRAM-SHA-256", "server")
+    scram = ScramExchange("SCRAM-SHA-256", "server")
     scram.name_of(b"n,,n=user,r=client")
     scram.challenge(KEPT_256)
     with pytest.raises(AuthenticationFailed):
@@ -97,10 +96,10 @@ def test_what_is_no_scram_is_refused(first: bytes, final: bytes) -> None:
 
 
 def test_a_proof_for_another_exchange_is_refused() -> None:
-    scram = Scram("SCRAM-SHA-256", "server")
+    scram = ScramExchange("SCRAM-SHA-256", "server")
     scram.name_of(b"n,,n=user,r=client")
     final, _ = client_final("SCRAM-SHA-256", "pencil", scram.challenge(KEPT_256), "n=user,r=client")
-    another = Scram("SCRAM-SHA-256", "other")
+    another = ScramExchange("SCRAM-SHA-256", "other")
     another.name_of(b"n,,n=user,r=client")
     another.challenge(KEPT_256)
     with pytest.raises(AuthenticationFailed):
@@ -108,13 +107,13 @@ def test_a_proof_for_another_exchange_is_refused() -> None:
 
 
 def test_a_password_in_clear_is_checked_against_the_same_verifiers() -> None:
-    assert password_fits("pencil", KEPT)
-    assert not password_fits("Pencil", KEPT)
-    assert not password_fits("", stranger("nobody", b"secret"))
+    assert verify_password("pencil", KEPT)
+    assert not verify_password("Pencil", KEPT)
+    assert not verify_password("", decoy_verifiers("missing", b"secret"))
     # Also where there is only the other, and where there is none.
-    assert password_fits("pencil", KEPT._replace(sha_256=None))
-    assert not password_fits("Pencil", KEPT._replace(sha_256=None))
-    assert not password_fits("", Verifiers(None, None))
+    assert verify_password("pencil", KEPT._replace(sha_256=None))
+    assert not verify_password("Pencil", KEPT._replace(sha_256=None))
+    assert not verify_password("", Verifiers(None, None))
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
@@ -125,12 +124,12 @@ def test_a_password_that_was_salted_elsewhere_proves_the_same(mechanism: str) ->
 
 
 def test_what_nobody_allowed_is_denied() -> None:
-    access = Access(
+    access = AccessPolicy(
         ["root"],
         [
             Permission("clerk", "read", "topic", "orders"),
             Permission("clerk", "write", "topic", "shop-", prefix=True),
-            Permission("clerk", "all", "group", "*"),
+            Permission("clerk", "all", "consumer", "*"),
             Permission("*", "read", "topic", "news"),
         ],
     )
@@ -141,7 +140,7 @@ def test_what_nobody_allowed_is_denied() -> None:
         ("clerk", "read", "topic", "orders2", False),
         ("clerk", "write", "topic", "shop-1", True),
         ("clerk", "write", "topic", "shop", False),
-        ("clerk", "delete", "group", "any", True),
+        ("clerk", "delete", "consumer", "any", True),
         ("clerk", "read", "transaction", "any", False),
         ("anybody", "read", "topic", "news", True),
         ("anybody", "write", "topic", "news", False),

@@ -14,10 +14,10 @@ pytest.importorskip("pyarrow")
 
 import pyarrow as pa
 
-from headwater.calls import KeptTopic
+from headwater.calls.archives import TopicCoverage
 from headwater.errors import PositionExpired
 from headwater.spark.formats import archive_reader
-from headwater.spark.formats.archive_reader import ArchiveFile, archived_ranges, merged
+from headwater.spark.formats.archive_reader import ArchiveFile, archived_ranges, merge_sorted
 from headwater.spark.formats.log import known_archives, refuse_lost, refuse_overtaken
 from headwater.spark.sinks.archive import topics_of
 
@@ -26,8 +26,8 @@ NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
 def kept(
     topic: str, *, expired_to: int, lost_to: int = 0, created_after: int = 0, at: str | None = "here"
-) -> KeptTopic:
-    return KeptTopic(topic, created_after, expired_to, lost_to, at)
+) -> TopicCoverage:
+    return TopicCoverage(topic, created_after, expired_to, lost_to, at)
 
 
 def test_of_each_topic_the_archive_is_asked_for_what_retention_took() -> None:
@@ -72,7 +72,7 @@ def test_a_read_is_overtaken_when_what_it_reads_goes_meanwhile(before: int, now:
         refuse_overtaken([kept("a", expired_to=before)], [kept("a", expired_to=now)], after=20, up_to=50)
 
     if overtaken:
-        with pytest.raises(PositionExpired, match="read again"):
+        with pytest.raises(PositionExpired, match="repeat the read"):
             look()
     else:
         look()
@@ -89,18 +89,18 @@ def batches(positions: list[int], size: int) -> list[Any]:
 @given(st.sets(st.integers(1, 60)), st.sets(st.integers(1, 60)), st.integers(1, 9), st.integers(1, 9))
 def test_two_streams_in_order_are_one_in_order(one: set[int], other: set[int], size: int, other_size: int) -> None:
     other = other - one
-    found = merged(iter(batches(sorted(one), size)), iter(batches(sorted(other), other_size)))
+    found = merge_sorted(iter(batches(sorted(one), size)), iter(batches(sorted(other), other_size)))
     assert [row for batch in found for row in batch.column("position").to_pylist()] == sorted(one | other)
 
 
 def test_a_file_of_which_nothing_is_known_may_hold_anything() -> None:
     actions = pa.table({"path": ["a%20b.parquet"], "size_bytes": [10], "num_records": pa.array([None], pa.int64())})
-    (file,) = archive_reader._described(actions, after=5, up_to=9)
+    (file,) = archive_reader._files_in_range(actions, after=5, up_to=9)
     assert (file.path, file.first, file.last) == ("a b.parquet", 1, 9)
     known = actions.append_column("min.position", [[10]]).append_column("max.position", [[20]])
-    assert archive_reader._described(known, after=5, up_to=9) == []
-    assert archive_reader._described(known, after=20, up_to=90) == []
-    assert len(archive_reader._described(known, after=19, up_to=20)) == 1
+    assert archive_reader._files_in_range(known, after=5, up_to=9) == []
+    assert archive_reader._files_in_range(known, after=20, up_to=90) == []
+    assert len(archive_reader._files_in_range(known, after=19, up_to=20)) == 1
 
 
 def test_a_time_is_found_by_what_the_files_say() -> None:

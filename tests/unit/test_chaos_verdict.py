@@ -7,23 +7,23 @@ from dataclasses import replace
 import pytest
 
 from headwater.trials.chaos.cluster import Divergence
-from headwater.trials.chaos.journal import Line
-from headwater.trials.chaos.verdict import Found, Reader, Verdict, judge
+from headwater.trials.chaos.journal import JournalEntry
+from headwater.trials.chaos.verdict import LoggedEvent, ReaderDeliveries, Verdict, judge
 
 # Two transactions of p that were acknowledged, one that was rolled back, and one without an answer.
 LINES = [
-    Line("p", "tried", [1, 2], 1.0),
-    Line("p", "acknowledged", [1, 2], 2.0),
-    Line("p", "tried", range(3, 5), 3.0),
-    Line("p", "acknowledged", range(3, 5), 4.0),
-    Line("p", "tried", [5], 5.0),
-    Line("p", "rolled back", [5], 6.0),
-    Line("p", "tried", [6, 7], 7.0),
+    JournalEntry("p", "tried", [1, 2], 1.0),
+    JournalEntry("p", "acknowledged", [1, 2], 2.0),
+    JournalEntry("p", "tried", range(3, 5), 3.0),
+    JournalEntry("p", "acknowledged", range(3, 5), 4.0),
+    JournalEntry("p", "tried", [5], 5.0),
+    JournalEntry("p", "rolled back", [5], 6.0),
+    JournalEntry("p", "tried", [6, 7], 7.0),
 ]
-FOUND = [Found(10 + n, "p", n, ("lanes", 0), n - 1) for n in (1, 2, 3, 4)]
+FOUND = [LoggedEvent(10 + n, "p", n, ("partitions", 0), n - 1) for n in (1, 2, 3, 4)]
 ALL = ["p/1", "p/2", "p/3", "p/4"]
-EXACT = Reader("exact", frozenset({"lanes"}), ALL, exactly_once=True)
-PLAIN = Reader("plain", frozenset({"lanes"}), ALL)
+EXACT = ReaderDeliveries("exact", frozenset({"partitions"}), ALL, exactly_once=True)
+PLAIN = ReaderDeliveries("plain", frozenset({"partitions"}), ALL)
 
 
 def wrong(verdict: Verdict) -> dict[str, int]:
@@ -38,7 +38,7 @@ def test_a_trial_in_which_nothing_went_wrong_says_so() -> None:
 
 
 def test_a_transaction_without_an_answer_may_be_there_in_full() -> None:
-    both = [*FOUND, *(Found(10 + n, "p", n, ("open", 0), None) for n in (6, 7))]
+    both = [*FOUND, *(LoggedEvent(10 + n, "p", n, ("open", 0), None) for n in (6, 7))]
     assert judge(LINES, both, [EXACT, PLAIN]).ok
 
 
@@ -48,13 +48,13 @@ def test_a_transaction_without_an_answer_may_be_there_in_full() -> None:
         pytest.param(FOUND[:-2], {"lost": 2}, id="an acknowledged transaction is gone"),
         pytest.param(FOUND[:-1], {"lost": 1, "torn": 1}, id="a part of it is gone"),
         pytest.param([*FOUND, FOUND[3]], {"duplicates": 1, "gaps": 1}, id="it is there twice"),
-        pytest.param([*FOUND, Found(20, "p", 6, ("open", 0), None)], {"torn": 1}, id="half of an unknown one"),
-        pytest.param([*FOUND, Found(20, "p", 5, ("open", 0), None)], {"invented": 1}, id="it was rolled back"),
-        pytest.param([*FOUND, Found(20, "q", 1, ("open", 0), None)], {"invented": 1}, id="no producer made it"),
+        pytest.param([*FOUND, LoggedEvent(20, "p", 6, ("open", 0), None)], {"torn": 1}, id="half of an unknown one"),
+        pytest.param([*FOUND, LoggedEvent(20, "p", 5, ("open", 0), None)], {"invented": 1}, id="it was rolled back"),
+        pytest.param([*FOUND, LoggedEvent(20, "q", 1, ("open", 0), None)], {"invented": 1}, id="no producer made it"),
         pytest.param([*FOUND[:3], FOUND[3]._replace(offset=4)], {"gaps": 1}, id="an offset is left out"),
     ],
 )
-def test_what_is_wrong_with_the_log_is_counted(found: list[Found], expected: dict[str, int]) -> None:
+def test_what_is_wrong_with_the_log_is_counted(found: list[LoggedEvent], expected: dict[str, int]) -> None:
     assert wrong(judge(LINES, found, [EXACT])) == expected
 
 
@@ -99,7 +99,7 @@ def test_an_event_that_is_in_the_log_twice_makes_no_other_one_late() -> None:
 
 
 def test_partitions_are_in_order_each_by_itself() -> None:
-    found = [event._replace(lane=("lanes", event.number % 2), offset=None) for event in FOUND]
+    found = [event._replace(partition=("partitions", event.number % 2), offset=None) for event in FOUND]
     crossed = replace(PLAIN, delivered=["p/2", "p/4", "p/1", "p/3"])
     assert judge(LINES, found, [replace(crossed, order="partition")]).ok
     assert wrong(judge(LINES, found, [replace(crossed, order="log")])) == {"out_of_order": 2}
@@ -122,7 +122,7 @@ def test_only_what_an_old_primary_acknowledged_alone_is_lost_with_it(divergence:
 def test_what_came_to_a_reader_and_went_with_the_old_primary_is_no_fault_of_the_reader() -> None:
     reader = replace(PLAIN, order="log", delivered=["p/1", "p/2", "p/3", "p/4", "p/6", "p/7"])
     # Positions of p/3 and p/4 were assigned again to p/6 and p/7.
-    found = [*FOUND[:2], *(Found(7 + n, "p", n, ("lanes", 0), n - 4) for n in (6, 7))]
+    found = [*FOUND[:2], *(LoggedEvent(7 + n, "p", n, ("partitions", 0), n - 4) for n in (6, 7))]
     verdict = judge(LINES, found, [reader], [Divergence(2.5, 9.0)])
     assert verdict.ok
     assert verdict.lost_with_old_primary == 2

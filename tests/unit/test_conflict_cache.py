@@ -10,11 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater import calls
+from headwater.calls import store as store_calls
 from headwater.eventstore import leader_lock
-from headwater.eventstore.conflict_cache import Doubt, Known, Noted, Question, Seen, Window, marks_of, question_of
-from headwater.eventstore.group_commit import Lane
+from headwater.eventstore.conflict_cache import (
+    AppendedEvent,
+    ConflictCache,
+    LastKnownEvent,
+    PossibleConflict,
+    Precheck,
+    RequiredTerm,
+    index_terms_of,
+    precheck_for,
+)
+from headwater.eventstore.group_commit import GroupCommit
 from headwater.eventstore.query import (
+    AppendResult,
     Condition,
     Item,
     LatestMatchIs,
@@ -22,7 +32,6 @@ from headwater.eventstore.query import (
     NoMatchAfter,
     Query,
     StoreEvent,
-    Verdict,
 )
 
 TAGS = ("a", "b", "c")
@@ -40,11 +49,11 @@ conditions = st.builds(
 class Log:
     """A store as a list, with the window of one who appends to it among others."""
 
-    events: list[Noted] = field(default_factory=list)
-    window: Window = field(default_factory=lambda: Window(max_marks=3))
+    events: list[AppendedEvent] = field(default_factory=list)
+    window: ConflictCache = field(default_factory=lambda: ConflictCache(max_index_terms=3))
 
-    def has(self, marks: tuple[str, ...], above: int) -> bool:
-        return any(set(marks) <= set(event.marks) for event in self.events if event.position > above)
+    def has(self, index_terms: tuple[str, ...], above: int) -> bool:
+        return any(set(index_terms) <= set(event.index_terms) for event in self.events if event.position > above)
 
     def matches(self, query: Query) -> list[int]:
         return [
@@ -52,7 +61,7 @@ class Log:
             for event in self.events
             if query.matches(
                 StoreEvent(
-                    event.position, 0, "", event.marks[0][1:], tuple(mark[1:] for mark in event.marks[1:]),
+                    event.position, 0, "", event.index_terms[0][1:], tuple(term[1:] for term in event.index_terms[1:]),
                     None, None, None, None,  # type: ignore[arg-type]
                 )
             )
@@ -75,70 +84,76 @@ def test_what_is_accepted_ahead_is_right_whoever_else_appends(
 ) -> None:
     log = Log()
     for mine, condition, type_, tags in steps:
-        question = question_of(condition)
+        question = precheck_for(condition)
         tail = log.events[-1].position if log.events else 0
-        event = Noted(tail + 1, f"{tail + 1}", marks_of(type_, sorted(tags)))
-        left = log.window.accept([(question, event.marks, {event.event_id})])
+        event = AppendedEvent(tail + 1, f"{tail + 1}", index_terms_of(type_, sorted(tags)))
+        left = log.window.accept([(question, event.index_terms, {event.event_id})])
         known = log.window.known
         fenced = known is not None and known.position == tail
-        doubts = [doubt for _, asked in left for doubt in asked.doubts]
-        seen = [s for _, asked in left for s in asked.seen]
+        conflicts = [doubt for _, asked in left for doubt in asked.conflicts]
+        seen = [s for _, asked in left for s in asked.required]
         # What the log does with it: nothing has to be looked for above its last event.
         accepted = bool(left) and not any(
-            doubt.above < tail and all(log.has((mark,), doubt.above) for mark in doubt.marks) for doubt in doubts
+            doubt.above < tail and all(log.has((index_term,), doubt.above) for index_term in doubt.index_terms)
+            for doubt in conflicts
         )
         accepted = accepted and all(
-            any(e.position == s.position and s.mark in e.marks for e in log.events) for s in seen
+            any(e.position == s.position and s.index_term in e.index_terms for e in log.events) for s in seen
         )
         if accepted:
             assert log.holds(condition), (condition, log.events, fenced)
-        if question is not None and log.window.is_in_doubt(question):
-            assert any(all(log.has((mark,), d.above) for mark in d.marks) for d in question.doubts)
+        if question is not None and log.window.needs_full_check(question):
+            assert any(all(log.has((index_term,), d.above) for index_term in d.index_terms) for d in question.conflicts)
         log.events.append(event)
         if mine:
-            log.window.note(tail, [event])
+            log.window.record(tail, [event])
 
 
 @pytest.mark.parametrize(
     ("condition", "question"),
     [
-        (None, Question()),
-        (NoMatchAfter(Query(), 7), Question((Doubt((), 7),))),
-        (NoMatchAfter(Query.of(types=["A", "B"]), 7), Question((Doubt((":A",), 7), Doubt((":B",), 7)))),
-        (NoMatchAfter(Query.of(types=["A"], tags=["a", "b"])), Question((Doubt(("#a", "#b"), 0),))),
-        (NoMatchAfter(Query.of(fields={"k": 1}), 7), Question((Doubt((), 7),))),
-        (LatestMatchIs(Query.of(tags=["a"]), None), Question((Doubt(("#a",), 0),))),
-        (LatestMatchIs(Query.of(tags=["a"]), 7), Question((Doubt(("#a",), 7),), (Seen("#a", 7),))),
+        (None, Precheck()),
+        (NoMatchAfter(Query(), 7), Precheck((PossibleConflict((), 7),))),
+        (
+            NoMatchAfter(Query.of(types=["A", "B"]), 7),
+            Precheck((PossibleConflict((":A",), 7), PossibleConflict((":B",), 7))),
+        ),
+        (NoMatchAfter(Query.of(types=["A"], tags=["a", "b"])), Precheck((PossibleConflict(("#a", "#b"), 0),))),
+        (NoMatchAfter(Query.of(fields={"k": 1}), 7), Precheck((PossibleConflict((), 7),))),
+        (LatestMatchIs(Query.of(tags=["a"]), None), Precheck((PossibleConflict(("#a",), 0),))),
+        (LatestMatchIs(Query.of(tags=["a"]), 7), Precheck((PossibleConflict(("#a",), 7),), (RequiredTerm("#a", 7),))),
         (LatestMatchIs(Query.of(types=["A", "B"]), 7), None),
         (LatestMatchIs(Query.of(fields={"k": 1}), 7), None),
         (LatestMatchIs(Query.of(tags=["a"]) | Query.of(tags=["b"]), 7), None),
     ],
 )
-def test_a_condition_comes_down_to_doubts(condition: Condition | None, question: Question | None) -> None:
-    assert question_of(condition) == question
+def test_a_condition_comes_down_to_doubts(condition: Condition | None, question: Precheck | None) -> None:
+    assert precheck_for(condition) == question
 
 
 def test_what_is_known_is_not_asked_and_what_is_forgotten_is() -> None:
-    window = Window(max_marks=3)
-    window.note(10, [Noted(11, "e", (":A", "#a")), Noted(12, "f", (":A", "#b"))])
-    assert window.known == Known(12, "f")
-    about = Question((Doubt(("#a",), 11),))
-    assert window.accept([(about, (), ())]) == [(0, Question((Doubt(("#a",), 12),)))]
-    before = Question((Doubt(("#a",), 9),))
-    assert window.is_in_doubt(before)
-    assert window.accept([(Question((Doubt(("#c",), 9),)), (), ())]) == [(0, Question((Doubt(("#c",), 9),)))]
+    window = ConflictCache(max_index_terms=3)
+    window.record(10, [AppendedEvent(11, "e", (":A", "#a")), AppendedEvent(12, "f", (":A", "#b"))])
+    assert window.known == LastKnownEvent(12, "f")
+    about = Precheck((PossibleConflict(("#a",), 11),))
+    assert window.accept([(about, (), ())]) == [(0, Precheck((PossibleConflict(("#a",), 12),)))]
+    before = Precheck((PossibleConflict(("#a",), 9),))
+    assert window.needs_full_check(before)
+    assert window.accept([(Precheck((PossibleConflict(("#c",), 9),)), (), ())]) == [
+        (0, Precheck((PossibleConflict(("#c",), 9),)))
+    ]
     # Of two that are about each other, the first; who is about neither goes past, unless the other waits for that.
-    second, third = (Question((Doubt((mark,), 12),)) for mark in ("#c", "#d"))
+    second, third = (Precheck((PossibleConflict((index_term,), 12),)) for index_term in ("#c", "#d"))
     assert [n for n, _ in window.accept([(about, {"#c"}, ()), (second, {"#e"}, ()), (third, {"#f"}, ())])] == [0, 2]
     assert [n for n, _ in window.accept([(about, {"#d"}, ()), (third, {"#e"}, ()), (second, {"#d"}, ())])] == [0]
     assert [n for n, _ in window.accept([(None, {"#c"}, ()), (third, {"#f"}, ())])] == []
     same = (third, {"#f"}, {"1"})
     assert [n for n, _ in window.accept([(before, (), {"1"}), same, (third, {"#f"}, {"2"})])] == [2]
-    window.note(12, [Noted(13, "g", ("#x", "#y"))])
-    window.note(13, [Noted(14, "h", ("#r", "#s", "#t", "#u"))])
-    assert window.accept([(about, (), ())]) == [(0, Question((Doubt(("#a",), 11),)))]
+    window.record(12, [AppendedEvent(13, "g", ("#x", "#y"))])
+    window.record(13, [AppendedEvent(14, "h", ("#r", "#s", "#t", "#u"))])
+    assert window.accept([(about, (), ())]) == [(0, Precheck((PossibleConflict(("#a",), 11),)))]
     # Somebody else has appended 15.
-    window.note(15, [])
+    window.record(15, [])
     assert window.known is None
 
 
@@ -148,26 +163,26 @@ def test_tasks_go_out_together_or_in_two_halves_and_one_alone_at_once(
 ) -> None:
     sizes: list[int] = []
 
-    async def send(group: object) -> list[Verdict]:
+    async def send(group: object) -> list[AppendResult]:
         sizes.append(len(group))  # type: ignore[arg-type]
         await asyncio.sleep(0.001)
-        return [Verdict((1,), False, None, None)] * sizes[-1]
+        return [AppendResult((1,), False, None, None)] * sizes[-1]
 
     monkeypatch.setattr(leader_lock, "KEEP_GROUPS", 1000)
-    lane = Lane(send)
-    lane._pace.in_halves = in_halves
-    append = calls.encode_append([NewStoreEvent("A")], None, ["x"])
+    commits = GroupCommit(send)
+    commits._pace.in_halves = in_halves
+    append = store_calls.encode_append([NewStoreEvent("A")], None, ["x"])
 
     async def writer(count: int) -> None:
         for _ in range(count):
-            await lane.append(append, timeout_seconds=20)
+            await commits.append(append, timeout_seconds=20)
 
     async def writers(count: int) -> None:
         await asyncio.gather(*(writer(12) for _ in range(count)))
 
     asyncio.run(writers(16))
     assert sum(sizes) == 192
-    assert lane._under_way == lane._turn._taken == 0
+    assert commits._under_way == commits._leader._taken == 0
     # After a few that tell how many there are, and before the last ones end.
     assert all(least <= size <= most for size in sizes[3:10]), sizes
     sizes.clear()
@@ -180,22 +195,24 @@ def test_the_second_half_goes_out_before_the_first_is_answered(overlaps: bool, m
     under_way = most = 0
     sent: list[str] = []
 
-    async def send(group: Any) -> list[Verdict]:
+    async def send(group: Any) -> list[AppendResult]:
         nonlocal under_way, most
         under_way += 1
         most = max(most, under_way)
         sent.extend(event_id for append in group for event_id in append.ids)
         await asyncio.sleep(0.001)
         under_way -= 1
-        return [Verdict((1,), False, None, None)] * len(group)
+        return [AppendResult((1,), False, None, None)] * len(group)
 
     monkeypatch.setattr(leader_lock, "KEEP_GROUPS", 1000)
-    lane = Lane(send, overlaps=overlaps)
-    lane._pace.in_halves = True
+    commits = GroupCommit(send, overlaps=overlaps)
+    commits._pace.in_halves = True
 
     async def writer(name: int) -> None:
         for n in range(20):
-            await lane.append(calls.encode_append([NewStoreEvent("A")], None, [f"{name}-{n}"]), timeout_seconds=20)
+            await commits.append(
+                store_calls.encode_append([NewStoreEvent("A")], None, [f"{name}-{n}"]), timeout_seconds=20
+            )
 
     async def writers() -> None:
         await asyncio.gather(*map(writer, range(16)))
@@ -203,17 +220,17 @@ def test_the_second_half_goes_out_before_the_first_is_answered(overlaps: bool, m
     asyncio.run(writers())
     assert most == (2 if overlaps else 1)
     assert sorted(sent) == sorted(f"{name}-{n}" for name in range(16) for n in range(20))
-    assert lane._under_way == lane._turn._taken == 0
+    assert commits._under_way == commits._leader._taken == 0
 
 
 def test_whoever_is_stopped_with_a_group_under_way_leaves_the_others_their_place() -> None:
     sent: list[tuple[str, ...]] = []
     held = asyncio.Event()
 
-    async def send(group: Any) -> list[Verdict]:
+    async def send(group: Any) -> list[AppendResult]:
         sent.append(tuple(event_id for append in group for event_id in append.ids))
         await held.wait()
-        return [Verdict((1,), False, None, None)] * len(group)
+        return [AppendResult((1,), False, None, None)] * len(group)
 
     async def groups(number: int) -> None:
         async with asyncio.timeout(20):
@@ -221,13 +238,13 @@ def test_whoever_is_stopped_with_a_group_under_way_leaves_the_others_their_place
                 await asyncio.sleep(0)
 
     async def run() -> None:
-        lane = Lane(send, overlaps=True)
-        lane._pace.in_halves = True
-        lane._busy = 4
+        commits = GroupCommit(send, overlaps=True)
+        commits._pace.in_halves = True
+        commits._busy = 4
 
-        def append(name: str) -> asyncio.Task[Verdict]:
-            encoded = calls.encode_append([NewStoreEvent("A")], None, [name])
-            return asyncio.create_task(lane.append(encoded, timeout_seconds=20))
+        def append(name: str) -> asyncio.Task[AppendResult]:
+            encoded = store_calls.encode_append([NewStoreEvent("A")], None, [name])
+            return asyncio.create_task(commits.append(encoded, timeout_seconds=20))
 
         tasks = {name: append(name) for name in ("a", "b", "c", "d")}
         await groups(2)
@@ -238,7 +255,7 @@ def test_whoever_is_stopped_with_a_group_under_way_leaves_the_others_their_place
         assert sent[2] == ("a",)
         held.set()
         done = await asyncio.wait_for(asyncio.gather(*tasks.values(), return_exceptions=True), 20)
-        assert [isinstance(answer, Verdict) for answer in done] == [True, False, True, True]
-        assert lane._under_way == lane._turn._taken == 0
+        assert [isinstance(answer, AppendResult) for answer in done] == [True, False, True, True]
+        assert commits._under_way == commits._leader._taken == 0
 
     asyncio.run(run())

@@ -84,7 +84,7 @@ def test_what_comes_every_hour_comes_every_hour_when_clocks_change(day: str) -> 
     st.datetimes(datetime(2024, 1, 1), datetime(2030, 1, 1)),  # noqa: DTZ001 (made aware below)
 )
 def test_the_next_time_is_always_later(cron: str, zone: str, after: datetime) -> None:
-    # A periodic event whose next time were not later would be published again and again.
+    # A cron schedule whose next time were not later would be published again and again.
     start = after.replace(tzinfo=UTC)
     first = next_time(cron, zone, start)
     assert start < first < next_time(cron, zone, first)
@@ -94,7 +94,7 @@ def test_the_next_time_is_always_later(cron: str, zone: str, after: datetime) ->
     "cron", ["", "daily", "* * * *", "* * * * * * *", "60 * * * *", "0 24 * * *", "0 0 0 * *", "x"]
 )
 def test_what_is_no_expression_is_refused_with_an_example(cron: str) -> None:
-    with pytest.raises(InvalidRequest, match="not a cron expression") as refused:
+    with pytest.raises(InvalidRequest, match="invalid cron expression") as refused:
         next_time(cron, "UTC", utc("2026-01-01T00:00"))
     assert "*/5 * * * *" in (refused.value.hint or "")
 
@@ -107,12 +107,12 @@ def test_a_day_that_no_such_month_has_is_refused(cron: str) -> None:
 
 def test_an_expression_that_never_comes_is_refused() -> None:
     # The first of a month, and its second Monday.
-    with pytest.raises(InvalidRequest, match="never comes"):
+    with pytest.raises(InvalidRequest, match="matches no future time"):
         next_time("0 0 */31 * 1#2", "UTC", utc("2026-01-01T00:00"))
 
 
 @pytest.mark.parametrize("zone", ["Mars/Olympus", "", "../etc/passwd", "Europe/Berlin\x00"])
 def test_what_is_no_time_zone_is_refused_with_an_example(zone: str) -> None:
-    with pytest.raises(InvalidRequest, match="not a time zone") as refused:
+    with pytest.raises(InvalidRequest, match="unknown time zone") as refused:
         next_time("* * * * *", zone, utc("2026-01-01T00:00"))
     assert "Europe/Berlin" in (refused.value.hint or "")

@@ -60,5 +60,5 @@ def test_the_panels_of_the_dashboard_lie_side_by_side() -> None:
 @pytest.mark.parametrize("page", ["docs/how-to/monitor.md", "docs/how-to/operate.md"])
 def test_every_metric_that_a_page_names_exists(page: str) -> None:
     names = set(re.findall(r"\bheadwater_\w+", (ROOT / page).read_text()))
-    roles = {"headwater_publisher", "headwater_consumer", "headwater_admin", "headwater_condition"}
+    roles = {"headwater_publisher", "headwater_consumer", "headwater_admin", "headwater_filter"}
     assert names - set(NAMED) - roles == set()

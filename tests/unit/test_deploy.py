@@ -15,11 +15,11 @@ import typer.main
 
 from headwater import settings
 from headwater.cli import app
-from headwater.cli.serve import KAFKA_CONNECTIONS, OTHER_FILES, STOP_SECONDS
+from headwater.cli.commands.serve import MAX_KAFKA_CONNECTIONS, OTHER_FILES, STOP_SECONDS
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "deploy"
-DOORS = ("http", "grpc", "kafka")
+SERVERS = ("http", "grpc", "kafka")
 
 
 def parsed(arguments: list[str]) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def parsed(arguments: list[str]) -> dict[str, Any]:
 
 
 def ports(options: dict[str, Any]) -> set[int]:
-    return {int(options[door].rpartition(":")[2]) for door in DOORS}
+    return {int(options[server].rpartition(":")[2]) for server in SERVERS}
 
 
 def extras(text: str) -> set[str]:
@@ -45,8 +45,8 @@ def extras(text: str) -> set[str]:
 
 
 def refuse_bad_server(options: dict[str, Any], stop_seconds: float) -> None:
-    """One that opens every door, asks callers who they are, and is not killed while it stops."""
-    assert all(options[door] for door in (*DOORS, "webhooks", "authenticate"))
+    """One that opens every protocol, asks callers who they are, and is not killed while it stops."""
+    assert all(options[server] for server in (*SERVERS, "webhooks", "authenticate"))
     # What listens everywhere has no name of its own that clients of Kafka could come back to.
     assert options["advertise"] not in (None, "0.0.0.0")
     assert stop_seconds >= options["grace_seconds"] + STOP_SECONDS
@@ -69,18 +69,18 @@ def test_the_unit_of_workers_runs_a_command_that_there_is() -> None:
     assert float(service["TimeoutStopSec"]) > parsed(arguments)["grace_seconds"]
 
 
-def test_the_unit_of_servers_opens_every_door_and_gives_it_time_and_files() -> None:
+def test_the_unit_of_servers_opens_every_protocol_and_gives_it_time_and_files() -> None:
     service = unit("headwater-server.service")
     program, *arguments = shlex.split(service["ExecStart"])
     assert Path(program).name == "headwater"
     options = parsed(arguments)
     refuse_bad_server(options, float(service["TimeoutStopSec"]))
-    assert int(service["LimitNOFILE"]) >= options["connections"] + KAFKA_CONNECTIONS + OTHER_FILES
+    assert int(service["LimitNOFILE"]) >= options["connections"] + MAX_KAFKA_CONNECTIONS + OTHER_FILES
     # Killing all at once would take the processes from the one that tells them to stop.
     assert service["KillMode"] == "mixed"
 
 
-def test_the_container_serves_by_every_door_with_the_extras_that_it_needs() -> None:
+def test_the_container_serves_by_every_protocol_with_the_extras_that_it_needs() -> None:
     lines = (FOLDER / "Containerfile").read_text()
     (served,) = re.findall(r"^CMD (\[.*\])$", lines, re.MULTILINE)
     options = parsed(json.loads(served))
@@ -112,7 +112,7 @@ def test_the_composition_runs_commands_that_there_are_and_its_ports_agree() -> N
     published = {tuple(one.split(":")) for one in server["ports"]}
     # Nothing is encrypted, so nobody but this machine may come; and a broker tells its clients the port that it knows.
     assert published == {("127.0.0.1", str(port), str(port)) for port in ports(options)}
-    assert server["ulimits"]["nofile"] >= options["connections"] + KAFKA_CONNECTIONS + OTHER_FILES
+    assert server["ulimits"]["nofile"] >= options["connections"] + MAX_KAFKA_CONNECTIONS + OTHER_FILES
     asked = re.search(r"http://127\.0\.0\.1:(\d+)/ready", server["healthcheck"]["test"][-1])
     assert asked is not None
     assert int(asked[1]) == int(options["http"].rpartition(":")[2])

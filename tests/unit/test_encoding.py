@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater import calls, errors, settings
+from headwater import errors, settings
+from headwater.calls import encoding, publishing
+from headwater.calls import reading as reading_calls
 from headwater.errors import EventTooLarge, InvalidEvent, InvalidRequest, InvalidSettings
-from headwater.model import NewEvent, Topic
+from headwater.log.model import NewEvent, Topic
 
 text = st.text(st.characters(exclude_characters="\x00", exclude_categories=["Cs"]), max_size=20)
 json_values = st.recursive(
@@ -77,7 +79,7 @@ def as_bytes(value: str | bytes | None) -> bytes | None:
 
 @given(json_values)
 def test_a_payload_of_json_values_decodes_to_itself(payload: Any) -> None:
-    body, content_type = calls.encode_payload(payload, None)
+    body, content_type = encoding.encode_payload(payload, None)
     if payload is None:
         assert (body, content_type) == (None, None)
     else:
@@ -88,26 +90,26 @@ def test_a_payload_of_json_values_decodes_to_itself(payload: Any) -> None:
 
 @given(st.binary(), st.sampled_from([bytes, bytearray, memoryview]))
 def test_a_payload_of_bytes_stays_as_it_is(payload: bytes, kind: type) -> None:
-    assert calls.encode_payload(kind(payload), None) == (payload, None)
+    assert encoding.encode_payload(kind(payload), None) == (payload, None)
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_only_a_real_nul_is_refused_in_json(payload: str) -> None:
     if "\x00" in payload:
         with pytest.raises(InvalidEvent, match="NUL"):
-            calls.encode_payload(payload, None)
+            encoding.encode_payload(payload, None)
     else:
-        body, _ = calls.encode_payload(payload, None)
+        body, _ = encoding.encode_payload(payload, None)
         assert json.loads(body or b"") == payload
 
 
 @given(st.lists(new_events, max_size=6))
 def test_a_batch_is_packed_as_postgres_reads_arrays(events: list[NewEvent]) -> None:
-    name, bodies, keys, types, routing_keys, headers, content_types, event_ids, partitions = calls.publish_batch(
+    name, bodies, keys, types, routing_keys, headers, content_types, event_ids, partitions = publishing.publish_batch(
         "t", events
     ).params
     assert (name, partitions) == ("t", None)
-    encoded = [calls.encode_payload(event.payload, event.content_type) for event in events]
+    encoded = [encoding.encode_payload(event.payload, event.content_type) for event in events]
     assert unpacked(bodies) == (17, [body for body, _ in encoded])
     for packed, element_oid, wanted in (
         (keys, 17, [as_bytes(event.key) for event in events]),
@@ -128,13 +130,13 @@ def test_a_batch_is_packed_as_postgres_reads_arrays(events: list[NewEvent]) -> N
 
 @given(st.lists(new_events, max_size=6))
 def test_copied_rows_hold_what_the_events_say(events: list[NewEvent]) -> None:
-    rows = copied(calls.copy_rows(topic(), events))
+    rows = copied(encoding.copy_rows(topic(), events))
     assert len(rows) == len(events)
     for row, event in zip(rows, events, strict=True):
         topic_id, key, kind, routing_key, headers, content_type, payload = row
         assert topic_id == struct.pack("!i", 7)
         assert (key, kind, routing_key) == (as_bytes(event.key), as_bytes(event.type), as_bytes(event.routing_key))
-        assert (payload, content_type and content_type.decode()) == calls.encode_payload(
+        assert (payload, content_type and content_type.decode()) == encoding.encode_payload(
             event.payload, event.content_type
         )
         # The version of jsonb's binary form, then its text.
@@ -152,7 +154,7 @@ def test_copied_rows_hold_what_the_events_say(events: list[NewEvent]) -> None:
 )
 def test_copy_counts_bytes_against_the_limits_not_characters(event: NewEvent, limit: int) -> None:
     with pytest.raises(EventTooLarge) as caught:
-        calls.copy_rows(topic(), [event])
+        encoding.copy_rows(topic(), [event])
     assert caught.value.detail == {"bytes": limit, "limit": 1000}
 
 
@@ -167,28 +169,28 @@ def test_copy_counts_bytes_against_the_limits_not_characters(event: NewEvent, li
     ],
 )
 def test_only_events_that_need_no_care_are_copied(changes: dict[str, Any], event: NewEvent, possible: bool) -> None:
-    assert calls.can_copy(topic(**changes), [NewEvent(0), event]) is possible
+    assert encoding.can_copy(topic(**changes), [NewEvent(0), event]) is possible
 
 
 @pytest.mark.parametrize(
     "refused",
     [
-        lambda: calls.publish("t", {1, 2}),
-        lambda: calls.publish("t", float("inf")),
-        lambda: calls.publish("t", b"{", content_type="application/json"),
-        lambda: calls.publish("t", 1, key="\ud800"),
-        lambda: calls.publish("t", 1, key="k" * 65536),
-        lambda: calls.publish("t\x00", 1),
-        lambda: calls.publish("t", 1, event_id="\x00"),
-        lambda: calls.publish("t", 1, headers={"a": {1}}),
-        lambda: calls.publish("t", 1, headers={"\x00": 1}),
-        lambda: calls.publish("t", "\ud800"),
-        lambda: calls.publish("t", 1, type="\ud800"),
-        lambda: calls.publish("t", 1, headers={"a": "\ud800"}),
-        lambda: calls.publish_batch("t", [NewEvent(1, type="\ud800")]),
-        lambda: calls.publish_batch("t", [NewEvent(1, headers={"a": "\ud800"})]),
-        lambda: calls.copy_rows(topic(), [NewEvent(1, type="\ud800")]),
-        lambda: calls.copy_rows(topic(), [NewEvent(1, headers={"a": "\ud800"})]),
+        lambda: publishing.publish("t", {1, 2}),
+        lambda: publishing.publish("t", float("inf")),
+        lambda: publishing.publish("t", b"{", content_type="application/json"),
+        lambda: publishing.publish("t", 1, key="\ud800"),
+        lambda: publishing.publish("t", 1, key="k" * 65536),
+        lambda: publishing.publish("t\x00", 1),
+        lambda: publishing.publish("t", 1, event_id="\x00"),
+        lambda: publishing.publish("t", 1, headers={"a": {1}}),
+        lambda: publishing.publish("t", 1, headers={"\x00": 1}),
+        lambda: publishing.publish("t", "\ud800"),
+        lambda: publishing.publish("t", 1, type="\ud800"),
+        lambda: publishing.publish("t", 1, headers={"a": "\ud800"}),
+        lambda: publishing.publish_batch("t", [NewEvent(1, type="\ud800")]),
+        lambda: publishing.publish_batch("t", [NewEvent(1, headers={"a": "\ud800"})]),
+        lambda: encoding.copy_rows(topic(), [NewEvent(1, type="\ud800")]),
+        lambda: encoding.copy_rows(topic(), [NewEvent(1, headers={"a": "\ud800"})]),
     ],
 )
 def test_what_postgres_cannot_hold_is_refused_before_it_is_sent(refused: Any) -> None:
@@ -198,7 +200,7 @@ def test_what_postgres_cannot_hold_is_refused_before_it_is_sent(refused: Any) ->
 
 def test_a_time_without_a_zone_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="time zone"):
-        calls.position_before(None, datetime(2026, 1, 1))  # noqa: DTZ001
+        reading_calls.position_before(None, datetime(2026, 1, 1))  # noqa: DTZ001
 
 
 def test_settings_have_defaults() -> None:
@@ -218,7 +220,7 @@ def test_all_problems_of_the_settings_are_reported_together() -> None:
                 "PATH": "/bin",
             }
         )
-    for problem in ("HEADWATER_DSN", "'many'", "'loud'", "HEADWATER_POOLSIZE is not a setting"):
+    for problem in ("HEADWATER_DSN", "'many'", "'loud'", "unknown setting HEADWATER_POOLSIZE"):
         assert problem in caught.value.message
     assert "PATH" not in caught.value.message
 

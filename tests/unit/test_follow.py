@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -12,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater import calls
+from headwater.calls import Call
 from headwater.errors import CursorMoved, EpochChanged, PositionExpired
 from headwater.log import steps as log_steps
-from headwater.log.steps import Apply, Deliver, FollowStep, Rewound, UpkeepTimes, Wait
-from headwater.model import Event, LogState, OpenedCursor, Released, Upkeep
+from headwater.log.model import CursorState, Event, LogState, MaintenanceResult, ReleaseResult
+from headwater.log.steps import ApplyStep, DeliverStep, FollowStep, MaintenanceSchedule, RewindStep, WaitStep
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -34,17 +35,17 @@ class FakeLog:
     """Answers the calls of a follower of topic `t` from lists."""
 
     events: list[Event] = field(default_factory=list)
-    drawn: int = 0
-    settled: int = 0
+    head: int = 0
+    stable: int = 0
     epoch: int = 1
     # Where each epoch began.
     began_after: dict[int, int] = field(default_factory=dict)
     expired_to: int = 0
-    cursors: dict[str, OpenedCursor] = field(default_factory=dict)
+    cursors: dict[str, CursorState] = field(default_factory=dict)
     seconds: float = 0.0
     waits: list[float] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
-    rewinds: list[Rewound] = field(default_factory=list)
+    rewinds: list[RewindStep] = field(default_factory=list)
     # What happens before a step is carried out, by its number.
     surprises: dict[int, Callable[[FakeLog], None]] = field(default_factory=dict)
     # The moves, by their number, that are done but whose answer is lost, so that they are tried again.
@@ -55,33 +56,33 @@ class FakeLog:
     def publish(self, *positions: int, topic: str = "t", settle: bool = True) -> None:
         self.events += [event(position, topic) for position in positions]
         self.events.sort()
-        self.drawn = max(self.drawn, *positions)
+        self.head = max(self.head, *positions)
         if settle:
-            self.settled = self.drawn
+            self.stable = self.head
 
-    def answer(self, call: calls.Call[Any]) -> Any:
-        name = call.sql.split("headwater.")[1].split("(")[0].split(" ")[0]
+    def answer(self, call: Call[Any]) -> Any:
+        name = re.split(r"headwater(?:_internal)?\.", call.sql)[1].split("(")[0].split(" ")[0]
         self.asked.append(name)
         match name, call.params:
             case "open_cursor", (cursor, _, start_after, _):
                 gone_to = 0 if start_after else self.expired_to
-                return self.cursors.setdefault(cursor, OpenedCursor(start_after or 0, gone_to))
+                return self.cursors.setdefault(cursor, CursorState(start_after or 0, gone_to))
             case "cursor", (cursor,):
                 return self.cursors.get(cursor)
             case "expired_to", _:
                 return self.expired_to
             case "head", _:
-                return self.drawn
+                return self.head
             case "log_state", _:
-                return LogState(self.drawn, self.settled, self.epoch)
+                return LogState(self.head, self.stable, self.epoch)
             case "common_position", (epoch, position):
                 return min([position, *(at for number, at in self.began_after.items() if number > epoch)])
-            case "read_settled" | "read_topic", (_, after, settled, batch_size, _, gone_to, epoch):
+            case "read_stable" | "read_topic", (_, after, stable, batch_size, _, gone_to, epoch):
                 self.refuse_other(epoch)
                 if self.expired_to > max(after, gone_to):
                     raise PositionExpired("gone", detail={"earliest_position": self.expired_to + 1})
-                assert settled <= self.settled, "read beyond what is settled"
-                return [e for e in self.events if e.topic == "t" and after < e.position <= settled][:batch_size]
+                assert stable <= self.stable, "read beyond what is stable"
+                return [e for e in self.events if e.topic == "t" and after < e.position <= stable][:batch_size]
             case "advance_cursor", (cursor, from_position, to_position, epoch):
                 self.refuse_other(epoch)
                 self.moves += 1
@@ -98,13 +99,13 @@ class FakeLog:
     def crash(self, head: int, *new: int) -> None:
         """The head goes back, what was above it is gone, and new events get those positions."""
         self.events = [e for e in self.events if e.position <= head]
-        self.drawn = self.settled = head
+        self.head = self.stable = head
         self.epoch += 1
         self.began_after[self.epoch] = head
         self.cursors = {name: c for name, c in self.cursors.items() if c.position <= head}
         if new:
             self.events += [event(position)._replace(key=b"new") for position in new]
-            self.drawn = self.settled = max(new)
+            self.head = self.stable = max(new)
 
     def move(self, cursor: str, from_position: int, to_position: int) -> None:
         stored = self.cursors.get(cursor)
@@ -127,17 +128,17 @@ class FakeLog:
             self.surprises.get(self.steps, lambda log: None)(self)
             try:
                 match step:
-                    case Wait(seconds):
+                    case WaitStep(seconds):
                         self.waits.append(seconds)
                         self.seconds += seconds
-                    case Deliver(events, _):
+                    case DeliverStep(events, _):
                         yield from events
-                    case Apply(events, move):
+                    case ApplyStep(events, move):
                         self.answer(move)
                         yield from events
-                    case Rewound():
+                    case RewindStep():
                         self.rewinds.append(step)
-                    case calls.Call():
+                    case Call():
                         outcome = self.answer(step)
             except (CursorMoved, PositionExpired, EpochChanged) as error:
                 failure = error
@@ -188,7 +189,7 @@ def test_every_event_is_delivered_once_in_order(
     assert positions(log.follow(batch_size=batch_size, stop_when_caught_up=True, **options)) == ours(log)
     if named:
         # What came after the last event was read as well: nobody needs to keep it for this cursor.
-        assert log.cursors["c"].position == log.settled
+        assert log.cursors["c"].position == log.stable
         assert positions(log.follow(cursor="c", stop_when_caught_up=True)) == []
 
 
@@ -225,14 +226,14 @@ def test_a_rewind_while_busy_repeats_from_there(
 
     def rewind(log: FakeLog) -> None:
         if "c" in log.cursors and to < log.cursors["c"].position:
-            log.cursors["c"] = OpenedCursor(to, 0)
+            log.cursors["c"] = CursorState(to, 0)
             rewound.append(to)
 
     log.surprises[at_step] = rewind
     seen = positions(log.follow(cursor="c", batch_size=batch_size, stop_when_caught_up=True))
     once = ours(log)
     assert sorted(set(seen)) == once
-    if rewound and log.cursors["c"].position == log.settled:
+    if rewound and log.cursors["c"].position == log.stable:
         again = [position for position in once if position > to]
         # Noticed at the next move, or at the next start if there was none.
         assert seen[-len(again) :] == again or seen == once
@@ -245,7 +246,7 @@ def test_a_rewind_while_idle_is_noticed_within_half_a_second() -> None:
     log.publish(1, 2, 3)
     follower = log.follow(cursor="c")
     assert [next(follower).position for _ in range(3)] == [1, 2, 3]
-    log.surprises[log.steps + 20] = lambda log: log.cursors.update(c=OpenedCursor(1, 0))
+    log.surprises[log.steps + 20] = lambda log: log.cursors.update(c=CursorState(1, 0))
     before = log.seconds
     assert [next(follower).position for _ in range(2)] == [2, 3]
     assert log.seconds - before <= log_steps.IDLE_LOOK_SECONDS + 0.1
@@ -255,7 +256,7 @@ def test_a_rewind_while_idle_is_noticed_within_half_a_second() -> None:
 def test_a_rewind_to_the_beginning_forgives_what_is_gone(busy: bool) -> None:
     log = FakeLog()
     log.publish(5, 6, 7)
-    log.cursors["c"] = OpenedCursor(5, 0)
+    log.cursors["c"] = CursorState(5, 0)
     follower = log.follow(cursor="c")
     assert next(follower).position == 6
     if not busy:
@@ -265,7 +266,7 @@ def test_a_rewind_to_the_beginning_forgives_what_is_gone(busy: bool) -> None:
         log.idle(follower, until=lambda: log.seconds > 0.3)
         follower = log.follow(cursor="c")
     log.expired_to = 4
-    log.surprises[log.steps + 3] = lambda log: log.cursors.update(c=OpenedCursor(0, 4))
+    log.surprises[log.steps + 3] = lambda log: log.cursors.update(c=CursorState(0, 4))
     assert 5 in [next(follower).position for _ in range(2)]
 
 
@@ -303,7 +304,7 @@ def test_what_settles_after_a_silent_stretch_is_not_passed_over() -> None:
     log = FakeLog()
     log.publish(1, 2, 3, topic="other")
     log.publish(9, settle=False)
-    log.settled = 5
+    log.stable = 5
     follower = log.follow(cursor="c")
 
     def commit(log: FakeLog) -> None:
@@ -313,7 +314,7 @@ def test_what_settles_after_a_silent_stretch_is_not_passed_over() -> None:
     assert [next(follower).position for _ in range(2)] == [7, 9]
 
 
-def test_a_settled_log_is_watched_by_its_head_alone() -> None:
+def test_a_stable_log_is_watched_by_its_head_alone() -> None:
     log = FakeLog()
     log.publish(1)
     follower = log.follow()
@@ -333,13 +334,13 @@ def test_waits_double_up_to_the_poll_interval_and_start_again_after_an_event(pol
     follower = log.follow(poll_seconds=poll_seconds)
     log.surprises[40] = lambda log: log.publish(1)
     assert next(follower).position == 1
-    assert log.waits[0] == log_steps.SHORTEST_WAIT_SECONDS
+    assert log.waits[0] == log_steps.MIN_WAIT_SECONDS
     assert all(later == min(earlier * 2, poll_seconds) for earlier, later in pairwise(log.waits))
     assert max(log.waits) <= poll_seconds
     log.waits.clear()
     log.surprises[log.steps + 10] = lambda log: log.publish(2)
     assert next(follower).position == 2
-    assert log.waits[0] == log_steps.SHORTEST_WAIT_SECONDS
+    assert log.waits[0] == log_steps.MIN_WAIT_SECONDS
 
 
 def test_an_idle_cursor_is_moved_on_after_30_seconds_of_silence() -> None:
@@ -362,7 +363,7 @@ def test_a_cursor_that_was_rewound_is_not_moved_on_by_its_idle_follower() -> Non
 
     def rewind_before_the_move(log: FakeLog) -> None:
         if log.seconds > 30 and log.asked[-1] == "cursor":
-            log.cursors["c"] = OpenedCursor(0, 0)
+            log.cursors["c"] = CursorState(0, 0)
         else:
             log.surprises[log.steps + 1] = rewind_before_the_move
 
@@ -388,48 +389,48 @@ def test_expired_events_are_an_error_unless_skipped_or_never_asked_for() -> None
     assert positions(log.follow(cursor="c", stop_when_caught_up=True)) == [6, 7]
 
 
-def asked(call: calls.Call[Any] | None) -> str | None:
-    return call and call.sql.split("headwater.")[1].split("(")[0]
+def asked(call: Call[Any] | None) -> str | None:
+    return call and re.split(r"headwater(?:_internal)?\.", call.sql)[1].split("(")[0]
 
 
-def test_upkeep_is_due_at_once_then_every_minute_and_looks_for_due_events_every_second() -> None:
-    times = UpkeepTimes()
+def test_maintenance_is_due_at_once_then_every_minute_and_looks_for_due_events_every_second() -> None:
+    times = MaintenanceSchedule()
     assert asked(times.next_call(100.0)) == "maintain"
-    assert {asked(times.next_call(100.0)), asked(times.next_call(100.0))} == {"release_due", "due_periodics"}
+    assert {asked(times.next_call(100.0)), asked(times.next_call(100.0))} == {"release_due", "due_cron_schedules"}
     assert times.next_call(100.9) is None
-    assert {asked(times.next_call(101.0)), asked(times.next_call(101.0))} == {"release_due", "due_periodics"}
+    assert {asked(times.next_call(101.0)), asked(times.next_call(101.0))} == {"release_due", "due_cron_schedules"}
     assert times.next_call(101.0) is None
     assert asked(times.next_call(160.0)) == "maintain"
 
 
 def test_what_retention_could_not_take_in_one_go_it_goes_on_with_but_not_for_ever() -> None:
-    times = UpkeepTimes()
-    full = Upkeep(False, 0, 0, 0, 50_000)
+    times = MaintenanceSchedule()
+    full = MaintenanceResult(False, 0, 0, 0, 50_000)
     times.next_call(100.0)
-    assert [asked(call) for call in times.heard(full, 101.0, NOW)] == ["maintain"]
-    assert times.heard(full, 102.5, NOW) == []
+    assert [asked(call) for call in times.handle_result(full, 101.0, NOW)] == ["maintain"]
+    assert times.handle_result(full, 102.5, NOW) == []
     # Others have their turn before it goes on.
-    assert {asked(times.next_call(102.5)), asked(times.next_call(102.5))} == {"release_due", "due_periodics"}
+    assert {asked(times.next_call(102.5)), asked(times.next_call(102.5))} == {"release_due", "due_cron_schedules"}
     assert asked(times.next_call(107.5)) == "maintain"
-    assert times.heard(Upkeep(False, 0, 0, 0, 49_999), 108.0, NOW) == []
+    assert times.handle_result(MaintenanceResult(False, 0, 0, 0, 49_999), 108.0, NOW) == []
     assert asked(times.next_call(160.0)) != "maintain"
     assert asked(times.next_call(167.5)) == "maintain"
 
 
 @given(st.floats(-10, 10))
 def test_the_next_due_event_is_released_in_time_but_never_in_a_spin(next_due_seconds: float) -> None:
-    times = UpkeepTimes(maintain_at=1e9, periodic_at=1e9)
+    times = MaintenanceSchedule(maintain_at=1e9, cron_schedule_at=1e9)
     assert asked(times.next_call(50.0)) == "release_due"
-    assert times.heard(Released(1, next_due_seconds), 50.0, NOW) == []
+    assert times.handle_result(ReleaseResult(1, next_due_seconds), 50.0, NOW) == []
     wanted = 50.0 + min(max(next_due_seconds, 0.005), 1.0)
     assert times.next_call(wanted - 0.001) is None
     assert asked(times.next_call(wanted)) == "release_due"
 
 
-def test_upkeep_without_anything_scheduled_looks_again_in_a_second() -> None:
-    times = UpkeepTimes(maintain_at=1e9, periodic_at=1e9)
+def test_maintenance_without_anything_scheduled_looks_again_in_a_second() -> None:
+    times = MaintenanceSchedule(maintain_at=1e9, cron_schedule_at=1e9)
     times.next_call(50.0)
-    assert times.heard(Released(0, None), 50.2, NOW) == []
+    assert times.handle_result(ReleaseResult(0, None), 50.2, NOW) == []
     assert times.next_call(50.9) is None
     assert asked(times.next_call(51.0)) == "release_due"
 
@@ -437,8 +438,8 @@ def test_upkeep_without_anything_scheduled_looks_again_in_a_second() -> None:
 def test_an_idle_follower_goes_back_when_a_crash_takes_positions_back() -> None:
     log = FakeLog()
     log.publish(1)
-    # Positions up to 600 were drawn by others and rolled back: it has read over them.
-    log.drawn = log.settled = 600
+    # Positions up to 600 were assigned by others and rolled back: it has read over them.
+    log.head = log.stable = 600
     log.surprises[30] = lambda log: log.crash(33, 34, 35)
     reading = log.follow()
     assert [next(reading).position for _ in range(3)] == [1, 34, 35]
@@ -449,8 +450,8 @@ def test_an_idle_follower_goes_back_when_a_crash_takes_positions_back() -> None:
 def test_whenever_the_epoch_changes_no_event_is_skipped(crash_at: int, batch_size: int, cursor: str | None) -> None:
     log = FakeLog()
     log.publish(*range(1, 9))
-    log.drawn = log.settled = 20
-    kept = {} if cursor is None else {cursor: OpenedCursor(0, 0)}
+    log.head = log.stable = 20
+    kept = {} if cursor is None else {cursor: CursorState(0, 0)}
 
     def crash(log: FakeLog) -> None:
         before = dict(log.cursors)

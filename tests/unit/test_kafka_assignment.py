@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater.calls.kafka import Lane
+from headwater.calls.kafka import TopicPartition
 from headwater.servers.kafka.assignment import (
-    LEAVES,
-    LEAVES_FOR_NOW,
-    Assigned,
-    AssignedGroup,
-    Beaten,
+    LEAVING,
+    LEAVING_TEMPORARILY,
+    ConsumerGroup,
+    ConsumerMember,
     Heartbeat,
-    assigned,
+    HeartbeatResult,
+    assign_partitions,
 )
 from headwater.servers.kafka.wire import ErrorCode
 
@@ -31,9 +31,9 @@ class Client:
         self.topics = frozenset(topics)
         self.instance = instance
         self.epoch = 0
-        self.owned: frozenset[Lane] = frozenset()
+        self.owned: frozenset[TopicPartition] = frozenset()
 
-    def beat(self, group: AssignedGroup, now: float = 0.0, topics: Any = TOPICS, **changes: Any) -> Beaten:
+    def beat(self, group: ConsumerGroup, now: float = 0.0, topics: Any = TOPICS, **changes: Any) -> HeartbeatResult:
         joins = self.epoch == 0
         if joins:
             self.owned = frozenset()
@@ -50,7 +50,7 @@ class Client:
         return answer
 
 
-def settle(group: AssignedGroup, clients: list[Client], topics: Any = TOPICS) -> None:
+def settle(group: ConsumerGroup, clients: list[Client], topics: Any = TOPICS) -> None:
     for _ in range(20):
         for client in clients:
             client.beat(group, topics=topics)
@@ -62,12 +62,12 @@ def settle(group: AssignedGroup, clients: list[Client], topics: Any = TOPICS) ->
 
 def alone(clients: list[Client]) -> None:
     """No partition is with two: what a client has not been told to give up yet, it has."""
-    owned = [lane for client in clients for lane in client.owned]
+    owned = [topic_partition for client in clients for topic_partition in client.owned]
     assert len(owned) == len(set(owned))
 
 
-def group() -> AssignedGroup:
-    return AssignedGroup("g", 4, 45.0)
+def group() -> ConsumerGroup:
+    return ConsumerGroup("g", 4, 45.0)
 
 
 def test_one_member_gets_everything_and_shares_it_with_those_who_come() -> None:
@@ -135,7 +135,7 @@ def test_who_leaves_gives_way_at_once_and_a_static_member_keeps_its_place() -> N
     one, two = Client("x", {"a"}), Client("y", {"a"}, instance="i")
     settle(found, [one, two])
     had, epoch = two.owned, found.epoch
-    assert two.beat(found, epoch=LEAVES_FOR_NOW).code is ErrorCode.none
+    assert two.beat(found, epoch=LEAVING_TEMPORARILY).code is ErrorCode.none
     one.beat(found)
     assert (found.epoch, len(one.owned)) == (epoch, 3)
     back = Client("z", {"a"}, instance="i")
@@ -144,7 +144,7 @@ def test_who_leaves_gives_way_at_once_and_a_static_member_keeps_its_place() -> N
     assert Client("w", {"a"}, instance="i").beat(found).code is ErrorCode.unreleased_instance_id
     # Who it was before is told that another has its place.
     assert two.beat(found).code is ErrorCode.fenced_instance_id
-    assert back.beat(found, epoch=LEAVES).code is ErrorCode.none
+    assert back.beat(found, epoch=LEAVING).code is ErrorCode.none
     one.beat(found)
     assert len(one.owned) == 6
 
@@ -162,21 +162,21 @@ def test_old_and_strange_epochs_are_refused_and_a_lost_answer_is_not() -> None:
     # The answer that told the new epoch got lost: the member says the one before, and owns no more than it was told.
     assert one.beat(found, epoch=first).code is ErrorCode.none
     assert one.epoch == current
-    assert one.beat(found, epoch=first, owned=frozenset({Lane(9, 9)})).code is ErrorCode.fenced_member_epoch
-    assert found.commit_refused("x", current) is None
-    assert found.commit_refused("x", first) is ErrorCode.stale_member_epoch
-    assert found.commit_refused("nobody", current) is ErrorCode.unknown_member_id
+    assert one.beat(found, epoch=first, owned=frozenset({TopicPartition(9, 9)})).code is ErrorCode.fenced_member_epoch
+    assert found.commit_error("x", current) is None
+    assert found.commit_error("x", first) is ErrorCode.stale_member_epoch
+    assert found.commit_error("nobody", current) is ErrorCode.unknown_member_id
 
 
 def test_in_a_transaction_a_client_need_not_say_for_which_member_it_commits() -> None:
     found = group()
     one = Client("x", {"a"})
     one.beat(found)
-    assert found.commit_refused("", -1) is ErrorCode.unknown_member_id
-    assert found.commit_refused("", -1, transactional=True) is None
-    assert found.commit_refused("x", one.epoch, transactional=True) is None
-    assert found.commit_refused("x", one.epoch + 1, transactional=True) is ErrorCode.stale_member_epoch
-    assert found.commit_refused("", -1, instance_id="i", transactional=True) is ErrorCode.unknown_member_id
+    assert found.commit_error("", -1) is ErrorCode.unknown_member_id
+    assert found.commit_error("", -1, transactional=True) is None
+    assert found.commit_error("x", one.epoch, transactional=True) is None
+    assert found.commit_error("x", one.epoch + 1, transactional=True) is ErrorCode.stale_member_epoch
+    assert found.commit_error("", -1, instance_id="i", transactional=True) is ErrorCode.unknown_member_id
 
 
 def test_new_partitions_and_subscriptions_are_assigned() -> None:
@@ -185,8 +185,8 @@ def test_new_partitions_and_subscriptions_are_assigned() -> None:
     settle(found, [one, two])
     more = {**TOPICS, "a": (1, 8), "later": (3, 2)}
     settle(found, [one, two], more)
-    assert sorted(lane for client in (one, two) for lane in client.owned) == [
-        *(Lane(1, number) for number in range(8)), Lane(3, 0), Lane(3, 1)
+    assert sorted(topic_partition for client in (one, two) for topic_partition in client.owned) == [
+        *(TopicPartition(1, number) for number in range(8)), TopicPartition(3, 0), TopicPartition(3, 1)
     ]  # fmt: skip
     assert two.beat(found, topics=more, assignor="mine").code is ErrorCode.unsupported_assignor
 
@@ -198,9 +198,9 @@ def test_by_range_members_get_the_same_numbers_of_every_topic() -> None:
     for _ in range(6):
         for client in (one, two):
             client.beat(found, topics=topics, assignor="range")
-    assert {lane.partition for lane in one.owned if lane.topic_id == 1} == {0, 1, 2}
-    assert {lane.partition for lane in one.owned if lane.topic_id == 3} == {0, 1, 2}
-    assert {lane.partition for lane in two.owned} == {3, 4}
+    assert {topic_partition.partition for topic_partition in one.owned if topic_partition.topic_id == 1} == {0, 1, 2}
+    assert {topic_partition.partition for topic_partition in one.owned if topic_partition.topic_id == 3} == {0, 1, 2}
+    assert {topic_partition.partition for topic_partition in two.owned} == {3, 4}
 
 
 steps = st.lists(
@@ -224,7 +224,7 @@ def test_whatever_happens_no_partition_is_with_two_and_all_ends_even(
             beat = Heartbeat(client.name, client.epoch, None, "c", "/h", 30.0, None, None, client.owned)
             found.heartbeat(0.0, beat, topics)
         elif what == "leave" and client.epoch > 0:
-            client.beat(found, topics=topics, epoch=LEAVES)
+            client.beat(found, topics=topics, epoch=LEAVING)
             client.epoch, client.owned = 0, frozenset()
         elif what == "restart":
             client.epoch, client.owned = 0, frozenset()
@@ -234,14 +234,14 @@ def test_whatever_happens_no_partition_is_with_two_and_all_ends_even(
     settle(found, clients, topics)
     for name, (topic_id, partitions) in topics.items():
         readers = [client for client in clients if name in client.topics]
-        owned = [sum(lane.topic_id == topic_id for lane in client.owned) for client in readers]
+        owned = [sum(topic_partition.topic_id == topic_id for topic_partition in client.owned) for client in readers]
         if readers:
             assert sum(owned) == partitions
             assert max(owned) - min(owned) <= 1
 
 
-def member(name: str, wants: frozenset[str]) -> Assigned:
-    return Assigned(name, None, "c", "/h", 30.0, wants, None, 0.0)
+def member(name: str, wants: frozenset[str]) -> ConsumerMember:
+    return ConsumerMember(name, None, "c", "/h", 30.0, wants, None, 0.0)
 
 
 @pytest.mark.parametrize(("topics", "partitions"), [(6, 1), (10, 1), (4, 3), (1, 7)])
@@ -258,25 +258,31 @@ sizes = st.lists(st.integers(1, 5), min_size=1, max_size=8)
 comings_and_goings = st.lists(st.sets(st.integers(0, 5), min_size=1), min_size=1, max_size=6)
 
 
-def shared(who: set[int], wants: dict[int, frozenset[str]], topics: Any, before: Any) -> dict[str, frozenset[Lane]]:
+def shared(
+    who: set[int], wants: dict[int, frozenset[str]], topics: Any, before: Any
+) -> dict[str, frozenset[TopicPartition]]:
     """The next target: every partition that somebody wants is there once, each topic evenly, and none moved in vain."""
-    target = assigned([member(f"m{one}", wants[one]) for one in who], topics, before)
+    target = assign_partitions([member(f"m{one}", wants[one]) for one in who], topics, before)
     readers = {name: [f"m{one}" for one in sorted(who) if name in wants[one]] for name in topics}
-    lanes = [lane for owned in target.values() for lane in owned]
+    topic_partitions = [topic_partition for owned in target.values() for topic_partition in owned]
     wanted = [topics[name] for name in topics if readers[name]]
-    assert sorted(lanes) == [Lane(topic_id, number) for topic_id, size in sorted(wanted) for number in range(size)]
+    assert sorted(topic_partitions) == [
+        TopicPartition(topic_id, number) for topic_id, size in sorted(wanted) for number in range(size)
+    ]
     for name, (topic_id, _) in topics.items():
-        counts = {one: sum(lane.topic_id == topic_id for lane in target[one]) for one in readers[name]}
+        counts = {
+            one: sum(topic_partition.topic_id == topic_id for topic_partition in target[one]) for one in readers[name]
+        }
         assert not counts or max(counts.values()) - min(counts.values()) <= 1
         for loser in readers[name]:
-            for lane in before.get(loser, frozenset()) - target[loser]:
-                if lane.topic_id == topic_id and lane in lanes:
-                    winner = next(one for one in readers[name] if lane in target[one])
+            for topic_partition in before.get(loser, frozenset()) - target[loser]:
+                if topic_partition.topic_id == topic_id and topic_partition in topic_partitions:
+                    winner = next(one for one in readers[name] if topic_partition in target[one])
                     # Had it stayed, the loser had two more than the winner: of the topic, or of all.
                     of_topic = counts[loser] - counts[winner]
                     of_all = len(target[loser]) - len(target[winner])
                     assert max(of_topic, of_all) >= 0
-    assert assigned([member(f"m{one}", wants[one]) for one in who], topics, target) == target
+    assert assign_partitions([member(f"m{one}", wants[one]) for one in who], topics, target) == target
     return target
 
 
@@ -286,7 +292,7 @@ def test_members_who_want_the_same_have_as_many_partitions_to_one_whoever_comes_
 ) -> None:
     topics = {f"t{number}": (number, size) for number, size in enumerate(partitions)}
     wants = dict.fromkeys(range(6), frozenset(topics))
-    target: dict[str, frozenset[Lane]] = {}
+    target: dict[str, frozenset[TopicPartition]] = {}
     for who in present:
         target = shared(who, wants, topics, target)
         loads = [len(owned) for owned in target.values()]
@@ -298,7 +304,7 @@ def test_members_who_want_different_topics_share_each_evenly(
     partitions: list[int], present: list[set[int]], data: st.DataObject
 ) -> None:
     topics = {f"t{number}": (number, size) for number, size in enumerate(partitions)}
-    target: dict[str, frozenset[Lane]] = {}
+    target: dict[str, frozenset[TopicPartition]] = {}
     for who in present:
         wants = {one: frozenset(data.draw(st.sets(st.sampled_from(sorted(topics))))) for one in sorted(who)}
         target = shared(who, wants, topics, target)

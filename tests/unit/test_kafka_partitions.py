@@ -7,9 +7,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from headwater.calls import Call
-from headwater.calls.kafka import Bounds, Lane
+from headwater.calls.kafka import Bounds, TopicPartition
+from headwater.servers.kafka.api_keys import ApiKey
 from headwater.servers.kafka.broker import Broker
-from headwater.servers.kafka.partitions import MAX_TIMESTAMP, SCANS_AT_A_TIME, Lanes
+from headwater.servers.kafka.partitions import MAX_TIMESTAMP, SCANS_AT_A_TIME, PartitionApis
 from headwater.servers.kafka.wire import Request
 
 
@@ -21,7 +22,7 @@ def test_few_partitions_are_looked_through_for_a_time_at_once() -> None:
         if "epoch" in call.sql:
             return 1
         if "kafka_offset_at" not in call.sql:
-            return {Lane(1, 0): Bounds(0, 100)}
+            return {TopicPartition(1, 0): Bounds(0, 100)}
         running += 1
         most = max(most, running)
         for _ in range(10):
@@ -33,12 +34,14 @@ def test_few_partitions_are_looked_through_for_a_time_at_once() -> None:
         return SimpleNamespace(id=1)
 
     async def run() -> list[int]:
-        lanes = Lanes(cast(Broker, SimpleNamespace(topic_named=topic_named, log=SimpleNamespace(run=run_call))))
+        topic_partitions = PartitionApis(
+            cast(Broker, SimpleNamespace(topic_named=topic_named, log=SimpleNamespace(run=run_call)))
+        )
         requests = []
         for time_ms in (*range(15), MAX_TIMESTAMP):
             part = SimpleNamespace(partition_index=0, timestamp=time_ms)
             fields = SimpleNamespace(topics=[SimpleNamespace(name="t", partitions=[part])])
-            requests.append(lanes.list_offsets(Request(2, 7, 1, None, fields)))
+            requests.append(topic_partitions.list_offsets(Request(ApiKey.LIST_OFFSETS, 7, 1, None, fields)))
         answers = await asyncio.gather(*requests)
         return [answer["topics"][0]["partitions"][0]["offset"] for answer in answers]
 

@@ -13,10 +13,11 @@ from typing import Any, cast
 import google_crc32c
 import pytest
 
-from headwater.calls.kafka import AppendBatch, Appended, KafkaTopic
+from headwater.calls.kafka import AppendBatch, AppendResult, KafkaTopic
 from headwater.servers.kafka import produce
+from headwater.servers.kafka.api_keys import ApiKey
 from headwater.servers.kafka.broker import Broker
-from headwater.servers.kafka.produce import MAX_BATCH_RECORDS, RECORD_BYTES, SMALL_RECORDS, TURN_RECORDS, Producing
+from headwater.servers.kafka.produce import MAX_BATCH_RECORDS, RECORD_BYTES, SMALL_RECORDS, YIELD_RECORDS, ProduceApi
 from headwater.servers.kafka.records import TRANSACTIONAL, Columns, build_batch, read_header, read_records
 from headwater.servers.kafka.wire import ErrorCode, Request
 
@@ -39,29 +40,29 @@ def transactional(made: bytes) -> bytes:
     return bytes(changed)
 
 
-class Door:
+class RunningServer:
     """What takes batches; nothing of it is written unless the test says so."""
 
     def __init__(self) -> None:
         async def topic_named(name: str) -> KafkaTopic:
             return TOPIC
 
-        self.producing = Producing(cast(Broker, SimpleNamespace(topic_named=topic_named, log=None)))
+        self.producing = ProduceApi(cast(Broker, SimpleNamespace(topic_named=topic_named, log=None)))
         self.staged = asyncio.Event()
 
     @property
-    def taken_bytes(self) -> int:
-        return self.producing._room.taken_bytes
+    def reserved_bytes(self) -> int:
+        return self.producing._budget.reserved_bytes
 
     async def begin(self, *batches: bytes, transactional_id: str | None = None) -> Any:
         parts = [SimpleNamespace(index=0, records=memoryview(one)) for one in batches]
         data = SimpleNamespace(name="t", partition_data=parts)
         fields = SimpleNamespace(acks=-1, transactional_id=transactional_id, topic_data=[data])
-        return await self.producing.begin(Request(0, 9, 1, None, fields), self._stage)
+        return await self.producing.begin(Request(ApiKey.PRODUCE, 9, 1, None, fields), self._stage)
 
-    async def _stage(self, transactional_id: str, batch: AppendBatch) -> Appended:
+    async def _stage(self, transactional_id: str, batch: AppendBatch) -> AppendResult:
         await self.staged.wait()
-        return Appended("staged", -1, -1)
+        return AppendResult("staged", -1, -1)
 
 
 @pytest.fixture
@@ -92,7 +93,7 @@ def unpacked_by(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 )
 def test_only_small_batches_are_unpacked_on_the_event_loop(made: bytes, on_loop: bool, unpacked_by: list[bool]) -> None:
     async def run() -> None:
-        (await Door().begin(made)).close()
+        (await RunningServer().begin(made)).close()
 
     asyncio.run(run())
     assert unpacked_by == [on_loop]
@@ -109,9 +110,9 @@ def test_others_have_a_turn_between_batches_that_come_together() -> None:
                 await asyncio.sleep(0)
 
         beside = asyncio.create_task(other())
-        door = Door()
+        server = RunningServer()
         for _ in range(20):
-            (await door.begin(batch(TURN_RECORDS // 2))).close()
+            (await server.begin(batch(YIELD_RECORDS // 2))).close()
         beside.cancel()
         return turns
 
@@ -124,7 +125,7 @@ def test_a_batch_of_too_many_records_is_refused_before_it_is_unpacked(unpacked_b
 
     async def run() -> Any:
         async with asyncio.timeout(60):
-            return await (await Door().begin(made))
+            return await (await RunningServer().begin(made))
 
     (part,) = asyncio.run(run())["responses"][0]["partition_responses"]
     assert part["error_code"] is ErrorCode.message_too_large
@@ -133,14 +134,14 @@ def test_a_batch_of_too_many_records_is_refused_before_it_is_unpacked(unpacked_b
 
 def test_many_small_records_count_as_what_they_take_and_so_do_those_of_transactions() -> None:
     async def run() -> Sequence[int]:
-        door = Door()
-        (await door.begin(batch(1000))).close()
-        plain = door.taken_bytes
-        answer = await door.begin(transactional(batch(1000)), transactional_id="x")
-        both = door.taken_bytes
-        door.staged.set()
+        server = RunningServer()
+        (await server.begin(batch(1000))).close()
+        plain = server.reserved_bytes
+        answer = await server.begin(transactional(batch(1000)), transactional_id="x")
+        both = server.reserved_bytes
+        server.staged.set()
         await answer
-        return plain, both, door.taken_bytes
+        return plain, both, server.reserved_bytes
 
     plain, both, left = asyncio.run(run())
     assert plain >= 1000 * RECORD_BYTES
@@ -151,16 +152,16 @@ def test_no_batch_is_taken_while_too_much_waits(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(produce, "MAX_PENDING_BYTES", 50_000)
 
     async def run() -> None:
-        door = Door()
-        first = await door.begin(transactional(batch(1000)), transactional_id="x")
-        second = asyncio.create_task(door.begin(batch(1000)))
-        third = asyncio.create_task(door.begin(batch(SMALL_RECORDS + 1)))
+        server = RunningServer()
+        first = await server.begin(transactional(batch(1000)), transactional_id="x")
+        second = asyncio.create_task(server.begin(batch(1000)))
+        third = asyncio.create_task(server.begin(batch(SMALL_RECORDS + 1)))
         for _ in range(100):
             await asyncio.sleep(0)
         assert not second.done()
         assert not third.done()
-        assert door.taken_bytes < 2 * 1000 * RECORD_BYTES
-        door.staged.set()
+        assert server.reserved_bytes < 2 * 1000 * RECORD_BYTES
+        server.staged.set()
         await first
         async with asyncio.timeout(60):
             (await second).close()

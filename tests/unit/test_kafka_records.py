@@ -9,19 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headwater.servers.kafka.compression import CODECS, Undecodable, compress, decompress
-from headwater.servers.kafka.record_mapping import parts_of, section_of
+from headwater.servers.kafka.compression import CODECS, DecodeError, compress, decompress
+from headwater.servers.kafka.record_mapping import event_parts, header_section
 from headwater.servers.kafka.records import (
     LOG_APPEND_TIME,
     BadBatch,
     Columns,
-    _written,
-    _written_plain,
-    as_appended,
+    _encode,
+    _encode_plain,
     build_batch,
     read_header,
     read_headers,
     read_records,
+    stamp_batch,
     varint,
     write_headers,
 )
@@ -68,11 +68,11 @@ def test_plain_records_are_written_as_any_others(
     columns = Columns(times, keys, values, [None] * len(records))
     offsets = range(base, base + len(records))
     try:
-        plain = _written_plain(offsets, columns)
+        plain = _encode_plain(offsets, columns)
     except LookupError:
         assert max(times) - times[0] >= 8192 or min(times) - times[0] < -2048
         return
-    assert plain == _written(offsets, columns)
+    assert plain == _encode(offsets, columns)
 
 
 @pytest.mark.parametrize("columns", [
@@ -82,7 +82,7 @@ def test_plain_records_are_written_as_any_others(
 ], ids=["headers", "large", "late"])  # fmt: skip
 def test_what_is_not_plain_is_written_all_the_same(columns: Columns) -> None:
     with pytest.raises(LookupError):
-        _written_plain([7, 8], columns)
+        _encode_plain([7, 8], columns)
     batch = memoryview(build_batch([7, 8], columns))
     assert read_records(batch, read_header(batch), limit_bytes=LIMIT) == columns
 
@@ -99,7 +99,7 @@ def test_records_of_any_size_are_read_back(size: int) -> None:
 @pytest.mark.parametrize("log_append_ms", [None, 123_456])
 def test_an_appended_batch_is_what_came_with_its_offset_and_the_logs_time(log_append_ms: int | None) -> None:
     columns = Columns([1000, 900], [b"k", None], [b"v", b"w"], [None, None])
-    appended = memoryview(as_appended(build_batch([0, 1], columns, codec=4), 77, log_append_ms=log_append_ms))
+    appended = memoryview(stamp_batch(build_batch([0, 1], columns, codec=4), 77, log_append_ms=log_append_ms))
     header = read_header(appended)
     assert struct.unpack_from(">q", appended) == (77,)
     assert bool(header.attributes & LOG_APPEND_TIME) == (log_append_ms is not None)
@@ -158,7 +158,7 @@ def test_a_damaged_batch_is_refused_or_read_and_nothing_else(
         columns = read_records(memoryview(fitted), header, limit_bytes=LIMIT)
         for section in columns.headers:
             if section is not None:
-                parts_of(section)
+                event_parts(section)
     except BadBatch:
         return
     assert {len(column) for column in columns} == {header.record_count}
@@ -189,7 +189,7 @@ def test_a_record_that_says_it_is_shorter_than_its_parts_is_refused() -> None:
     assert batch[61] == 2 * 11
     batch[61] = 2 * 9
     fitted = memoryview(with_crc(bytes(batch)))
-    with pytest.raises(BadBatch, match="longer than it says"):
+    with pytest.raises(BadBatch, match="exceeds its declared length"):
         read_records(fitted, read_header(fitted), limit_bytes=LIMIT)
 
 
@@ -206,9 +206,9 @@ def test_a_count_that_lies_reserves_nothing() -> None:
 def test_what_would_unpack_to_more_than_the_limit_is_refused(codec: int) -> None:
     packed = memoryview(compress(codec, bytes(3_000_000)))
     assert len(decompress(codec, packed, limit_bytes=3_000_000)) == 3_000_000
-    with pytest.raises(Undecodable):
+    with pytest.raises(DecodeError):
         decompress(codec, packed, limit_bytes=2_999_999)
-    with pytest.raises(Undecodable):
+    with pytest.raises(DecodeError):
         decompress(codec, packed[: len(packed) // 2], limit_bytes=3_000_000)
 
 
@@ -216,7 +216,7 @@ def test_what_would_unpack_to_more_than_the_limit_is_refused(codec: int) -> None
 def test_bytes_that_no_codec_made_are_refused(codec: int, data: bytes) -> None:
     try:
         decompress(codec, memoryview(data), limit_bytes=1000)
-    except Undecodable:
+    except DecodeError:
         return
 
 
@@ -235,19 +235,19 @@ def test_a_number_is_packed_as_in_protocol_buffers(number: int) -> None:
 @given(header_lists)
 def test_headers_survive_as_parts_of_an_event(headers: list[tuple[bytes, bytes | None]]) -> None:
     section = write_headers(headers)
-    parts = parts_of(section)
+    parts = event_parts(section)
     import json
 
-    told = section_of(
+    told = header_section(
         json.loads(parts.headers) if parts.headers else None, parts.type, parts.routing_key, parts.content_type, None
     )
-    assert (parts.kept or told or b"\x00") == section
+    assert (parts.record_headers or told or b"\x00") == section
 
 
 def test_headers_of_text_become_fields_and_are_not_kept_twice() -> None:
-    parts = parts_of(write_headers([(b"a", b"1"), (b"bb", None), (b"headwater-type", b"paid")]))
+    parts = event_parts(write_headers([(b"a", b"1"), (b"bb", None), (b"headwater-type", b"paid")]))
     assert parts.headers == '{"a":"1","bb":null}'
-    assert (parts.type, parts.kept) == ("paid", None)
+    assert (parts.type, parts.record_headers) == ("paid", None)
 
 
 @pytest.mark.parametrize(
@@ -265,6 +265,6 @@ def test_headers_of_text_become_fields_and_are_not_kept_twice() -> None:
 )
 def test_headers_that_json_would_change_are_kept_as_they_came(headers: list[tuple[bytes, bytes | None]]) -> None:
     section = write_headers(headers)
-    parts = parts_of(section)
-    assert (parts.kept is None) == (headers[0][0] == b"headwater-event-id" or len(headers[0][1] or b"") > 200)
-    assert read_headers(parts.kept or section) == headers
+    parts = event_parts(section)
+    assert (parts.record_headers is None) == (headers[0][0] == b"headwater-event-id" or len(headers[0][1] or b"") > 200)
+    assert read_headers(parts.record_headers or section) == headers

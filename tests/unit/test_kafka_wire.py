@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from kio.index import load_request_schema, load_response_schema
 from kio.serial import entity_reader, entity_writer
 
-from headwater.servers.kafka.dispatch import OFFERED
+from headwater.servers.kafka.dispatch import SUPPORTED_VERSIONS
 from headwater.servers.kafka.wire import (
     ErrorCode,
-    Malformed,
+    MalformedRequest,
     Request,
-    Unsupported,
+    UnsupportedRequest,
     _entity_writer,
     _shapes,
     encode_response,
@@ -28,7 +28,7 @@ from headwater.servers.kafka.wire import (
 )
 
 VERSIONS = [
-    (api, version) for api, (oldest, newest) in OFFERED.items() for version in range(oldest, newest + 1)
+    (api, version) for api, (oldest, newest) in SUPPORTED_VERSIONS.items() for version in range(oldest, newest + 1)
     if api != 0 or version >= 3
 ]  # fmt: skip
 SOME_ID = uuid.UUID(int=7)
@@ -91,7 +91,7 @@ def frame_of(api: int, version: int, message: Any) -> bytes:
 @pytest.mark.parametrize(("api", "version"), VERSIONS)
 def test_a_request_is_read_as_another_implementation_wrote_it(api: int, version: int) -> None:
     message = sample(load_request_schema(api, version))
-    request = read_request(memoryview(frame_of(api, version, message)), OFFERED)
+    request = read_request(memoryview(frame_of(api, version, message)), SUPPORTED_VERSIONS)
     assert isinstance(request, Request)
     assert (request.api, request.version, request.correlation_id, request.client_id) == (api, version, 5, "me")
     assert shown(request.fields) == plain(message)
@@ -147,9 +147,9 @@ def test_null_is_refused_in_every_field_that_the_schema_does_not_call_nullable(a
             # A tagged field without a value is not sent at all.
             continue
         try:
-            read_request(memoryview(b"".join(parts)), OFFERED)
+            read_request(memoryview(b"".join(parts)), SUPPORTED_VERSIONS)
             taken = True
-        except Malformed:
+        except MalformedRequest:
             taken = False
         assert taken == nullable, where
 
@@ -161,16 +161,16 @@ def test_a_damaged_request_is_refused_or_read_and_nothing_else(which: tuple[int,
     for _ in range(data.draw(st.integers(1, 4))):
         frame[data.draw(st.integers(8, len(frame) - 1))] = data.draw(st.sampled_from([0, 1, 0x7F, 0x80, 0xFF]))
     try:
-        read_request(memoryview(frame)[: data.draw(st.integers(0, len(frame)))], OFFERED)
-    except Malformed:
+        read_request(memoryview(frame)[: data.draw(st.integers(0, len(frame)))], SUPPORTED_VERSIONS)
+    except MalformedRequest:
         return
 
 
 def test_an_array_that_says_it_has_billions_of_elements_is_refused() -> None:
     for version, topics in ((5, struct.pack(">i", 2**31 - 1)), (12, b"\xff\xff\xff\xff\x0f")):
         header = struct.pack(">hhih", 3, version, 1, -1) + (b"\x00" if version >= 9 else b"")
-        with pytest.raises(Malformed):
-            read_request(memoryview(header + topics + bytes(100)), OFFERED)
+        with pytest.raises(MalformedRequest):
+            read_request(memoryview(header + topics + bytes(100)), SUPPORTED_VERSIONS)
 
 
 def test_an_array_of_more_elements_than_anybody_needs_is_refused_though_the_frame_has_them() -> None:
@@ -178,13 +178,13 @@ def test_an_array_of_more_elements_than_anybody_needs_is_refused_though_the_fram
     for count, fits in ((100_000, True), (100_001, False)):
         frame = memoryview(header + struct.pack(">i", count) + bytes(2 * count) + b"\x00")
         if fits:
-            assert isinstance(read_request(frame, OFFERED), Request)
+            assert isinstance(read_request(frame, SUPPORTED_VERSIONS), Request)
         else:
-            with pytest.raises(Malformed):
-                read_request(frame, OFFERED)
+            with pytest.raises(MalformedRequest):
+                read_request(frame, SUPPORTED_VERSIONS)
 
 
 def test_what_is_not_offered_is_told_with_the_number_of_the_request() -> None:
     for api, version in ((18, 99), (3, 99), (999, 0), (0, 2)):
         header = struct.pack(">hhih", api, version, 8, -1)
-        assert read_request(memoryview(header), OFFERED) == Unsupported(api, version, 8)
+        assert read_request(memoryview(header), SUPPORTED_VERSIONS) == UnsupportedRequest(api, version, 8)

@@ -17,7 +17,16 @@ from hypothesis import strategies as st
 
 from headwater.errors import InvalidRequest
 from headwater.lake import Location
-from headwater.lake.columns import CapturedColumn, columns_of, described, members, reader_of, schema_of, typed, widens
+from headwater.lake.columns import (
+    CapturedColumn,
+    columns_of,
+    members,
+    parse_columns,
+    reader_of,
+    schema_of,
+    to_arrow,
+    widens,
+)
 from headwater.lake.files import directory_name, statistics
 from headwater.lake.fold import fold, resolve
 
@@ -59,7 +68,7 @@ def test_a_schema_says_what_it_was_made_from() -> None:
          {"name": "at", "type": "timestamptz", "modifier": 3, "key": False},
          {"name": "data", "type": "jsonb", "modifier": -1, "key": False}]
     )  # fmt: skip
-    columns = described(text, as_text=["at"])
+    columns = parse_columns(text, as_text=["at"])
     assert columns[1] == CapturedColumn("at", "timestamptz", 3, False, as_text=True)
     assert columns_of(schema_of(columns)) == columns
 
@@ -86,7 +95,7 @@ def test_numbers_keep_all_their_digits() -> None:
     columns = (ID, CapturedColumn("n", "int8", -1, False), CapturedColumn("j", "jsonb", -1, False))
     text = '{"id":1,"n":9007199254740993,"j":{"x": 0.10000000000000000000000001}}'
     assert reader_of(columns)(text) == {"id": "1", "n": "9007199254740993", "j": '{"x": 0.10000000000000000000000001}'}
-    assert typed([reader_of(columns)(text)], columns).to_pylist()[0]["n"] == 9007199254740993
+    assert to_arrow([reader_of(columns)(text)], columns).to_pylist()[0]["n"] == 9007199254740993
 
 
 @pytest.mark.parametrize(
@@ -96,7 +105,7 @@ def test_numbers_keep_all_their_digits() -> None:
 def test_a_value_without_a_place_in_its_type_names_the_way_out(kind: str, text: str) -> None:
     column = CapturedColumn("c", kind, numeric(5, 2) if kind == "numeric" else -1, False)
     with pytest.raises(InvalidRequest, match=r"as_text: \[c\]"):
-        typed([{"c": None}, {"c": text}], [column])
+        to_arrow([{"c": None}, {"c": text}], [column])
 
 
 @pytest.mark.parametrize(

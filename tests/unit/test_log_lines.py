@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from headwater.cli.log_lines import JsonLines, TextLines
+from headwater.cli.log_lines import JsonFormatter, TextFormatter
 from headwater.observability import metrics
-from headwater.observability.metrics import ERROR, GROUP, LOG_FIELDS, POSITION, logger
+from headwater.observability.metrics import ERROR, LOG_FIELDS, POSITION, QUEUE, logger
 
 
 @pytest.fixture
 def record(caplog: pytest.LogCaptureFixture) -> logging.LogRecord:
-    logger.warning("handler failed", extra={GROUP: "mailer", POSITION: 7, ERROR: 'KeyError: "a"\nand more'})
+    logger.warning("handler failed", extra={QUEUE: "mailer", POSITION: 7, ERROR: 'KeyError: "a"\nand more'})
     return caplog.records[0]
 
 
 def test_a_line_for_programs_is_one_object_with_the_fields(record: logging.LogRecord) -> None:
-    text = JsonLines().format(record)
+    text = JsonFormatter().format(record)
     assert "\n" not in text
     line = json.loads(text)
     assert line.pop("time").endswith("+00:00")
@@ -29,15 +29,15 @@ def test_a_line_for_programs_is_one_object_with_the_fields(record: logging.LogRe
         "level": "warning",
         "logger": "headwater",
         "message": "handler failed",
-        "group": "mailer",
+        "queue": "mailer",
         "position": 7,
         "error": 'KeyError: "a"\nand more',
     }
 
 
 def test_a_line_for_people_has_the_fields_too(record: logging.LogRecord) -> None:
-    text = TextLines().format(record)
-    assert text == 'WARNING headwater: handler failed group=mailer position=7 error="KeyError: \\"a\\"\\nand more"'
+    text = TextFormatter().format(record)
+    assert text == 'WARNING headwater: handler failed queue=mailer position=7 error="KeyError: \\"a\\"\\nand more"'
 
 
 def test_a_traceback_is_a_field(caplog: pytest.LogCaptureFixture) -> None:
@@ -45,13 +45,13 @@ def test_a_traceback_is_a_field(caplog: pytest.LogCaptureFixture) -> None:
         raise ValueError("broken")
     except ValueError:
         logger.exception("unexpected")
-    line = json.loads(JsonLines().format(caplog.records[0]))
+    line = json.loads(JsonFormatter().format(caplog.records[0]))
     assert line["exception"].endswith("ValueError: broken")
 
 
 def test_what_json_cannot_hold_is_written_as_text(caplog: pytest.LogCaptureFixture) -> None:
-    logger.warning("odd", extra={GROUP: object})
-    assert json.loads(JsonLines().format(caplog.records[0]))["group"] == "<class 'object'>"
+    logger.warning("odd", extra={QUEUE: object})
+    assert json.loads(JsonFormatter().format(caplog.records[0]))["queue"] == "<class 'object'>"
 
 
 def test_every_field_has_a_meaning() -> None:

@@ -161,20 +161,23 @@ def test_a_run_of_acknowledgements_means_what_each_of_them_means(
     expected = []
     for message in slow:
         assert isinstance(message, frames.Message)
-        stored = frames.acknowledgement(message)
-        assert isinstance(stored, frames.Stored)
+        stored = frames.parse_acknowledgement(message)
+        assert isinstance(stored, frames.PubAck)
         expected.append((int(message.subject.rpartition(".")[2]), stored.duplicate))
     assert got == expected
 
 
 def test_a_refusal_and_a_missing_stream_are_told_from_an_acknowledgement() -> None:
     refusal = b'{"error":{"code":503,"err_code":10077,"description":"maximum bytes exceeded"},"stream":"CDC","seq":0}'
-    assert frames.acknowledgement(frames.Message("x", 1, None, b"", refusal)) == frames.NotStored(
+    assert frames.parse_acknowledgement(frames.Message("x", 1, None, b"", refusal)) == frames.PubError(
         503, "maximum bytes exceeded"
     )
-    assert frames.acknowledgement(frames.Message("x", 1, None, b"NATS/1.0 503\r\n\r\n", b"")) == frames.NoStream()
+    assert (
+        frames.parse_acknowledgement(frames.Message("x", 1, None, b"NATS/1.0 503\r\n\r\n", b""))
+        == frames.NoStreamReply()
+    )
     with pytest.raises(InvalidMessage):
-        frames.acknowledgement(frames.Message("x", 1, None, b"", b"[]"))
+        frames.parse_acknowledgement(frames.Message("x", 1, None, b"", b"[]"))
 
 
 # --- names ---------------------------------------------------------------------------------------------------
@@ -196,7 +199,7 @@ def test_public_tables_have_the_subjects_of_zebridge() -> None:
     assert subjects.change_subject(Table("public", "users"), "insert") == "cdc.users.insert"
     assert subjects.change_subject(Table("sales", "users"), "insert") == "cdc.sales/users.insert"
     assert subjects.chunk_subject(Table("public", "users"), "snap-1", 3) == "init.snap.users.snap-1.3"
-    assert subjects.requested("snapshot.request.sales/users") == Table("sales", "users")
+    assert subjects.requested_table("snapshot.request.sales/users") == Table("sales", "users")
 
 
 # --- messages ------------------------------------------------------------------------------------------------
@@ -281,7 +284,7 @@ def in_msgpack(value: Any) -> Any:
 @NO_CLOCK
 @given(rows=changes(), encoding=st.sampled_from(["msgpack", "json"]))
 def test_each_change_becomes_its_event(rows: list[dict[str, Any]], encoding: Any) -> None:
-    batch = messages.each(pa.RecordBatch.from_pylist(rows, CHANGE), encoding=encoding)
+    batch = messages.change_messages(pa.RecordBatch.from_pylist(rows, CHANGE), encoding=encoding)
     frames.check(batch, max_payload_bytes=1_000_000)
     expected = [expected_event(row) for row in rows]
     if encoding == "msgpack":
@@ -301,7 +304,7 @@ def test_the_same_lsn_on_another_timeline_is_another_message(rows: list[dict[str
     def of(timeline: int | None) -> tuple[pa.RecordBatch, list[str]]:
         packer = messages.Packer(encoding=encoding, timeline=timeline)
         packed = [batch.column("msg_id").to_pylist() for batch in (packer.add(given), packer.finish())]
-        return messages.each(given, encoding=encoding, timeline=timeline), packed[0] + packed[1]
+        return messages.change_messages(given, encoding=encoding, timeline=timeline), packed[0] + packed[1]
 
     (each, packed), (each_later, packed_later) = of(1), of(2)
     ids = each.column("msg_id").to_pylist()
@@ -382,9 +385,11 @@ def test_compressed_chunks_say_how_to_read_them(encoding: Any, with_dictionary: 
     rows = [json.dumps({"id": n, "state": "delivered" if n % 3 else "open", "note": f"row {n}"}) for n in range(2000)]
     dictionary = codec.train(messages.samples(rows, encoding)) if with_dictionary else None
     assert (dictionary is not None) == with_dictionary
-    snapshot = messages.Snapshot(table, "snap-1", "0/191BFD0", "10:12:11", 5)
-    plain = messages.chunks(snapshot, [rows[:20], rows[20:]], encoding=encoding)
-    batch = messages.chunks(snapshot, [rows[:20], rows[20:]], encoding=encoding, compressed=True, dictionary=dictionary)
+    snapshot = messages.SnapshotInfo(table, "snap-1", "0/191BFD0", "10:12:11", 5)
+    plain = messages.chunk_messages(snapshot, [rows[:20], rows[20:]], encoding=encoding)
+    batch = messages.chunk_messages(
+        snapshot, [rows[:20], rows[20:]], encoding=encoding, compressed=True, dictionary=dictionary
+    )
     frames.check(batch, max_payload_bytes=10**6)
     dictionaries = (
         {} if dictionary is None else {subjects.dictionary_key(table, codec.dictionary_id(dictionary)): dictionary}
@@ -392,14 +397,14 @@ def test_compressed_chunks_say_how_to_read_them(encoding: Any, with_dictionary: 
     got = []
     for message, whole in zip(batch.to_pylist(), plain.to_pylist(), strict=True):
         headers = dict(line.split(": ") for line in message["headers"].decode().splitlines())
-        document = codec.plain(message["payload"], headers, dictionaries)
+        document = codec.decode_message(message["payload"], headers, dictionaries)
         assert document == codec.decode(whole["payload"])
         assert len(message["payload"]) < len(whole["payload"]) / (3 if with_dictionary else 1.2)
         got += document["data"]
     assert got == [json.loads(row) for row in rows]
     if with_dictionary:
         with pytest.raises(InvalidMessage, match="is missing"):
-            codec.plain(message["payload"], headers, {})
+            codec.decode_message(message["payload"], headers, {})
 
 
 @NO_CLOCK

@@ -1,4 +1,4 @@
-"""Is a file of pipelines read as it is meant, and everything wrong with it said at once?"""
+"""Is a file of pipelines read as it is meant, and everything wrong with it message at once?"""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import pytest
 
 pytest.importorskip("pyspark")
 
-from headwater.capture.timeline import History
+from headwater.capture.timeline import WalHistory
 from headwater.errors import InvalidRequest, PipelineNotFound, SlotLost
-from headwater.spark.pipelines.batch_query import explained, place_in
+from headwater.spark.pipelines.batch_query import explain, offset_in
 from headwater.spark.pipelines.checkpoint import end_in
 from headwater.spark.pipelines.file import parse
 from headwater.spark.pipelines.runner import is_final
@@ -49,38 +49,38 @@ def test_pipelines_are_chosen_by_name() -> None:
     declared = parse(GOOD, {"DB_USER": ""})
     assert [spec.name for spec in declared.chosen(["totals"])] == ["totals"]
     assert len(declared.chosen([])) == 2
-    with pytest.raises(PipelineNotFound, match="declares no pipeline nope"):
+    with pytest.raises(PipelineNotFound, match="does not declare the pipeline nope"):
         declared.chosen(["nope"])
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
-        ("{from: log}", "p.to: names no sink"),
-        ("{from: log, to: kafka}", "'kafka' is no sink"),
-        ("{from: {log: {topics: []}}, to: topic}", "topics: is a list of names"),
-        ("{from: {log: {topic: a}}, to: topic}", "p.from.log.topic: is not known here"),
-        ("{from: {log: {after: -1}}, to: topic}", "after: is -1, not a whole number"),
-        ("{from: {changes: {}}, to: topic}", "needs tables, or a publication"),
-        ("{from: {changes: {publication: x, snapshot: true}}, to: lake}", "needs to be told its tables"),
-        ("{from: {changes: {tables: [t], snapshot: maybe}}, to: lake}", "neither true nor false"),
-        ("{from: {log: {}, changes: {}}, to: topic}", "names one source"),
-        ("{from: log, to: topic, transform: {sql: a, python: b}}", "has either sql or python"),
-        ("{from: log, to: topic, transform: {sql: ''}}", "transform.sql: is not a text"),
-        ("{from: log, to: topic, every_seconds: true}", "not a number of seconds"),
-        ("{from: log, to: topic, when: now}", "p.when: is not known here"),
+        ("{from: log}", "p.to: expected a sink"),
+        ("{from: log, to: kafka}", "unknown sink 'kafka'"),
+        ("{from: {log: {topics: []}}, to: topic}", "topics: expected a list of names"),
+        ("{from: {log: {topic: a}}, to: topic}", "p.from.log.topic: unknown key"),
+        ("{from: {log: {after: -1}}, to: topic}", "after: -1: expected a whole number"),
+        ("{from: {changes: {}}, to: topic}", "expected tables, or an existing publication"),
+        ("{from: {changes: {publication: x, snapshot: true}}, to: lake}", "a snapshot requires tables"),
+        ("{from: {changes: {tables: [t], snapshot: maybe}}, to: lake}", "expected true or false"),
+        ("{from: {log: {}, changes: {}}, to: topic}", "expected one source"),
+        ("{from: log, to: topic, transform: {sql: a, python: b}}", "expected either sql or python"),
+        ("{from: log, to: topic, transform: {sql: ''}}", "transform.sql: expected a text"),
+        ("{from: log, to: topic, every_seconds: true}", "expected 0 to 86400 seconds"),
+        ("{from: log, to: topic, when: now}", "p.when: unknown key"),
         (
             "{from: log, transform: {sql: select 1}, to: {lake: {path: x, archive: true}}}",
-            "an archive holds events as they are",
+            "an archive cannot be combined with a transform",
         ),
-        ("[]", "is not a mapping"),
-        ("{from: log, to: {topic: {name: '${GONE}'}}}", "the environment has no GONE"),
+        ("[]", "expected a mapping"),
+        ("{from: log, to: {topic: {name: '${GONE}'}}}", "the environment variable GONE is not set"),
     ],
 )
-def test_what_makes_no_sense_is_refused(body: str, said: str) -> None:
+def test_what_makes_no_sense_is_refused(body: str, message: str) -> None:
     with pytest.raises(InvalidRequest) as refusal:
         parse(f"pipelines: {{p: {body}}}", {})
-    assert said in refusal.value.message
+    assert message in refusal.value.message
 
 
 def test_all_problems_are_told_together() -> None:
@@ -105,27 +105,27 @@ def test_the_end_of_a_batch_is_in_its_file_of_offsets() -> None:
     assert end_in('v1\n{"batchWatermarkMs":0}\n{"position":42,"gone_to":0}\n') == (42, None, None)
     assert end_in('v1\n{"batchWatermarkMs":0}\n{"lsn":7}') == (7, None, None)
     assert end_in('v1\n{"batchWatermarkMs":0}\n{"position":42,"gone_to":0,"epoch":3}\n') == (42, 3, None)
-    assert end_in('v1\n{}\n{"lsn":7,"timeline":2,"system":9}') == (7, None, History(9, 2))
+    assert end_in('v1\n{}\n{"lsn":7,"timeline":2,"system":9}') == (7, None, WalHistory(9, 2))
     assert end_in("v1\n{}\n-") is None
 
 
 def test_the_place_is_where_the_source_stands() -> None:
-    assert place_in({"sources": [{"endOffset": '{"lsn": 5}'}]}) == (5, None, None)
-    assert place_in({"sources": [{"endOffset": {"position": 6}}]}) == (6, None, None)
-    assert place_in({"sources": [{"endOffset": None}]}) is None
-    assert place_in({"sources": []}) is None
+    assert offset_in({"sources": [{"endOffset": '{"lsn": 5}'}]}) == (5, None, None)
+    assert offset_in({"sources": [{"endOffset": {"position": 6}}]}) == (6, None, None)
+    assert offset_in({"sources": [{"endOffset": None}]}) is None
+    assert offset_in({"sources": []}) is None
 
 
 def test_the_error_behind_javas_is_told() -> None:
     text = (
         "[STREAM_FAILED] Query terminated with exception: org.apache.spark.SparkException\n"
         'Traceback (most recent call last):\n  File "x"\n'
-        "headwater.errors.SlotLost: there is no replication slot 's'\n  Make a new one.\n\tat org.apache.spark.Foo\n"
+        "headwater.errors.SlotLost: replication slot 's' does not exist\n  Make a new one.\n\tat org.apache.spark.Foo\n"
     )
-    error = explained(text)
+    error = explain(text)
     assert type(error) is SlotLost
-    assert (error.message, error.hint) == ("there is no replication slot 's'", "Make a new one.")
+    assert (error.message, error.hint) == ("replication slot 's' does not exist", "Make a new one.")
     assert is_final(error)
-    other = explained("a\nValueError: no good\n\tat java.lang.Thread")
+    other = explain("a\nValueError: no good\n\tat java.lang.Thread")
     assert other.message == "ValueError: no good"
     assert not is_final(other)

@@ -1,4 +1,4 @@
-"""Are the parts of the gRPC door right that decide without doing? The window of a stream, parcels, positions."""
+"""Are the parts of the gRPC server right that decide without doing? The window of a stream, chunks, positions."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from grpc_health.v1 import health_pb2
 
 from headwater.errors import HeadwaterError, LogUnavailable
 from headwater.eventstore.query import Query, StoreEvent
-from headwater.model import Event
-from headwater.servers.authentication import Caller
+from headwater.log.model import Event
+from headwater.servers.authentication import Principal
 from headwater.servers.grpc import convert, orisun_convert, server
 from headwater.servers.grpc.generated import eventstore_pb2 as orisun
 from headwater.servers.grpc.generated import headwater_pb2 as pb
-from headwater.servers.grpc.interceptor import Call, Gate, _streaming, _unary
+from headwater.servers.grpc.interceptor import CallAuthenticator, GrpcCall, _streaming, _unary
 from headwater.servers.grpc.orisun_store import OrisunEventStore
-from headwater.servers.grpc.store_service import WINDOW_APPENDS, WINDOW_BYTES, EventStoreService, Window
-from headwater.servers.grpc.subscriber_names import Names
+from headwater.servers.grpc.store_service import MAX_PENDING_APPENDS, MAX_PENDING_BYTES, AppendWindow, EventStoreService
+from headwater.servers.grpc.subscriber_names import SubscriberNames
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -52,14 +52,14 @@ async def verdict(number: int, when: asyncio.Event | None = None) -> pb.Verdict:
     return pb.Verdict(number=number)
 
 
-@pytest.mark.parametrize(("count", "size"), [(WINDOW_APPENDS, 1), (2, WINDOW_BYTES // 2)])
+@pytest.mark.parametrize(("count", "size"), [(MAX_PENDING_APPENDS, 1), (2, MAX_PENDING_BYTES // 2)])
 def test_a_full_window_waits_until_a_verdict_is_told(count: int, size: int) -> None:
     async def test() -> None:
-        window = Window()
+        window = AppendWindow()
         for number in range(count):
-            await window.room_for(size)
+            await window.wait_for_room(size)
             window.begin(verdict(number), size)
-        waiting = asyncio.create_task(window.room_for(size))
+        waiting = asyncio.create_task(window.wait_for_room(size))
         await turn()
         assert not waiting.done()
         assert [one.number for one in await window.next_verdicts()] == list(range(count))
@@ -70,10 +70,10 @@ def test_a_full_window_waits_until_a_verdict_is_told(count: int, size: int) -> N
 
 def test_one_append_alone_has_room_however_large() -> None:
     async def test() -> None:
-        window = Window()
-        await window.room_for(10 * WINDOW_BYTES)
-        window.begin(verdict(1), 10 * WINDOW_BYTES)
-        waiting = asyncio.create_task(window.room_for(1))
+        window = AppendWindow()
+        await window.wait_for_room(10 * MAX_PENDING_BYTES)
+        window.begin(verdict(1), 10 * MAX_PENDING_BYTES)
+        waiting = asyncio.create_task(window.wait_for_room(1))
         await turn()
         assert not waiting.done()
         await window.next_verdicts()
@@ -84,7 +84,7 @@ def test_one_append_alone_has_room_however_large() -> None:
 
 def test_verdicts_are_told_in_the_order_of_the_appends_whichever_comes_first() -> None:
     async def test() -> None:
-        window = Window()
+        window = AppendWindow()
         first, third = asyncio.Event(), asyncio.Event()
         window.begin(verdict(1, first), 1)
         window.begin(verdict(2), 1)
@@ -94,7 +94,7 @@ def test_verdicts_are_told_in_the_order_of_the_appends_whichever_comes_first() -
         assert not telling.done()
         first.set()
         assert [one.number for one in await telling] == [1, 2]
-        window.begin_no_more()
+        window.close()
         third.set()
         assert [one.number for one in await window.next_verdicts()] == [3]
         assert await window.next_verdicts() == []
@@ -104,11 +104,11 @@ def test_verdicts_are_told_in_the_order_of_the_appends_whichever_comes_first() -
 
 def test_nothing_is_under_way_once_a_window_is_given_up() -> None:
     async def test() -> None:
-        window = Window()
+        window = AppendWindow()
         for number in range(3):
             window.begin(verdict(number, asyncio.Event()), 1)
         reader = asyncio.create_task(asyncio.sleep(60))
-        await window.give_up(reader)  # type: ignore[arg-type]
+        await window.cancel(reader)  # type: ignore[arg-type]
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     in_loop(test())
@@ -125,25 +125,25 @@ def test_parcels_hold_all_events_in_order_and_fit_into_messages(sizes: list[tupl
         )
         for n, (payload, metadata, _) in enumerate(sizes * times)
     ]
-    parcels = list(convert.parcels(events))
-    assert [event for parcel in parcels for event in parcel] == events
-    for parcel in parcels:
-        assert len(parcel) == 1 or pb.FollowResponse(events=parcel).ByteSize() <= convert.PARCEL_BYTES
+    chunks = list(convert.split_into_chunks(events))
+    assert [event for chunk in chunks for event in chunk] == events
+    for chunk in chunks:
+        assert len(chunk) == 1 or pb.FollowResponse(events=chunk).ByteSize() <= convert.MAX_CHUNK_BYTES
     stored = [
         convert.store_event_message(
             StoreEvent(n, n, "id", "A", ("t" * 250,) * tags, {"m": "x" * metadata}, None, b"x" * payload, NOW)
         )
         for n, (payload, metadata, tags) in enumerate(sizes)
     ]
-    for parcel in convert.parcels(stored):
-        assert len(parcel) == 1 or pb.SubscribeResponse(events=parcel).ByteSize() <= convert.PARCEL_BYTES
+    for chunk in convert.split_into_chunks(stored):
+        assert len(chunk) == 1 or pb.SubscribeResponse(events=chunk).ByteSize() <= convert.MAX_CHUNK_BYTES
 
 
 class Noting:
     """An event store that notes what a subscriber asks for, and has nothing."""
 
     def __init__(self) -> None:
-        self.names = Names()
+        self.names = SubscriberNames()
         self.asked: dict[str, Any] = {}
 
     async def store(self, name: str) -> Any:
@@ -160,15 +160,15 @@ class Noting:
 def test_what_is_in_hand_for_a_subscriber_is_about_a_message() -> None:
     async def test() -> None:
         backend: Any = Noting()
-        call = Call(Caller(None, None), None, None)
+        call = GrpcCall(Principal(None, None), None, None)
         async for _ in EventStoreService(backend).subscribe(pb.SubscribeRequest(store="s"), call):
             pass
-        assert backend.asked.pop("max_bytes") == convert.PARCEL_BYTES
+        assert backend.asked.pop("max_bytes") == convert.MAX_CHUNK_BYTES
         async for _ in OrisunEventStore(backend).catch_up_subscribe_to_events(
             orisun.CatchUpSubscribeToEventStoreRequest(boundary="s"), call
         ):
             pass
-        assert backend.asked.pop("max_bytes") == convert.PARCEL_BYTES
+        assert backend.asked.pop("max_bytes") == convert.MAX_CHUNK_BYTES
 
     in_loop(test())
 
@@ -220,18 +220,18 @@ class Context:
 @pytest.mark.parametrize("error", [KeyError(9), RuntimeError("secret"), ZeroDivisionError()])
 @pytest.mark.parametrize("around", [_unary, _streaming])
 def test_what_nobody_foresaw_is_a_bug_of_ours_and_told_as_one(around: Any, error: Exception) -> None:
-    async def answer(request: Any, call: Call) -> Any:
+    async def answer(request: Any, call: GrpcCall) -> Any:
         raise error
 
-    async def answers(request: Any, call: Call) -> Any:
+    async def answers(request: Any, call: GrpcCall) -> Any:
         yield 1
         raise error
 
     async def test() -> None:
         context = Context()
         with pytest.raises(grpc.aio.AbortError):
-            await around(Gate(None), answer if around is _unary else answers)(None, context)
-        assert context.ended == (grpc.StatusCode.INTERNAL, "something unexpected; it is in the server's log")
+            await around(CallAuthenticator(None), answer if around is _unary else answers)(None, context)
+        assert context.ended == (grpc.StatusCode.INTERNAL, "internal error; see the log of the server")
 
     in_loop(test())
 
@@ -253,7 +253,7 @@ def test_health_follows_the_database(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def test() -> None:
         database: Any = Database()
-        watch = asyncio.create_task(server._keep_health(database, Healthy(), ["a.Service"]))
+        watch = asyncio.create_task(server._watch_health(database, Healthy(), ["a.Service"]))
         states = health_pb2.HealthCheckResponse
         for error, status in ((LogUnavailable("gone"), states.NOT_SERVING), (None, states.SERVING)):
             database.error = error

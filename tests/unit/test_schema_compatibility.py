@@ -10,13 +10,13 @@ import pytest
 from headwater.errors import InvalidSchema
 from headwater.schema_registry import schemas
 from headwater.schema_registry.schemas import AVRO, JSON, PROTOBUF, Schema
-from headwater.schema_registry.work_limit import Work
+from headwater.schema_registry.work_limit import WorkLimit
 
 pytest.importorskip("jsonschema_rs")
 
 
 def reads(kind: str, reader: Any, writer: Any) -> bool:
-    def parsed(text: Any) -> schemas.Parsed:
+    def parsed(text: Any) -> schemas.ParsedSchema:
         return schemas.parse(Schema(kind, text if isinstance(text, str) else json.dumps(text)))
 
     problems = schemas.problems(parsed(reader), parsed(writer))
@@ -289,7 +289,7 @@ def test_a_schema_of_another_type_never_follows() -> None:
 
 
 def test_schemas_too_large_to_compare_are_said_to_be() -> None:
-    def wide(kind: str) -> schemas.Parsed:
+    def wide(kind: str) -> schemas.ParsedSchema:
         records = [record((f"f{n}", kind), name=f"R{n}") for n in range(700)]
         return schemas.parse(Schema(AVRO, json.dumps({"type": "array", "items": records})))
 
@@ -298,10 +298,10 @@ def test_schemas_too_large_to_compare_are_said_to_be() -> None:
 
 
 def test_the_work_of_several_comparisons_is_counted_together() -> None:
-    def wide(kind: str) -> schemas.Parsed:
+    def wide(kind: str) -> schemas.ParsedSchema:
         return schemas.parse(Schema(AVRO, json.dumps(record(*((f"f{n}", kind) for n in range(2_000))))))
 
-    work = Work()
+    work = WorkLimit()
     reader, writer = wide("long"), wide("int")
     for _ in range(40):
         assert schemas.problems(reader, writer, work) == []

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from headwater.errors import InvalidSchema
 from headwater.schema_registry import schemas
-from headwater.schema_registry.schemas import AVRO, JSON, PROTOBUF, Schema, Unfit
+from headwater.schema_registry.schemas import AVRO, JSON, PROTOBUF, PayloadMismatch, Schema
 
 pytest.importorskip("jsonschema_rs")
 fastavro = pytest.importorskip("fastavro")
@@ -60,7 +60,7 @@ extend Old { optional int32 more = 100; }
 """
 
 
-def parse(kind: str, text: Any) -> schemas.Parsed:
+def parse(kind: str, text: Any) -> schemas.ParsedSchema:
     return schemas.parse(Schema(kind, text if isinstance(text, str) else json.dumps(text)))
 
 
@@ -118,19 +118,19 @@ def test_texts_that_say_something_else_are_another(kind: str, one: str, other: s
 
 NO_SCHEMAS = [
     (AVRO, "", "not JSON"),
-    (AVRO, "3", "a type is"),
-    (AVRO, '"strin"', "no type"),
+    (AVRO, "3", "invalid type"),
+    (AVRO, '"strin"', "unknown type"),
     (AVRO, '{"type": "record", "name": "R"}', "fields"),
-    (AVRO, '{"type": "record", "name": "1R", "fields": []}', "no name"),
+    (AVRO, '{"type": "record", "name": "1R", "fields": []}', "invalid type name"),
     (AVRO, {"type": "record", "name": "R", "fields": [{"name": "a", "type": "int"}] * 2}, "twice"),
     (AVRO, '{"type": "record", "name": "R", "fields": [{"name": "a", "type": "int", "default": "x"}]}', "default"),
     (AVRO, '{"type": "record", "name": "R", "fields": [{"name": "a.b", "type": "int"}]}', "names"),
     (AVRO, '{"type": "enum", "name": "E", "symbols": ["a", "a"]}', "each once"),
-    (AVRO, '{"type": "enum", "name": "E", "symbols": ["a"], "default": "b"}', "none of its symbols"),
+    (AVRO, '{"type": "enum", "name": "E", "symbols": ["a"], "default": "b"}', "not one of its symbols"),
     (AVRO, '{"type": "fixed", "name": "F", "size": -1}', "size"),
     (AVRO, '{"type": "array"}', "items"),
     (AVRO, '["null", "null"]', "twice"),
-    (AVRO, '["null", ["int"]]', "directly hold"),
+    (AVRO, '["null", ["int"]]', "directly contain"),
     (AVRO, "[]", "at least one"),
     (JSON, "[]", "an object"),
     (JSON, '{"type": "strin"}', "/type"),
@@ -145,16 +145,16 @@ NO_SCHEMAS = [
     (PROTOBUF, 'syntax = "proto3"; message M { reserved "a"; int32 a = 3; }', "is reserved"),
     (PROTOBUF, 'syntax = "proto3"; message M { required int32 a = 3; }', "required"),
     (PROTOBUF, 'syntax = "proto3"; message M { Nothing a = 1; }', "Nothing"),
-    (PROTOBUF, 'syntax = "proto3"; import "shop/money.proto"; message M {}', "shop/money.proto is imported"),
+    (PROTOBUF, 'syntax = "proto3"; import "shop/money.proto"; message M {}', "unknown import shop/money.proto"),
     (PROTOBUF, 'edition = "2023"; message M {}', "editions"),
     (PROTOBUF, 'syntax = "proto3"; message M { int32 a = 19000; }', "19000"),
-    (PROTOBUF, 'syntax = "proto3"; message M { int32 a = 0; }', "number of a field"),
+    (PROTOBUF, 'syntax = "proto3"; message M { int32 a = 0; }', "invalid field number"),
     (PROTOBUF, "message M {", "ends too early"),
     (PROTOBUF, "message M { optional group", "the end"),
     (PROTOBUF, "message M { oneof", "the end"),
     (PROTOBUF, "message M { oneof o { option", "the end"),
     (PROTOBUF, "AAAA", "neither"),
-    (PROTOBUF, "AAA²", "not of the language"),
+    (PROTOBUF, "AAA²", "unexpected character"),
     (PROTOBUF, "option a = " + "9" * 5000 + "; message M {}", "5000 digits"),
     (PROTOBUF, "option a = 0x" + "f" * 5000 + "; message M {}", "5002 digits"),
     (PROTOBUF, "message M { optional int32 a = " + "9" * 5000 + "; }", "a whole number"),
@@ -239,7 +239,7 @@ def test_whatever_another_implementation_of_avro_writes_fits(value: Any) -> None
     assert _EVERYTHING.check(payload, framed=False) == "All"
     # One byte less, or more, does not.
     for other in (payload[:-1], payload + b"\x00"):
-        with pytest.raises(Unfit):
+        with pytest.raises(PayloadMismatch):
             _EVERYTHING.check(other, framed=False)
 
 
@@ -248,7 +248,7 @@ def test_what_fits_another_implementation_of_avro_can_read(payload: bytes) -> No
     for prefix in (b"", b"\x01\x02\x02" + bytes(12) + b"\x00\x00\x00abc"):
         try:
             _EVERYTHING.check(prefix + payload, framed=False)
-        except Unfit:
+        except PayloadMismatch:
             continue
         fastavro.schemaless_reader(io.BytesIO(prefix + payload), _WRITER)
 
@@ -257,11 +257,11 @@ def test_where_a_payload_does_not_fit_is_told() -> None:
     flagged = [{"name": "a", "type": "int"}, {"name": "flag", "type": "boolean"}]
     inner = {"type": "record", "name": "S", "fields": flagged}
     nested = parse(AVRO, {"type": "record", "name": "R", "fields": [{"name": "in", "type": inner}]})
-    with pytest.raises(Unfit, match=r"^in\.flag: 7 is no boolean$"):
+    with pytest.raises(PayloadMismatch, match=r"^in\.flag: invalid boolean byte 7$"):
         nested.check(b"\x02\x07", framed=False)
-    with pytest.raises(Unfit, match=r"^/a/0: "):
+    with pytest.raises(PayloadMismatch, match=r"^/a/0: "):
         parse(JSON, {"properties": {"a": {"items": {"type": "string"}}}}).check(b'{"a": [1]}', framed=False)
-    with pytest.raises(Unfit, match="Old has no name, which it requires"):
+    with pytest.raises(PayloadMismatch, match="Old lacks the required name"):
         parse(PROTOBUF, OLD).check(b"", framed=False)
 
 
@@ -315,10 +315,10 @@ def test_a_schema_uses_the_names_of_those_it_refers_to() -> None:
     assert schemas.parse(using, [("money", money)]).check(b"\x02", framed=False) == "R"
     text = Schema(JSON, '{"properties": {"a": {"$ref": "text.json#/$defs/t"}}}')
     parsed = schemas.parse(text, [("text.json", '{"$defs": {"t": {"type": "string"}}}')])
-    with pytest.raises(Unfit):
+    with pytest.raises(PayloadMismatch):
         parsed.check(b'{"a": 1}', framed=False)
     file = Schema(PROTOBUF, 'syntax = "proto3"; import "m.proto"; message R { shop.Money price = 1; }')
     parsed = schemas.parse(file, [("m.proto", 'syntax = "proto3"; package shop; message Money { int64 cents = 1; }')])
     assert parsed.check(b"\x0a\x02\x08\x01", framed=False) == "R"
-    with pytest.raises(Unfit):
+    with pytest.raises(PayloadMismatch):
         parsed.check(b"\x0a\x02\x08", framed=False)

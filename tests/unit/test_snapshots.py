@@ -18,16 +18,16 @@ from hypothesis import strategies as st
 from headwater.capture.relation import Column, Relation
 from headwater.capture.snapshot import Chunk, Plan, Snapshot
 from headwater.nats import codec, messages
-from headwater.nats.bridge_metrics import Figures, log_line, prometheus
+from headwater.nats.bridge_metrics import BridgeMetrics, log_line, prometheus
 from headwater.nats.errors import InvalidMessage
-from headwater.nats.replica_store import Diverged, ReplicaStore, State
-from headwater.nats.snapshot_chunks import CHUNKS_PER_RANGE, ChunkWriter, runs
+from headwater.nats.replica_store import Diverged, ReplicaState, ReplicaStore
+from headwater.nats.snapshot_chunks import CHUNKS_PER_RANGE, ChunkWriter, merge_runs
 from headwater.nats.subjects import Table
-from headwater.spark.nats_bridge.snapshot_record import RangeDone, Record, can_resume, missing
+from headwater.spark.nats_bridge.snapshot_record import RangeResult, SnapshotRecord, can_resume, missing_ranges
 
 NO_CLOCK = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TABLE = Table("public", "orders")
-SNAPSHOT = messages.Snapshot(TABLE, "snap-1", "0/1", "1:1:", 0)
+SNAPSHOT = messages.SnapshotInfo(TABLE, "snap-1", "0/1", "1:1:", 0)
 
 
 # --- chunks --------------------------------------------------------------------------------------------------
@@ -76,27 +76,27 @@ def test_a_row_that_no_message_can_hold_is_refused_by_name() -> None:
 
 
 def test_runs_of_chunks() -> None:
-    assert runs([(11, 2), (1, 3), (4, 0), (4, 2)]) == [[1, 5], [11, 12]]
-    assert runs([]) == []
+    assert merge_runs([(11, 2), (1, 3), (4, 0), (4, 2)]) == [[1, 5], [11, 12]]
+    assert merge_runs([]) == []
 
 
 # --- what is kept --------------------------------------------------------------------------------------------
 
 
-def record() -> Record:
+def record() -> SnapshotRecord:
     relation = Relation(1, "public", "orders", "d", (Column("id", 23, "int4", -1, True),), (0,))
     parts = (Chunk(0, "public", "orders", 0, 8), Chunk(1, "public", "orders", 8, None))
     plan = Plan(Snapshot("x", 5, "10:20:12"), relation, ("id::text",), parts, 100, "f")
-    return Record.begun(
+    return SnapshotRecord.create(
         "snap-1", plan, after_lsn=9, stream_created="t", stream_sequence=7, started_at=3, dictionary=None
     )
 
 
 def test_what_is_kept_comes_back() -> None:
     kept = record().resumed(after_lsn=12)
-    assert Record.of_document(json.loads(json.dumps(kept.document()))) == kept
-    assert Record.of_document(None) is None
-    assert Record.of_document({"snapshot_id": "x"}) is None
+    assert SnapshotRecord.of_document(json.loads(json.dumps(kept.document()))) == kept
+    assert SnapshotRecord.of_document(None) is None
+    assert SnapshotRecord.of_document({"snapshot_id": "x"}) is None
     assert kept.visible == "10:20:12"
     assert kept.after_lsn == 12
 
@@ -105,10 +105,10 @@ def test_chunks_of_two_moments_never_share_a_number() -> None:
     first, second = record(), record().resumed(after_lsn=12)
     assert [first.first_chunk(0), first.first_chunk(1)] == [1, CHUNKS_PER_RANGE + 1]
     assert second.first_chunk(0) == 2 * CHUNKS_PER_RANGE + 1
-    done = [RangeDone(0, first.first_chunk(0), 3, 30)]
-    assert missing(second, done) == [second.ranges[1]]
+    done = [RangeResult(0, first.first_chunk(0), 3, 30)]
+    assert missing_ranges(second, done) == [second.ranges[1]]
     assert not second.is_mixed(done)
-    assert second.is_mixed([*done, RangeDone(1, second.first_chunk(1), 1, 1)])
+    assert second.is_mixed([*done, RangeResult(1, second.first_chunk(1), 1, 1)])
 
 
 def test_only_what_the_stream_can_make_up_for_is_resumed() -> None:
@@ -194,10 +194,13 @@ def test_ranges_of_several_moments_and_all_changes_since_the_first_are_the_table
     read_after = [round(moment * len(operations)) for moment in moments]
     settles_at = max(read_after) * 10 + 1
     replayed = [change for number, change in changes if number > min(read_after)]
-    columns = [messages.Column("id", "int4", primary_key=True), *map(messages.Column, ("v", "large"), ("int4", "text"))]
+    columns = [
+        messages.SchemaColumn("id", "int4", primary_key=True),
+        *map(messages.SchemaColumn, ("v", "large"), ("int4", "text")),
+    ]
     with ReplicaStore(":memory:", TABLE) as store:
         store.rebuild(messages.schema_document(TABLE, columns, timestamp=0)["columns"])
-        store.save(State("snap-1", "1:1:", 0, "", 0, -1, -1, settles_at))
+        store.save(ReplicaState("snap-1", "1:1:", 0, "", 0, -1, -1, settles_at))
         for part in order:
             at = states[read_after[part]]
             store.load([row for place, row in at.values() if place == part], leniently=True)
@@ -223,14 +226,14 @@ def test_a_replica_of_an_earlier_version_is_taken_over(tmp_path: Any) -> None:
         )
         old.execute("insert into _headwater_replica values ('orders', 's', '1:1:', 1, 't', 2, 3, 4, '[]')")
     with ReplicaStore(tmp_path / "r.db", TABLE) as store:
-        assert store.state() == State("s", "1:1:", 1, "t", 2, 3, 4, 0)
+        assert store.state() == ReplicaState("s", "1:1:", 1, "t", 2, 3, 4, 0)
 
 
 # --- figures -------------------------------------------------------------------------------------------------
 
 
 def test_figures_are_text_for_prometheus_and_a_line_for_the_log() -> None:
-    figures = Figures(uptime_seconds=331, last_ack_lsn=25_509_096, wal_lag_bytes=51_344)
+    figures = BridgeMetrics(uptime_seconds=331, last_ack_lsn=25_509_096, wal_lag_bytes=51_344)
     lines = prometheus(figures).splitlines()
     assert "bridge_uptime_seconds 331" in lines
     assert "# TYPE bridge_cdc_events_published_total counter" in lines

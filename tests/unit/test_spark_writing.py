@@ -30,23 +30,23 @@ def batch(**columns: Any) -> pa.RecordBatch:
 
 
 @pytest.mark.parametrize(
-    ("frame", "given", "said"),
+    ("frame", "given", "message"),
     [
-        (schema("payload"), {}, "the topic comes either"),
-        (schema("payload", "topic"), {"topic": "orders"}, "the topic comes either"),
-        (schema("topic"), {}, "an event's content comes either"),
-        (schema("topic", "data", "payload"), {}, "an event's content comes either"),
-        (schema("topic", "data", "position"), {}, "no column position"),
+        (schema("payload"), {}, "give the topic either"),
+        (schema("payload", "topic"), {"topic": "orders"}, "give the topic either"),
+        (schema("topic"), {}, "give the content of an event either"),
+        (schema("topic", "data", "payload"), {}, "give the content of an event either"),
+        (schema("topic", "data", "position"), {}, "unknown columns for an event: position"),
         (schema("topic", "data").add("type", LongType()), {}, "type (bigint)"),
         (schema("topic", "data"), {"topics": "orders"}, "unknown options for writing: topics"),
     ],
 )
 def test_a_frame_that_cannot_be_events_is_refused_with_the_reason(
-    frame: StructType, given: dict[str, str], said: str
+    frame: StructType, given: dict[str, str], message: str
 ) -> None:
     with pytest.raises(InvalidRequest) as refusal:
         WriteOptions.parse({"dsn": "dbname=x"} | given, frame)
-    assert said in refusal.value.message
+    assert message in refusal.value.message
 
 
 def test_text_becomes_bytes_and_data_is_said_to_be_json() -> None:
@@ -100,7 +100,7 @@ def test_chunks_hold_every_row_once_and_each_topic_in_order(
 def test_a_staging_row_leaves_out_what_no_event_has() -> None:
     made = batch(payload=[b"1", b"2"], type=pa.array([None, None], pa.string()), key=[b"k", None])
     (chunk,) = chunks(made, "orders")
-    row = staging_row(chunk, writer="w", epoch=3, attempt="a", place=0)
+    row = staging_row(chunk, writer="w", epoch=3, attempt="a", chunk_number=0)
     assert row.num_rows == 1
     assert row.to_pylist() == [
         {

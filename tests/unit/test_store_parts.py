@@ -14,27 +14,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater import calls
+from headwater.calls import store as store_calls
 from headwater.client.eventstore import group_commit, subscribe
-from headwater.client.eventstore.group_commit import Lane, new_event_ids
-from headwater.client.eventstore.live_reader import Feed
-from headwater.client.eventstore.subscribe import Subscribing
-from headwater.errors import EpochChanged, InvalidEvent, InvalidRequest, LogUnavailable, OrderBroken, epoch_changed
+from headwater.client.eventstore.group_commit import GroupCommit, new_event_ids
+from headwater.client.eventstore.live_reader import LiveReader
+from headwater.client.eventstore.subscribe import StoreSubscriptions
+from headwater.errors import (
+    EpochChanged,
+    InvalidEvent,
+    InvalidRequest,
+    LogUnavailable,
+    OrderBroken,
+    epoch_changed_error,
+)
 from headwater.eventstore import SqliteStores, leader_lock
 from headwater.eventstore import open as open_stores
-from headwater.eventstore.leader_lock import AsyncTurn, Pace, Turn
+from headwater.eventstore.leader_lock import AsyncLeaderLock, LeaderLock, SplitTuner
 from headwater.eventstore.query import (
     EVERYTHING,
+    AppendResult,
     Item,
     LatestMatchIs,
     NewStoreEvent,
     NoMatchAfter,
     Query,
     StoreEvent,
-    Verdict,
     size_of,
 )
-from headwater.eventstore.recent_events import Tail
+from headwater.eventstore.recent_events import RecentEvents
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -53,15 +60,15 @@ def event(offset: int, *, position: int | None = None, payload: bytes = b"") -> 
         (lambda: Query.of(types="x"), r'types=\["x"\]'),
         (lambda: Query.of(tags=[1]), "1 to 255 characters"),
         (lambda: Query.of(types=["x" * 201]), "1 to 200 characters"),
-        (lambda: Query.of(fields={"k": None}), "a text, a number or a boolean"),
-        (lambda: Query.of(fields={"k": {}}), "a text, a number or a boolean"),
-        (lambda: Query.of(fields={1: "x"}), "named by a text"),
+        (lambda: Query.of(fields={"k": None}), "a string, a number or a boolean"),
+        (lambda: Query.of(fields={"k": {}}), "a string, a number or a boolean"),
+        (lambda: Query.of(fields={1: "x"}), "invalid field name"),
         (lambda: Query.of(tags=["\ud800"]), "UTF-8"),
-        (lambda: Query([{"tags": ["x"]}]), "made of items"),
-        (lambda: Query([Item()] * 101), "up to 100 items"),
-        (lambda: NoMatchAfter(Query(), -1), "not negative"),
-        (lambda: LatestMatchIs(Query(), -1), "not negative"),
-        (lambda: NoMatchAfter(Query(), True), "not negative"),
+        (lambda: Query([{"tags": ["x"]}]), "consist of Item"),
+        (lambda: Query([Item()] * 101), "at most 100 items"),
+        (lambda: NoMatchAfter(Query(), -1), "invalid position"),
+        (lambda: LatestMatchIs(Query(), -1), "invalid position"),
+        (lambda: NoMatchAfter(Query(), True), "invalid position"),
     ],
 )
 def test_what_is_no_query_is_refused_with_what_to_write_instead(make: Any, says: str) -> None:
@@ -105,7 +112,7 @@ def test_ids_are_their_own_and_in_the_order_of_time() -> None:
 
 @given(st.lists(st.integers(1, 5), max_size=10), st.integers(1, 12), st.data())
 def test_whoever_is_within_the_tail_gets_every_event_once(sizes: list[int], limit: int, data: Any) -> None:
-    tail, everything = Tail(0, 0), []
+    tail, everything = RecentEvents(0, 0), []
     offsets = itertools.count(1)
     for size in sizes:
         batch = [event(next(offsets)) for _ in range(size)]
@@ -122,7 +129,7 @@ def test_whoever_is_within_the_tail_gets_every_event_once(sizes: list[int], limi
 
 
 def test_the_tail_is_bounded_in_bytes_and_keeps_at_least_the_last() -> None:
-    tail = Tail(0, 0).extended([event(n, payload=b"x" * 10) for n in range(1, 6)], max_bytes=25)
+    tail = RecentEvents(0, 0).extended([event(n, payload=b"x" * 10) for n in range(1, 6)], max_bytes=25)
     assert [e.topic_offset for e in tail.events] == [3, 4, 5]
     assert tail.floor == 20
     tail = tail.extended([event(6, payload=b"x" * 100)], max_bytes=25)
@@ -133,7 +140,7 @@ def test_every_part_of_an_event_counts_in_the_tail_and_in_what_is_taken_from_it(
     large = event(1)._replace(metadata={"m": "x" * 10})
     assert size_of(large) == len('A{"m": "xxxxxxxxxx"}')
     events = [large._replace(position=n, topic_offset=n) for n in range(1, 8)]
-    tail = Tail(0, 0).extended(events, max_bytes=61)
+    tail = RecentEvents(0, 0).extended(events, max_bytes=61)
     assert [e.topic_offset for e in tail.events] == [4, 5, 6, 7]
     for max_bytes, taken in ((0, 1), (20, 1), (21, 2), (60, 3), (1000, 4)):
         assert list(tail.after(3, 10, max_bytes)) == events[3 : 3 + taken]
@@ -145,7 +152,7 @@ def test_every_part_of_an_event_counts_in_the_tail_and_in_what_is_taken_from_it(
 
 @pytest.mark.parametrize("offsets", [[2, 4], [2, 2], [3], [1]])
 def test_a_gap_or_a_repeat_is_never_passed_on(offsets: list[int]) -> None:
-    tail = Tail(0, 0).extended([event(1)])
+    tail = RecentEvents(0, 0).extended([event(1)])
     with pytest.raises(OrderBroken, match="no gaps"):
         tail.extended([event(n, position=100 + place) for place, n in enumerate(offsets)])
     with pytest.raises(OrderBroken):
@@ -156,23 +163,23 @@ def test_a_gap_or_a_repeat_is_never_passed_on(offsets: list[int]) -> None:
 
 
 def test_one_thread_has_the_turn_and_the_next_gets_it() -> None:
-    turn = Turn()
-    assert turn.take_unless(lambda: False, 1)
-    assert not turn.take_unless(lambda: False, 0.001)
-    assert not turn.take_unless(lambda: True, 1)
+    turn = LeaderLock()
+    assert turn.acquire_unless(lambda: False, 1)
+    assert not turn.acquire_unless(lambda: False, 0.001)
+    assert not turn.acquire_unless(lambda: True, 1)
     taken = threading.Event()
-    other = threading.Thread(target=lambda: turn.take_unless(lambda: False, 20) and taken.set())
+    other = threading.Thread(target=lambda: turn.acquire_unless(lambda: False, 20) and taken.set())
     other.start()
-    turn.give()
+    turn.release()
     assert taken.wait(20)
     other.join()
-    turn.give()
-    assert not turn.take_unless(lambda: True, 1)
+    turn.release()
+    assert not turn.acquire_unless(lambda: True, 1)
 
 
 def test_a_thread_that_is_stopped_while_it_waits_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    turn = Turn()
-    assert turn.take_unless(lambda: False, 1)
+    turn = LeaderLock()
+    assert turn.acquire_unless(lambda: False, 1)
 
     class Interrupted:
         """A sleep in which the turn comes, and Ctrl-C with it."""
@@ -180,7 +187,7 @@ def test_a_thread_that_is_stopped_while_it_waits_keeps_nothing(monkeypatch: pyte
         def acquire(self, timeout: float = -1) -> bool:
             if timeout < 0:
                 return True
-            turn.give()
+            turn.release()
             raise KeyboardInterrupt
 
         def release(self) -> None:
@@ -188,27 +195,27 @@ def test_a_thread_that_is_stopped_while_it_waits_keeps_nothing(monkeypatch: pyte
 
     monkeypatch.setattr("headwater.eventstore.leader_lock.threading.Lock", Interrupted)
     with pytest.raises(KeyboardInterrupt):
-        turn.take_unless(lambda: False, 1)
+        turn.acquire_unless(lambda: False, 1)
     monkeypatch.undo()
-    assert turn.take_unless(lambda: False, 0)
+    assert turn.acquire_unless(lambda: False, 0)
 
 
 def test_one_task_has_the_turn_and_the_next_gets_it() -> None:
     async def run() -> None:
-        turn = AsyncTurn()
-        assert await turn.take_unless(lambda: False, 1)
-        assert not await turn.take_unless(lambda: False, 0.001)
-        assert not await turn.take_unless(lambda: True, 1)
-        waiting = [asyncio.create_task(turn.take_unless(lambda: False, 20)) for _ in range(3)]
+        turn = AsyncLeaderLock()
+        assert await turn.acquire_unless(lambda: False, 1)
+        assert not await turn.acquire_unless(lambda: False, 0.001)
+        assert not await turn.acquire_unless(lambda: True, 1)
+        waiting = [asyncio.create_task(turn.acquire_unless(lambda: False, 20)) for _ in range(3)]
         await asyncio.sleep(0)
         waiting[0].cancel()
-        turn.give()
+        turn.release()
         done, _ = await asyncio.wait(waiting[1:], return_when=asyncio.FIRST_COMPLETED, timeout=20)
         assert len(done) == 1
-        turn.give()
+        turn.release()
         assert await asyncio.wait_for(asyncio.gather(*waiting[1:]), 20) == [True, True]
-        assert not turn._parked
-        turn.give()
+        assert not turn._waiters
+        turn.release()
         assert not turn._taken
 
     asyncio.run(run())
@@ -217,24 +224,24 @@ def test_one_task_has_the_turn_and_the_next_gets_it() -> None:
 def test_two_tasks_have_the_turn_where_there_are_two_and_who_does_not_want_it_is_passed_over() -> None:
     async def run() -> None:
         most = 2
-        turn = AsyncTurn(most=lambda: most)
-        assert await turn.take_unless(lambda: False, 1)
-        assert await turn.take_unless(lambda: False, 1)
+        turn = AsyncLeaderLock(most=lambda: most)
+        assert await turn.acquire_unless(lambda: False, 1)
+        assert await turn.acquire_unless(lambda: False, 1)
         wants = False
-        unwilling = asyncio.create_task(turn.take_unless(lambda: False, 20, lambda: wants))
-        willing = asyncio.create_task(turn.take_unless(lambda: False, 20))
+        unwilling = asyncio.create_task(turn.acquire_unless(lambda: False, 20, lambda: wants))
+        willing = asyncio.create_task(turn.acquire_unless(lambda: False, 20))
         await asyncio.sleep(0)
-        turn.give()
+        turn.release()
         assert await asyncio.wait_for(willing, 20)
         assert not unwilling.done()
         # As many as there may be now, and no more.
         wants, most = True, 1
-        turn.give()
+        turn.release()
         await asyncio.sleep(0)
         assert not unwilling.done()
-        turn.give()
+        turn.release()
         assert await asyncio.wait_for(unwilling, 20)
-        turn.give()
+        turn.release()
         assert turn._taken == 0
 
     asyncio.run(run())
@@ -242,13 +249,13 @@ def test_two_tasks_have_the_turn_where_there_are_two_and_who_does_not_want_it_is
 
 def test_each_task_waits_as_long_as_it_said_and_leaves_no_timer() -> None:
     async def run() -> None:
-        turn = AsyncTurn()
+        turn = AsyncLeaderLock()
         loop = asyncio.get_running_loop()
-        assert await turn.take_unless(lambda: False, 1)
+        assert await turn.acquire_unless(lambda: False, 1)
         started = loop.time()
 
         async def waited(seconds: float) -> float:
-            assert not await turn.take_unless(lambda: False, seconds)
+            assert not await turn.acquire_unless(lambda: False, seconds)
             return loop.time() - started
 
         times = [0.2, 0.05, 20, 0.1]
@@ -259,7 +266,7 @@ def test_each_task_waits_as_long_as_it_said_and_leaves_no_timer() -> None:
         assert not tasks[2].done()
         tasks[2].cancel()
         await asyncio.wait(tasks)
-        assert not turn._parked
+        assert not turn._waiters
         assert turn._timer is None
 
     asyncio.run(run())
@@ -267,7 +274,7 @@ def test_each_task_waits_as_long_as_it_said_and_leaves_no_timer() -> None:
 
 @pytest.mark.parametrize("halves_take", [0.8, 0.95, 1.3])
 def test_the_faster_of_two_paces_is_kept_to_and_the_other_one_tried_again(halves_take: float) -> None:
-    pace = Pace()
+    pace = SplitTuner()
     now = 0.0
 
     def groups(number: int, halves_take: float) -> int:
@@ -297,31 +304,31 @@ def test_the_faster_of_two_paces_is_kept_to_and_the_other_one_tried_again(halves
 # --- groups ------------------------------------------------------------------------------------------------------
 
 
-def encoded(size: int = 1, payload: bytes = b"") -> calls.EncodedAppend:
-    return calls.encode_append([NewStoreEvent("A", payload)] * size, None, new_event_ids(size))
+def encoded(size: int = 1, payload: bytes = b"") -> store_calls.EncodedAppend:
+    return store_calls.encode_append([NewStoreEvent("A", payload)] * size, None, new_event_ids(size))
 
 
-def done(appends: Sequence[calls.EncodedAppend]) -> list[Verdict]:
-    return [Verdict((1,), False, None, None) for _ in appends]
+def done(appends: Sequence[store_calls.EncodedAppend]) -> list[AppendResult]:
+    return [AppendResult((1,), False, None, None) for _ in appends]
 
 
 def test_a_group_is_bounded_in_appends_events_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_commit, "MAX_GROUP_APPENDS", 3)
     monkeypatch.setattr(group_commit, "MAX_GROUP_EVENTS", 5)
     monkeypatch.setattr(group_commit, "MAX_GROUP_BYTES", 100)
-    lane = Lane(done)
+    commits = GroupCommit(done)
     for append in [*(encoded() for _ in range(4)), encoded(4), encoded(9), encoded(1, b"x" * 200), encoded()]:
-        lane._waiting.append(group_commit.Ticket(append))
+        commits._waiting.append(group_commit.PendingAppend(append))
     groups = []
-    while group := lane._next_group():
+    while group := commits._next_group():
         groups.append([len(ticket.append.events) for ticket in group])
     assert groups == [[1, 1, 1], [1, 4], [9], [1], [1]]
 
 
 def test_an_append_alone_is_sent_at_once_and_alone() -> None:
     sent: list[int] = []
-    lane = Lane(lambda appends: sent.append(len(appends)) or done(appends))
-    assert lane.append(encoded(), timeout_seconds=0.0).positions == (1,)
+    commits = GroupCommit(lambda appends: sent.append(len(appends)) or done(appends))
+    assert commits.append(encoded(), timeout_seconds=0.0).positions == (1,)
     assert sent == [1]
 
 
@@ -329,56 +336,56 @@ def test_what_is_refused_fails_alone_and_what_is_lost_fails_together() -> None:
     good, bad = encoded(), encoded()
     sent: list[int] = []
 
-    def send(appends: Sequence[calls.EncodedAppend]) -> list[Verdict]:
+    def send(appends: Sequence[store_calls.EncodedAppend]) -> list[AppendResult]:
         sent.append(len(appends))
         if bad in appends:
             raise InvalidEvent("too strange")
         return done(appends)
 
-    lane = Lane(send)
-    others = [group_commit.Ticket(good), group_commit.Ticket(bad), group_commit.Ticket(good)]
-    lane._waiting.extend(others)
-    assert lane.append(encoded(), timeout_seconds=1).positions
+    commits = GroupCommit(send)
+    others = [group_commit.PendingAppend(good), group_commit.PendingAppend(bad), group_commit.PendingAppend(good)]
+    commits._waiting.extend(others)
+    assert commits.append(encoded(), timeout_seconds=1).positions
     assert sent == [4, 1, 1, 1, 1]
-    assert [ticket.verdict is not None for ticket in others] == [True, False, True]
+    assert [ticket.result is not None for ticket in others] == [True, False, True]
     assert isinstance(others[1].error, InvalidEvent)
 
-    def fail(appends: Sequence[calls.EncodedAppend]) -> list[Verdict]:
+    def fail(appends: Sequence[store_calls.EncodedAppend]) -> list[AppendResult]:
         raise LogUnavailable("gone")
 
-    lane = Lane(fail)
-    others = [group_commit.Ticket(good), group_commit.Ticket(good)]
-    lane._waiting.extend(others)
+    commits = GroupCommit(fail)
+    others = [group_commit.PendingAppend(good), group_commit.PendingAppend(good)]
+    commits._waiting.extend(others)
     with pytest.raises(LogUnavailable):
-        lane.append(encoded(), timeout_seconds=1)
+        commits.append(encoded(), timeout_seconds=1)
     assert all(isinstance(ticket.error, LogUnavailable) for ticket in others)
     assert others[0].error is not others[1].error
 
 
 def test_who_is_stopped_in_the_middle_leaves_the_others_their_place() -> None:
-    def interrupted(appends: Sequence[calls.EncodedAppend]) -> list[Verdict]:
+    def interrupted(appends: Sequence[store_calls.EncodedAppend]) -> list[AppendResult]:
         raise KeyboardInterrupt
 
-    lane = Lane(interrupted)
-    others = [group_commit.Ticket(encoded()), group_commit.Ticket(encoded())]
-    lane._waiting.extend(others)
+    commits = GroupCommit(interrupted)
+    others = [group_commit.PendingAppend(encoded()), group_commit.PendingAppend(encoded())]
+    commits._waiting.extend(others)
     with pytest.raises(KeyboardInterrupt):
-        lane.append(encoded(), timeout_seconds=1)
-    assert list(lane._waiting) == others
-    lane._send = done
-    assert lane.append(encoded(), timeout_seconds=1).positions
+        commits.append(encoded(), timeout_seconds=1)
+    assert list(commits._waiting) == others
+    commits._send = done
+    assert commits.append(encoded(), timeout_seconds=1).positions
     assert all(ticket.is_done() for ticket in others)
 
 
 def test_waiting_has_an_end_and_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    lane = Lane(done)
-    assert lane._turn.take_unless(lambda: False, 1)
+    commits = GroupCommit(done)
+    assert commits._leader.acquire_unless(lambda: False, 1)
     with pytest.raises(LogUnavailable, match="same event ids"):
-        lane.append(encoded(), timeout_seconds=0.01)
-    assert not lane._waiting
+        commits.append(encoded(), timeout_seconds=0.01)
+    assert not commits._waiting
     monkeypatch.setattr(group_commit, "MAX_WAITING", 0)
-    with pytest.raises(LogUnavailable, match="appends wait already"):
-        lane.append(encoded(), timeout_seconds=0.01)
+    with pytest.raises(LogUnavailable, match="appends are waiting"):
+        commits.append(encoded(), timeout_seconds=0.01)
 
 
 # --- the feed ----------------------------------------------------------------------------------------------------
@@ -395,13 +402,13 @@ class Log:
     def read_after(self, position: int, batch_size: int, epoch: int) -> list[StoreEvent]:
         self.reads.append(position)
         if epoch != self.epoch:
-            raise epoch_changed(epoch, position, self.epoch, position)
+            raise epoch_changed_error(epoch, position, self.epoch, position)
         return [e for e in self.events if e.position > position][:batch_size]
 
 
 def test_who_is_below_what_is_kept_is_told_so_and_never_gets_a_gap() -> None:
-    feed = Feed(Log().read_after)
-    feed._tail = Tail(50, 50).extended([event(6), event(7)])
+    feed = LiveReader(Log().read_after)
+    feed._tail = RecentEvents(50, 50).extended([event(6), event(7)])
     assert feed.after(49, limit=10, seconds=1) is None
     assert feed.after(50, limit=10, seconds=1) == [event(6), event(7)]
     assert feed.after(60, limit=10, seconds=1) == [event(7)]
@@ -413,8 +420,8 @@ def test_who_is_below_what_is_kept_is_told_so_and_never_gets_a_gap() -> None:
 
 def test_who_comes_first_after_a_pause_does_not_read_for_those_behind() -> None:
     log = Log(6, 7, 8, 9)
-    feed = Feed(log.read_after)
-    feed._tail = Tail(50, 50)
+    feed = LiveReader(log.read_after)
+    feed._tail = RecentEvents(50, 50)
     assert feed.after(80, limit=10, seconds=1) == [event(9)]
     assert log.reads == [80]
     assert feed.after(50, limit=10, seconds=1) is None
@@ -422,7 +429,7 @@ def test_who_comes_first_after_a_pause_does_not_read_for_those_behind() -> None:
 
 def test_a_reader_that_fails_leaves_its_turn_to_the_next() -> None:
     log = Log(1)
-    feed = Feed(log.read_after)
+    feed = LiveReader(log.read_after)
 
     def fail(position: int, batch_size: int, epoch: int) -> list[StoreEvent]:
         raise LogUnavailable("gone")
@@ -436,7 +443,7 @@ def test_a_reader_that_fails_leaves_its_turn_to_the_next() -> None:
 
 def test_a_reader_that_finds_a_gap_keeps_nothing_of_before() -> None:
     log = Log(1, 2)
-    feed = Feed(log.read_after)
+    feed = LiveReader(log.read_after)
     assert feed.after(0, limit=10, seconds=1) == [event(1), event(2)]
     # Of a store of the same name that was made anew.
     log.events = [event(0, position=90)]
@@ -445,7 +452,7 @@ def test_a_reader_that_finds_a_gap_keeps_nothing_of_before() -> None:
     assert feed.after(20, limit=10, seconds=1) == [event(0, position=90)]
 
 
-class Following(Subscribing):
+class Following(StoreSubscriptions):
     """An event store in memory, of which only following works, and that notes how."""
 
     def __init__(self, *offsets: int) -> None:
@@ -479,8 +486,8 @@ class Following(Subscribing):
     def _unused(self, *_: Any) -> Any:
         raise AssertionError("following asks for no more")
 
-    _send = _open_cursor = _find_cursor = _move_cursor = _apply = _do_upkeep = _unused
-    _resume = _has_group = _open_group = _reap = _claim = _settle = _unused
+    _send = _open_cursor = _find_cursor = _move_cursor = _apply = _run_maintenance = _unused
+    _resume = _has_queue = _open_queue = _reap = _claim = _settle = _unused
 
 
 def test_one_who_is_ahead_of_the_log_keeps_nobody_else_from_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -532,12 +539,12 @@ def test_what_is_kept_is_not_given_to_a_reader_of_another_epoch(monkeypatch: pyt
     store.log.events = [event(1), event(2), event(3)]
     with pytest.raises(EpochChanged):
         store.next(20)
-    assert not store._feed.holds(20)
+    assert not store._live_reader.holds(20)
     # Another subscriber has gone back, and follows what is there now.
     store.epoch = 1
     assert store.next(10) == (30, [event(2), event(3)])
     assert store.next(30) == (30, [])
-    assert store._feed.after(20, epoch=0, limit=10, seconds=1) is None
+    assert store._live_reader.after(20, epoch=0, limit=10, seconds=1) is None
     store.epoch = 0
     with pytest.raises(EpochChanged):
         store.next(20)

@@ -1,4 +1,4 @@
-"""Is what a webhook sends what the scheme asks for, and is every answer, and every address, judged as it must be?"""
+"""Is what a webhook sends what the scheme asks for, and is every response, and every address, judged correctly?"""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.errors import InvalidRequest
-from headwater.model import Dead, Event, Retry, Webhook
+from headwater.log.model import Event
+from headwater.queue.model import Dead, Retry
 from headwater.webhooks.addresses import may_reach, networks
+from headwater.webhooks.model import Webhook
 from headwater.webhooks.requests import (
-    Answer,
-    Gone,
+    ReceiverGone,
+    WebhookResponse,
     envelope,
-    judged,
+    judge,
     message_id,
+    parse_retry_after,
     request_for,
     signatures,
-    wait_asked_for,
 )
 
 NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)
@@ -32,7 +34,7 @@ SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 
 def webhook(**changed: Any) -> Webhook:
     settings: dict[str, Any] = {
-        "id": 1, "name": "w", "group": "g", "url": "https://a.example/", "headers": {}, "body": "envelope",
+        "id": 1, "name": "w", "queue": "g", "url": "https://a.example/", "headers": {}, "body": "envelope",
         "timeout_seconds": 15.0, "max_concurrency": 10, "rate_per_second": None, "gzip_above_bytes": None,
         "client_errors": "retry", "state": "active", "state_reason": None, "created_at": NOW, "updated_at": NOW,
         "uid": "0a" * 16, "version": 1, "secrets": (SECRET,),
@@ -133,10 +135,10 @@ def test_the_trace_of_an_event_is_sent_along_if_it_can_be_read() -> None:
     ],
 )
 def test_each_status_means_what_is_set(status: int | None, on_retry: str, on_dead: str) -> None:
-    kinds = {type(None): "done", Retry: "retry", Dead: "dead", Gone: "gone"}
-    answer = Answer(status, body=b"why\n\x1b[0m not")
+    kinds = {type(None): "done", Retry: "retry", Dead: "dead", ReceiverGone: "gone"}
+    answer = WebhookResponse(status, body=b"why\n\x1b[0m not")
     for client_errors, expected in (("retry", on_retry), ("dead", on_dead)):
-        outcome = judged(webhook(client_errors=client_errors), answer, now=NOW)
+        outcome = judge(webhook(client_errors=client_errors), answer, now=NOW)
         assert kinds[type(outcome)] == expected
         if status is not None and outcome is not None:
             assert "why [0m not" in outcome.reason
@@ -160,12 +162,12 @@ def test_each_status_means_what_is_set(status: int | None, on_retry: str, on_dea
 )
 def test_a_pause_is_read_in_seconds_or_as_a_date_and_has_an_end(text: str, seconds: int | None) -> None:
     expected = None if seconds is None else timedelta(seconds=seconds)
-    assert wait_asked_for(text, now=NOW) == expected
+    assert parse_retry_after(text, now=NOW) == expected
     for status in (429, 503):
-        outcome = judged(webhook(), Answer(status, text), now=NOW)
+        outcome = judge(webhook(), WebhookResponse(status, text), now=NOW)
         assert isinstance(outcome, Retry)
         assert outcome.after == expected
-    other = judged(webhook(), Answer(500, text), now=NOW)
+    other = judge(webhook(), WebhookResponse(500, text), now=NOW)
     assert isinstance(other, Retry)
     assert other.after is None
 
@@ -197,5 +199,5 @@ def test_a_network_is_allowed_in_every_way_to_write_it_and_no_other_is() -> None
         assert may_reach(ip_address(address), allowed)
     for address in ("10.2.0.1", "::ffff:10.2.0.1", "fd00::2", "127.0.0.1"):
         assert not may_reach(ip_address(address), allowed)
-    with pytest.raises(InvalidRequest, match="no network"):
+    with pytest.raises(InvalidRequest, match="invalid network"):
         networks(["10.1.0.0/99"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -11,11 +12,12 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater import calls
+from headwater.calls import Call
 from headwater.errors import LeaseLost
 from headwater.log import steps as log_steps
-from headwater.log.steps import Handle, Handled, Wait, WorkStep
-from headwater.model import ClaimedEvent, Dead, Lease, LogState, Outcome, Retry, Snooze
+from headwater.log.model import LogState
+from headwater.log.steps import HandleResult, HandleStep, WaitStep, WorkStep
+from headwater.queue.model import ClaimedEvent, Dead, Lease, Outcome, Retry, Snooze
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -26,11 +28,11 @@ def claimed(token: int, position: int) -> ClaimedEvent:
 
 @dataclass
 class FakeQueue:
-    """Answers the calls of one worker of group `g` from lists."""
+    """Answers the calls of one worker of queue `g` from lists."""
 
     ready: list[int] = field(default_factory=list)
-    drawn: int = 0
-    settled: int = 0
+    head: int = 0
+    stable: int = 0
     leased: dict[int, list[int]] = field(default_factory=dict)
     # What was said of each event at the end: done, retry, dead or release.
     said: dict[int, str] = field(default_factory=dict)
@@ -43,10 +45,10 @@ class FakeQueue:
     tokens: count[int] = field(default_factory=lambda: count(1))
 
     def publish(self, *positions: int, settle: bool = True) -> None:
-        self.drawn = max(self.drawn, *positions)
+        self.head = max(self.head, *positions)
         if settle:
             self.ready += positions
-            self.settled = self.drawn
+            self.stable = self.head
 
     def claim(self, batch_size: int) -> Lease | None:
         if not self.ready:
@@ -67,8 +69,8 @@ class FakeQueue:
         if rest_done:
             self.said.update(dict.fromkeys(self.leased.pop(token), "done"))
 
-    def answer(self, call: calls.Call[Any]) -> Any:
-        name = call.sql.split("headwater.")[1].split("(")[0]
+    def answer(self, call: Call[Any]) -> Any:
+        name = re.split(r"headwater(?:_internal)?\.", call.sql)[1].split("(")[0]
         self.asked.append(name)
         match name, call.params:
             case "claim", ("g", "w", batch_size, _, relaxed):
@@ -80,12 +82,12 @@ class FakeQueue:
                 self.settle(token, positions, verdicts, rest_done=True)
                 return self.claim(batch_size)
             case "log_state", _:
-                return LogState(self.drawn, self.settled, 1)
+                return LogState(self.head, self.stable, 1)
             case "head", _:
-                return self.drawn
+                return self.head
         raise AssertionError(f"the fake queue knows no {name} {call.params}")
 
-    def drive(self, steps: Generator[WorkStep, Any, None], handle: Callable[[Lease], Handled]) -> None:
+    def drive(self, steps: Generator[WorkStep, Any, None], handle: Callable[[Lease], HandleResult]) -> None:
         """What a shell does, with time that passes only where the worker waits."""
         outcome: Any = None
         failure: LeaseLost | None = None
@@ -97,12 +99,12 @@ class FakeQueue:
             outcome = failure = None
             try:
                 match step:
-                    case Wait(seconds):
+                    case WaitStep(seconds):
                         self.waits.append(seconds)
                         outcome = self.on_wait(self)
-                    case Handle(lease):
+                    case HandleStep(lease):
                         outcome = handle(lease)
-                    case calls.Call():
+                    case Call():
                         outcome = self.answer(step)
             except LeaseLost as error:
                 failure = error
@@ -119,7 +121,7 @@ class FakeQueue:
         """Work until told to stop: when it waits, or after so many leases. Returns what was handled, by lease."""
         handled: list[list[int]] = []
 
-        def handle(lease: Lease) -> Handled:
+        def handle(lease: Lease) -> HandleResult:
             positions = [event.position for event in lease.events]
             handled.append(positions)
             ended = {position: (outcomes or {})[position] for position in positions if position in (outcomes or {})}
@@ -129,7 +131,7 @@ class FakeQueue:
                     if position not in ended:
                         self.leased[lease.token].remove(position)
                         self.said[position] = "done"
-            return Handled(ended, stop=len(handled) == stop_after)
+            return HandleResult(ended, stop=len(handled) == stop_after)
 
         self.drive(log_steps.work("g", worker="w", batch_size=batch_size, **options), handle)
         return handled
@@ -257,8 +259,8 @@ def test_what_settled_between_the_claim_and_the_look_is_not_slept_through() -> N
     assert queue.answer(next(steps)) is None  # type: ignore[arg-type]
     queue.publish(1)
     step = steps.send(None)
-    # It asks how far the log goes, sees that it has settled, and claims again without waiting.
-    assert steps.send(queue.answer(step)) == Wait(0)  # type: ignore[arg-type]
+    # It asks how far the log goes, sees that it has stable, and claims again without waiting.
+    assert steps.send(queue.answer(step)) == WaitStep(0)  # type: ignore[arg-type]
     lease = queue.answer(steps.send(False))  # type: ignore[arg-type]
     assert [event.position for event in lease.events] == [1]
 
@@ -266,7 +268,7 @@ def test_what_settled_between_the_claim_and_the_look_is_not_slept_through() -> N
 def test_a_publisher_in_flight_makes_it_look_at_each_wait() -> None:
     def settle(queue: FakeQueue) -> None:
         queue.ready.append(1)
-        queue.settled = 1
+        queue.stable = 1
 
     queue = FakeQueue(on_wait=waiting(nothing, nothing, nothing, nothing, settle))
     queue.publish(1, settle=False)

@@ -1,11 +1,11 @@
-"""Password checks of one process, shared by every protocol: bounded, fair, and in threads of their own.
+"""Password checks of one process, shared by every protocol: bounded, fair, and in a thread pool of their own.
 
-A check takes a few hundred thousand rounds of a hash, on purpose. Threads that nothing else uses run them, so a flood
-of wrong passwords delays no other work. Checks wait in lanes, one lane for each address and one check of a lane at a
-time: an address that sends many delays itself. An account that signed in from an address before has a lane and a limit
-of its own there, so wrong passwords of others at that address do not lock it out.
-Invariants: at most MAX_WAITING wait, more are refused at once. An address gets WRONG_PASSWORDS tries at once and then
-one each second; a try counts before it is checked, and is given back if the password is right.
+A check takes several hundred thousand hash rounds, on purpose. A dedicated thread pool runs the checks, so a flood of
+wrong passwords delays no other work. Checks wait in one queue per address and run one at a time per queue: an address
+that sends many delays only itself. An account that has signed in from an address before has its own queue and its own
+limit there, so wrong passwords of other accounts at that address do not lock it out.
+Invariants: at most MAX_WAITING checks wait; further ones are rejected at once. An address gets WRONG_PASSWORDS attempts
+at once and then one per second. An attempt counts before it is checked, and is given back if the password is right.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Final
 
-from headwater.access import permissions
-from headwater.access.permissions import Verifiers
-from headwater.access.rate_limit import Buckets
+from headwater.access import scram
+from headwater.access.rate_limit import TokenBuckets
+from headwater.access.scram import Verifiers
 from headwater.errors import HeadwaterError
 
 WRONG_PASSWORDS: Final = 20
 MAX_WAITING: Final = 256
-MAX_KNOWN: Final = 10_000
-# Half of the processors at most: the others serve.
+MAX_KNOWN_LOGINS: Final = 10_000
+# At most half of the processors, so that requests are still served.
 _THREADS: Final = ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 2) // 2)), thread_name_prefix="password")
 
 
-class TooManyPasswords(HeadwaterError):
-    """Too many wrong passwords came from an address, or too many wait to be checked: try again later."""
+class TooManyPasswordAttempts(HeadwaterError):
+    """Too many wrong passwords from one address, or too many waiting password checks. Try again later."""
 
 
-class _Lane:
+class _AddressQueue:
     __slots__ = ("lock", "users")
 
     def __init__(self) -> None:
@@ -44,56 +44,58 @@ class _Lane:
 
 
 class PasswordChecks:
-    """The checks of one process. Of one event loop: make it where it is used."""
+    """The password checks of one process. Bound to the event loop that creates it."""
 
     def __init__(self) -> None:
-        self._wrong = Buckets(1.0, WRONG_PASSWORDS)
-        self._lanes: dict[str, _Lane] = {}
+        self._wrong = TokenBuckets(1.0, WRONG_PASSWORDS)
+        self._queues: dict[str, _AddressQueue] = {}
         self._waiting = 0
-        # Addresses and accounts that signed in from them, the oldest first.
+        # "address account" pairs that have signed in, the oldest first.
         self._known: OrderedDict[str, None] = OrderedDict()
 
     @asynccontextmanager
     async def turn(self, address: str, name: str) -> AsyncIterator[None]:
-        """Wait for the turn of an address, one check at a time. Raises TooManyPasswords if too many wait."""
+        """Wait for this address's turn: one check at a time. Raises TooManyPasswordAttempts if too many wait."""
         if self._waiting >= MAX_WAITING:
-            raise TooManyPasswords("too many passwords wait to be checked")
-        key = self._lane_of(address, name)
-        lane = self._lanes.setdefault(key, _Lane())
-        lane.users += 1
+            raise TooManyPasswordAttempts("too many password checks are waiting", hint="Try again in a few seconds.")
+        key = self._queue_key(address, name)
+        queue = self._queues.setdefault(key, _AddressQueue())
+        queue.users += 1
         self._waiting += 1
         try:
-            async with lane.lock:
+            async with queue.lock:
                 yield
         finally:
             self._waiting -= 1
-            lane.users -= 1
-            if not lane.users:
-                self._lanes.pop(key, None)
+            queue.users -= 1
+            if not queue.users:
+                self._queues.pop(key, None)
 
-    async def fits(self, password: str, kept: Verifiers, *, address: str, name: str) -> bool:
-        """Whether this is the password. Called within a turn."""
-        self.count_try(address, name)
+    async def verify(self, password: str, stored: Verifiers, *, address: str, name: str) -> bool:
+        """Whether this is the password. Call it within `turn`."""
+        self.count_attempt(address, name)
         loop = asyncio.get_running_loop()
-        fits = await loop.run_in_executor(_THREADS, permissions.password_fits, password, kept)
-        if fits:
-            self.count_right(address, name)
-        return fits
+        is_right = await loop.run_in_executor(_THREADS, scram.verify_password, password, stored)
+        if is_right:
+            self.count_success(address, name)
+        return is_right
 
-    def count_try(self, address: str, name: str) -> None:
-        """Count a try before it is checked. Raises TooManyPasswords beyond the limit of wrong ones."""
-        if not self._wrong.take(self._lane_of(address, name), time.monotonic()):
-            raise TooManyPasswords("too many wrong passwords from this address", hint="Try again in some seconds.")
+    def count_attempt(self, address: str, name: str) -> None:
+        """Count an attempt before it is checked. Raises TooManyPasswordAttempts above the limit."""
+        if not self._wrong.take(self._queue_key(address, name), time.monotonic()):
+            raise TooManyPasswordAttempts(
+                "too many wrong passwords from this address", hint="Try again in a few seconds."
+            )
 
-    def count_right(self, address: str, name: str) -> None:
-        """The password of the last try was right: give the try back, and remember the account at the address."""
-        self._wrong.give_back(self._lane_of(address, name), time.monotonic())
+    def count_success(self, address: str, name: str) -> None:
+        """The last attempt was right: give it back, and remember that the account signs in from this address."""
+        self._wrong.give_back(self._queue_key(address, name), time.monotonic())
         known = f"{address} {name}"
         self._known[known] = None
         self._known.move_to_end(known)
-        if len(self._known) > MAX_KNOWN:
+        if len(self._known) > MAX_KNOWN_LOGINS:
             self._known.popitem(last=False)
 
-    def _lane_of(self, address: str, name: str) -> str:
+    def _queue_key(self, address: str, name: str) -> str:
         known = f"{address} {name}"
         return known if known in self._known else address

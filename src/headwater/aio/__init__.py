@@ -1,27 +1,28 @@
-"""The asyncio shell: the log as a program uses it."""
+"""The asyncio API: `connect` and `AsyncHeadwater`."""
 
 from __future__ import annotations
 
 from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
-from headwater import calls
+from headwater.calls import log as log_calls
 from headwater.database import schema
 from headwater.database.connection import PooledConnection, prepare_session
 from headwater.errors import LogUnavailable
-from headwater.eventstore.postgres import Stores
-from headwater.log.administration import Administration
-from headwater.log.follow import Following
-from headwater.log.publish import Publishing
-from headwater.queue.api import Groups
-from headwater.sql_subscriptions.api import Subscriptions
-from headwater.webhooks.api import Webhooks
+from headwater.eventstore.postgres import EventStoreApi
+from headwater.log.administration import AdministrationApi
+from headwater.log.follow import FollowApi
+from headwater.log.publish import PublishApi
+from headwater.queue.api import QueueApi
+from headwater.sql_subscriptions.api import SubscriptionApi
+from headwater.webhooks.api import WebhookApi
 
-# A pool waits between its tries to reach a lost Postgres, each time twice as long, and gives up after so many seconds.
-# It then begins anew: a Postgres that comes back after an hour is found as soon as one that comes back after seconds.
+# The pool reconnects with exponential backoff and gives up after this time; `_restart_backoff` then starts it again
+# with the shortest delay. So a Postgres that returns after an hour is reached as soon as one that returns after
+# seconds.
 RECONNECT_SECONDS = 3.0
 
 
-async def _begin_anew(pool: AsyncConnectionPool[PooledConnection]) -> None:
+async def _restart_backoff(pool: AsyncConnectionPool[PooledConnection]) -> None:
     await pool.check()
 
 
@@ -32,14 +33,14 @@ async def connect(
     connect_timeout_seconds: float = 10.0,
     application_name: str = "headwater",
 ) -> AsyncHeadwater:
-    """Open the log at this Postgres. Raises SchemaMismatch where program and database do not fit."""
+    """Connect to the log in this Postgres database. Raises SchemaMismatch if the schema's version does not match."""
     pool = AsyncConnectionPool(
         dsn,
         min_size=1,
         max_size=pool_size,
         timeout=connect_timeout_seconds,
         reconnect_timeout=RECONNECT_SECONDS,
-        reconnect_failed=_begin_anew,
+        reconnect_failed=_restart_backoff,
         kwargs={"autocommit": True, "application_name": application_name},
         open=False,
         connection_class=PooledConnection,
@@ -49,12 +50,13 @@ async def connect(
     log = AsyncHeadwater(pool)
     try:
         await pool.open(wait=True, timeout=connect_timeout_seconds)
-        schema.refuse_misfit(await log._run(calls.installed()))
+        schema.refuse_misfit(await log._run(log_calls.installed()))
     except PoolTimeout as timeout:
         await pool.close()
         raise LogUnavailable(
             f"no connection to Postgres within {connect_timeout_seconds:g} s",
-            hint="Is it running? Check HEADWATER_DSN, or start an embedded one with `headwater up`.",
+            hint="Check that Postgres is running and that the DSN (the argument, or HEADWATER_DSN) is right, "
+            "or run `headwater up` for an embedded one.",
         ) from timeout
     except BaseException:
         await pool.close()
@@ -62,5 +64,5 @@ async def connect(
     return log
 
 
-class AsyncHeadwater(Publishing, Following, Groups, Subscriptions, Stores, Webhooks, Administration):
-    """The log. Every method takes `connection=` to run inside the caller's own transaction."""
+class AsyncHeadwater(PublishApi, FollowApi, QueueApi, SubscriptionApi, EventStoreApi, WebhookApi, AdministrationApi):
+    """The log. Methods with a `connection` parameter can run inside the caller's own transaction."""

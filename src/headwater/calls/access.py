@@ -1,4 +1,4 @@
-"""Calls about accounts of the doors that listen, and what they may do."""
+"""Calls for accounts, permissions and API keys."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
-from headwater.access.permissions import ApiKey, Credential, Permission, Verifiers
+from headwater.access.permissions import ApiKey, Permission
+from headwater.access.scram import ScramCredential, Verifiers
 from headwater.calls.call import Call, nothing, only_value
 from headwater.calls.encoding import checked_text
 
@@ -19,14 +20,14 @@ _NO_CREDENTIAL = (None,) * 4
 def _verifiers(row: Any) -> Verifiers:
     first, second = row[:4], row[4:8]
     return Verifiers(
-        None if first[0] is None else Credential(*first), None if second[0] is None else Credential(*second)
+        None if first[0] is None else ScramCredential(*first), None if second[0] is None else ScramCredential(*second)
     )
 
 
 def set_account(name: str, verifiers: Verifiers, *, administrator: bool | None = None) -> Call[None]:
-    """Make an account, or give it a new password. None leaves as it is whether it administers."""
+    """Create an account, or set its password. `administrator` None leaves that unchanged."""
     return Call(
-        "select headwater.set_account(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s)",
+        "select headwater_internal.set_account(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s)",
         (
             checked_text(name, "account name"),
             *(verifiers.sha_256 or _NO_CREDENTIAL),
@@ -37,89 +38,90 @@ def set_account(name: str, verifiers: Verifiers, *, administrator: bool | None =
     )
 
 
-def set_credential(name: str, mechanism: str, credential: Credential | None) -> Call[bool]:
-    """Give an account, which is made if missing, another password for one mechanism; None takes that away.
+def set_credential(name: str, mechanism: str, credential: ScramCredential | None) -> Call[bool]:
+    """Set the password of an account for one mechanism; None removes it. A missing account is created.
 
-    False: there was none to take away.
+    False: there was no password to remove.
     """
     return Call(
-        "select headwater.set_credential(%s, %s, %s, %s, %s, %s)",
+        "select headwater_internal.set_credential(%s, %s, %s, %s, %s, %s)",
         (checked_text(name, "account name"), mechanism, *(credential or _NO_CREDENTIAL)),
         only_value,
     )
 
 
 def account_is_free(name: str) -> Call[bool]:
-    """Whether no account has the name, and nobody else can give it to one until the transaction ends."""
-    return Call("select headwater.account_is_free(%s)", (checked_text(name, "account name"),), only_value)
+    """Whether no account has the name. Until the transaction ends, no other transaction can create one."""
+    return Call("select headwater_internal.account_is_free(%s)", (checked_text(name, "account name"),), only_value)
 
 
 def delete_account(name: str) -> Call[bool]:
-    return Call("select headwater.delete_account(%s)", (checked_text(name, "account name"),), only_value)
+    return Call("select headwater_internal.delete_account(%s)", (checked_text(name, "account name"),), only_value)
 
 
 def find_account(name: str) -> Call[Verifiers | None]:
     return Call(
-        f"select {_VERIFIERS} from headwater.account where name = %s",
+        f"select {_VERIFIERS} from headwater_internal.account where name = %s",
         (checked_text(name, "account name"),),
         lambda rows: _verifiers(rows[0]) if rows else None,
     )
 
 
 def accounts() -> Call[list[tuple[str, bool]]]:
-    """The names of all accounts, and whether each administers."""
+    """All accounts: their name, and whether they are administrators."""
     return Call(
-        "select name, administrator from headwater.account order by name",
+        "select name, administrator from headwater_internal.account order by name",
         (),
         lambda rows: [(name, administrator) for name, administrator in rows],
     )
 
 
 def credentials() -> Call[dict[str, Verifiers]]:
-    """What is kept of the passwords of all accounts, by name."""
+    """The password verifiers of all accounts, by name."""
     return Call(
-        f"select {_VERIFIERS}, name from headwater.account order by name",
+        f"select {_VERIFIERS}, name from headwater_internal.account order by name",
         (),
         lambda rows: {row[8]: _verifiers(row) for row in rows},
     )
 
 
 def account_times() -> Call[dict[str, datetime]]:
-    """When each account was made, by its name."""
-    return Call("select name, created_at from headwater.account order by name", (), lambda rows: dict(rows))
+    """The creation time of each account, by name."""
+    return Call("select name, created_at from headwater_internal.account order by name", (), lambda rows: dict(rows))
 
 
 def permissions() -> Call[list[Permission]]:
     return Call(
-        "select account, action, kind, name, prefix from headwater.permission order by account, kind, name, action",
+        "select account, action, kind, name, prefix from headwater_internal.permission order by account, kind, "
+        "name, action",
         (),
         lambda rows: [Permission(*row) for row in rows],
     )
 
 
 def allow(permission: Permission) -> Call[None]:
-    return Call("select headwater.allow(%s, %s, %s, %s, %s)", tuple(permission), nothing)
+    return Call("select headwater_internal.allow(%s, %s, %s, %s, %s)", tuple(permission), nothing)
 
 
 def disallow(permission: Permission) -> Call[bool]:
-    return Call("select headwater.disallow(%s, %s, %s, %s, %s)", tuple(permission), only_value)
+    return Call("select headwater_internal.disallow(%s, %s, %s, %s, %s)", tuple(permission), only_value)
 
 
 def create_api_key(
     hash: bytes, account: str, *, label: str = "", expires_in: timedelta | None = None, session: bool = False
 ) -> Call[None]:
-    """Keep a key of an account, by its hash. Of sessions, the oldest make room."""
+    """Store an API key of an account, by its hash. Above a limit, the oldest sessions are deleted."""
     return Call(
-        "select headwater.create_api_key(%s, %s, %s, %s, %s)",
+        "select headwater_internal.create_api_key(%s, %s, %s, %s, %s)",
         (hash, checked_text(account, "account name"), checked_text(label, "label"), expires_in, session),
         nothing,
     )
 
 
-def living_keys(hashes: Sequence[bytes]) -> Call[frozenset[bytes]]:
-    """Which of these keys are still good."""
+def valid_keys(hashes: Sequence[bytes]) -> Call[frozenset[bytes]]:
+    """Which of these keys exist and have not expired."""
     return Call(
-        "select k.hash from headwater.api_key k where k.hash = any (%s::bytea[]) "
+        "select k.hash from headwater_internal.api_key k where k.hash = any (%s::bytea[]) "
         "and (k.expires_at is null or k.expires_at > clock_timestamp())",
         (list(hashes),),
         lambda rows: frozenset(bytes(hashed) for (hashed,) in rows),
@@ -127,21 +129,23 @@ def living_keys(hashes: Sequence[bytes]) -> Call[frozenset[bytes]]:
 
 
 def account_of_key(hash: bytes) -> Call[str | None]:
-    """Whose key has this hash; None: nobody's."""
-    return Call("select headwater.account_of_key(%s)", (hash,), only_value)
+    """The account of the key with this hash; None if there is none."""
+    return Call("select headwater_internal.account_of_key(%s)", (hash,), only_value)
 
 
 def delete_api_key(account: str, hash_prefix: str) -> Call[int]:
-    """Take back the keys of an account whose hash begins so, in hex. How many there were."""
+    """Delete the keys of an account whose hash has this prefix, in hex. Returns their number."""
     return Call(
-        "select headwater.delete_api_key(%s, %s)", (checked_text(account, "account name"), hash_prefix), only_value
+        "select headwater_internal.delete_api_key(%s, %s)",
+        (checked_text(account, "account name"), hash_prefix),
+        only_value,
     )
 
 
 def api_keys(account: str | None = None) -> Call[list[ApiKey]]:
-    """Keys of an account, or of all, without sessions."""
+    """The API keys of an account, or of all accounts, without sessions."""
     return Call(
-        "select account, encode(hash, 'hex'), label, created_at, expires_at from headwater.api_key"
+        "select account, encode(hash, 'hex'), label, created_at, expires_at from headwater_internal.api_key"
         " where not session and (%s::text is null or account = %s) order by account, created_at",
         (account, account),
         lambda rows: [ApiKey(*row) for row in rows],

@@ -1,4 +1,4 @@
-"""Calls about archives, what they have of the log, and what is replayed from there."""
+"""Calls for archives and replays."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from headwater.calls.reading import topic_names
 
 
 @dataclass(frozen=True, slots=True)
-class KeptTopic:
-    """What there is of a topic: its events after `lost_to`, of which those up to `expired_to` are in an archive."""
+class TopicCoverage:
+    """Which events of a topic exist: those after `lost_to`, of which those up to `expired_to` are in an archive."""
 
     topic: str
     created_after: int
-    """All its events come after this position. An archive may have events of an earlier topic of that name."""
+    """All its events come after this position. An archive may have events of an earlier topic with the same name."""
     expired_to: int
     lost_to: int
     location: str | None
-    """The archive that has what retention took; None if there is none."""
+    """The location of the archive with the events removed by retention; None if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArchiveOverview:
-    """An archive with what it has yet to get, and the topics whose retention waits for it."""
+    """An archive, its lag, and the topics whose retention waits for it."""
 
     name: str
     location: str
@@ -44,7 +44,7 @@ class ArchiveOverview:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A replay by its name: what was asked for, and how far it is."""
+    """A replay: its request and its progress."""
 
     name: str
     request: Mapping[str, Any]
@@ -62,9 +62,9 @@ _REPLAY = "name, request, plan, start_after, up_to, done_to, events, started_at,
 
 
 def register_archive(name: str, location: str, *, topics: Sequence[str] | None, start_after: int) -> Call[int]:
-    """Note an archive that gets all events after a position; the answer is up to where it has them."""
+    """Register an archive that receives all events after a position; returns the position up to which it has them."""
     return Call(
-        "select archived_to from headwater.register_archive(%s, %s, %s::text[], %s)",
+        "select archived_to from headwater_internal.register_archive(%s, %s, %s::text[], %s)",
         (
             checked_text(name, "archive name"),
             checked_text(location, "location"),
@@ -76,14 +76,16 @@ def register_archive(name: str, location: str, *, topics: Sequence[str] | None, 
 
 
 def note_archived(name: str, *, to_position: int, epoch: int | None = None) -> Call[None]:
-    """An archive has everything up to a position of that epoch."""
+    """Record that an archive has everything up to a position of that epoch."""
     return Call(
-        "select headwater.note_archived(%s, %s, %s)", (checked_text(name, "archive name"), to_position, epoch), nothing
+        "select headwater_internal.note_archived(%s, %s, %s)",
+        (checked_text(name, "archive name"), to_position, epoch),
+        nothing,
     )
 
 
 def forget_archive(name: str) -> Call[bool]:
-    return Call("select headwater.forget_archive(%s)", (checked_text(name, "archive name"),), only_value)
+    return Call("select headwater_internal.forget_archive(%s)", (checked_text(name, "archive name"),), only_value)
 
 
 def archives() -> Call[list[ArchiveOverview]]:
@@ -100,36 +102,41 @@ def archives() -> Call[list[ArchiveOverview]]:
     )
 
 
-def kept_topics(topics: Sequence[str] | None) -> Call[list[KeptTopic]]:
-    """What there is of these topics, in the log and in archives; None: of all."""
+def kept_topics(topics: Sequence[str] | None) -> Call[list[TopicCoverage]]:
+    """Which events of these topics exist, in the log and in archives; None: all topics."""
     return Call(
-        "select topic, created_after, expired_to, lost_to, location from headwater.kept_topics(%s::text[]) order by 1",
+        "select topic, created_after, expired_to, lost_to, location from headwater_internal.kept_topics(%s::text[]) "
+        "order by 1",
         (topic_names(topics),),
-        lambda rows: [KeptTopic(*row) for row in rows],
+        lambda rows: [TopicCoverage(*row) for row in rows],
     )
 
 
 def uncleared_topics(topics: Sequence[str] | None, *, after: int) -> Call[list[str]]:
-    """Those topics that still have events in the log after a position which retention counts as gone already."""
+    """The topics with events in the log after a position that already count as removed by retention."""
     return Call(
-        "select t.name from headwater.topic t where t.id = any (headwater.topic_ids(%s::text[])) and exists ("
-        "select from headwater.event e where e.topic_id = t.id and e.position > %s and e.position <= t.expired_to)",
+        "select t.name from headwater_internal.topic t where t.id = any (headwater_internal.topic_ids(%s::text[])) "
+        "and exists ("
+        "select from headwater_internal.event e where e.topic_id = t.id and e.position > %s and e.position <= "
+        "t.expired_to)",
         (topic_names(topics), after),
         lambda rows: [row[0] for row in rows],
     )
 
 
 def average_bytes(topics: Sequence[str] | None, *, after: int, up_to: int) -> Call[int]:
-    """How large the next events are on average, by looking at some; 0 if there are none."""
-    return Call("select headwater.average_bytes(%s::text[], %s, %s)", (topic_names(topics), after, up_to), only_value)
+    """The average size of the next events, from a sample; 0 if there are none."""
+    return Call(
+        "select headwater_internal.average_bytes(%s::text[], %s, %s)", (topic_names(topics), after, up_to), only_value
+    )
 
 
 def start_replay(
     name: str, request: Mapping[str, Any], *, start_after: int, up_to: int, plan: Mapping[str, Any]
 ) -> Call[Replay]:
-    """Begin a replay, or find the one of that name."""
+    """Start a replay, or return the existing one with this name."""
     return Call(
-        f"select {_REPLAY} from headwater.start_replay(%s, %s::jsonb, %s, %s, %s::jsonb)",
+        f"select {_REPLAY} from headwater_internal.start_replay(%s, %s::jsonb, %s, %s, %s::jsonb)",
         (checked_text(name, "replay name"), json.dumps(request), start_after, up_to, json.dumps(plan)),
         lambda rows: _replay(rows[0]),
     )
@@ -137,7 +144,7 @@ def start_replay(
 
 def advance_replay(name: str, *, from_position: int, to_position: int, more_events: int) -> Call[None]:
     return Call(
-        "select headwater.advance_replay(%s, %s, %s, %s)",
+        "select headwater_internal.advance_replay(%s, %s, %s, %s)",
         (checked_text(name, "replay name"), from_position, to_position, more_events),
         nothing,
     )
@@ -145,25 +152,26 @@ def advance_replay(name: str, *, from_position: int, to_position: int, more_even
 
 def find_replay(name: str) -> Call[Replay | None]:
     return Call(
-        f"select {_REPLAY} from headwater.replay where name = %s",
+        f"select {_REPLAY} from headwater_internal.replay where name = %s",
         (checked_text(name, "replay name"),),
         lambda rows: _replay(rows[0]) if rows else None,
     )
 
 
 def replays() -> Call[list[Replay]]:
-    return Call(f"select {_REPLAY} from headwater.replay order by started_at", (), _replays)
+    return Call(f"select {_REPLAY} from headwater_internal.replay order by started_at", (), _replays)
 
 
 def replay_writer(name: str) -> str:
-    """The name under which a replay publishes."""
+    """The writer name under which a replay publishes."""
     return f"replay-{checked_text(name, 'replay name')}"
 
 
 def forget_replay(name: str) -> Call[bool]:
-    """Forget a replay, and what it has published: under its name another can begin."""
+    """Delete a replay and the record of what it has published, so that its name can be used again."""
     return Call(
-        "with gone as (delete from headwater.writer_epoch where writer = %s) select headwater.forget_replay(%s)",
+        "with gone as (delete from headwater_internal.writer_epoch where writer = %s) select "
+        "headwater_internal.forget_replay(%s)",
         (replay_writer(name), name),
         only_value,
     )

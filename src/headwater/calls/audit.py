@@ -1,4 +1,4 @@
-"""The call that notes what an administrator did, in the transaction of the act."""
+"""The call that writes an audit event, in the transaction of the audited change."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from headwater.calls.encoding import checked_text
 
 
 def audit(actor: str, action: str, subject: str, detail: Mapping[str, Any]) -> Call[int]:
-    """Note that somebody did something to something; what changed is in `detail`, and never a secret."""
+    """Write an audit event. `detail` contains what changed, but no secrets."""
     return Call(
-        "select headwater.audit(%s, %s, %s, %s::jsonb)",
+        "select headwater_internal.audit(%s, %s, %s, %s::jsonb)",
         (
             checked_text(actor, "account name"),
             action,

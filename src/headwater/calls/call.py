@@ -1,4 +1,4 @@
-"""What a call to the log is: its SQL, its parameters, and what its rows mean."""
+"""A call to the log: its SQL, its parameters, and how its rows are decoded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Rows = list[tuple[Any, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[T]):
-    """One round trip to the log: its SQL, its parameters, and what its rows mean."""
+    """One round trip to the database: SQL, parameters, and how the rows are decoded."""
 
     sql: LiteralString
     params: tuple[Any, ...]

@@ -1,4 +1,4 @@
-"""How events become what Postgres takes: JSON, packed arrays, rows of COPY. Refuses what cannot be an event."""
+"""Encoding of events for Postgres: JSON, packed arrays, rows of COPY. Rejects invalid events."""
 
 from __future__ import annotations
 
@@ -13,21 +13,17 @@ from psycopg.adapt import Dumper
 from psycopg.pq import Format
 
 from headwater.errors import EventTooLarge, InvalidEvent
-from headwater.model import (
-    NewEvent,
-    Payload,
-    Topic,
-)
+from headwater.log.model import NewEvent, Payload, Topic
 
 JSON_TYPE = "application/json"
 
-# An escaped NUL that is not itself escaped: Postgres can hold no such JSON, so conditions could never see it.
+# An escaped NUL that is not itself escaped. Postgres cannot store such JSON as jsonb, so filters could never match it.
 _ESCAPED_NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
 _encode_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
 def encode_payload(payload: Payload, content_type: str | None) -> tuple[bytes | None, str | None]:
-    """A payload as bytes with its content type. Bytes stay as they are; anything else becomes JSON."""
+    """Encode a payload; returns bytes and content type. Bytes are unchanged; anything else becomes JSON."""
     if payload is None:
         return None, content_type
     if isinstance(payload, (bytes, bytearray, memoryview)):
@@ -36,14 +32,16 @@ def encode_payload(payload: Payload, content_type: str | None) -> tuple[bytes | 
             try:
                 json.loads(encoded)
             except (ValueError, RecursionError) as error:
-                raise InvalidEvent(f"the payload is not the JSON that its content type says: {error}") from None
+                raise InvalidEvent(
+                    f"the payload is not valid JSON, but its content type is {JSON_TYPE}: {error}"
+                ) from None
             _refuse_nul(encoded)
         return encoded, content_type
     try:
         encoded = _encode_json(payload).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidEvent(
-            f"the payload cannot be written as JSON: {error}", hint="Send JSON values, or bytes as they are."
+            f"the payload cannot be encoded as JSON: {error}", hint="Send a JSON value or bytes."
         ) from None
     if b"\\u0000" in encoded:
         _refuse_nul(encoded)
@@ -52,16 +50,16 @@ def encode_payload(payload: Payload, content_type: str | None) -> tuple[bytes | 
 
 def _refuse_nul(encoded: bytes) -> None:
     if _ESCAPED_NUL.search(encoded):
-        raise InvalidEvent("a JSON payload cannot hold the character NUL", hint="Send it as bytes instead.")
+        raise InvalidEvent("a JSON payload cannot contain the character NUL", hint="Send it as bytes instead.")
 
 
 def encode_key(key: str | bytes | None) -> bytes | None:
     try:
         encoded = key.encode() if isinstance(key, str) else key
     except UnicodeEncodeError as error:
-        raise InvalidEvent(f"the key is not text that UTF-8 can hold: {error}") from None
+        raise InvalidEvent(f"the key cannot be encoded as UTF-8: {error}") from None
     if encoded is not None and len(encoded) > 65535:
-        raise InvalidEvent(f"a key is up to 65535 bytes, this one has {len(encoded)}")
+        raise InvalidEvent(f"the key has {len(encoded)} bytes, the limit is 65535")
     return encoded
 
 
@@ -71,20 +69,20 @@ def encode_headers(headers: Mapping[str, Any] | None) -> str | None:
     try:
         encoded = _encode_json(headers)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidEvent(f"the headers cannot be written as JSON: {error}") from None
+        raise InvalidEvent(f"the headers cannot be encoded as JSON: {error}") from None
     if "\\u0000" in encoded and _ESCAPED_NUL.search(encoded.encode(errors="replace")):
-        raise InvalidEvent("headers cannot hold the character NUL")
+        raise InvalidEvent("headers cannot contain the character NUL")
     return checked_text(encoded, "header")
 
 
 def checked_text(value: str, what: str) -> str:
     if "\x00" in value:
-        raise InvalidEvent(f"a {what} cannot hold the character NUL")
+        raise InvalidEvent(f"invalid {what}: it contains the character NUL")
     if not value.isascii():
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            raise InvalidEvent(f"a {what} is text that UTF-8 can hold: {error}") from None
+            raise InvalidEvent(f"invalid {what}: it cannot be encoded as UTF-8: {error}") from None
     return value
 
 
@@ -93,7 +91,7 @@ def optional_text(value: str | None, what: str) -> str | None:
 
 
 class PackedBytes(bytes):
-    """A bytea[] already in Postgres' binary form: some thirty times cheaper than a list of parameters."""
+    """A bytea[] in Postgres' binary format: some thirty times cheaper than a list of parameters."""
 
 
 class PackedText(bytes):
@@ -113,7 +111,7 @@ class _PackedBytesDumper(Dumper):
     oid = 1001
 
     def dump(self, obj: Any) -> Any:
-        # As it is: a copy of some megabytes costs as much as packing them.
+        # Not copied: copying some megabytes costs as much as packing them.
         return obj
 
 
@@ -129,7 +127,7 @@ class _PackedPositionsDumper(_PackedBytesDumper):
     oid = 1016
 
 
-# Here, for all: a connection knows the types that were registered when it was opened.
+# Registered globally: a connection knows the types that were registered before it was opened.
 psycopg.adapters.register_dumper(PackedBytes, _PackedBytesDumper)
 psycopg.adapters.register_dumper(PackedText, _PackedTextDumper)
 psycopg.adapters.register_dumper(PackedIntegers, _PackedIntegersDumper)
@@ -158,14 +156,15 @@ def packed_text(values: Sequence[str | None], what: str) -> PackedText | None:
 
 
 COPY_EVENTS: LiteralString = (
-    "copy headwater.event (topic_id, key, type, routing_key, headers, content_type, payload) from stdin (format binary)"
+    "copy headwater_internal.event (topic_id, key, type, routing_key, headers, "
+    "content_type, payload) from stdin (format binary)"
 )
 COPY_START = b"PGCOPY\n\xff\r\n\x00" + struct.pack("!ii", 0, 0)
 COPY_END = struct.pack("!h", -1)
 
 
 def can_copy(topic: Topic, events: Iterable[NewEvent]) -> bool:
-    """Whether events may go straight into the table: no offsets, lanes or ids to look after."""
+    """Whether events can be copied straight into the table: there are no offsets, partitions or event ids to assign."""
     return (
         topic.kind == "open"
         and topic.partitions == 1
@@ -174,7 +173,7 @@ def can_copy(topic: Topic, events: Iterable[NewEvent]) -> bool:
 
 
 def copy_rows(topic: Topic, events: Iterable[NewEvent]) -> bytes:
-    """Events as rows of COPY_EVENTS. Refuses what the topic does not take, as publishing by call would."""
+    """Encode events as rows of COPY_EVENTS. Raises the same errors as publishing by call."""
     start = struct.pack("!hii", 7, 4, topic.id)
     parts: list[bytes] = []
     for event in events:
@@ -207,7 +206,7 @@ def _utf8(value: str | None, what: str) -> bytes | None:
 
 def _too_large(what: str, size: int, limit: int, topic: Topic) -> EventTooLarge:
     return EventTooLarge(
-        f'{what} of {size} bytes is above the {limit} that topic "{topic.name}" takes',
-        hint="Raise the limit: headwater topic alter.",
+        f'{what} of {size} bytes exceeds the limit of {limit} bytes of topic "{topic.name}"',
+        hint="Raise the limit with `headwater topic alter`.",
         detail={"bytes": size, "limit": limit},
     )

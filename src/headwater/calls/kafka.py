@@ -1,4 +1,4 @@
-"""Calls of the Kafka door: brokers, topics, records and consumer groups."""
+"""Calls of the Kafka server: brokers, topics, records, consumer groups and transactions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headwater.calls.encoding import PackedBytes, PackedPositions, pack, packed_
 
 
 class KafkaTopic(NamedTuple):
-    """A topic as the Kafka door sees it."""
+    """A topic as the Kafka server sees it."""
 
     id: int
     name: str
@@ -30,16 +30,16 @@ class KafkaTopic(NamedTuple):
     compacted: bool
     tombstones_kept: timedelta
     retention_bytes: int | None
-    # key and value -> the subject (None: by the strategy), whether an id is needed, the strategy. None: no schema.
+    # "key", "value" -> subject (None: by the strategy), whether payloads need a schema id, strategy. None: no schema.
     schemas: Mapping[str, tuple[str | None, bool, str]] | None
-    # Whether retention takes what is old, or too much.
+    # Whether cleanup.policy contains delete, so that retention applies.
     deletes: bool
-    # Settings that are only told.
+    # Settings that are stored and returned but have no effect.
     settings: Mapping[str, str]
 
 
 class KafkaBroker(NamedTuple):
-    """A broker process that is alive."""
+    """A live broker."""
 
     node_id: int
     incarnation: int
@@ -47,7 +47,7 @@ class KafkaBroker(NamedTuple):
     port: int
 
 
-class Lane(NamedTuple):
+class TopicPartition(NamedTuple):
     """A partition of a topic."""
 
     topic_id: int
@@ -55,16 +55,16 @@ class Lane(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """The first offset of a lane that is kept, and the one after the last that can be read."""
+    """The first offset of a partition, and the offset after the last readable one."""
 
     start: int
     end: int
 
 
 class AppendBatch(NamedTuple):
-    """A batch of records for one lane, in columns. A producer id below 0: the producer is not idempotent."""
+    """A batch of records for one partition, in columns. A producer id below 0: the producer is not idempotent."""
 
-    lane: Lane
+    topic_partition: TopicPartition
     producer_id: int
     producer_epoch: int
     first_sequence: int
@@ -78,9 +78,11 @@ class AppendBatch(NamedTuple):
     record_headers: Sequence[bytes | None] | None
 
 
-class Appended(NamedTuple):
-    """What became of a batch: appended, duplicate, out of order, fenced, no topic, reserved; its offset; when; after
-    what; in which epoch."""
+class AppendResult(NamedTuple):
+    """The result of an append. `outcome`: appended, duplicate, out of order, fenced, no topic, reserved.
+
+    The positions of the batch are above `after_position`.
+    """
 
     outcome: str
     base_offset: int | None
@@ -89,24 +91,24 @@ class Appended(NamedTuple):
     epoch: int = -1
 
 
-class Wanted(NamedTuple):
-    """What a fetch asks of a lane. No `from_offset`: no page; no `max_bytes`: a plain one, of the next offsets.
+class PartitionQuery(NamedTuple):
+    """What a fetch queries about a partition. No `from_offset`: no page. No `max_bytes`: a plain page.
 
-    `kept`: remembered events, each as its offset and a position below its own.
+    `cached`: the last event of each cached batch, as its offset and a position below its own.
     """
 
-    lane: Lane
+    topic_partition: TopicPartition
     from_offset: int | None
     after_position: int
     max_events: int
     max_bytes: int | None
-    kept: Sequence[tuple[int, int]]
+    cached: Sequence[tuple[int, int]]
 
 
 class Page(NamedTuple):
-    """Events of a lane up to an offset, all of one epoch; where the last is in the log, and when it was published.
+    """The next events of a partition up to an offset, all of one epoch, with the position and time of the last.
 
-    `plain`: nobody looked at them yet. All offsets should be there, and no event have more than a key and a payload.
+    `plain`: the events were not examined. They are assumed to have contiguous offsets, and only a key and a payload.
     """
 
     last_offset: int
@@ -116,28 +118,28 @@ class Page(NamedTuple):
     epoch: int
 
 
-class Seen(NamedTuple):
-    """A lane as a fetch finds it: its bounds, the page it wanted, and when the remembered events were published.
+class PartitionState(NamedTuple):
+    """The state of a partition for a fetch: its bounds, its next page, and when the cached events were published.
 
-    `max_offset`: up to where a consumer may be. `present_epoch`: the leader epoch in which all of this was so.
+    `max_offset`: the highest offset that a consumer may fetch from. `present_epoch`: the leader epoch of this state.
     """
 
     bounds: Bounds
     page: Page | None
-    kept_ms: list[int | None]
+    cached_ms: list[int | None]
     max_offset: int
     present_epoch: int
 
 
 class Epoch(NamedTuple):
-    """An epoch of the log, which is a leader epoch of every lane: its number, and the position after which it began."""
+    """An epoch of the log, which is the leader epoch of every partition, and the position after which it began."""
 
     number: int
     began_after: int
 
 
 class EpochEnd(NamedTuple):
-    """Where an epoch ends in a lane, both -1 if it has not begun; the present epoch, None: there is no such lane."""
+    """Where an epoch ends in a partition; -1 if it has not begun. `present` is None if the partition does not exist."""
 
     epoch: int
     end_offset: int
@@ -145,16 +147,16 @@ class EpochEnd(NamedTuple):
 
 
 FetchedRows = list[tuple[int, int, bytes | None, bytes | None, bytes | None, list[Any] | None]]
-"""Events as a fetch reads them: offset, time, key, payload, the headers of a record as they came, and what few have:
-headers, type, routing key, content type and id. Plain tuples, since to name them costs as much as to read them."""
+"""Rows of a fetch: offset, time, key, payload, original record headers and, if present, the list of headers, type,
+routing key, content type and event id. Plain tuples: creating named tuples would double the cost of reading."""
 
 
 PlainRows = list[tuple[int, bytes | None, bytes | None]]
-"""The same of a plain page: time, key and payload of one offset after the other."""
+"""Rows of a plain page, in the order of offsets: time, key, payload."""
 
 
 class CommittedOffset(NamedTuple):
-    """How far a group has read a lane."""
+    """The committed offset of a consumer group in a partition."""
 
     topic: str
     topic_id: int
@@ -165,16 +167,16 @@ class CommittedOffset(NamedTuple):
 
 
 class OffsetToCommit(NamedTuple):
-    """How far a group says it has read a lane."""
+    """An offset that a consumer group commits."""
 
-    lane: Lane
+    topic_partition: TopicPartition
     offset: int
     leader_epoch: int
     metadata: str
 
 
 class OpenTransaction(NamedTuple):
-    """A transactional producer, since when its transaction is open, how the last one ended, and what it writes to."""
+    """A transactional producer: the start of its open transaction, the outcome of its last one, its partitions."""
 
     transactional_id: str
     producer_id: int
@@ -182,17 +184,17 @@ class OpenTransaction(NamedTuple):
     timeout_ms: int
     began_ms: int | None
     last_outcome: str | None
-    lanes: list[Lane]
+    topic_partitions: list[TopicPartition]
 
 
 class ActiveProducer(NamedTuple):
-    """An idempotent producer of a lane, and when it was last heard of."""
+    """An idempotent producer of a partition, and the time of its last batch."""
 
-    lane: Lane
+    topic_partition: TopicPartition
     producer_id: int
     epoch: int
     last_sequence: int
-    heard_ms: int
+    last_batch_ms: int
 
 
 def _packed_integers(values: Sequence[int | None]) -> PackedPositions | None:
@@ -209,20 +211,20 @@ _INTEGER = struct.Struct("!iq").pack
 
 
 def kafka_cluster_id() -> Call[UUID]:
-    return Call("select id from headwater.kafka_cluster", (), only_value)
+    return Call("select id from headwater_internal.kafka_cluster", (), only_value)
 
 
 def kafka_register(host: str, port: int, *, lease_seconds: float) -> Call[tuple[int, int]]:
-    """A broker's node id and incarnation."""
+    """Register a broker; returns its node id and incarnation."""
     return Call(
-        "select node_id, incarnation from headwater.kafka_register(%s, %s, %s)",
+        "select node_id, incarnation from headwater_internal.kafka_register(%s, %s, %s)",
         (host, port, lease_seconds),
         lambda rows: (rows[0][0], rows[0][1]),
     )
 
 
 def kafka_renew(incarnation: int, *, lease_seconds: float) -> Call[bool]:
-    return Call("select headwater.kafka_renew(%s, %s)", (incarnation, lease_seconds), only_value)
+    return Call("select headwater_internal.kafka_renew(%s, %s)", (incarnation, lease_seconds), only_value)
 
 
 def kafka_brokers() -> Call[list[KafkaBroker]]:
@@ -234,7 +236,7 @@ def kafka_brokers() -> Call[list[KafkaBroker]]:
 
 
 def kafka_cluster() -> Call[tuple[int, list[KafkaBroker]]]:
-    """The present epoch, and the brokers that live."""
+    """The present epoch, and the live brokers."""
     return Call(
         "select e.epoch, b.node_id, b.incarnation, b.host, b.port "
         "from (select headwater.current_epoch() as epoch) as e "
@@ -253,15 +255,19 @@ def kafka_epochs() -> Call[list[Epoch]]:
     )
 
 
-def kafka_epoch_at(lane: Lane, offset: int) -> Call[int]:
-    """The epoch of the event at an offset, or else of the next one, or else the present one."""
-    return Call("select headwater.kafka_epoch_at(%s, %s, %s)", (lane.topic_id, lane.partition, offset), only_value)
-
-
-def kafka_epoch_end(lane: Lane, epoch: int) -> Call[EpochEnd]:
+def kafka_epoch_at(topic_partition: TopicPartition, offset: int) -> Call[int]:
+    """The epoch of the first event at or after an offset, or the present epoch if there is none."""
     return Call(
-        "select epoch, end_offset, present from headwater.kafka_epoch_end(%s, %s, %s)",
-        (lane.topic_id, lane.partition, epoch),
+        "select headwater_internal.kafka_epoch_at(%s, %s, %s)",
+        (topic_partition.topic_id, topic_partition.partition, offset),
+        only_value,
+    )
+
+
+def kafka_epoch_end(topic_partition: TopicPartition, epoch: int) -> Call[EpochEnd]:
+    return Call(
+        "select epoch, end_offset, present from headwater_internal.kafka_epoch_end(%s, %s, %s)",
+        (topic_partition.topic_id, topic_partition.partition, epoch),
         lambda rows: EpochEnd(*rows[0]),
     )
 
@@ -270,7 +276,7 @@ def kafka_topics() -> Call[list[KafkaTopic]]:
     return Call(
         "select id, name, kind, writable, partitions, retention, max_payload_bytes, max_header_bytes, "
         "timestamp_type, compression_type, compacted, tombstones_kept, retention_bytes, schemas, "
-        "deletes, settings from headwater.kafka_topic_overview order by name",
+        "deletes, settings from headwater_internal.kafka_topic_overview order by name",
         (),
         lambda rows: [KafkaTopic(*row) for row in rows],
     )
@@ -292,7 +298,7 @@ def kafka_create_topic(
     settings: Mapping[str, str | None] | None = None,
 ) -> Call[int]:
     return Call(
-        "select headwater.kafka_create_topic(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)",
+        "select headwater_internal.kafka_create_topic(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)",
         (
             name,
             partitions,
@@ -312,8 +318,8 @@ def kafka_create_topic(
 
 
 def kafka_create_missing(name: str, partitions: int) -> Call[int | None]:
-    """The id of a topic that is made now, if the log is set to make missing ones."""
-    return Call("select headwater.kafka_create_missing(%s, %s)", (name, partitions), only_value)
+    """Create a missing topic if `auto_create_topics` is on; returns its id."""
+    return Call("select headwater_internal.kafka_create_missing(%s, %s)", (name, partitions), only_value)
 
 
 def kafka_alter_topic(
@@ -331,9 +337,9 @@ def kafka_alter_topic(
     deletes: bool | None = None,
     settings: Mapping[str, str | None] | None = None,
 ) -> Call[None]:
-    """None leaves a setting as it is; a size of -1 removes the limit."""
+    """None leaves a setting unchanged; a size of -1 removes the limit."""
     return Call(
-        "select headwater.kafka_alter_topic(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)",
+        "select headwater_internal.kafka_alter_topic(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)",
         (
             name,
             timestamp_type,
@@ -353,12 +359,14 @@ def kafka_alter_topic(
 
 
 def kafka_compact() -> Call[tuple[int, bool]]:
-    """How many events went because newer ones of their key are there, and whether there is no more to do by now."""
-    return Call("select compacted, done from headwater.kafka_compact()", (), lambda rows: (rows[0][0], rows[0][1]))
+    """Run a step of compaction; returns the number of removed events, and whether compaction is complete."""
+    return Call(
+        "select compacted, done from headwater_internal.kafka_compact()", (), lambda rows: (rows[0][0], rows[0][1])
+    )
 
 
 def kafka_new_producer() -> Call[int]:
-    return Call("select headwater.kafka_number('headwater.kafka_producer_id')", (), only_value)
+    return Call("select headwater_internal.kafka_number('headwater_internal.kafka_producer_id')", (), only_value)
 
 
 def _record_params(batches: Sequence[AppendBatch]) -> tuple[Any, ...]:
@@ -386,86 +394,110 @@ def _record_params(batches: Sequence[AppendBatch]) -> tuple[Any, ...]:
     )
 
 
-def kafka_append(batches: Sequence[AppendBatch]) -> Call[list[Appended]]:
-    """Append batches in order, each producer's batch once, in one transaction."""
+def kafka_append(batches: Sequence[AppendBatch]) -> Call[list[AppendResult]]:
+    """Append batches in order, in one transaction. Batches of idempotent producers are deduplicated."""
     return Call(
-        "select outcome, base_offset, appended_ms, after_position, epoch from headwater.kafka_append("
+        "select outcome, base_offset, appended_ms, after_position, epoch from headwater_internal.kafka_append("
         "%s::int[], %s::int[], %s::int[], %s::bigint[], %s::int[], %s::int[], %b, %b, %b, %b, %b, %b, %b, %b)",
         (
-            [batch.lane.topic_id for batch in batches],
-            [batch.lane.partition for batch in batches],
+            [batch.topic_partition.topic_id for batch in batches],
+            [batch.topic_partition.partition for batch in batches],
             [len(batch.payloads) for batch in batches],
             [batch.producer_id for batch in batches],
             [batch.producer_epoch for batch in batches],
             [batch.first_sequence for batch in batches],
             *_record_params(batches),
         ),
-        lambda rows: [Appended(*row) for row in rows],
+        lambda rows: [AppendResult(*row) for row in rows],
     )
 
 
-def kafka_bounds(lanes: Sequence[Lane]) -> Call[dict[Lane, Bounds]]:
-    """Where lanes begin and end; one that does not exist is left out."""
+def kafka_bounds(topic_partitions: Sequence[TopicPartition]) -> Call[dict[TopicPartition, Bounds]]:
+    """The bounds of partitions. Partitions that do not exist are left out."""
     return Call(
-        "select topic_id, lane, start_offset, end_offset from headwater.kafka_bounds(%s::int[], %s::int[])",
-        ([lane.topic_id for lane in lanes], [lane.partition for lane in lanes]),
-        lambda rows: {Lane(topic_id, lane): Bounds(start, end) for topic_id, lane, start, end in rows},
+        "select topic_id, partition, start_offset, end_offset from headwater_internal.kafka_bounds(%s::int[], "
+        "%s::int[])",
+        (
+            [topic_partition.topic_id for topic_partition in topic_partitions],
+            [topic_partition.partition for topic_partition in topic_partitions],
+        ),
+        lambda rows: {
+            TopicPartition(topic_id, topic_partition): Bounds(start, end)
+            for topic_id, topic_partition, start, end in rows
+        },
     )
 
 
-def kafka_look(wanted: Sequence[Wanted]) -> Call[dict[int, Seen]]:
-    """What a fetch must know before it reads, by the place in `wanted`; a lane that does not exist is left out."""
-    kept = [(number, *one) for number, lane in enumerate(wanted, 1) for one in lane.kept]
+def kafka_look(queries: Sequence[PartitionQuery]) -> Call[dict[int, PartitionState]]:
+    """The state of partitions before a read, by index in `queries`. Partitions that do not exist are left out."""
+    cached = [(number, *one) for number, query in enumerate(queries, 1) for one in query.cached]
     return Call(
         "select number, start_offset, end_offset, last_offset, last_position, last_ms, plain, page_epoch, kept_ms, "
         "max_offset, present "
-        "from headwater.kafka_look("
+        "from headwater_internal.kafka_look("
         "%s::int[], %s::int[], %s::bigint[], %s::bigint[], %s::int[], %s::bigint[], "
         "%s::int[], %s::bigint[], %s::bigint[])",
         (
-            [one.lane.topic_id for one in wanted],
-            [one.lane.partition for one in wanted],
-            [one.from_offset for one in wanted],
-            [one.after_position for one in wanted],
-            [one.max_events for one in wanted],
-            [one.max_bytes for one in wanted],
-            [number for number, _, _ in kept],
-            [offset for _, offset, _ in kept],
-            [position for _, _, position in kept],
+            [one.topic_partition.topic_id for one in queries],
+            [one.topic_partition.partition for one in queries],
+            [one.from_offset for one in queries],
+            [one.after_position for one in queries],
+            [one.max_events for one in queries],
+            [one.max_bytes for one in queries],
+            [number for number, _, _ in cached],
+            [offset for _, offset, _ in cached],
+            [position for _, _, position in cached],
         ),
         lambda rows: {
-            number - 1: Seen(Bounds(start, end), None if last is None else Page(last, *page), kept_ms, limit, present)
+            number - 1: PartitionState(
+                Bounds(start, end), None if last is None else Page(last, *page), kept_ms, limit, present
+            )
             for number, start, end, last, *page, kept_ms, limit, present in rows
         },
     )
 
 
 IN_EPOCH: Final = "where (select headwater.current_epoch()) = %s"
-"""Records are read in a later statement than the bounds of their lane. If Postgres failed over in between, the offsets
-may be those of other events: then there are no rows. A session is of one epoch, and so is its statement."""
+"""Records are read in a later statement than the bounds of their partition. If Postgres failed over in between, the
+offsets may belong to other events, so no rows are returned. The epoch cannot change within a session."""
 
 
 def kafka_fetch_sequenced(
-    lane: Lane, page: Page, *, from_offset: int, after_position: int, epoch: int
+    topic_partition: TopicPartition, page: Page, *, from_offset: int, after_position: int, epoch: int
 ) -> Call[FetchedRows]:
-    """The events of a page, if `epoch`, in which it was looked for, is still the present one; else none."""
+    """Read the events of an examined page; none if `epoch` is no longer the present one."""
     return Call(
         "select topic_offset, time_ms, key, payload, record_headers, parts "
-        f"from headwater.kafka_fetch_sequenced(%s, %s, %s, %s, %s, %s) {IN_EPOCH}",
-        (lane.topic_id, lane.partition, from_offset, page.last_offset, after_position, page.last_position, epoch),
+        f"from headwater_internal.kafka_fetch_sequenced(%s, %s, %s, %s, %s, %s) {IN_EPOCH}",
+        (
+            topic_partition.topic_id,
+            topic_partition.partition,
+            from_offset,
+            page.last_offset,
+            after_position,
+            page.last_position,
+            epoch,
+        ),
         list,
     )
 
 
 def kafka_fetch_plain(
-    lane: Lane, page: Page, *, from_offset: int, after_position: int, max_part_bytes: int, epoch: int
+    topic_partition: TopicPartition,
+    page: Page,
+    *,
+    from_offset: int,
+    after_position: int,
+    max_part_bytes: int,
+    epoch: int,
 ) -> Call[PlainRows]:
-    """The events of a plain page; fewer than its offsets: it is not plain, or `epoch` is not the present one."""
+    """Read a plain page. Fewer rows than offsets: it is not plain, or `epoch` is no longer the present one."""
     return Call(
-        f"select time_ms, key, payload from headwater.kafka_fetch_plain(%s, %s, %s, %s, %s, %s, %s) {IN_EPOCH}",
+        f"select time_ms, key, payload from headwater_internal.kafka_fetch_plain(%s, %s, %s, %s, %s, %s, %s) "
+        f"{IN_EPOCH}",
         (
-            lane.topic_id,
-            lane.partition,
+            topic_partition.topic_id,
+            topic_partition.partition,
             from_offset,
             page.last_offset,
             after_position,
@@ -478,38 +510,40 @@ def kafka_fetch_plain(
 
 
 def kafka_fetch_open(
-    lane: Lane, *, from_offset: int, end_offset: int, max_events: int, max_bytes: int, epoch: int
+    topic_partition: TopicPartition, *, from_offset: int, end_offset: int, max_events: int, max_bytes: int, epoch: int
 ) -> Call[FetchedRows]:
     return Call(
         "select topic_offset, time_ms, key, payload, record_headers, parts "
-        f"from headwater.kafka_fetch_open(%s, %s, %s, %s, %s, %s) {IN_EPOCH}",
-        (lane.topic_id, lane.partition, from_offset, end_offset, max_events, max_bytes, epoch),
+        f"from headwater_internal.kafka_fetch_open(%s, %s, %s, %s, %s, %s) {IN_EPOCH}",
+        (topic_partition.topic_id, topic_partition.partition, from_offset, end_offset, max_events, max_bytes, epoch),
         list,
     )
 
 
-def kafka_offset_at(lane: Lane, at_ms: int | None, *, before_offset: int) -> Call[tuple[int, int] | None]:
-    """The offset and time of the first event at or after a time; without one, of the event with the latest time."""
+def kafka_offset_at(
+    topic_partition: TopicPartition, at_ms: int | None, *, before_offset: int
+) -> Call[tuple[int, int] | None]:
+    """The offset and time of the first event at or after `at_ms`; None: of the event with the latest time."""
     return Call(
-        "select topic_offset, time_ms from headwater.kafka_offset_at(%s, %s, %s, %s)",
-        (lane.topic_id, lane.partition, at_ms, before_offset),
+        "select topic_offset, time_ms from headwater_internal.kafka_offset_at(%s, %s, %s, %s)",
+        (topic_partition.topic_id, topic_partition.partition, at_ms, before_offset),
         lambda rows: (rows[0][0], rows[0][1]) if rows else None,
     )
 
 
 def kafka_coordinator(group: str) -> Call[int | None]:
-    """The node id of the broker that coordinates a group."""
-    return Call("select headwater.kafka_coordinator(%s)", (group,), only_value)
+    """The node id of the broker that coordinates a consumer group."""
+    return Call("select headwater_internal.kafka_coordinator(%s)", (group,), only_value)
 
 
 def kafka_take_up(group: str, incarnation: int) -> Call[int | None]:
-    """The generation to count on from; None: another broker coordinates the group."""
-    return Call("select headwater.kafka_take_up(%s, %s)", (group, incarnation), only_value)
+    """Take up a consumer group; returns its last generation, or None if another broker coordinates it."""
+    return Call("select headwater_internal.kafka_take_up(%s, %s)", (group, incarnation), only_value)
 
 
 def kafka_note_generation(group: str, incarnation: int, *, generation: int, protocol_type: str) -> Call[bool]:
     return Call(
-        "select headwater.kafka_note_generation(%s, %s, %s, %s)",
+        "select headwater_internal.kafka_note_generation(%s, %s, %s, %s)",
         (group, incarnation, generation, protocol_type),
         only_value,
     )
@@ -517,8 +551,8 @@ def kafka_note_generation(group: str, incarnation: int, *, generation: int, prot
 
 def _offset_params(offsets: Sequence[OffsetToCommit]) -> tuple[list[Any], ...]:
     return (
-        [one.lane.topic_id for one in offsets],
-        [one.lane.partition for one in offsets],
+        [one.topic_partition.topic_id for one in offsets],
+        [one.topic_partition.partition for one in offsets],
         [one.offset for one in offsets],
         [one.leader_epoch for one in offsets],
         [one.metadata for one in offsets],
@@ -526,9 +560,10 @@ def _offset_params(offsets: Sequence[OffsetToCommit]) -> tuple[list[Any], ...]:
 
 
 def kafka_commit_offsets(group: str, incarnation: int, offsets: Sequence[OffsetToCommit]) -> Call[bool]:
-    """False: the broker does not coordinate the group any more, and nothing was written."""
+    """Commit offsets. False: the broker no longer coordinates the group, and nothing was written."""
     return Call(
-        "select headwater.kafka_commit_offsets(%s, %s, %s::int[], %s::int[], %s::bigint[], %s::int[], %s::text[])",
+        "select headwater_internal.kafka_commit_offsets(%s, %s, %s::int[], %s::int[], %s::bigint[], %s::int[], "
+        "%s::text[])",
         (group, incarnation, *_offset_params(offsets)),
         only_value,
     )
@@ -543,30 +578,36 @@ def kafka_committed(group: str) -> Call[list[CommittedOffset]]:
     )
 
 
-def kafka_forget_offsets(group: str, incarnation: int, lanes: Sequence[Lane]) -> Call[bool]:
+def kafka_forget_offsets(group: str, incarnation: int, topic_partitions: Sequence[TopicPartition]) -> Call[bool]:
     return Call(
-        "select headwater.kafka_forget_offsets(%s, %s, %s::int[], %s::int[])",
-        (group, incarnation, [lane.topic_id for lane in lanes], [lane.partition for lane in lanes]),
+        "select headwater_internal.kafka_forget_offsets(%s, %s, %s::int[], %s::int[])",
+        (
+            group,
+            incarnation,
+            [topic_partition.topic_id for topic_partition in topic_partitions],
+            [topic_partition.partition for topic_partition in topic_partitions],
+        ),
         only_value,
     )
 
 
 def kafka_delete_group(group: str, incarnation: int) -> Call[bool]:
-    return Call("select headwater.kafka_delete_group(%s, %s)", (group, incarnation), only_value)
+    return Call("select headwater_internal.kafka_delete_group(%s, %s)", (group, incarnation), only_value)
 
 
 def kafka_note_alive(groups: Sequence[str], incarnation: int) -> Call[None]:
-    """These groups have members: their offsets do not expire."""
-    return Call("select headwater.kafka_note_alive(%s::text[], %s)", (list(groups), incarnation), nothing)
+    """Mark groups as having members, so that their offsets do not expire."""
+    return Call("select headwater_internal.kafka_note_alive(%s::text[], %s)", (list(groups), incarnation), nothing)
 
 
 def kafka_groups(incarnation: int) -> Call[list[tuple[str, str]]]:
-    """The groups that a broker tells of, with their kind of protocol: those that it coordinates, and the first of the
-    living also those that nobody does now."""
+    """The groups that a broker lists, with their protocol type: those that it coordinates; the first live broker also
+    lists those without a live coordinator."""
     return Call(
-        # One that was only looked for has neither, and is none.
-        "select g.name, g.protocol_type from headwater.kafka_group g where (g.generation > 0 "
-        "or exists (select from headwater.kafka_offset o where o.group_name = g.name)) and (g.coordinator = %s "
+        # A group that was only looked up has neither a generation nor offsets, and does not count.
+        "select g.name, g.protocol_type from headwater_internal.kafka_group g where (g.generation > 0 "
+        "or exists (select from headwater_internal.kafka_offset o where o.group_name = g.name)) and (g.coordinator "
+        "= %s "
         "or (not exists (select from headwater.kafka_live_broker b where b.incarnation = g.coordinator) "
         "and %s = (select b.incarnation from headwater.kafka_live_broker b order by b.node_id limit 1))) "
         "order by g.name",
@@ -576,10 +617,10 @@ def kafka_groups(incarnation: int) -> Call[list[tuple[str, str]]]:
 
 
 def kafka_group_protocol(group: str) -> Call[str | None]:
-    """The kind of protocol that a group had last; None: there is no such group."""
+    """The last protocol type of a group; None: the group does not exist."""
     return Call(
-        "select g.protocol_type from headwater.kafka_group g where g.name = %s and (g.generation > 0 "
-        "or exists (select from headwater.kafka_offset o where o.group_name = g.name))",
+        "select g.protocol_type from headwater_internal.kafka_group g where g.name = %s and (g.generation > 0 "
+        "or exists (select from headwater_internal.kafka_offset o where o.group_name = g.name))",
         (group,),
         lambda rows: rows[0][0] if rows else None,
     )
@@ -588,26 +629,26 @@ def kafka_group_protocol(group: str) -> Call[str | None]:
 def kafka_init_transactions(
     transactional_id: str, *, timeout_ms: int, known_id: int, known_epoch: int
 ) -> Call[tuple[str, int, int]]:
-    """The outcome, and the producer's id and epoch."""
+    """Initialize a transactional producer; returns the outcome, its id and its epoch."""
     return Call(
-        "select outcome, producer_id, epoch from headwater.kafka_init_transactions(%s, %s, %s, %s)",
+        "select outcome, producer_id, epoch from headwater_internal.kafka_init_transactions(%s, %s, %s, %s)",
         (transactional_id, timeout_ms, known_id, known_epoch),
         lambda rows: (rows[0][0], rows[0][1], rows[0][2]),
     )
 
 
 def kafka_begin(transactional_id: str, producer_id: int, epoch: int) -> Call[str]:
-    return Call("select headwater.kafka_begin(%s, %s, %s)", (transactional_id, producer_id, epoch), only_value)
+    return Call("select headwater_internal.kafka_begin(%s, %s, %s)", (transactional_id, producer_id, epoch), only_value)
 
 
 def kafka_stage(transactional_id: str, batch: AppendBatch, *, may_begin: bool) -> Call[str]:
-    """Put a batch aside for the open transaction of its producer, which it may begin."""
+    """Stage a batch in the open transaction of its producer. `may_begin`: begin a transaction if none is open."""
     return Call(
-        "select headwater.kafka_stage(%s, %s, %s, %s, %s, %s, %s, %b, %b, %b, %b, %b, %b, %b, %b, %s)",
+        "select headwater_internal.kafka_stage(%s, %s, %s, %s, %s, %s, %s, %b, %b, %b, %b, %b, %b, %b, %b, %s)",
         (
             transactional_id,
-            batch.lane.topic_id,
-            batch.lane.partition,
+            batch.topic_partition.topic_id,
+            batch.topic_partition.partition,
             len(batch.payloads),
             batch.producer_id,
             batch.producer_epoch,
@@ -629,28 +670,28 @@ def kafka_stage_offsets(
     may_begin: bool,
 ) -> Call[str]:
     return Call(
-        "select headwater.kafka_stage_offsets("
+        "select headwater_internal.kafka_stage_offsets("
         "%s, %s, %s, %s, %s::int[], %s::int[], %s::bigint[], %s::int[], %s::text[], %s)",
         (transactional_id, producer_id, epoch, group, *_offset_params(offsets), may_begin),
         only_value,
     )
 
 
-def kafka_staged_offsets(group: str) -> Call[set[Lane]]:
-    """The lanes of a group whose offsets are part of an open transaction."""
+def kafka_staged_offsets(group: str) -> Call[set[TopicPartition]]:
+    """The partitions of a group with offsets that are staged in an open transaction."""
     return Call(
-        "select topic_id, partition from headwater.kafka_staged_offset where group_name = %s",
+        "select topic_id, partition from headwater_internal.kafka_staged_offset where group_name = %s",
         (group,),
-        lambda rows: {Lane(*row) for row in rows},
+        lambda rows: {TopicPartition(*row) for row in rows},
     )
 
 
 def kafka_end_transaction(
     transactional_id: str, producer_id: int, epoch: int, *, committed: bool, next_epoch: bool
 ) -> Call[tuple[str, int, int]]:
-    """The outcome, and the id and epoch that the producer has from now on."""
+    """End a transaction; returns the outcome, and the producer's id and epoch from now on."""
     return Call(
-        "select outcome, next_id, raised_epoch from headwater.kafka_end_transaction(%s, %s, %s, %s, %s)",
+        "select outcome, next_id, raised_epoch from headwater_internal.kafka_end_transaction(%s, %s, %s, %s, %s)",
         (transactional_id, producer_id, epoch, committed, next_epoch),
         lambda rows: (rows[0][0], rows[0][1], rows[0][2]),
     )
@@ -660,26 +701,29 @@ def kafka_transactions() -> Call[list[OpenTransaction]]:
     return Call(
         "select t.transactional_id, t.producer_id, t.epoch, t.timeout_ms, "
         "(extract(epoch from t.began_at) * 1000)::bigint, t.last_outcome, "
-        "array(select distinct s.topic_id::bigint << 16 | s.partition from headwater.kafka_staged s "
-        "where s.producer_id = t.producer_id order by 1) from headwater.kafka_transaction t order by 1",
+        "array(select distinct s.topic_id::bigint << 16 | s.partition from headwater_internal.kafka_staged s "
+        "where s.producer_id = t.producer_id order by 1) from headwater_internal.kafka_transaction t order by 1",
         (),
-        lambda rows: [OpenTransaction._make((*row[:6], [Lane(o >> 16, o & 65535) for o in row[6]])) for row in rows],
+        lambda rows: [
+            OpenTransaction._make((*row[:6], [TopicPartition(o >> 16, o & 65535) for o in row[6]])) for row in rows
+        ],
     )
 
 
 def kafka_producers(topic_id: int) -> Call[list[ActiveProducer]]:
     return Call(
         "select topic_id, partition, producer_id, epoch, last_sequences[cardinality(last_sequences)], "
-        "(extract(epoch from updated_at) * 1000)::bigint from headwater.kafka_producer_lane where topic_id = %s "
+        "(extract(epoch from updated_at) * 1000)::bigint from headwater_internal.kafka_producer_partition where "
+        "topic_id = %s "
         "order by partition, producer_id",
         (topic_id,),
-        lambda rows: [ActiveProducer(Lane(row[0], row[1]), *row[2:]) for row in rows],
+        lambda rows: [ActiveProducer(TopicPartition(row[0], row[1]), *row[2:]) for row in rows],
     )
 
 
 def kafka_reap_transactions() -> Call[int]:
-    return Call("select headwater.kafka_reap_transactions()", (), only_value)
+    return Call("select headwater_internal.kafka_reap_transactions()", (), only_value)
 
 
-def kafka_upkeep() -> Call[None]:
-    return Call("select headwater.kafka_upkeep()", (), nothing)
+def kafka_maintenance() -> Call[None]:
+    return Call("select headwater_internal.kafka_maintenance()", (), nothing)

@@ -1,4 +1,4 @@
-"""Calls about the log as a whole and its topics."""
+"""Calls for the log as a whole and its topics."""
 
 from __future__ import annotations
 
@@ -8,81 +8,83 @@ from datetime import timedelta
 from headwater.calls.call import Call, Rows, nothing, only_value
 from headwater.calls.encoding import checked_text
 from headwater.database.schema import Installed
-from headwater.errors import never_issued
-from headwater.model import (
+from headwater.errors import never_issued_error
+from headwater.log.model import (
     LogSettings,
     LogState,
     LogStateByTopic,
+    MaintenanceResult,
     Publisher,
     Topic,
     TopicOverview,
-    Upkeep,
 )
 
 
 def installed() -> Call[Installed | None]:
-    """What the database says of its schema. Fails with SchemaMismatch where there is none."""
+    """The installed schema versions. Fails with SchemaMismatch if there is no schema."""
     return Call(
         "select max(m.number), max(m.oldest_program), i.version, i.functions_checksum "
-        "from headwater.migration m cross join headwater.installed i group by 3, 4",
+        "from headwater_internal.migration m cross join headwater_internal.installed i group by 3, 4",
         (),
         lambda rows: Installed(*rows[0]) if rows else None,
     )
 
 
 def probe_storage() -> Call[None]:
-    """Write to the disk and give it back. Fails with StorageFull where there is no room."""
-    return Call("select headwater.probe_storage()", (), lambda rows: None)
+    """Write to the disk and free the space again. Fails with StorageFull if the disk is full."""
+    return Call("select headwater_internal.probe_storage()", (), lambda rows: None)
 
 
 def head() -> Call[int]:
-    """The highest position drawn. Takes no snapshot, so it is cheap enough to poll."""
+    """The head: the highest position assigned so far. Takes no snapshot, so it is cheap enough to poll."""
     return Call("select headwater.head()", (), only_value)
 
 
 def log_state(topics: Sequence[str] | None = None) -> Call[LogState]:
-    """How far readers of these topics may read, or of the whole log, and in which epoch that is."""
+    """The head, the stable position for readers of these topics or of the whole log, and the epoch."""
     names = None if topics is None else list(topics)
     return Call(
-        "select drawn, settled, epoch from headwater.log_state(%s::text[])", (names,), lambda rows: LogState(*rows[0])
+        "select head, stable, epoch from headwater.log_state(%s::text[])", (names,), lambda rows: LogState(*rows[0])
     )
 
 
 def log_state_by_topic(topics: Sequence[str]) -> Call[LogStateByTopic]:
-    """How far readers of each of these topics may read."""
+    """The stable position of each of these topics."""
 
     def decode(rows: Rows) -> LogStateByTopic:
-        drawn, settled, epoch, bounds, held_topics, held_to = rows[0]
+        head, stable, epoch, bounds, held_topics, held_to = rows[0]
         held = dict(zip(held_topics or (), held_to or (), strict=True))
-        return LogStateByTopic(drawn, settled, epoch, tuple(bounds or ()), frozenset(topics), held)
+        return LogStateByTopic(head, stable, epoch, tuple(bounds or ()), frozenset(topics), held)
 
     return Call(
-        "select drawn, settled, epoch, bounds, held_topics, held_to from headwater.log_state_by_topic(%s::text[])",
+        "select head, stable, epoch, bounds, held_topics, held_to from "
+        "headwater_internal.log_state_by_topic(%s::text[])",
         (list(topics),),
         decode,
     )
 
 
 def current_epoch() -> Call[int]:
-    """The number of the present epoch: see LogState."""
+    """The current epoch: see LogState."""
     return Call("select headwater.current_epoch()", (), only_value)
 
 
 def common_position(epoch: int, position: int) -> Call[int]:
-    """The last position at or below this one that is the same event in that epoch and in the present one."""
+    """The last position at or below this one that identifies the same event in that epoch and in the current one."""
     return Call("select headwater.common_position(%s, %s)", (epoch, position), only_value)
 
 
 def resume(epoch: int | None, position: int) -> Call[tuple[int, int]]:
-    """Where a reader goes on in the present epoch, and which that is; `epoch` is that of the position, if it is known.
+    """The position where a reader continues in the current epoch, and that epoch; `epoch` is that of the position, if
+    known.
 
-    EpochChanged for a position that this log never issued.
+    Raises EpochChanged for a position that this log never assigned.
     """
 
     def decode(rows: Rows) -> tuple[int, int]:
         present, common, head = rows[0]
         if common > head:
-            raise never_issued(position, epoch, present, head)
+            raise never_issued_error(position, epoch, present, head)
         return common, present
 
     return Call(
@@ -101,12 +103,12 @@ def publishers_in_flight() -> Call[list[Publisher]]:
     )
 
 
-def maintain() -> Call[Upkeep]:
+def maintain() -> Call[MaintenanceResult]:
     return Call(
         "select busy, coalesce(released, 0), coalesce(segments_made, 0), coalesce(segments_dropped, 0), "
         "coalesce(events_swept, 0) from headwater.maintain()",
         (),
-        lambda rows: Upkeep(*rows[0]),
+        lambda rows: MaintenanceResult(*rows[0]),
     )
 
 
@@ -115,7 +117,7 @@ _SETTINGS = "segment_interval, segments_ahead, auto_create_topics, kafka_offsets
 
 def log_settings() -> Call[LogSettings]:
     return Call(
-        f"select {_SETTINGS} from headwater.setting",
+        f"select {_SETTINGS} from headwater_internal.setting",
         (),
         lambda rows: LogSettings(*rows[0]),
     )
@@ -129,9 +131,10 @@ def change_log_settings(
     kafka_offsets_kept: timedelta | None = None,
     max_publisher_seconds: float | None = None,
 ) -> Call[LogSettings]:
-    """Change settings of the whole log; None leaves one as it is; 0 for max_publisher_seconds removes the limit."""
+    """Change settings of the whole log; None leaves a setting unchanged; 0 for max_publisher_seconds removes the
+    limit."""
     return Call(
-        "update headwater.setting set segment_interval = coalesce(%s, segment_interval), "
+        "update headwater_internal.setting set segment_interval = coalesce(%s, segment_interval), "
         "segments_ahead = coalesce(%s, segments_ahead), auto_create_topics = coalesce(%s, auto_create_topics), "
         "kafka_offsets_kept = coalesce(%s, kafka_offsets_kept), "
         "max_publisher_seconds = nullif(coalesce(%s::float8, max_publisher_seconds), 0) "
@@ -194,12 +197,14 @@ def delete_topic(name: str) -> Call[None]:
 
 
 def find_topic(name: str) -> Call[Topic]:
-    return Call(f"select {_TOPIC} from headwater.find_topic(%s)", (checked_text(name, "topic name"),), _topic)
+    return Call(f"select {_TOPIC} from headwater_internal.find_topic(%s)", (checked_text(name, "topic name"),), _topic)
 
 
 def topic_to_publish(name: str) -> Call[Topic]:
-    """The topic, made now if it is missing and the log is set to make missing ones."""
-    return Call(f"select {_TOPIC} from headwater.topic_to_publish(%s)", (checked_text(name, "topic name"),), _topic)
+    """The topic. A missing topic is created only if `auto_create_topics` is on."""
+    return Call(
+        f"select {_TOPIC} from headwater_internal.topic_to_publish(%s)", (checked_text(name, "topic name"),), _topic
+    )
 
 
 def topics() -> Call[list[TopicOverview]]:

@@ -1,4 +1,4 @@
-"""Calls that keep projections: tables that pipelines write, and their rebuilds."""
+"""Calls for projections, the tables that pipelines write, and their rebuilds."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from headwater.calls.call import Call, Rows, nothing, only_value
 from headwater.calls.encoding import checked_text
 
 STAGING_COLUMNS = ("headwater_attempt", "headwater_part", "headwater_place")
-"""What a staging table has before the columns of the rows: which run of which task, and the place in it."""
+"""The columns of a staging table before those of the rows: the task attempt, the part, and the row's number in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """A table that a pipeline keeps: of which generation, and whether a rebuild fills it to take its place."""
+    """A table that a pipeline writes, its checkpoint epoch, and whether a rebuild fills a new table to replace it."""
 
     pipeline: str
     schema: str
     table: str
-    generation: int = 0
+    checkpoint_epoch: int = 0
     rebuild: bool = False
 
     def parameters(self) -> tuple[Any, ...]:
         name = checked_text(self.pipeline, "pipeline name")
         schema, table = checked_text(self.schema, "schema name"), checked_text(self.table, "table name")
-        return (name, schema, table, self.generation, self.rebuild)
+        return (name, schema, table, self.checkpoint_epoch, self.rebuild)
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """Where a table stands: the end of the last batch that is in it, and where rows for it are staged."""
+class ProjectionState:
+    """The progress of a table: the end of its last batch, and the staging table for its rows."""
 
     done_to: int | None
     staging: str
 
 
-def _standing(rows: Rows) -> Standing:
+def _projection_state(rows: Rows) -> ProjectionState:
     done_to, staging = rows[0]
-    return Standing(done_to, staging)
+    return ProjectionState(done_to, staging)
 
 
 def prepare_projection(
@@ -48,11 +48,11 @@ def prepare_projection(
     columns: Sequence[tuple[str, str]],
     staged: Sequence[tuple[str, str]],
     key: Sequence[str],
-) -> Call[Standing]:
-    """Get the table ready for rows of this shape, each column with its type; InvalidRequest if it cannot be."""
+) -> Call[ProjectionState]:
+    """Prepare the table for rows of this shape, each column with its type. Raises InvalidRequest if it does not fit."""
     return Call(
-        "select p.done_to, headwater.beside(p.table_name, 'staged') "
-        "from headwater.prepare_projection(%s, %s, %s, %s, %s, "
+        "select p.done_to, headwater_internal.beside(p.table_name, 'staged') "
+        "from headwater_internal.prepare_projection(%s, %s, %s, %s, %s, "
         "%s::text[], %s::text[], %s::text[], %s::text[], %s::text[]) as p",
         (
             *projection.parameters(),
@@ -62,7 +62,7 @@ def prepare_projection(
             [kind for _, kind in staged],
             list(key),
         ),
-        _standing,
+        _projection_state,
     )
 
 
@@ -80,9 +80,10 @@ def merge_projection(
     stateful: bool = False,
     epoch: int | None = None,
 ) -> Call[tuple[int, int] | None]:
-    """Put what was staged into the table and note the batch: rows written and removed, None if it was there before."""
+    """Merge the staged rows into the table and record the batch; returns the rows written and removed, or None if the
+    batch was merged before."""
     return Call(
-        "select written, removed from headwater.merge_projection(%s, %s, %s, %s, %s, "
+        "select written, removed from headwater_internal.merge_projection(%s, %s, %s, %s, %s, "
         "%s::text[], %s, %s, %s, %s, %s, %s, %s, %s, %s)",
         (
             *projection.parameters(),
@@ -101,32 +102,36 @@ def merge_projection(
     )
 
 
-def projection_generation(pipeline: str) -> Call[int]:
-    """Which generation of its tables a pipeline is to write."""
-    return Call("select headwater.projection_generation(%s)", (checked_text(pipeline, "pipeline name"),), only_value)
+def projection_epoch(pipeline: str) -> Call[int]:
+    """The checkpoint epoch of the tables that a pipeline must write."""
+    return Call(
+        "select headwater_internal.projection_epoch(%s)", (checked_text(pipeline, "pipeline name"),), only_value
+    )
 
 
 def begin_rebuild(pipeline: str, *, resume: bool = False) -> Call[int]:
-    """Begin to build all tables of a pipeline anew; the answer is the generation to write."""
-    return Call("select headwater.begin_rebuild(%s, %s)", (checked_text(pipeline, "pipeline name"), resume), only_value)
+    """Start a rebuild of all tables of a pipeline; returns the checkpoint epoch to write."""
+    return Call(
+        "select headwater_internal.begin_rebuild(%s, %s)", (checked_text(pipeline, "pipeline name"), resume), only_value
+    )
 
 
 def abandon_rebuild(pipeline: str) -> Call[bool]:
-    """Give a rebuild up. False if there was none."""
-    return Call("select headwater.abandon_rebuild(%s)", (checked_text(pipeline, "pipeline name"),), only_value)
+    """Abandon a rebuild; False if there was none."""
+    return Call("select headwater_internal.abandon_rebuild(%s)", (checked_text(pipeline, "pipeline name"),), only_value)
 
 
 def switch_rebuilt(
-    pipeline: str, *, generation: int, caught_up_to: int, read_to: int | None = None, epoch: int | None = None
+    pipeline: str, *, checkpoint_epoch: int, caught_up_to: int, read_to: int | None = None, epoch: int | None = None
 ) -> Call[tuple[int, int]]:
-    """Make the tables equal to what was built: rows written and removed."""
+    """Replace the tables by the rebuilt ones; returns the rows written and removed."""
     return Call(
-        "select written, removed from headwater.switch_rebuilt(%s, %s, %s, %s, %s)",
-        (checked_text(pipeline, "pipeline name"), generation, caught_up_to, read_to, epoch),
+        "select written, removed from headwater_internal.switch_rebuilt(%s, %s, %s, %s, %s)",
+        (checked_text(pipeline, "pipeline name"), checkpoint_epoch, caught_up_to, read_to, epoch),
         lambda rows: (rows[0][0], rows[0][1]),
     )
 
 
 def forget_projections(pipeline: str) -> Call[None]:
-    """Forget the tables of a pipeline; they stay as they are."""
-    return Call("select headwater.forget_projections(%s)", (checked_text(pipeline, "pipeline name"),), nothing)
+    """Forget the tables of a pipeline; the tables themselves remain."""
+    return Call("select headwater_internal.forget_projections(%s)", (checked_text(pipeline, "pipeline name"),), nothing)

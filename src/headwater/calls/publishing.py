@@ -1,4 +1,4 @@
-"""Calls that publish: now, later, and at the times of a cron expression."""
+"""Calls that publish: immediately, at a later time, or on a cron schedule."""
 
 from __future__ import annotations
 
@@ -18,14 +18,7 @@ from headwater.calls.encoding import (
     packed_bytes,
     packed_text,
 )
-from headwater.model import (
-    DuePeriodic,
-    NewEvent,
-    Payload,
-    Periodic,
-    Released,
-    Scheduled,
-)
+from headwater.log.model import CronSchedule, DueCronSchedule, NewEvent, Payload, ReleaseResult, ScheduledEvent
 
 
 def publish(
@@ -40,7 +33,7 @@ def publish(
     content_type: str | None = None,
     deliver_at: datetime | None = None,
 ) -> Call[int | None]:
-    """One event. The answer is its position, or None if it waits for its time."""
+    """Publish one event; returns its position, or None if it is scheduled for later."""
     body, content_type = encode_payload(payload, content_type)
     return Call(
         "select headwater.publish_bytes(%s, %b, %b, %s, %s, %s::jsonb, %s, %s, %s)",
@@ -60,7 +53,7 @@ def publish(
 
 
 def publish_batch(topic: str, events: Sequence[NewEvent]) -> Call[list[int | None]]:
-    """All of the events or none, in this order. The answer is their positions."""
+    """Publish all of these events or none, in this order; returns their positions."""
     bodies = [encode_payload(event.payload, event.content_type) for event in events]
     partitions = [event.partition for event in events]
     return Call(
@@ -81,12 +74,13 @@ def publish_batch(topic: str, events: Sequence[NewEvent]) -> Call[list[int | Non
 
 
 def begin_copy(topic: str) -> Call[bool]:
-    """Before a COPY of events of one topic, in its transaction; False: this role may not, and publishes in batches."""
-    return Call("select headwater.begin_copy(%s)", (checked_text(topic, "topic name"),), only_value)
+    """Prepare a COPY of events of one topic, in its transaction; False: the role lacks the permission and must publish
+    in batches."""
+    return Call("select headwater_internal.begin_copy(%s)", (checked_text(topic, "topic name"),), only_value)
 
 
 def end_copy() -> Call[None]:
-    return Call("select headwater.end_copy()", (), nothing)
+    return Call("select headwater_internal.end_copy()", (), nothing)
 
 
 def schedule(
@@ -101,7 +95,7 @@ def schedule(
     event_id: str | None = None,
     content_type: str | None = None,
 ) -> Call[int | None]:
-    """One event for later. The answer is its schedule id; None if its event id is in the log already."""
+    """Schedule one event; returns its schedule id, or None if its event id is already in the log."""
     body, content_type = encode_payload(payload, content_type)
     return Call(
         "select headwater.schedule_bytes(%s, %b, %s, %b, %s, %s, %s::jsonb, %s, %s)",
@@ -120,15 +114,15 @@ def schedule(
     )
 
 
-def scheduled(*, topics: Sequence[str] | None = None, batch_size: int = 100) -> Call[list[Scheduled]]:
-    """The events of these topics, or of all, that wait for their time."""
+def scheduled(*, topics: Sequence[str] | None = None, batch_size: int = 100) -> Call[list[ScheduledEvent]]:
+    """The scheduled events of these topics, or of all topics."""
     names = None if topics is None else list(topics)
     return Call(
         "select s.id, s.due_at, t.name, s.key, s.type, s.event_id "
-        "from headwater.scheduled s join headwater.topic t on t.id = s.topic_id "
+        "from headwater_internal.scheduled s join headwater_internal.topic t on t.id = s.topic_id "
         "where %s::text[] is null or t.name = any (%s::text[]) order by s.due_at, s.id limit %s",
         (names, names, batch_size),
-        lambda rows: [Scheduled(*row) for row in rows],
+        lambda rows: [ScheduledEvent(*row) for row in rows],
     )
 
 
@@ -140,15 +134,15 @@ def move_scheduled(schedule_id: int, deliver_at: datetime) -> Call[bool]:
     return Call("select headwater.move_scheduled(%s, %s)", (schedule_id, deliver_at), only_value)
 
 
-def release_due(*, batch_size: int = 1000) -> Call[Released]:
+def release_due(*, batch_size: int = 1000) -> Call[ReleaseResult]:
     return Call(
-        "select released, next_due_seconds from headwater.release_due(%s)",
+        "select released, next_due_seconds from headwater_internal.release_due(%s)",
         (batch_size,),
-        lambda rows: Released(*rows[0]),
+        lambda rows: ReleaseResult(*rows[0]),
     )
 
 
-def set_periodic(
+def set_cron_schedule(
     name: str,
     cron: str,
     topic: str,
@@ -162,10 +156,10 @@ def set_periodic(
     headers: Mapping[str, Any] | None = None,
     content_type: str | None = None,
 ) -> Call[None]:
-    """Declare an event that is published at the times of a cron expression."""
+    """Create or replace a cron schedule."""
     body, content_type = encode_payload(payload, content_type)
     return Call(
-        "select headwater.set_periodic(%s, %s, %s, %s, %s, %b, %b, %s, %s, %s::jsonb, %s)",
+        "select headwater.set_cron_schedule(%s, %s, %s, %s, %s, %b, %b, %s, %s, %s::jsonb, %s)",
         (
             checked_text(name, "schedule name"),
             cron,
@@ -183,31 +177,33 @@ def set_periodic(
     )
 
 
-def due_periodics() -> Call[list[DuePeriodic]]:
+def due_cron_schedules() -> Call[list[DueCronSchedule]]:
     return Call(
-        "select name, cron, time_zone, due_at from headwater.due_periodics()",
+        "select name, cron, time_zone, due_at from headwater_internal.due_cron_schedules()",
         (),
-        lambda rows: [DuePeriodic(*row) for row in rows],
+        lambda rows: [DueCronSchedule(*row) for row in rows],
     )
 
 
-def fire_periodic(name: str, *, due_at: datetime, next_at: datetime) -> Call[bool]:
-    """Publish a periodic event; False if another process did."""
-    return Call("select headwater.fire_periodic(%s, %s, %s)", (name, due_at, next_at), only_value)
+def fire_cron_schedule(name: str, *, due_at: datetime, next_at: datetime) -> Call[bool]:
+    """Publish the event of a due cron schedule; False if another process did."""
+    return Call("select headwater_internal.fire_cron_schedule(%s, %s, %s)", (name, due_at, next_at), only_value)
 
 
-def pause_periodic(name: str, *, paused: bool) -> Call[bool]:
-    return Call("select headwater.pause_periodic(%s, %s)", (checked_text(name, "schedule name"), paused), only_value)
+def pause_cron_schedule(name: str, *, paused: bool) -> Call[bool]:
+    return Call(
+        "select headwater.pause_cron_schedule(%s, %s)", (checked_text(name, "schedule name"), paused), only_value
+    )
 
 
-def delete_periodic(name: str) -> Call[bool]:
-    return Call("select headwater.delete_periodic(%s)", (checked_text(name, "schedule name"),), only_value)
+def delete_cron_schedule(name: str) -> Call[bool]:
+    return Call("select headwater.delete_cron_schedule(%s)", (checked_text(name, "schedule name"),), only_value)
 
 
-def periodics() -> Call[list[Periodic]]:
+def cron_schedules() -> Call[list[CronSchedule]]:
     return Call(
         "select p.name, p.cron, p.time_zone, t.name, p.next_at, p.last_at, p.paused "
-        "from headwater.periodic p join headwater.topic t on t.id = p.topic_id order by p.name",
+        "from headwater_internal.cron_schedule p join headwater_internal.topic t on t.id = p.topic_id order by p.name",
         (),
-        lambda rows: [Periodic(*row) for row in rows],
+        lambda rows: [CronSchedule(*row) for row in rows],
     )

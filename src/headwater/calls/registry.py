@@ -1,4 +1,4 @@
-"""Calls of the registry of schemas: subjects, versions, compatibility, and what topics must fit."""
+"""Calls for the schema registry: subjects, versions, compatibility, and the schemas of topics."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SchemaVersion:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What must be known of a subject to register under it. `versions`: the newest first, without deleted ones."""
+    """The state of a subject that a registration needs. `versions`: newest first, without deleted ones."""
 
     revision: int
     compatibility: str
@@ -37,7 +37,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class SubjectOverview:
-    """A subject as a person sees it. `topics`: those whose keys or values must fit it."""
+    """An overview of a subject. `topics`: those whose keys or values must match its schema."""
 
     name: str
     type: str
@@ -48,18 +48,19 @@ class SubjectOverview:
 
 
 def find_schema(schema_id: int) -> Call[Schema | None]:
-    """The schema with an id, whatever became of its versions."""
+    """The schema with an id, even if its versions are deleted."""
     return Call(
-        "select type, text, refers_to from headwater.schema_overview where id = %s limit 1",
+        "select type, text, refers_to from headwater_internal.schema_overview where id = %s limit 1",
         (schema_id,),
         lambda rows: _schema(*rows[0]) if rows else None,
     )
 
 
 def find_version(subject: str, version: int | None, *, deleted: bool = False) -> Call[SchemaVersion | None]:
-    """A version of a subject; None: the latest."""
+    """A version of a subject; version=None: the latest."""
     return Call(
-        f"select {_COLUMNS} from headwater.schema_overview where subject = %s and version = coalesce(%s, version) "
+        f"select {_COLUMNS} from headwater_internal.schema_overview where subject = %s and version = coalesce(%s, "
+        f"version) "
         "and (%s or not deleted) order by version desc limit 1",
         (_subject(subject), version, deleted),
         _first,
@@ -67,9 +68,10 @@ def find_version(subject: str, version: int | None, *, deleted: bool = False) ->
 
 
 def find_registered(subject: str, hash: bytes, *, deleted: bool = False) -> Call[SchemaVersion | None]:
-    """The newest version of a subject that has this very schema."""
+    """The newest version of a subject with exactly this schema."""
     return Call(
-        f"select {_COLUMNS} from headwater.schema_overview where subject = %s and hash = %s and (%s or not deleted) "
+        f"select {_COLUMNS} from headwater_internal.schema_overview where subject = %s and hash = %s and (%s or not "
+        f"deleted) "
         "order by version desc limit 1",
         (_subject(subject), hash, deleted),
         _first,
@@ -77,12 +79,12 @@ def find_registered(subject: str, hash: bytes, *, deleted: bool = False) -> Call
 
 
 def find_subject(subject: str, *, latest: int) -> Call[Subject]:
-    """A subject with its latest versions; one that is not there is as one without any."""
+    """A subject with its latest versions; a missing subject is returned without versions."""
     return Call(
         "select coalesce(s.revision, 0), coalesce(s.compatibility, r.compatibility), v.* "
-        "from headwater.schema_registry r "
-        "left join headwater.schema_subject s on s.name = %s "
-        f"left join lateral (select {_COLUMNS} from headwater.schema_overview o "
+        "from headwater_internal.schema_registry r "
+        "left join headwater_internal.schema_subject s on s.name = %s "
+        f"left join lateral (select {_COLUMNS} from headwater_internal.schema_overview o "
         "where o.subject = s.name and not o.deleted order by o.version desc limit %s) as v on true",
         (_subject(subject), latest),
         lambda rows: Subject(rows[0][0], rows[0][1], tuple(_version(row[2:]) for row in rows if row[3] is not None)),
@@ -90,9 +92,10 @@ def find_subject(subject: str, *, latest: int) -> Call[Subject]:
 
 
 def register_schema(subject: str, schema: Schema, hash: bytes, *, revision: int) -> Call[tuple[int, int] | None]:
-    """The id and version; None: the subject changed since its revision was read, and nothing was registered."""
+    """Register a schema; returns its id and version. None: the subject changed after its revision was read, and nothing
+    was registered."""
     return Call(
-        "select id, version from headwater.register_schema(%s, %s, %s, %s, %s, %s)",
+        "select id, version from headwater_internal.register_schema(%s, %s, %s, %s, %s, %s)",
         (
             _subject(subject),
             schema.type,
@@ -106,14 +109,17 @@ def register_schema(subject: str, schema: Schema, hash: bytes, *, revision: int)
 
 
 def delete_schema(subject: str, version: int | None = None, *, for_good: bool = False) -> Call[list[int]]:
-    """Delete a version, or all: softly, or for good what was deleted softly. Which went."""
-    return Call("select headwater.delete_schema(%s, %s, %s)", (_subject(subject), version, for_good), only_value)
+    """Delete a version, or all versions: softly or, with `for_good`, permanently after a soft delete. Returns the
+    deleted versions."""
+    return Call(
+        "select headwater_internal.delete_schema(%s, %s, %s)", (_subject(subject), version, for_good), only_value
+    )
 
 
 def subjects(*, prefix: str = "", deleted: bool = False) -> Call[list[str]]:
-    """The names of subjects that have versions."""
+    """The names of subjects with versions."""
     return Call(
-        "select distinct subject from headwater.schema_version "
+        "select distinct subject from headwater_internal.schema_version "
         "where starts_with(subject, %s) and (%s or deleted_at is null) order by subject",
         (checked_text(prefix, "prefix"), deleted),
         lambda rows: [name for (name,) in rows],
@@ -123,7 +129,7 @@ def subjects(*, prefix: str = "", deleted: bool = False) -> Call[list[str]]:
 def versions(subject: str, *, deleted: bool = False) -> Call[list[tuple[int, int]]]:
     """The versions of a subject with the ids of their schemas, in order."""
     return Call(
-        "select version, schema_id from headwater.schema_version "
+        "select version, schema_id from headwater_internal.schema_version "
         "where subject = %s and (%s or deleted_at is null) order by version",
         (_subject(subject), deleted),
         lambda rows: [(version, schema_id) for version, schema_id in rows],
@@ -131,19 +137,19 @@ def versions(subject: str, *, deleted: bool = False) -> Call[list[tuple[int, int
 
 
 def subject_overview() -> Call[list[SubjectOverview]]:
-    """Every subject that has versions."""
+    """All subjects with versions."""
     return Call(
         "select name, type, versions, latest, compatibility, topics "
-        "from headwater.schema_subject_overview order by name",
+        "from headwater_internal.schema_subject_overview order by name",
         (),
         lambda rows: [SubjectOverview(*row) for row in rows],
     )
 
 
 def uses_of_schema(schema_id: int, *, deleted: bool = False) -> Call[list[tuple[str, int]]]:
-    """Under which subjects and versions a schema is registered."""
+    """The subjects and versions under which a schema is registered."""
     return Call(
-        "select subject, version from headwater.schema_version "
+        "select subject, version from headwater_internal.schema_version "
         "where schema_id = %s and (%s or deleted_at is null) order by subject, version",
         (schema_id, deleted),
         lambda rows: [(subject, version) for subject, version in rows],
@@ -153,7 +159,8 @@ def uses_of_schema(schema_id: int, *, deleted: bool = False) -> Call[list[tuple[
 def schemas_referring_to(subject: str, version: int) -> Call[list[int]]:
     """The ids of schemas that refer to a version."""
     return Call(
-        "select distinct r.schema_id from headwater.schema_reference r join headwater.schema_version v "
+        "select distinct r.schema_id from headwater_internal.schema_reference r join "
+        "headwater_internal.schema_version v "
         "on v.schema_id = r.schema_id and v.deleted_at is null where r.subject = %s and r.version = %s order by 1",
         (_subject(subject), version),
         lambda rows: [schema_id for (schema_id,) in rows],
@@ -161,11 +168,11 @@ def schemas_referring_to(subject: str, version: int) -> Call[list[int]]:
 
 
 def compatibility(subject: str | None = None) -> Call[str | None]:
-    """What holds everywhere, or what a subject itself says; None: it says nothing."""
+    """The global compatibility level, or that of a subject; None: the subject has none of its own."""
     if subject is None:
-        return Call("select compatibility from headwater.schema_registry", (), only_value)
+        return Call("select compatibility from headwater_internal.schema_registry", (), only_value)
     return Call(
-        "select compatibility from headwater.schema_subject where name = %s",
+        "select compatibility from headwater_internal.schema_subject where name = %s",
         (_subject(subject),),
         lambda rows: rows[0][0] if rows else None,
     )
@@ -173,15 +180,16 @@ def compatibility(subject: str | None = None) -> Call[str | None]:
 
 def set_compatibility(subject: str | None, level: str | None) -> Call[None]:
     return Call(
-        "select headwater.set_schema_compatibility(%s, %s)",
+        "select headwater_internal.set_schema_compatibility(%s, %s)",
         (None if subject is None else _subject(subject), None if level is None else checked_text(level, "level")),
         nothing,
     )
 
 
 def set_topic_schemas(topic: str, parts: Mapping[str, Mapping[str, Any]]) -> Call[None]:
-    """What keys and values of a topic must fit: key or value -> subject, framed, strategy. An empty subject unbinds."""
-    return Call("select headwater.set_topic_schemas(%s, %s)", (topic, Jsonb(parts)), nothing)
+    """Set the schemas of a topic's keys and values: key or value -> subject, framed, strategy. An empty subject removes
+    the binding."""
+    return Call("select headwater_internal.set_topic_schemas(%s, %s)", (topic, Jsonb(parts)), nothing)
 
 
 def _subject(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Calls on event stores: append under a condition, in groups, and read by query."""
+"""Calls for event stores: append under a condition, in groups, and read by query."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from headwater.calls.encoding import (
     pack,
 )
 from headwater.errors import InvalidEvent, InvalidRequest
-from headwater.eventstore.conflict_cache import Known, Question, marks_of, question_of
+from headwater.eventstore.conflict_cache import LastKnownEvent, Precheck, index_terms_of, precheck_for
 from headwater.eventstore.decider import SavedState, SnapshotKey
 from headwater.eventstore.field_index import FieldIndex, conditions_as_json, conditions_from_json
 from headwater.eventstore.query import (
     EVERYTHING,
     LAST_POSITION,
     MAX_TAGS,
+    AppendResult,
     Condition,
     Latest,
     LatestMatchIs,
@@ -34,19 +35,18 @@ from headwater.eventstore.query import (
     Query,
     StoreEvent,
     StorePage,
-    Verdict,
+    check_json_depth,
+    check_positions,
     distinct,
-    refuse_beyond,
-    refuse_too_deep,
 )
 
 MAX_CONTENT_TYPE = 200
 MAX_EVENTS = 1000
-"""How many events one append may have."""
+"""The maximal number of events of one append."""
 
 
 class EncodedEvent(NamedTuple):
-    """One event of an append, checked, and as bytes. A named part is None where the event has none."""
+    """A validated and encoded event of an append. A part is None if the event does not have it."""
 
     event_id: str
     type: str
@@ -54,67 +54,68 @@ class EncodedEvent(NamedTuple):
     payload: bytes | None
     content_type: str | None
     metadata: str | None
-    marks: tuple[str, ...]
+    index_terms: tuple[str, ...]
 
 
 class EncodedAppend(NamedTuple):
-    """One append, ready to be sent with others, and what must be asked to accept it: None, if that is too much."""
+    """A validated and encoded append, and its pre-check; None if it needs a full check."""
 
     events: tuple[EncodedEvent, ...]
     condition: Condition | None
-    question: Question | None
-    marks: Collection[str]
+    precheck: Precheck | None
+    index_terms: Collection[str]
     ids: Collection[str]
     payload_bytes: int
 
     @property
     def epoch(self) -> int | None:
-        """Which epoch the position of its condition is of; None: of any, or that is not said."""
+        """The epoch of the position of its condition; None if the condition has no position or no epoch."""
         return self.condition.epoch if self.condition is not None and self.condition.position else None
 
 
 def encode_append(
     events: Sequence[NewStoreEvent], condition: Condition | None, new_ids: Sequence[str]
 ) -> EncodedAppend:
-    """An append, checked; an event without an id gets one of `new_ids`, which are as many as events."""
+    """Validate and encode an append. An event without an id gets one of `new_ids`, of which there are as many as
+    events."""
     if not 1 <= len(events) <= MAX_EVENTS:
-        raise InvalidRequest(f"an append has 1 to {MAX_EVENTS} events, this one has {len(events)}")
+        raise InvalidRequest(f"invalid number of events {len(events)}: an append has 1 to {MAX_EVENTS}")
     encoded = tuple(map(_encode_event, events, new_ids))
     if len(encoded) == 1:
         (event,) = encoded
         return EncodedAppend(
-            encoded, condition, question_of(condition), event.marks, (event.event_id,), len(event.payload or b"")
+            encoded, condition, precheck_for(condition), event.index_terms, (event.event_id,), len(event.payload or b"")
         )
     ids = frozenset([event.event_id for event in encoded])
     if len(ids) < len(encoded):
         raise InvalidEvent("two events of one append have the same id")
-    marks: set[str] = set()
+    index_terms: set[str] = set()
     size = 0
     for event in encoded:
-        marks.update(event.marks)
+        index_terms.update(event.index_terms)
         size += len(event.payload or b"")
-    return EncodedAppend(encoded, condition, question_of(condition), frozenset(marks), ids, size)
+    return EncodedAppend(encoded, condition, precheck_for(condition), frozenset(index_terms), ids, size)
 
 
 def _encode_event(event: NewStoreEvent, new_id: str) -> EncodedEvent:
     if event.type is None:
-        raise InvalidEvent("every event of an event store has a type")
+        raise InvalidEvent("an event of an event store must have a type")
     (type_,) = distinct((event.type,), "types")
     tags = distinct(event.tags, "tags")
     if len(tags) > MAX_TAGS:
-        raise InvalidEvent(f"an event has up to {MAX_TAGS} tags, this one has {len(tags)}")
+        raise InvalidEvent(f"the event has {len(tags)} tags, the limit is {MAX_TAGS}")
     payload, content_type = encode_payload(event.data, event.content_type)
     if payload is not None:
-        refuse_too_deep(payload, content_type)
+        check_json_depth(payload, content_type)
     event_id = new_id if event.event_id is None else checked_text(event.event_id, "event id")
     if not 1 <= len(event_id) <= 255:
-        raise InvalidEvent("an event id is 1 to 255 characters")
+        raise InvalidEvent("invalid event id: expected 1 to 255 characters")
     if event.metadata is not None and not isinstance(event.metadata, Mapping):
-        raise InvalidEvent(f"metadata are a JSON object, not {event.metadata!r:.40}")
+        raise InvalidEvent(f"invalid metadata {event.metadata!r:.40}: expected a JSON object")
     if content_type is not None and not 1 <= len(checked_text(content_type, "content type")) <= MAX_CONTENT_TYPE:
-        raise InvalidEvent(f"a content type is 1 to {MAX_CONTENT_TYPE} characters")
+        raise InvalidEvent(f"invalid content type: expected 1 to {MAX_CONTENT_TYPE} characters")
     metadata = None if event.metadata is None else encode_headers(event.metadata)
-    return EncodedEvent(event_id, type_, tags, payload, content_type, metadata, marks_of(type_, tags))
+    return EncodedEvent(event_id, type_, tags, payload, content_type, metadata, index_terms_of(type_, tags))
 
 
 def _integers(values: Sequence[int]) -> PackedIntegers:
@@ -126,7 +127,7 @@ def _positions(values: Sequence[int]) -> PackedPositions:
 
 
 def _packed(values: Sequence[int], oid: int, size: int, form: str) -> bytes:
-    """Numbers of one size as an array, in one go."""
+    """Pack numbers of one size as an array, in one step."""
     parts = [size] * (2 * len(values))
     parts[1::2] = values
     return struct.pack(f"!iIiii{form * len(values)}", 1, 0, oid, len(values), 1, *parts)
@@ -141,7 +142,7 @@ def _optional_text(values: Sequence[str | None]) -> PackedText | None:
 
 
 def _array_text(tags: tuple[str, ...]) -> str:
-    """Tags as Postgres writes an array."""
+    """Tags as an array literal of Postgres."""
     joined = '","'.join(tags)
     if "\\" in joined or joined.count('"') != 2 * max(len(tags) - 1, 0):
         joined = '","'.join([tag.replace("\\", "\\\\").replace('"', '\\"') for tag in tags])
@@ -171,27 +172,27 @@ def _event_parts(events: Sequence[EncodedEvent]) -> tuple[object, ...]:
 def append_ahead(
     topic: str,
     appends: Sequence[EncodedAppend],
-    questions: Sequence[Question],
-    known: Known | None = None,
+    prechecks: Sequence[Precheck],
+    known: LastKnownEvent | None = None,
     epoch: int | None = None,
 ) -> Call[tuple[int, list[tuple[int, ...]]]]:
-    """Several appends in one transaction, up to the first that what it asks speaks against. None is about another.
+    """Run several appends in one transaction, up to the first one that its pre-check rejects. They must be independent.
 
-    The answer is the last event before them, and the positions of those that were appended. `epoch` is the one of all
-    conditions that name one: in another epoch every append is in doubt.
+    Returns the position of the last event before them, and the positions of the appended events. `epoch` is that of all
+    conditions that have one: in another epoch, every append is rejected.
     """
     owners: list[int] = []
-    doubts: list[tuple[int, int, str | None, int]] = []
-    seen: list[tuple[int, str, int]] = []
+    conflicts: list[tuple[int, int, str | None, int]] = []
+    required: list[tuple[int, str, int]] = []
     number = 0
-    for owner, (append, question) in enumerate(zip(appends, questions, strict=True)):
+    for owner, (append, precheck) in enumerate(zip(appends, prechecks, strict=True)):
         owners += [owner] * len(append.events)
-        for doubt in question.doubts:
+        for conflict in precheck.conflicts:
             number += 1
-            doubts += [(owner, number, mark, doubt.above) for mark in doubt.marks or (None,)]
-        seen += [(owner, mark, position) for mark, position in question.seen]
-    doubting, numbers, marks, above = zip(*doubts, strict=True) if doubts else ((), (), (), ())
-    seen_by, seen_marks, seen_at = zip(*seen, strict=True) if seen else ((), (), ())
+            conflicts += [(owner, number, index_term, conflict.above) for index_term in conflict.index_terms or (None,)]
+        required += [(owner, index_term, position) for index_term, position in precheck.required]
+    conflict_owners, numbers, index_terms, above = zip(*conflicts, strict=True) if conflicts else ((), (), (), ())
+    required_by, required_terms, required_at = zip(*required, strict=True) if required else ((), (), ())
 
     def decode(rows: Rows) -> tuple[int, list[tuple[int, ...]]]:
         tail, places = rows[0]
@@ -205,39 +206,39 @@ def append_ahead(
         return tail, positions
 
     return Call(
-        "select tail, places from headwater.append_ahead("
+        "select tail, places from headwater_internal.append_ahead("
         "%s, %b, %b, %b, %b, %b, %b::text[], %b::text[], %b, %b, %b, %b, %s, %s, "
         "%b::integer[], %b::text[], %b::bigint[], %s)",
         (
             checked_text(topic, "topic name"),
             _integers(owners),
             *_event_parts([event for append in appends for event in append.events]),
-            _integers(doubting),
+            _integers(conflict_owners),
             _integers(numbers),
-            _text(marks),
+            _text(index_terms),
             _positions(above),
             *((None, None) if known is None else (Int8(known.position), known.event_id)),
-            _integers(seen_by) if seen else None,
-            _text(seen_marks) if seen else None,
-            _positions(seen_at) if seen else None,
+            _integers(required_by) if required else None,
+            _text(required_terms) if required else None,
+            _positions(required_at) if required else None,
             epoch,
         ),
         decode,
     )
 
 
-def append_group(topic: str, appends: Sequence[EncodedAppend]) -> Call[list[Verdict]]:
-    """Several appends in one transaction, in order, each with its verdict."""
+def append_group(topic: str, appends: Sequence[EncodedAppend]) -> Call[list[AppendResult]]:
+    """Run several appends in one transaction, in order, each fully checked and with its own result."""
     return Call(
         "select positions, repeated, moved_to, taken_id, epoch, common_position "
-        "from headwater.append_group(%s, %b, %b::text[], %b, %b, %b, %b, %b::text[], %b::text[])",
+        "from headwater_internal.append_group(%s, %b, %b::text[], %b, %b, %b, %b, %b::text[], %b::text[])",
         (
             checked_text(topic, "topic name"),
             _integers([len(append.events) for append in appends]),
             _text([_condition_text(append.condition) for append in appends]),
             *_event_parts([event for append in appends for event in append.events]),
         ),
-        lambda rows: [Verdict(None if r[0] is None else tuple(r[0]), bool(r[1]), *r[2:]) for r in rows],
+        lambda rows: [AppendResult(None if r[0] is None else tuple(r[0]), bool(r[1]), *r[2:]) for r in rows],
     )
 
 
@@ -273,8 +274,8 @@ def read_matching(
     backwards: bool = False,
     epoch: int | None = None,
 ) -> Call[StorePage]:
-    """Events that the query matches, between two positions, both excluded, which are of this epoch if one is given."""
-    refuse_beyond(after, before)
+    """Matching events between two positions, both excluded, which belong to this epoch if one is given."""
+    check_positions(after, before)
     return Call(
         f"select {_STORE_EVENT}, s.present from (select headwater.current_epoch() as present) as s "
         "left join headwater.read_matching(%s, %s::jsonb, %s, %s, %s, %s, %s, %s) on true",
@@ -295,14 +296,14 @@ def read_matching(
 def read_at(topic: str, positions: Sequence[int]) -> Call[list[StoreEvent]]:
     """The events at these positions, in order."""
     return Call(
-        f"select {_STORE_EVENT} from headwater.read_at(%s, %s::bigint[])",
+        f"select {_STORE_EVENT} from headwater_internal.read_at(%s, %s::bigint[])",
         (checked_text(topic, "topic name"), list(positions)),
         lambda rows: [_store_event(row) for row in rows],
     )
 
 
 def count_matching(topic: str, query: Query = EVERYTHING, *, after: int = 0, before: int | None = None) -> Call[int]:
-    refuse_beyond(after, before)
+    check_positions(after, before)
     return Call(
         "select headwater.count_matching(%s, %s::jsonb, %s, %s)",
         (checked_text(topic, "topic name"), query.as_json(), after, LAST_POSITION if before is None else before),
@@ -331,7 +332,7 @@ def latest_matching(topic: str, query: Query) -> Call[Latest]:
 
 
 def create_field_index(topic: str, index: FieldIndex) -> Call[None]:
-    """Declare an index on fields of the data."""
+    """Create the definition of a field index."""
     return Call(
         "select headwater.create_field_index(%s, %s, %s::text[], %s::text[], %s::jsonb, %s)",
         (
@@ -347,8 +348,8 @@ def create_field_index(topic: str, index: FieldIndex) -> Call[None]:
 
 
 def fill_field_index(topic: str, name: str, *, batch_size: int = 1000) -> Call[bool]:
-    """The marks of the next events from before; whether any are left."""
-    return Call("select headwater.fill_field_index(%s, %s, %s)", (topic, name, batch_size), only_value)
+    """Add the index terms of the next batch of older events; returns whether any are left."""
+    return Call("select headwater_internal.fill_field_index(%s, %s, %s)", (topic, name, batch_size), only_value)
 
 
 def drop_field_index(topic: str, name: str) -> Call[bool]:
@@ -360,7 +361,7 @@ def drop_field_index(topic: str, name: str) -> Call[bool]:
 
 
 def field_indexes(topic: str, name: str | None = None) -> Call[list[FieldIndex]]:
-    """The indexes of a store, or the one of a name."""
+    """The field indexes of a store, or the one with this name."""
     return Call(
         "select name, fields, ready, kinds, conditions, combine "
         "from headwater.field_index_overview where topic = %s and name = coalesce(%s, name) order by name",
@@ -373,12 +374,12 @@ def field_indexes(topic: str, name: str | None = None) -> Call[list[FieldIndex]]
 
 
 def event_store_head(topic: str) -> Call[int]:
-    """The last position of an event store; 0: it is empty."""
+    """The last position of an event store; 0 if it is empty."""
     return Call("select headwater.event_store_head(%s)", (checked_text(topic, "topic name"),), only_value)
 
 
 def event_store_end(topic: str) -> Call[tuple[int, int]]:
-    """The same, and the epoch that the position is of."""
+    """The last position of an event store and its epoch."""
     return Call(
         "select headwater.event_store_head(%s), headwater.current_epoch()",
         (checked_text(topic, "topic name"),),
@@ -389,39 +390,39 @@ def event_store_end(topic: str) -> Call[tuple[int, int]]:
 def event_stores() -> Call[list[str]]:
     """The names of all event stores."""
     return Call(
-        "select name from headwater.topic where event_store and deleted_at is null order by name",
+        "select name from headwater_internal.topic where event_store and deleted_at is null order by name",
         (),
         lambda rows: [name for (name,) in rows],
     )
 
 
 def take_subscriber_name(topic: str, name: str) -> Call[bool]:
-    """Take a name for this session; False: another has it."""
+    """Take a subscriber name for this session; False if another session has it."""
     return Call(
-        "select headwater.take_subscriber_name(%s, %s)",
+        "select headwater_internal.take_subscriber_name(%s, %s)",
         (checked_text(topic, "topic name"), checked_text(name, "subscriber name")),
         only_value,
     )
 
 
 def give_subscriber_name(topic: str, name: str) -> Call[bool]:
-    """Give a name of this session back."""
-    return Call("select headwater.give_subscriber_name(%s, %s)", (topic, name), only_value)
+    """Release a subscriber name of this session."""
+    return Call("select headwater_internal.give_subscriber_name(%s, %s)", (topic, name), only_value)
 
 
 def load_snapshot(topic: str, key: SnapshotKey) -> Call[SavedState | None]:
-    """The state that was saved under a key."""
+    """The state that is saved under a key."""
     return Call(
-        "select position, state, headwater.current_epoch() from headwater.load_snapshot(%s, %s, %s, %s)",
+        "select position, state, headwater.current_epoch() from headwater_internal.load_snapshot(%s, %s, %s, %s)",
         (checked_text(topic, "topic name"), checked_text(key.name, "name"), key.query_hash, key.version),
         lambda rows: SavedState(*rows[0]) if rows else None,
     )
 
 
 def save_snapshot(topic: str, key: SnapshotKey, saved: SavedState) -> Call[None]:
-    """Keep a state, unless a later one is kept."""
+    """Save a state, unless a later one is saved."""
     return Call(
-        "select headwater.save_snapshot(%s, %s, %s, %s, %s, %b, %s)",
+        "select headwater_internal.save_snapshot(%s, %s, %s, %s, %s, %b, %s)",
         (
             checked_text(topic, "topic name"),
             checked_text(key.name, "name"),
@@ -436,9 +437,9 @@ def save_snapshot(topic: str, key: SnapshotKey, saved: SavedState) -> Call[None]
 
 
 def forget_snapshots(topic: str, name: str) -> Call[int]:
-    """Forget all states of a name; how many there were."""
+    """Delete all saved states of a name; returns their number."""
     return Call(
-        "select headwater.forget_snapshots(%s, %s)",
+        "select headwater_internal.forget_snapshots(%s, %s)",
         (checked_text(topic, "topic name"), checked_text(name, "name")),
         only_value,
     )

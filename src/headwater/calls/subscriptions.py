@@ -1,4 +1,4 @@
-"""Calls about subscriptions by SQL condition, and about watched tables."""
+"""Calls for SQL subscriptions and watched tables."""
 
 from __future__ import annotations
 
@@ -9,33 +9,26 @@ from typing import Any
 from headwater.calls.call import Call, Rows, nothing, only_value
 from headwater.calls.encoding import checked_text, encode_headers, optional_text
 from headwater.calls.reading import EVENT_COLUMNS, topic_names
-from headwater.model import (
-    Dead,
-    Event,
-    MatchedEvent,
-    Outcome,
-    Reading,
-    Retry,
-    Snooze,
-    Subscription,
-)
+from headwater.log.model import Event
+from headwater.queue.model import Dead, Outcome, Retry, Snooze
+from headwater.sql_subscriptions.model import MatchedBatch, MatchedEvent, Subscription
 
 
 def subscribe(
-    group: str,
-    condition: str,
+    queue: str,
+    filter: str,
     params: Mapping[str, Any] | None = None,
     *,
     expires_after: timedelta | None = None,
     from_position: int | None = None,
     topics: Sequence[str] | None = None,
 ) -> Call[int]:
-    """Subscribe a group to events that fulfil a condition; the answer is the subscription's id."""
+    """Subscribe a queue to the events that match a filter; returns the subscription's id."""
     return Call(
         "select id from headwater.subscribe(%s, %s, %s::jsonb, %s, %s, %s::text[])",
         (
-            checked_text(group, "group name"),
-            checked_text(condition, "condition"),
+            checked_text(queue, "queue name"),
+            checked_text(filter, "filter"),
             encode_headers(params or {}),
             expires_after,
             from_position,
@@ -50,7 +43,7 @@ def unsubscribe(subscription_id: int) -> Call[bool]:
 
 
 def resume_filter(subscription_id: int) -> Call[bool]:
-    """Try a stopped filter again, from where it stopped; False if it was not stopped."""
+    """Resume a stopped filter from where it stopped; False if it was not stopped."""
     return Call("select headwater.resume_filter(%s)", (subscription_id,), only_value)
 
 
@@ -58,22 +51,22 @@ def keep_subscriptions(subscription_ids: Sequence[int]) -> Call[None]:
     return Call("select headwater.keep_subscriptions(%s::bigint[])", (list(subscription_ids),), nothing)
 
 
-def subscriptions(group: str | None = None, *, batch_size: int = 1000) -> Call[list[Subscription]]:
+def subscriptions(queue: str | None = None, *, batch_size: int = 1000) -> Call[list[Subscription]]:
     return Call(
         "select s.id, g.name, c.expression, s.params, s.from_position, s.expires_after, s.last_active_at, "
         "s.created_at, f.stopped_at is not null, "
         "case when f.stopped_at is null then c.last_error else f.error end, f.stopped_at, "
-        "case when f.stopped_at is not null then f.position end, c.errors from headwater.subscription s "
-        "join headwater.consumer_group g on g.id = s.group_id join headwater.condition c on c.id = s.condition_id "
-        "left join headwater.filter_stop f on f.group_id = s.group_id and f.condition_id = s.condition_id "
+        "case when f.stopped_at is not null then f.position end, c.errors from headwater_internal.subscription s "
+        "join headwater_internal.queue g on g.id = s.queue_id join headwater_internal.filter c on c.id = s.filter_id "
+        "left join headwater_internal.filter_stop f on f.queue_id = s.queue_id and f.filter_id = s.filter_id "
         "where %s::text is null or g.name = %s order by s.id limit %s",
-        (group, group, batch_size),
+        (queue, queue, batch_size),
         lambda rows: [Subscription(*row) for row in rows],
     )
 
 
 def read_next(
-    group: str,
+    queue: str,
     *,
     reader: str,
     after: int | None = None,
@@ -81,11 +74,11 @@ def read_next(
     lease_seconds: float = 30.0,
     peek: bool = False,
     epoch: int | None = None,
-) -> Call[Reading]:
-    """The next events of a group with the subscriptions that each one matches; `epoch`: that of `after`."""
+) -> Call[MatchedBatch]:
+    """The next events of a queue with the subscriptions that each one matches; `epoch`: that of `after`."""
 
-    def decode(rows: Rows) -> Reading:
-        return Reading(
+    def decode(rows: Rows) -> MatchedBatch:
+        return MatchedBatch(
             rows[-1][0],
             tuple(MatchedEvent(tuple(row[1]), row[2], row[3], row[4], Event._make(row[5:])) for row in rows[:-1]),
         )
@@ -94,7 +87,7 @@ def read_next(
         f"select next_position, subscription_ids, retry_id, handler, attempt, {EVENT_COLUMNS} "
         "from headwater.read_next(%s, %s, %s, %s, %s, %s, %s)",
         (
-            checked_text(group, "group name"),
+            checked_text(queue, "queue name"),
             checked_text(reader, "reader name"),
             after,
             batch_size,
@@ -106,82 +99,87 @@ def read_next(
     )
 
 
-def set_reading(
-    group: str, position: int, *, reader: str, release: bool = False, epoch: int | None = None
+def commit_reading(
+    queue: str, position: int, *, reader: str, release: bool = False, epoch: int | None = None
 ) -> Call[None]:
-    return Call("select headwater.set_reading(%s, %s, %s, %s, %s)", (group, reader, position, release, epoch), nothing)
+    return Call(
+        "select headwater.commit_reading(%s, %s, %s, %s, %s)", (queue, reader, position, release, epoch), nothing
+    )
 
 
-def hold_reading(group: str, *, reader: str, lease_seconds: float) -> Call[int]:
-    """Become, or stay, the one reader of a group; the answer is its position."""
-    return Call("select position from headwater.hold_reading(%s, %s, %s)", (group, reader, lease_seconds), only_value)
+def hold_reading(queue: str, *, reader: str, lease_seconds: float) -> Call[int]:
+    """Become or remain the reader of a queue; returns its position."""
+    return Call("select position from headwater.hold_reading(%s, %s, %s)", (queue, reader, lease_seconds), only_value)
 
 
-def release_reading(group: str, *, reader: str) -> Call[bool]:
-    """Let another reader take over at once."""
-    return Call("select headwater.release_reading(%s, %s)", (group, reader), only_value)
+def release_reading(queue: str, *, reader: str) -> Call[bool]:
+    """Let another reader take over immediately."""
+    return Call("select headwater.release_reading(%s, %s)", (queue, reader), only_value)
 
 
 def keep_alive(subscription_ids: Sequence[int]) -> Call[frozenset[int]]:
-    """Keep subscriptions from expiring; the answer is which of them exist."""
+    """Keep subscriptions from expiring; returns the ids of those that exist."""
     return Call(
-        "select headwater.keep_alive(%s::bigint[])",
+        "select headwater_internal.keep_alive(%s::bigint[])",
         (list(subscription_ids),),
         lambda rows: frozenset(row[0] for row in rows),
     )
 
 
 def stopped_filters(subscription_ids: Sequence[int]) -> Call[dict[int, str]]:
-    """Which of these subscriptions have a filter that took too long, and what is known of it."""
+    """The subscriptions whose filter was stopped because it took too long, with the error."""
     return Call(
-        "select subscription_id, error from headwater.stopped_subscriptions(%s::bigint[])",
+        "select subscription_id, error from headwater_internal.stopped_subscriptions(%s::bigint[])",
         (list(subscription_ids),),
         dict,
     )
 
 
-def _told(error: str | None) -> str | None:
+def _error_text(error: str | None) -> str | None:
     return None if error is None else error.replace("\x00", "\ufffd")[:10000]
 
 
 def settle_matched(
-    group: str,
+    queue: str,
     ended: Sequence[tuple[MatchedEvent, Outcome]],
     *,
     handler: str,
     max_attempts: int | None = None,
     worker: str | None = None,
 ) -> Call[int]:
-    """Say how events ended for one handler; the answer is how many became dead letters. `max_attempts` instead of the
-    group's."""
+    """Settle events for one handler; returns how many became dead letters. `max_attempts` overrides the queue's."""
     columns: list[tuple[int, int, str, int, str, str | None, float | None]] = []
     for matched, outcome in ended:
         for subscription_id in matched.subscription_ids:
             event = matched.event
-            verdict, error, delay = _verdict(outcome)
-            columns.append((subscription_id, event.position, event.topic, matched.attempt, verdict, error, delay))
+            kind, error, delay = _outcome_parts(outcome)
+            columns.append((subscription_id, event.position, event.topic, matched.attempt, kind, error, delay))
     return Call(
         "select headwater.settle_matched(%s, %s, %s::bigint[], %s::bigint[], %s::text[], %s::integer[], %s::text[], "
         "%s::text[], %s::float8[], %s, %s)",
-        (group, handler, *map(list, zip(*columns, strict=True)), max_attempts, worker),
+        (queue, handler, *map(list, zip(*columns, strict=True)), max_attempts, worker),
         only_value,
     )
 
 
-def _verdict(outcome: Outcome) -> tuple[str, str | None, float | None]:
+def _outcome_parts(outcome: Outcome) -> tuple[str, str | None, float | None]:
     match outcome:
         case None:
             return "done", None, None
         case Retry():
-            return "retry", _told(outcome.reason), None if outcome.after is None else outcome.after.total_seconds()
+            return (
+                "retry",
+                _error_text(outcome.reason),
+                None if outcome.after is None else outcome.after.total_seconds(),
+            )
         case Dead():
-            return "dead", _told(outcome.reason), None
+            return "dead", _error_text(outcome.reason), None
         case Snooze():
             return "release", None, None if outcome.after is None else outcome.after.total_seconds()
 
 
 def retry_later(
-    group: str,
+    queue: str,
     subscription_id: int,
     *,
     handler: str,
@@ -191,10 +189,10 @@ def retry_later(
     error: str | None = None,
     max_attempts: int | None = None,
 ) -> Call[bool]:
-    """Have one handler of one subscription get an event again; False if its tries are used up."""
+    """Schedule a retry of an event for one handler of one subscription; False if its attempts are used up."""
     return Call(
         "select headwater.retry_later(%s, %s, %s, %s, %s, %s, %s, %s)",
-        (group, subscription_id, handler, position, attempt, delay_seconds, _told(error), max_attempts),
+        (queue, subscription_id, handler, position, attempt, delay_seconds, _error_text(error), max_attempts),
         only_value,
     )
 
@@ -214,7 +212,7 @@ def watch_table(
     columns: Sequence[str] | None = None,
     when_changed: Sequence[str] | None = None,
 ) -> Call[str]:
-    """Publish what happens to a table; the answer is the topic."""
+    """Publish the changes of a table; returns the topic."""
     return Call(
         "select headwater.watch_table(to_regclass(%s), %s, %s, %s, %s, %s, %s::text[], %s::text[])",
         (

@@ -1,1 +1,1 @@
-"""Change capture: what pgoutput says, a slot to read it from, and snapshots that fit to it."""
+"""Change data capture: the pgoutput decoder, replication slots, and snapshots consistent with the changes."""

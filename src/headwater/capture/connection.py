@@ -1,4 +1,4 @@
-"""Connections whose texts are always the same, and results that come as Arrow without being held in memory."""
+"""Connections with pinned session settings, and query results streamed as Arrow record batches."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import pyarrow as pa
 from psycopg import conninfo
 
 adbc_driver_postgresql: Any = None
-with suppress(ImportError):  # slower without
+with suppress(ImportError):  # optional: `stream` falls back to psycopg, which is slower
     import adbc_driver_manager
     import adbc_driver_postgresql  # type: ignore[no-redef]
     from adbc_driver_manager import AdbcConnection, AdbcStatement
 
-    # Of the plain driver, not of its `dbapi`, whose import takes a second and whose reader loses SQLSTATEs.
+    # The plain driver, because importing `dbapi` takes a second and its reader loses SQLSTATEs.
     from adbc_driver_manager._reader import AdbcRecordBatchReader
 
-# The text of a value must not depend on whose session reads it; and no limit meant for applications ends a long read.
+# The text of a value must not depend on role or database defaults, and application timeouts must not end a long read.
 SESSION: Final = (
     "-c datestyle=ISO -c intervalstyle=iso_8601 -c timezone=UTC -c extra_float_digits=1 "
     "-c bytea_output=hex -c lc_monetary=C -c client_min_messages=warning "
@@ -31,7 +31,7 @@ SESSION: Final = (
 BATCH_BYTES: Final = 4 << 20
 BATCH_ROWS: Final = 20_000
 _CONNECT_SECONDS: Final = 30
-_KINDS: Final = {
+_ERRORS_BY_SQLSTATE: Final = {
     kind.sqlstate: kind
     for kind in (
         psycopg.errors.ObjectInUse,
@@ -44,8 +44,8 @@ _KINDS: Final = {
 }
 
 
-def fixed(dsn: str) -> str:
-    """The same connection with every setting fixed that the text of a value depends on."""
+def pin_settings(dsn: str) -> str:
+    """Return the DSN with every setting pinned that affects the text form of values."""
     given = conninfo.conninfo_to_dict(dsn)
     return conninfo.make_conninfo(
         dsn,
@@ -57,15 +57,14 @@ def fixed(dsn: str) -> str:
 
 
 def connect(dsn: str) -> psycopg.Connection[tuple[Any, ...]]:
-    """A connection in autocommit."""
-    return psycopg.connect(fixed(dsn), autocommit=True)
+    """Open a connection in autocommit mode."""
+    return psycopg.connect(pin_settings(dsn), autocommit=True)
 
 
 def stream(dsn: str, query: str, *, before: Sequence[str] = ()) -> Generator[Any]:
-    """The result as RecordBatches, one at a time, in one transaction with the statements `before` it.
+    """Yield the result as RecordBatches, in one transaction with the statements in `before`, which run first.
 
-    Values must be bytes or texts.
-    Errors are psycopg's, whichever driver is there.
+    Columns must be bytea or text. Errors are psycopg's, whichever driver is installed.
     """
     if adbc_driver_postgresql is None:
         return _stream_rows(dsn, query, before)
@@ -74,16 +73,16 @@ def stream(dsn: str, query: str, *, before: Sequence[str] = ()) -> Generator[Any
 
 @lru_cache(maxsize=8)
 def arrow_database(conninfo: str, process: int) -> Any:
-    """A driver for this address, for this process to keep: to make one costs the look-up of all types, 50 ms.
+    """The ADBC driver for this address, cached per process: creating one looks up all types and takes 50 ms.
 
-    It holds no connection, so a server that restarts is no matter to it.
+    It holds no connection, so it survives a server restart.
     """
     return adbc_driver_postgresql.connect(conninfo)
 
 
 def _stream_arrow(dsn: str, query: str, before: Sequence[str]) -> Generator[Any]:
     try:
-        with AdbcConnection(arrow_database(fixed(dsn), os.getpid())) as connection:
+        with AdbcConnection(arrow_database(pin_settings(dsn), os.getpid())) as connection:
             connection.set_autocommit(not before)
             for statement in before:
                 with AdbcStatement(connection) as first:
@@ -95,12 +94,12 @@ def _stream_arrow(dsn: str, query: str, before: Sequence[str]) -> Generator[Any]
                 handle, _ = reading.execute_query()
                 yield from AdbcRecordBatchReader._import_from_c(handle.address)
     except adbc_driver_manager.Error as error:
-        kind = _KINDS.get(error.sqlstate or "", psycopg.OperationalError)
+        kind = _ERRORS_BY_SQLSTATE.get(error.sqlstate or "", psycopg.OperationalError)
         raise kind(str(error)) from error
 
 
 def _stream_rows(dsn: str, query: str, before: Sequence[str]) -> Generator[Any]:
-    with psycopg.connect(fixed(dsn)) as connection:
+    with psycopg.connect(pin_settings(dsn)) as connection:
         for statement in before:
             connection.execute(statement.encode())
         with connection.cursor("headwater_capture", binary=True) as cursor:

@@ -1,4 +1,4 @@
-"""What the tables of a publication look like now: their columns, and what identifies their rows."""
+"""The current columns and keys of the tables in a publication."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PublishedColumn:
 
 @dataclass(frozen=True, slots=True)
 class PublishedTable:
-    """A published table. `is_whole` unless the publication leaves out some of its columns or rows."""
+    """A published table. `is_whole` is false if the publication leaves out some of its columns or rows."""
 
     schema: str
     name: str
@@ -42,12 +42,12 @@ class PublishedTable:
 
 
 def published_tables(connection: psycopg.Connection[Any], publication: str) -> list[PublishedTable]:
-    """The tables of a publication, by their names."""
+    """The tables of a publication, in the order of their names."""
     with connection.cursor(row_factory=class_row(PublishedColumn)) as cursor:
         found = cursor.execute(query("published_columns"), {"publication": publication}).fetchall()
     tables = []
-    for (schema, name), group in groupby(found, lambda column: (column.schema_name, column.table_name)):
-        columns = list(group)
+    for (schema, name), members in groupby(found, lambda column: (column.schema_name, column.table_name)):
+        columns = list(members)
         tables.append(
             PublishedTable(
                 schema,

@@ -1,7 +1,7 @@
-"""Postgres text values to JSON, a whole column at a time. No I/O here.
+"""Convert Postgres text values to JSON, a whole column at a time. No I/O.
 
-A change and a row of a snapshot are written by the same functions here, so that equal rows give equal text.
-What sessions must be set to for that is in `connection.SESSION`.
+Changes and snapshot rows use the same functions, so that equal rows give equal text.
+This requires the session settings in `connection.SESSION`.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 Bytes: TypeAlias = "npt.NDArray[np.uint8]"
-Places: TypeAlias = "npt.NDArray[np.int64]"
+Integers: TypeAlias = "npt.NDArray[np.int64]"
 Flags: TypeAlias = "npt.NDArray[np.bool_]"
 
 
 class Form(Enum):
-    """How the text of a type becomes JSON."""
+    """How the text form of a type is converted to JSON."""
 
-    AS_IS = "the text is JSON already"
-    FLOAT = "a number, but NaN and the infinities are texts"
+    AS_IS = "unchanged: the text is valid JSON"
+    FLOAT = "a number; NaN and the infinities become strings"
     BOOLEAN = "t and f become true and false"
-    TIMESTAMP = "a text with a T between date and time"
-    TIMESTAMPTZ = "the same, in UTC, with a Z behind"
-    TEXT = "a text"
+    TIMESTAMP = "a string with a T between date and time"
+    TIMESTAMPTZ = "a string with a T between date and time, in UTC, with the suffix Z"
+    TEXT = "a string"
 
 
 # Built-in types by oid. Oids below 10,000 never change their meaning.
@@ -59,17 +59,17 @@ _FORMS: Final[Mapping[str, Form]] = {
 
 
 def form_of(type_name: str) -> Form:
-    """The form of a type by its name; of what is not known here, its text."""
+    """The form of a type by its name; TEXT for types not listed here."""
     return _FORMS.get(type_name, Form.TEXT)
 
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """The values of one column: where in `data` each one lies, in rising order, and which are null."""
+    """The values of one column: their offsets in `data`, in ascending order, and which are not null."""
 
     data: Bytes
-    starts: Places
-    ends: Places
+    starts: Integers
+    ends: Integers
     valid: Flags
 
     def __len__(self) -> int:
@@ -77,41 +77,44 @@ class Cells:
 
 
 @dataclass(frozen=True, slots=True)
-class Rendered:
-    """One column as JSON values; `quoted` if the quotes still have to be put around each."""
+class JsonColumn:
+    """One column as JSON values. If `quoted`, each value still needs quotes around it."""
 
     values: Any  # a string array; null where the value is
     quoted: bool
 
-    def take(self, rows: Places) -> Rendered:
-        return Rendered(self.values.take(pa.array(rows)), self.quoted)
+    def take(self, rows: Integers) -> JsonColumn:
+        return JsonColumn(self.values.take(pa.array(rows)), self.quoted)
 
 
 def cells_of(values: Any) -> Cells:
-    """The cells of an Arrow array of texts or bytes."""
+    """The cells of an Arrow string or binary array."""
     validity, offsets, data = values.buffers()
-    places = np.frombuffer(offsets, np.int32)[values.offset : values.offset + len(values) + 1].astype(np.int64)
+    value_offsets = np.frombuffer(offsets, np.int32)[values.offset : values.offset + len(values) + 1].astype(np.int64)
     valid = np.ones(len(values), np.bool_) if validity is None else values.is_valid().to_numpy(zero_copy_only=False)
     return Cells(
-        np.frombuffer(data, np.uint8) if data is not None else np.zeros(0, np.uint8), places[:-1], places[1:], valid
+        np.frombuffer(data, np.uint8) if data is not None else np.zeros(0, np.uint8),
+        value_offsets[:-1],
+        value_offsets[1:],
+        valid,
     )
 
 
-def render(cells: Cells, form: Form) -> Rendered:
-    """The JSON value of each cell."""
+def render(cells: Cells, form: Form) -> JsonColumn:
+    """Convert each cell to its JSON value."""
     if form is Form.AS_IS:
-        return Rendered(_gather(cells), quoted=False)
+        return JsonColumn(_gather(cells), quoted=False)
     if form is Form.BOOLEAN:
-        return Rendered(_booleans(cells), quoted=False)
+        return JsonColumn(_booleans(cells), quoted=False)
     if form is Form.FLOAT:
-        return Rendered(_floats(cells), quoted=False)
+        return JsonColumn(_floats(cells), quoted=False)
     if form is Form.TEXT:
         return _quoted(_escaped(_gather(cells)))
     return _quoted(_timestamps(cells, in_utc=form is Form.TIMESTAMPTZ))
 
 
-def objects(names: Sequence[str], columns: Sequence[Rendered], count: int) -> Any:
-    """One JSON object for each row, with these names and values."""
+def objects(names: Sequence[str], columns: Sequence[JsonColumn], count: int) -> Any:
+    """Build one JSON object for each row, with these names and values."""
     if not names:
         return pa.array(["{}"] * count, pa.string())
     parts: list[Any] = []
@@ -127,14 +130,14 @@ def objects(names: Sequence[str], columns: Sequence[Rendered], count: int) -> An
     try:
         joined.validate(full=True)
     except pa.ArrowInvalid:
-        # Only a database in SQL_ASCII can hold bytes that are no text in any encoding.
+        # Only a database with encoding SQL_ASCII can hold bytes that are not valid UTF-8.
         texts = [text.decode("utf-8", "replace") for text in joined.cast(pa.binary()).to_pylist()]
         return pa.array(texts, pa.string())
     return joined
 
 
 def _gather(cells: Cells) -> Any:
-    """The cells side by side. Offsets that also span what lies between two values make Arrow do the copying."""
+    """Copy the cells into one contiguous array. Arrow does the copying: the gaps become values that are not taken."""
     count = len(cells)
     if not count:
         return pa.array([], pa.string())
@@ -148,19 +151,19 @@ def _gather(cells: Cells) -> Any:
     return spans.take(pa.array(wanted, mask=~cells.valid))
 
 
-def _bytes_of(values: Any) -> tuple[Bytes, Places]:
-    """The bytes and the offsets of a string array that starts at its buffers' beginning."""
+def _bytes_of(values: Any) -> tuple[Bytes, Integers]:
+    """The bytes and offsets of a string array whose offset is 0."""
     _, offsets, data = values.buffers()
-    places = np.frombuffer(offsets, np.int32)[: len(values) + 1].astype(np.int64)
-    held = np.frombuffer(data, np.uint8)[: places[-1]] if data is not None else np.zeros(0, np.uint8)
-    return held, places
+    value_offsets = np.frombuffer(offsets, np.int32)[: len(values) + 1].astype(np.int64)
+    held = np.frombuffer(data, np.uint8)[: value_offsets[-1]] if data is not None else np.zeros(0, np.uint8)
+    return held, value_offsets
 
 
-def _quoted(values: Any) -> Rendered:
+def _quoted(values: Any) -> JsonColumn:
     if not values.null_count:
-        return Rendered(values, quoted=True)
+        return JsonColumn(values, quoted=True)
     quote, nothing = pa.scalar('"', pa.string()), pa.scalar("", pa.string())
-    return Rendered(pc.binary_join_element_wise(quote, values, quote, nothing), quoted=False)
+    return JsonColumn(pc.binary_join_element_wise(quote, values, quote, nothing), quoted=False)
 
 
 _TO_ESCAPE: Final[Bytes] = np.zeros(256, np.uint8)
@@ -173,7 +176,7 @@ def _escaped(values: Any) -> Any:
     found = data[_TO_ESCAPE[data].view(np.bool_)]
     if not len(found):
         return values
-    # The backslash first: the other ones bring their own.
+    # The backslash first, because the other escapes contain backslashes.
     for code in sorted(set(np.unique(found).tolist()), key=lambda code: code != 0x5C):
         values = pc.replace_substring(values, pattern=chr(code), replacement=json.dumps(chr(code))[1:-1])
     return values
@@ -189,7 +192,7 @@ def _floats(cells: Cells) -> Any:
     values = _gather(cells)
     if not len(cells.data):
         return values
-    # NaN and Infinity are the only texts of a float that end in a letter.
+    # NaN and Infinity are the only float values whose text ends in a letter.
     last = cells.data[np.maximum(cells.ends, 1) - 1]
     if not ((last >= ord("a")) & cells.valid & (cells.ends > cells.starts) | (last == ord("N")) & cells.valid).any():
         return values
@@ -207,19 +210,19 @@ def _timestamps(cells: Cells, *, in_utc: bool) -> Any:
         zoned &= cells.valid & (ends - cells.starts > 3)
         ends = np.where(zoned, ends - 2, ends)
     values = _gather(Cells(data, cells.starts, ends, cells.valid))
-    held, places = _bytes_of(values)
+    held, value_offsets = _bytes_of(values)
     if not len(held):
         return values
     held = held.copy()
     if zoned.any():
-        held[places[1:][zoned] - 1] = ord("Z")
-    long = places[1:] - places[:-1] > 10
-    between = places[:-1][long] + 10
+        held[value_offsets[1:][zoned] - 1] = ord("Z")
+    long = value_offsets[1:] - value_offsets[:-1] > 10
+    between = value_offsets[:-1][long] + 10
     spaces = held[between] == ord(" ")
     held[between[spaces]] = ord("T")
     nulls, offsets, _ = values.buffers()
     values = pa.StringArray.from_buffers(len(values), offsets, pa.py_buffer(held), nulls, values.null_count)
     if spaces.all():
         return values
-    # Years of five digits have their space further on.
+    # Years with five or more digits have their space further right.
     return pc.replace_substring_regex(values, pattern=r"^(-?\d{5,}-\d\d-\d\d) ", replacement=r"\1T")

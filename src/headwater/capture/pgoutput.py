@@ -1,6 +1,7 @@
-"""What pgoutput says, protocol 1: bytes to changes, a batch at a time. No I/O here.
+"""Decoder for pgoutput, protocol version 1: message bytes to changes, a batch at a time. No I/O.
 
-A batch of messages is taken apart column by column with numpy; nothing here runs once per change.
+`Slot.read` feeds it batches of messages. Each batch is decoded column by column with numpy: no Python code runs once
+per change. State kept between batches: the open transaction, and the last Relation and Type message of each oid.
 The format: https://www.postgresql.org/docs/current/protocol-logicalrep-message-formats.html
 """
 
@@ -14,13 +15,20 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 
-from headwater.capture.json_text import TYPE_NAMES, Bytes, Places
+from headwater.capture.json_text import TYPE_NAMES, Bytes, Integers
 from headwater.capture.relation import Column, Relation
-from headwater.capture.row_images import Lists, MalformedMessage, Messages, Numbers, Scattered, write_images
+from headwater.capture.row_images import (
+    IntegerReader,
+    MalformedMessage,
+    MessageBatch,
+    NameListBuilder,
+    TextColumnBuilder,
+    write_images,
+)
 
 SCHEMA: Final = pa.schema(
     [
-        ("id", pa.string()),  # commit LSN and sequence, of fixed width: sorts as the changes do
+        ("id", pa.string()),  # commit LSN and sequence, of fixed width: sorts like the changes
         ("xid", pa.int64()),
         ("commit_lsn", pa.int64()),
         ("committed_at", pa.timestamp("us", "UTC")),
@@ -29,15 +37,15 @@ SCHEMA: Final = pa.schema(
         ("table", pa.string()),
         ("operation", pa.string()),  # insert, update, delete, truncate
         ("key", pa.string()),  # JSON; null for a table without a key
-        ("before", pa.string()),  # JSON: the whole row or its key, as the replica identity allows; else null
+        ("before", pa.string()),  # JSON: the whole row or its key, depending on the replica identity; else null
         ("after", pa.string()),  # JSON, without the columns in `unchanged`; null for delete and truncate
-        ("unchanged", pa.list_(pa.string())),  # large values that were not touched, and so not logged
+        ("unchanged", pa.list_(pa.string())),  # TOASTed values that the update did not modify and so did not log
         ("columns_hash", pa.string()),  # changes when the table's columns do
-        ("columns", pa.string()),  # JSON: what the columns are; on the first change of each hash in a read
+        ("columns", pa.string()),  # JSON: description of the columns; on the first change of each hash in a read
     ]
 )
 
-OPERATIONS: Final = ("delete", "insert", "truncate", "update")  # as the letters of their messages sort
+OPERATIONS: Final = ("delete", "insert", "truncate", "update")  # in the order of their message letters
 _EPOCH_MICROSECONDS: Final = 946_684_800_000_000  # 2000-01-01, from 1970
 _KEY_FLAG: Final = 1
 
@@ -46,7 +54,7 @@ __all__ = ["OPERATIONS", "SCHEMA", "Decoder", "MalformedMessage", "change_ids"]
 
 @dataclass(frozen=True, slots=True)
 class _Transaction:
-    """The transaction that a batch ended in the middle of."""
+    """The transaction that is still open at the end of a batch."""
 
     xid: int
     commit_lsn: int
@@ -58,10 +66,11 @@ _NO_TRANSACTION: Final = _Transaction(xid=0, commit_lsn=-1, committed_at=0, chan
 
 
 class Decoder:
-    """Takes the messages of one read in batches of any size; gives the changes of transactions that committed at
-    `start` or later and before `end`. Relations are learned from all of them.
+    """Decodes the messages of one read, in batches of any size.
 
-    `primary_keys` names the key of tables with replica identity FULL, whose messages do not tell it.
+    It returns the changes of transactions that committed at `start` or later and before `end`; Relation messages are
+    processed in all transactions. `primary_keys` gives the key of tables with replica identity FULL, whose messages
+    do not contain it.
     """
 
     def __init__(
@@ -76,7 +85,7 @@ class Decoder:
         self._described: set[str] = set()
 
     def decode(self, messages: Any) -> Any:
-        """The changes in this batch of messages (an Arrow array of bytes), as a RecordBatch of SCHEMA."""
+        """Decode a batch of messages (an Arrow binary array) into a RecordBatch of SCHEMA."""
         count = len(messages)
         if not count:
             return _nothing()
@@ -85,9 +94,9 @@ class Decoder:
         bounds = np.frombuffer(offset_buffer, np.int32)[messages.offset : messages.offset + count + 1].astype(np.int64)
         at, stop = bounds[:-1], bounds[1:]
         if (stop <= at).any():
-            raise MalformedMessage("an empty message")
+            raise MalformedMessage("empty message")
         kinds = data[at]
-        numbers = Numbers(data)
+        numbers = IntegerReader(data)
 
         before = self._open or _NO_TRANSACTION
         begins = kinds == ord("B")
@@ -112,7 +121,7 @@ class Decoder:
         first[0] -= before.changes
         sequence = np.arange(len(rows)) - first[transactions]
         batch = self._assemble(
-            Messages(data, at, stop, kinds, numbers),
+            MessageBatch(data, at, stop, kinds, numbers),
             rows,
             relation_ids,
             learned,
@@ -126,12 +135,12 @@ class Decoder:
         return batch
 
     def finish(self) -> None:
-        """Check that the read ended between two transactions."""
+        """Check that the read ended at a transaction boundary."""
         if self._open is not None:
             raise MalformedMessage("the messages ended in the middle of a transaction")
 
     def _remember(
-        self, kinds: Bytes, lsns: Places, times: Places, xids: Places, changes: Places, before: _Transaction
+        self, kinds: Bytes, lsns: Integers, times: Integers, xids: Integers, changes: Integers, before: _Transaction
     ) -> None:
         last_begin = int(np.flatnonzero(kinds == ord("B"))[-1]) if len(lsns) > 1 else -1
         commits = np.flatnonzero(kinds == ord("C"))
@@ -141,15 +150,15 @@ class Decoder:
             done = int(changes[-1]) + (before.changes if len(lsns) == 1 else 0)
             self._open = _Transaction(int(xids[-1]), int(lsns[-1]), int(times[-1]), done)
 
-    def _learn(self, data: Bytes, at: Places, stop: Places, kinds: Bytes) -> dict[int, list[tuple[int, Relation]]]:
-        """The relations described in this batch: for each oid, from which message on which holds."""
+    def _learn(self, data: Bytes, at: Integers, stop: Integers, kinds: Bytes) -> dict[int, list[tuple[int, Relation]]]:
+        """The relations described in this batch: for each oid, the message index from which each version applies."""
         learned: dict[int, list[tuple[int, Relation]]] = {}
         for index in np.flatnonzero((kinds == ord("R")) | (kinds == ord("Y"))).tolist():
             message = data[at[index] : stop[index]].tobytes()
             if message[:1] == b"Y":
                 (oid,) = struct.unpack_from(">I", message, 1)
                 _, name, _ = message[5:].split(b"\0")
-                # For a domain this is the name of the type below it.
+                # For a domain this is the name of its base type.
                 self._types[oid] = name.decode()
                 continue
             relation = self._relation(message)
@@ -164,21 +173,21 @@ class Decoder:
         schema, table, rest = message[5:].split(b"\0", 2)
         identity = chr(rest[0])
         (count,) = struct.unpack_from(">h", rest, 1)
-        columns, place = [], 3
+        columns, offset = [], 3
         for _ in range(count):
-            flags = rest[place]
-            end = rest.index(b"\0", place + 1)
+            flags = rest[offset]
+            end = rest.index(b"\0", offset + 1)
             type_oid, modifier = struct.unpack_from(">Ii", rest, end + 1)
             columns.append(
                 Column(
-                    rest[place + 1 : end].decode(),
+                    rest[offset + 1 : end].decode(),
                     type_oid,
                     self._types.get(type_oid) or TYPE_NAMES.get(type_oid) or f"oid {type_oid}",
                     modifier,
                     bool(flags & _KEY_FLAG),
                 )
             )
-            place = end + 9
+            offset = end + 9
         name = (schema.decode() or "pg_catalog", table.decode())
         if identity == "f":
             named = self._primary_keys.get(name, ())
@@ -190,23 +199,23 @@ class Decoder:
 
     def _assemble(
         self,
-        batch: Messages,
-        rows: Places,
-        relation_ids: Places,
+        batch: MessageBatch,
+        rows: Integers,
+        relation_ids: Integers,
         learned: Mapping[int, list[tuple[int, Relation]]],
-        transactions: Places,
-        sequence: Places,
-        lsns: Places,
-        times: Places,
-        xids: Places,
+        transactions: Integers,
+        sequence: Integers,
+        lsns: Integers,
+        times: Integers,
+        xids: Integers,
     ) -> Any:
         count = len(rows)
         if not count:
             return _nothing()
         relations: list[Relation] = []
         relation_of = np.empty(count, np.int64)
-        keys, befores, afters = Scattered(count), Scattered(count), Scattered(count)
-        unchanged = Lists(count)
+        keys, befores, afters = TextColumnBuilder(count), TextColumnBuilder(count), TextColumnBuilder(count)
+        unchanged = NameListBuilder(count)
         for relation, members in self._by_relation(rows, relation_ids, learned):
             relation_of[members] = len(relations)
             relations.append(relation)
@@ -220,7 +229,7 @@ class Decoder:
         operations = np.searchsorted(np.frombuffer(b"DITU", np.uint8), batch.kinds[rows])
         commit_lsns = lsns[transactions]
 
-        def spread(texts: Sequence[str], which: Places) -> Any:
+        def spread(texts: Sequence[str], which: Integers) -> Any:
             return pa.array(texts, pa.string()).take(pa.array(which))
 
         return pa.RecordBatch.from_arrays(
@@ -244,21 +253,21 @@ class Decoder:
         )
 
     def _by_relation(
-        self, rows: Places, relation_ids: Places, learned: Mapping[int, list[tuple[int, Relation]]]
-    ) -> Iterator[tuple[Relation, Places]]:
-        """The changes of each relation as it was then: the relation and their numbers."""
+        self, rows: Integers, relation_ids: Integers, learned: Mapping[int, list[tuple[int, Relation]]]
+    ) -> Iterator[tuple[Relation, Integers]]:
+        """Each version of each relation with the indexes of its changes."""
         same = bool((relation_ids == relation_ids[0]).all())
         for oid in [int(relation_ids[0])] if same else np.unique(relation_ids).tolist():
             members = np.arange(len(rows)) if same else np.flatnonzero(relation_ids == oid)
             history = learned.get(oid)
             if history is None:
                 if oid not in self._relations:
-                    raise MalformedMessage(f"a change of table {oid}, which was never described")
+                    raise MalformedMessage(f"change of table {oid} without a Relation message")
                 yield self._relations[oid], members
                 continue
             version = np.searchsorted(np.array([index for index, _ in history]), rows[members]) - 1
             if (version < 0).any():
-                raise MalformedMessage(f"a change of table {oid} before its description")
+                raise MalformedMessage(f"change of table {oid} before its Relation message")
             for number in np.unique(version).tolist():
                 yield history[number][1], members[version == number]
 
@@ -268,11 +277,11 @@ def _nothing() -> Any:
 
 
 def _spread_truncates(
-    numbers: Numbers, at: Places, kinds: Bytes, rows: Places, relation_ids: Places
-) -> tuple[Places, Places]:
-    """One TRUNCATE of several tables is one change of each."""
+    numbers: IntegerReader, at: Integers, kinds: Bytes, rows: Integers, relation_ids: Integers
+) -> tuple[Integers, Integers]:
+    """Expand a TRUNCATE of several tables into one change per table."""
     truncates = kinds[rows] == ord("T")
-    repeats = np.where(truncates, relation_ids, 1)  # where a row has its table, a truncate has how many
+    repeats = np.where(truncates, relation_ids, 1)  # a Truncate message has the number of tables in this field
     spread = np.repeat(np.arange(len(rows)), repeats)
     nth = np.arange(len(spread)) - (np.cumsum(repeats) - repeats)[spread]
     oids = np.where(truncates[spread], numbers.oid(at[rows[spread]] + 6 + 4 * nth), relation_ids[spread])
@@ -283,8 +292,8 @@ _HEX: Final[Bytes] = np.frombuffer(b"0123456789abcdef", np.uint8)
 _ID_WIDTH: Final = 25
 
 
-def change_ids(commit_lsns: Places, sequence: Places) -> Any:
-    """The id of each change: its commit's LSN, a hyphen and its sequence, in hexadecimal of fixed width."""
+def change_ids(commit_lsns: Integers, sequence: Integers) -> Any:
+    """The id of each change: commit LSN, hyphen, sequence, in hexadecimal of fixed width."""
     count = len(sequence)
     text = np.empty((count, _ID_WIDTH), np.uint8)
     for digits, column, numbers in ((16, 0, commit_lsns), (8, 17, sequence)):

@@ -1,4 +1,4 @@
-"""What capture asks of Postgres: one .sql file for each question."""
+"""Loads the SQL queries of change capture, one .sql file each."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from psycopg import sql
 
 @cache
 def query(name: str) -> LiteralString:
-    """The text of a query, by the name of its file. Such a text is part of the program."""
+    """The text of a query, by the name of its file."""
     folder = resources.files(__package__) / "sql"
     return (folder / f"{name}.sql").read_text()
 
 
-def filled(name: str, **parts: sql.Composable) -> str:
-    """A query with its {parts} put in, for what takes no parameters."""
+def fill_query(name: str, **parts: sql.Composable) -> str:
+    """A query with its {parts} fill_query in, for statements that do not accept parameters."""
     return sql.SQL(query(name)).format(**parts).as_string(None)

@@ -1,4 +1,4 @@
-"""A table as pgoutput describes it. No I/O here."""
+"""A table as pgoutput describes it. No I/O."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """A table as it was when the changes that follow were made."""
+    """A version of a table: it applies to the changes that follow its Relation message."""
 
     oid: int
     schema: str
     table: str
     identity: str  # d: default, n: nothing, f: full, i: index
     columns: tuple[Column, ...]
-    key: tuple[int, ...]  # which columns tell a row from all others; empty if none do
+    key: tuple[int, ...]  # indexes of the columns that identify a row; empty if there is no key
     description: str = field(init=False)
     columns_hash: str = field(init=False)
 

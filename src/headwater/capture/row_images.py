@@ -1,4 +1,4 @@
-"""The rows in messages: taken apart column by column, and written as JSON. No I/O here."""
+"""Row images in pgoutput messages: split into columns and converted to JSON. No I/O."""
 
 from __future__ import annotations
 
@@ -9,130 +9,130 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from headwater.capture.json_text import Bytes, Cells, Flags, Places, Rendered, objects, render
+from headwater.capture.json_text import Bytes, Cells, Flags, Integers, JsonColumn, objects, render
 from headwater.capture.relation import Relation
 
 
 class MalformedMessage(ValueError):
-    """The bytes are not what pgoutput's protocol 1 says they are."""
+    """The bytes do not follow pgoutput's protocol version 1."""
 
 
-class Numbers:
-    """Numbers anywhere in a buffer, in network order."""
+class IntegerReader:
+    """Reads big-endian integers at any offsets of a buffer."""
 
     def __init__(self, data: Bytes) -> None:
         self._data = data
 
-    def _at(self, places: Places, kind: str, width: int) -> Places:
-        if not len(places):
+    def _at(self, offsets: Integers, kind: str, width: int) -> Integers:
+        if not len(offsets):
             return np.zeros(0, np.int64)
         if len(self._data) < width:
-            raise MalformedMessage("a message that ends too early")
-        # Each byte starts a number; what lies past the end is asked for only where nothing is used of it.
+            raise MalformedMessage("truncated message")
+        # A view in which a number starts at each byte. Offsets past the end are clamped; callers ignore those results.
         view: Any = np.ndarray((len(self._data) - width + 1,), kind, self._data.data, strides=(1,))
-        return np.asarray(view[np.minimum(places, len(view) - 1)], np.int64)
+        return np.asarray(view[np.minimum(offsets, len(view) - 1)], np.int64)
 
-    def int16(self, places: Places) -> Places:
-        return self._at(places, ">i2", 2)
+    def int16(self, offsets: Integers) -> Integers:
+        return self._at(offsets, ">i2", 2)
 
-    def int32(self, places: Places) -> Places:
-        return self._at(places, ">i4", 4)
+    def int32(self, offsets: Integers) -> Integers:
+        return self._at(offsets, ">i4", 4)
 
-    def oid(self, places: Places) -> Places:
-        return self._at(places, ">u4", 4)
+    def oid(self, offsets: Integers) -> Integers:
+        return self._at(offsets, ">u4", 4)
 
-    def int64(self, places: Places) -> Places:
-        return self._at(places, ">i8", 8)
+    def int64(self, offsets: Integers) -> Integers:
+        return self._at(offsets, ">i8", 8)
 
 
 @dataclass(frozen=True, slots=True)
-class Messages:
-    """A batch of messages."""
+class MessageBatch:
+    """A batch of messages: their bytes, offsets and message types."""
 
     data: Bytes
-    at: Places
-    stop: Places
+    at: Integers
+    stop: Integers
     kinds: Bytes
-    numbers: Numbers
+    numbers: IntegerReader
 
 
 @dataclass(frozen=True, slots=True)
 class _Tuples:
-    """Rows of one relation: for each column what each row has there, and where."""
+    """Tuples of one relation: for each column, the kind of each value and its offsets in the data."""
 
     kinds: list[Bytes]
-    starts: list[Places]
-    ends: list[Places]
-    stops: Places
+    starts: list[Integers]
+    ends: list[Integers]
+    stops: Integers
 
 
-def _take_apart(batch: Messages, places: Places, columns: int) -> _Tuples:
-    """The tuples that start at these places."""
-    if not (batch.numbers.int16(places) == columns).all():
-        raise MalformedMessage("a row with another number of columns than its table")
-    place = places + 2
+def _split_tuples(batch: MessageBatch, offsets: Integers, columns: int) -> _Tuples:
+    """Split the tuples that start at these offsets into columns."""
+    if not (batch.numbers.int16(offsets) == columns).all():
+        raise MalformedMessage("the number of columns in a row differs from its Relation message")
+    offset = offsets + 2
     kinds, starts, ends = [], [], []
     last = len(batch.data) - 1
     for _ in range(columns):
-        if (place > last).any():
-            raise MalformedMessage("a row that ends too early")
-        kind = batch.data[place]
-        there = kind == ord("t")
-        if there.all():
-            start = place + 5
-            end = start + batch.numbers.int32(place + 1)
+        if (offset > last).any():
+            raise MalformedMessage("truncated row")
+        kind = batch.data[offset]
+        is_text = kind == ord("t")
+        if is_text.all():
+            start = offset + 5
+            end = start + batch.numbers.int32(offset + 1)
         else:
-            if not (there | (kind == ord("n")) | (kind == ord("u"))).all():
-                raise MalformedMessage("a value that is neither text, null nor unchanged")
-            start = place + np.where(there, 5, 1)
-            end = start + np.where(there, batch.numbers.int32(place + 1), 0)
+            if not (is_text | (kind == ord("n")) | (kind == ord("u"))).all():
+                raise MalformedMessage("invalid kind of value: expected text, null or unchanged")
+            start = offset + np.where(is_text, 5, 1)
+            end = start + np.where(is_text, batch.numbers.int32(offset + 1), 0)
         kinds.append(kind)
         starts.append(start)
         ends.append(end)
-        place = end
-    return _Tuples(kinds, starts, ends, place)
+        offset = end
+    return _Tuples(kinds, starts, ends, offset)
 
 
 def write_images(
     relation: Relation,
-    batch: Messages,
-    messages: Places,
-    members: Places,
-    keys: Scattered,
-    befores: Scattered,
-    afters: Scattered,
-    unchanged: Lists,
+    batch: MessageBatch,
+    messages: Integers,
+    members: Integers,
+    keys: TextColumnBuilder,
+    befores: TextColumnBuilder,
+    afters: TextColumnBuilder,
+    unchanged: NameListBuilder,
 ) -> None:
-    """The images of these changes of one relation, each written in its place."""
+    """Convert the row images of these changes of one relation to JSON and add them to the column builders."""
     rows = np.flatnonzero(batch.kinds[messages] != ord("T"))
     if not len(rows):
         return
     members, messages = members[rows], messages[rows]
     width = len(relation.columns)
     names = [column.name for column in relation.columns]
-    place = batch.at[messages] + 5
+    offset = batch.at[messages] + 5
     stop = batch.stop[messages]
-    if (place >= stop).any():
-        raise MalformedMessage("a change that ends too early")
-    marker = batch.data[place]
+    if (offset >= stop).any():
+        raise MalformedMessage("truncated change")
+    marker = batch.data[offset]
     has_old = np.flatnonzero(marker != ord("N"))
     has_new = np.flatnonzero(batch.kinds[messages] != ord("D"))
     whole = marker[has_old] == ord("O")
     if not (whole | (marker[has_old] == ord("K"))).all():
-        raise MalformedMessage("a change with neither an old nor a new row")
+        raise MalformedMessage("change with neither an old nor a new row")
 
     old: _Tuples | None = None
     if len(has_old):
-        old = _take_apart(batch, place[has_old] + 1, width)
-        place[has_old] = old.stops
-    new = _take_apart(batch, place[has_new] + 1, width) if len(has_new) else None
+        old = _split_tuples(batch, offset[has_old] + 1, width)
+        offset[has_old] = old.stops
+    new = _split_tuples(batch, offset[has_new] + 1, width) if len(has_new) else None
     if new is not None:
-        place[has_new] = new.stops
-    if (place != stop).any():
-        raise MalformedMessage("a change that does not end where its message does")
+        offset[has_new] = new.stops
+    if (offset != stop).any():
+        raise MalformedMessage("change that does not end at the end of its message")
 
     if old is not None:
-        rendered = _Columns(relation, batch.data, old)
+        rendered = _TupleColumns(relation, batch.data, old)
         everything, key_only = np.flatnonzero(whole), np.flatnonzero(~whole)
         identity = [number for number, column in enumerate(relation.columns) if column.in_identity]
         befores.put(members[has_old[everything]], rendered.objects(everything, range(width), names))
@@ -143,7 +143,7 @@ def write_images(
     if new is not None:
         if old is not None:
             _fill_unchanged(new, has_new, old, has_old)
-        rendered = _Columns(relation, batch.data, new)
+        rendered = _TupleColumns(relation, batch.data, new)
         for pattern, chosen in _patterns(new):
             shown = [number for number in range(width) if number not in pattern]
             key = [number for number in relation.key if number not in pattern]
@@ -154,8 +154,8 @@ def write_images(
                 unchanged.put(members[has_new[chosen]], [names[number] for number in pattern])
 
 
-def _fill_unchanged(new: _Tuples, has_new: Places, old: _Tuples, has_old: Places) -> None:
-    """A value that the new row leaves out as unchanged is taken from the old row, where that has it."""
+def _fill_unchanged(new: _Tuples, has_new: Integers, old: _Tuples, has_old: Integers) -> None:
+    """Take values that the new row omits as unchanged from the old row, if it has them."""
     both, in_new, in_old = np.intersect1d(has_new, has_old, assume_unique=True, return_indices=True)
     if not len(both):
         return
@@ -169,8 +169,8 @@ def _fill_unchanged(new: _Tuples, has_new: Places, old: _Tuples, has_old: Places
             new.ends[number][to] = old.ends[number][source]
 
 
-def _patterns(tuples: _Tuples) -> Iterator[tuple[tuple[int, ...], Places]]:
-    """Which columns are unchanged, and the rows where just these are."""
+def _patterns(tuples: _Tuples) -> Iterator[tuple[tuple[int, ...], Integers]]:
+    """Each set of unchanged columns, with the rows that have exactly this set."""
     count = len(tuples.stops)
     flags = {number: kind == ord("u") for number, kind in enumerate(tuples.kinds) if (kind == ord("u")).any()}
     if not flags:
@@ -183,16 +183,16 @@ def _patterns(tuples: _Tuples) -> Iterator[tuple[tuple[int, ...], Places]]:
         yield columns, np.flatnonzero(which.reshape(-1) == number)
 
 
-class _Columns:
-    """The columns of some rows as JSON values, each made when it is first needed."""
+class _TupleColumns:
+    """The columns of some rows as JSON values, each converted when it is first needed."""
 
     def __init__(self, relation: Relation, data: Bytes, tuples: _Tuples) -> None:
         self._relation = relation
         self._data = data
         self._tuples = tuples
-        self._rendered: dict[int, Rendered] = {}
+        self._rendered: dict[int, JsonColumn] = {}
 
-    def _column(self, number: int) -> Rendered:
+    def _column(self, number: int) -> JsonColumn:
         if number not in self._rendered:
             cells = Cells(
                 self._data,
@@ -203,7 +203,7 @@ class _Columns:
             self._rendered[number] = render(cells, self._relation.columns[number].form)
         return self._rendered[number]
 
-    def objects(self, rows: Places, columns: Sequence[int], names: Sequence[str]) -> Any:
+    def objects(self, rows: Integers, columns: Sequence[int], names: Sequence[str]) -> Any:
         if not len(rows):
             return pa.array([], pa.string())
         every = len(rows) == len(self._tuples.stops)
@@ -211,14 +211,14 @@ class _Columns:
         return objects([names[number] for number in columns], picked, len(rows))
 
 
-class Scattered:
-    """A text column that is filled piece by piece."""
+class TextColumnBuilder:
+    """Builds a text column from pieces in any order."""
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._pieces: list[tuple[Places, Any]] = []
+        self._pieces: list[tuple[Integers, Any]] = []
 
-    def put(self, members: Places, texts: Any) -> None:
+    def put(self, members: Integers, texts: Any) -> None:
         if len(members):
             self._pieces.append((members, texts))
 
@@ -236,14 +236,14 @@ class Scattered:
         return together.take(pa.array(source, mask=source < 0))
 
 
-class Lists:
-    """A column of lists of names, most of them empty."""
+class NameListBuilder:
+    """Builds a column of lists of names, most of them empty."""
 
     def __init__(self, count: int) -> None:
         self._which = np.zeros(count, np.int64)
         self._lists: list[list[str]] = [[]]
 
-    def put(self, members: Places, names: list[str]) -> None:
+    def put(self, members: Integers, names: list[str]) -> None:
         self._which[members] = len(self._lists)
         self._lists.append(names)
 

@@ -1,4 +1,8 @@
-"""Consistent snapshots of tables: one point in time, read in ranges side by side, that fits to the changes."""
+"""Consistent snapshots of tables, read in parallel ranges of blocks and consistent with the captured changes.
+
+Steps: `open_snapshot` exports a Postgres snapshot and keeps it open; `plan` splits a table into chunks; `read` returns
+the rows of one chunk, in any process that can connect. A change is in the snapshot if its transaction is visible in it.
+"""
 
 from __future__ import annotations
 
@@ -24,25 +28,25 @@ SCHEMA: Final = pa.schema(
         ("schema", pa.string()),
         ("table", pa.string()),
         ("chunk", pa.int32()),
-        ("lsn", pa.int64()),  # where the server's log was just before the snapshot; for people, not for deciding
+        ("lsn", pa.int64()),  # end of the WAL just before the snapshot; informational, not for comparisons
         ("snapshot", pa.string()),  # xmin:xmax:xip, for `headwater.database.pg_snapshot`
         ("key", pa.string()),  # JSON; null for a table without a key
         ("row", pa.string()),  # JSON, the same text as in a change
         ("columns_hash", pa.string()),
-        ("columns", pa.string()),  # JSON: what the columns are; on the first row of a chunk
+        ("columns", pa.string()),  # JSON: description of the columns; on the first row of a chunk
     ]
 )
 
 CHUNK_BLOCKS: Final = 2048
 _OUTPUT_ROWS: Final = 20_000
-_LOOK_SECONDS: Final = 0.01
-# The oids that a type of the server's own may have.
+_POLL_SECONDS: Final = 0.01
+# Types below this oid are built in.
 _FIRST_NAMED_OID: Final = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One point in time. Others can read at it by its name, as long as whoever made it keeps it open."""
+    """An exported snapshot. Other processes can read at it by its name while its creator keeps it open."""
 
     name: str
     lsn: int
@@ -51,7 +55,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A range of the blocks of one table, or of one partition of it. Without an end it also takes what was added."""
+    """A range of blocks of one table or partition. Without an end it also covers blocks that were added later."""
 
     number: int
     leaf_schema: str
@@ -62,41 +66,41 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How to read one table at one snapshot. Holds no connection, so it can be sent anywhere."""
+    """How to read one table at one snapshot. Holds no connection, so it can be pickled."""
 
     snapshot: Snapshot
     relation: Relation
-    texts: tuple[str, ...]  # for each column, the SQL that gives the text pgoutput would send
+    texts: tuple[str, ...]  # for each column, the SQL expression for the text that pgoutput sends
     chunks: tuple[Chunk, ...]
     about_rows: int = 0
-    fingerprint: str = ""  # another one if rows may have moved or changed without a change of theirs
+    fingerprint: str = ""  # differs if rows may have moved or changed without a captured change
 
 
-class TableClaimed(Exception):
-    """Somebody else takes a snapshot of this table for all who want one."""
+class TableBusy(Exception):
+    """Another process is taking a snapshot of this table; its result serves everyone."""
 
 
 @contextmanager
 def open_snapshot(
     dsn: str, tables: Sequence[str], *, claimed: bool = False, commit_seconds: float = 0.0
 ) -> Iterator[tuple[Snapshot, psycopg.Connection[Any]]]:
-    """A snapshot that stays open for the block. The tables keep their columns meanwhile.
+    """A snapshot that stays open for the block. The columns of the tables cannot change meanwhile.
 
-    With `claimed`, nobody else may have claimed one of the tables, or TableClaimed is raised. Transactions that are
-    just committing are waited for as long as `commit_seconds`: what is logged may be read from a slot, and sent
-    on, before a snapshot sees it.
+    With `claimed`, take an exclusive claim on each table; TableBusy if another process holds it. Wait up to
+    `commit_seconds` for transactions that are committing: a commit can be read from a slot, and published, before it
+    is visible to a snapshot.
     """
     with connect(dsn) as connection:
         names = [_find(connection, table) for table in tables]
         for oid, _, table, _ in names if claimed else ():
             claim = connection.execute(query("claim_table"), {"oid": oid}).fetchone()
             if claim is None or not claim[0]:
-                raise TableClaimed(table)
+                raise TableBusy(table)
         if commit_seconds > 0:
             _await_commits(connection, commit_seconds)
         lsn = current_lsn(connection)
         connection.execute("begin isolation level repeatable read, read only")
-        # The lock before the snapshot: a table that was rewritten after it would look empty.
+        # Lock before the snapshot: a table that is rewritten after the snapshot would look empty.
         for _, schema, table, _ in names:
             connection.execute(sql.SQL("lock table {} in access share mode").format(sql.Identifier(schema, table)))
         exported = connection.execute(query("snapshot")).fetchone()
@@ -114,12 +118,12 @@ def plan(
     table: str,
     *,
     chunk_blocks: int = CHUNK_BLOCKS,
-    most_chunks: int | None = None,
+    max_chunks: int | None = None,
     needs_key: bool = False,
 ) -> Plan:
-    """How to read a table at a snapshot that this connection has open.
+    """Plan the read of a table at a snapshot that this connection holds open.
 
-    Chunks are larger than `chunk_blocks` if there were more than about `most_chunks` of them otherwise.
+    Chunks are larger than `chunk_blocks` if there would otherwise be more than about `max_chunks` of them.
     """
     oid, schema, name, identity = _find(connection, table)
     quoted = sql.Identifier(schema, name).as_string(None)
@@ -136,12 +140,12 @@ def plan(
         texts.append(sql.SQL(shape).format(*[identifier] * shape.count("{}")).as_string(None))
     if needs_key and not key:
         raise CaptureRefused(
-            f"the table {quoted} has no key, and whoever reads this snapshot needs one",
+            f"the table {quoted} has no key, which this snapshot requires",
             hint="Give it a primary key, or a replica identity that uses a unique index.",
         )
     storage = connection.execute(query("table_storage"), {"table": quoted}).fetchall()
-    if most_chunks is not None:
-        chunk_blocks = max(chunk_blocks, -(-sum(blocks for _, _, blocks, _ in storage) // most_chunks))
+    if max_chunks is not None:
+        chunk_blocks = max(chunk_blocks, -(-sum(blocks for _, _, blocks, _ in storage) // max_chunks))
     fingerprint = connection.execute(query("table_fingerprint"), {"table": quoted}).fetchone()
     assert fingerprint is not None
     return Plan(
@@ -157,7 +161,7 @@ def plan(
 def plan_at(
     dsn: str, snapshot: Snapshot, table: str, *, chunk_blocks: int = CHUNK_BLOCKS, needs_key: bool = False
 ) -> Plan:
-    """How to read a table at a snapshot that another process has open."""
+    """Plan the read of a table at a snapshot that another process holds open."""
     with connect(dsn) as connection, connection.transaction():
         for statement in _at(snapshot):
             connection.execute(statement.encode())
@@ -165,45 +169,45 @@ def plan_at(
 
 
 def read(dsn: str, plan: Plan, chunk: Chunk) -> Iterator[Any]:
-    """The rows of one chunk, as RecordBatches of SCHEMA."""
+    """Yield the rows of one chunk, as RecordBatches of SCHEMA."""
     described = False
     for batch in stream(dsn, _query(plan, chunk), before=_at(plan.snapshot)):
         for first in range(0, batch.num_rows, _OUTPUT_ROWS):
             piece = batch.slice(first, _OUTPUT_ROWS)
             if piece.num_rows:
-                yield _written(plan, chunk, piece, describe=not described)
+                yield _to_record_batch(plan, chunk, piece, describe=not described)
                 described = True
 
 
 def current_lsn(connection: psycopg.Connection[Any]) -> int:
-    """Where the server's log is now, also within a snapshot of the past."""
+    """The current end of the WAL, also inside an older snapshot."""
     row = connection.execute(query("current_lsn")).fetchone()
     assert row is not None
     return int(row[0])
 
 
 def _await_commits(connection: psycopg.Connection[Any], seconds: float) -> None:
-    """Wait until every transaction that runs now has ended, or for so long."""
+    """Wait until every transaction that is running now has ended, at most this many seconds."""
 
     def running() -> frozenset[int]:
         row = connection.execute(query("visible_now")).fetchone()
         assert row is not None
         return parse_snapshot(row[0]).running
 
-    # Without it, a transaction that is newer than all that ended would not be listed.
+    # Assign a transaction id first: otherwise a transaction newer than all that have ended would not be listed.
     connection.execute(query("draw_transaction"))
     before = running()
     deadline = time.monotonic() + seconds
     while before & running() and time.monotonic() < deadline:
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
 
 
 def _find(connection: psycopg.Connection[Any], table: str) -> tuple[int, str, str, str]:
     found = connection.execute(query("table_name"), {"table": table}).fetchone()
     if found is None:
-        raise InvalidRequest(f"there is no table {table!r}")
+        raise InvalidRequest(f"table {table!r} does not exist")
     if not found[4]:
-        raise InvalidRequest(f"{table!r} is not a table", hint="A snapshot is of tables, partitioned or not.")
+        raise InvalidRequest(f"{table!r} is not a table", hint="Name a table, partitioned or not.")
     return found[0], found[1], found[2], found[3]
 
 
@@ -212,14 +216,14 @@ def _chunks(storage: Sequence[tuple[str, str, int, int]], chunk_blocks: int) -> 
     for schema, table, blocks, _ in storage:
         bounds = range(0, max(blocks, 1), chunk_blocks)
         for first in bounds:
-            # What is visible may lie beyond the size that was seen: the last range has no end.
+            # The table may have grown since its size was read, so the last range has no end.
             end = None if first == bounds[-1] else first + chunk_blocks
             yield Chunk(number, schema, table, first, end)
             number += 1
 
 
 def _at(snapshot: Snapshot) -> tuple[str, str]:
-    """What a transaction starts with to read at this snapshot."""
+    """The statements with which a transaction adopts this snapshot."""
     adopt = sql.SQL("set transaction snapshot {}").format(sql.Literal(snapshot.name)).as_string(None)
     return "set transaction isolation level repeatable read, read only", adopt
 
@@ -235,7 +239,7 @@ def _query(plan: Plan, chunk: Chunk) -> str:
     return select.format(sql.SQL(", ").join([sql.SQL(text) for text in texts]), leaf, condition).as_string(None)
 
 
-def _written(plan: Plan, chunk: Chunk, rows: Any, *, describe: bool) -> Any:
+def _to_record_batch(plan: Plan, chunk: Chunk, rows: Any, *, describe: bool) -> Any:
     count, relation = rows.num_rows, plan.relation
     columns = [render(cells_of(rows.column(number)), column.form) for number, column in enumerate(relation.columns)]
     names = [column.name for column in relation.columns]

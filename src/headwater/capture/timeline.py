@@ -1,8 +1,9 @@
-"""Places in the server's log (WAL) that outlive a failover: an LSN together with the history that it is of.
+"""WAL positions that stay meaningful after a failover: an LSN together with its cluster and timeline.
 
-A promotion, or a restore to a point in time, begins a new timeline at its switch point. Up to there an LSN stands for
-the same on both timelines; beyond it, the same LSN is another change. A place that is kept outside of Postgres (in a
-checkpoint, in a message id) therefore names its timeline, and a reader compares it with the server's before it goes on.
+A promotion or a point-in-time restore starts a new timeline at a switch point. Up to the switch point an LSN means the
+same on both timelines; after it, the same LSN is another change. A position that is stored outside of Postgres (in a
+checkpoint or a message id) therefore includes its timeline, and a reader compares it with the server's before it
+continues.
 """
 
 from __future__ import annotations
@@ -14,44 +15,44 @@ from typing import Any, NamedTuple
 import psycopg
 from psycopg import conninfo
 
-from headwater.capture.connection import fixed
+from headwater.capture.connection import pin_settings
 
 
-class History(NamedTuple):
-    """Which log it is: of this cluster, on this timeline."""
+class WalHistory(NamedTuple):
+    """The cluster and timeline that an LSN belongs to."""
 
     system_identifier: int
     timeline: int
 
 
-class WalPlace(NamedTuple):
-    """A place in a log. Without a history it was kept by a version that noted none."""
+class WalPosition(NamedTuple):
+    """A position in the WAL. The history is missing if an older version of Headwater stored the position."""
 
     lsn: int
-    history: History | None = None
+    history: WalHistory | None = None
 
     @classmethod
-    def parse(cls, offset: Mapping[str, Any]) -> WalPlace:
-        """A place as `offset` wrote it."""
+    def parse(cls, offset: Mapping[str, Any]) -> WalPosition:
+        """Parse a position that `offset` returned."""
         system, timeline = offset.get("system"), offset.get("timeline")
         known = isinstance(system, int) and isinstance(timeline, int)
-        return cls(int(offset["lsn"]), History(system, timeline) if known else None)  # type: ignore[arg-type]
+        return cls(int(offset["lsn"]), WalHistory(system, timeline) if known else None)  # type: ignore[arg-type]
 
     @property
     def offset(self) -> dict[str, int]:
-        """As a checkpoint keeps it."""
+        """The position as a checkpoint stores it."""
         if self.history is None:
             return {"lsn": self.lsn}
         return {"lsn": self.lsn, "timeline": self.history.timeline, "system": self.history.system_identifier}
 
 
 @lru_cache(maxsize=8)
-def switch_points(dsn: str, history: History) -> Mapping[int, int]:
-    """Where the server, which has this history, left each of the timelines before its own: LSNs by timeline."""
+def switch_points(dsn: str, history: WalHistory) -> Mapping[int, int]:
+    """The LSN at which the server's history left each earlier timeline, by timeline."""
     if history.timeline == 1:
-        return {}  # the first one has no file
-    # Only the replication protocol gives it to roles that may replicate but are not superusers.
-    replicating = conninfo.make_conninfo(fixed(dsn), replication="database")
+        return {}  # the first timeline has no history file
+    # The replication protocol also serves the file to roles that may replicate but are not superusers.
+    replicating = conninfo.make_conninfo(pin_settings(dsn), replication="database")
     with psycopg.connect(replicating, autocommit=True) as connection:
         row = connection.execute(f"TIMELINE_HISTORY {history.timeline:d}".encode()).fetchone()
     assert row is not None
@@ -59,7 +60,7 @@ def switch_points(dsn: str, history: History) -> Mapping[int, int]:
 
 
 def parse_history(content: str | bytes) -> dict[int, int]:
-    """A timeline history file: lines of a timeline, where it was left, and why."""
+    """Parse a timeline history file: each line has a timeline, its switch point and the reason."""
     text = content.decode("utf-8", "replace") if isinstance(content, bytes) else content
     found = {}
     for line in text.splitlines():

@@ -1,4 +1,8 @@
-"""The command line `headwater`: which nouns and verbs there are, and how every run of it ends."""
+"""The command line `headwater`.
+
+`COMMANDS` maps each command to its module in `headwater.cli.commands`, which is imported when called.
+The root command turns every HeadwaterError into a message on standard error and an exit code (`exit_codes`).
+"""
 
 from __future__ import annotations
 
@@ -17,10 +21,10 @@ from headwater.cli import exit_codes, output
 from headwater.cli.connection import Session
 from headwater.errors import HeadwaterError
 
-# Typer does not name the class of wrong usage in all of its versions; it is what a bad parameter is.
+# Not all versions of Typer export the base class of usage errors.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
-# Every noun, and every verb without a noun, and the module of its commands; in the order of the help.
+# The top-level commands in the order of the help text, each with its module.
 COMMANDS: Final = {
     "up": "up",
     "down": "up",
@@ -31,14 +35,14 @@ COMMANDS: Final = {
     "topic": "topic",
     "cursor": "cursor",
     "archive": "archive",
-    "group": "group",
+    "queue": "queue",
     "dead": "dead",
     "webhook": "webhook",
     "work": "work",
     "sub": "sub",
     "table": "table",
     "scheduled": "scheduled",
-    "periodic": "periodic",
+    "cron": "cron",
     "pipeline": "pipeline",
     "lake": "lake",
     "replay": "replay",
@@ -51,28 +55,27 @@ COMMANDS: Final = {
     "maintain": "maintain",
     "metrics": "metrics",
     "check": "metrics",
-    "settings": "log_settings",
+    "settings": "settings",
     "bench": "bench",
     "chaos": "chaos",
 }
-# A verb is a command of its module; a noun is the module, whose commands are its verbs.
+# A verb is one command of its module. All others are nouns: the module is a group of subcommands.
 VERBS: Final = frozenset(
     {"up", "down", "demo", "publish", "read", "tail", "work", "replay", "replica", "serve", "migrate", "doctor"}
     | {"maintain", "metrics", "check", "bench", "chaos"}
 )
 
 
-class _Commands(Mapping[str, Any]):
-    """The commands by name. A module is imported, and the options of its commands are built, when one of them is used:
-    all modules together take longer than most commands do.
-    """
+class _LazyCommands(Mapping[str, Any]):
+    """The commands by name, imported lazily: importing all modules takes longer than most commands run."""
 
     def __getitem__(self, name: str) -> Any:
         module = COMMANDS[name]
-        # Without a name, Typer adds the module's commands to the holder itself.
-        holder = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
-        holder.add_typer(importlib.import_module(f"headwater.cli.{module}").app, name=None if name in VERBS else name)
-        return typer.main.get_group(holder).commands[name]
+        # If the name is None, Typer adds the module's commands to the parent itself.
+        parent = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+        app = importlib.import_module(f"headwater.cli.commands.{module}").app
+        parent.add_typer(app, name=None if name in VERBS else name)
+        return typer.main.get_group(parent).commands[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(COMMANDS)
@@ -81,15 +84,15 @@ class _Commands(Mapping[str, Any]):
         return len(COMMANDS)
 
 
-class _Root(TyperGroup):
-    """The root of the command line: turns every error of ours into words and an exit code, in one place."""
+class _RootCommand(TyperGroup):
+    """The root command: reports every HeadwaterError and exits with its code."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands: Any = _Commands()
+        self.commands: Any = _LazyCommands()
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        # Looked up here, since what is wrong may be the very parsing of the options.
+        # Found without parsing, since the error may be in the options themselves.
         ctx.meta["headwater.json"] = "--json" in args
         return super().parse_args(ctx, args)
 
@@ -100,23 +103,23 @@ class _Root(TyperGroup):
             sys.stdout.flush()
             return result
         except HeadwaterError as error:
-            raise typer.Exit(output.report(error, as_json=as_json)) from None
+            raise typer.Exit(output.report_error(error, as_json=as_json)) from None
         except KeyboardInterrupt:
             raise typer.Exit(exit_codes.INTERRUPTED) from None
         except BrokenPipeError:
-            # Python would try to flush what is left, and complain; there is nobody to hear it.
+            # Otherwise Python reports a second error when it flushes standard output at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(exit_codes.OUTPUT_CLOSED) from None
         except _UsageError as error:
             if not as_json:
                 raise
             message = str(getattr(error, "message", error))
-            output.note(output.dumped({"error": "Usage", "message": message, "exit_code": exit_codes.USAGE}))
+            output.print_status(output.to_json({"error": "Usage", "message": message, "exit_code": exit_codes.USAGE}))
             raise typer.Exit(exit_codes.USAGE) from None
 
 
 app = typer.Typer(
-    cls=_Root,
+    cls=_RootCommand,
     name="headwater",
     no_args_is_help=True,
     rich_markup_mode="rich",
@@ -126,33 +129,33 @@ app = typer.Typer(
 
 
 class LogFormat(StrEnum):
-    """How log lines look."""
+    """The format of log lines."""
 
     TEXT = "text"
     JSON = "json"
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        output.say(headwater.__version__)
+def _print_version(requested: bool) -> None:
+    if requested:
+        output.print_line(headwater.__version__)
         raise typer.Exit
 
 
-@app.callback(epilog="See `headwater COMMAND --help` for examples, and docs/reference/cli.md for exit codes.")
+@app.callback(epilog="Run `headwater COMMAND --help` for options and examples. Exit codes: docs/reference/cli.md.")
 def root(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
     log_format: Annotated[
         LogFormat | None,
-        typer.Option(help="How log lines are written to standard error. Goes before HEADWATER_LOG_FORMAT."),
+        typer.Option(help="Format of log lines on standard error. Overrides HEADWATER_LOG_FORMAT."),
     ] = None,
 ) -> None:
-    """One event log in your Postgres. Write an event once; consume it every way."""
+    """Headwater: an event log in Postgres. Publish an event once, consume it in many ways."""
     context.obj = Session(log_format=log_format.value if log_format is not None else None)
 
 
 def main() -> None:
-    """The entry point of the program `headwater`."""
+    """Run the command line; the entry point of the program `headwater`."""
     app(prog_name="headwater")

@@ -1,4 +1,4 @@
-"""How a command finds its database: --dsn, then HEADWATER_DSN, then the embedded server that runs."""
+"""Connections of commands: to --dsn, otherwise HEADWATER_DSN, otherwise the running embedded server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import typer
 
 import headwater
 from headwater import errors, settings
-from headwater.cli.log_lines import LogLines
+from headwater.cli.log_lines import LogConfig
+from headwater.database import schema
 from headwater.embedded import Postgres
 from headwater.errors import LogUnavailable
 from headwater.settings import Settings
@@ -23,31 +24,31 @@ CONNECT_SECONDS = 10
 
 
 class Session:
-    """One run of the command line: its settings, read once, and the database they lead to."""
+    """One run of the command line: its settings, read once, and its database."""
 
     def __init__(self, *, log_format: str | None = None) -> None:
         self._log_format = log_format
 
     @cached_property
     def settings(self) -> Settings:
-        read = settings.load(os.environ)
-        self._lines(read).write()
-        return read
+        loaded = settings.load(os.environ)
+        self._log_config(loaded).apply()
+        return loaded
 
     @property
-    def log_lines(self) -> LogLines:
-        """What this run logs, for processes that it starts."""
-        return self._lines(self.settings)
+    def log_config(self) -> LogConfig:
+        """The logging configuration, for child processes."""
+        return self._log_config(self.settings)
 
-    def _lines(self, read: Settings) -> LogLines:
-        return LogLines(read.log_level, self._log_format or read.log_format)
+    def _log_config(self, loaded: Settings) -> LogConfig:
+        return LogConfig(loaded.log_level, self._log_format or loaded.log_format)
 
     def embedded(self, *, port: int | None = None) -> Postgres:
-        """The embedded server of this user, whether it runs or not."""
+        """The embedded server of this user, running or not."""
         return Postgres(self.settings.home / "postgres", port=port)
 
     def dsn(self, given: str | None) -> str:
-        """The database to use, or LogUnavailable with what to do."""
+        """Return the DSN of the database, or raise LogUnavailable."""
         found = given or self.settings.dsn
         if found is not None:
             return found
@@ -58,16 +59,16 @@ class Session:
 
     @contextmanager
     def connection(self, given: str | None) -> Iterator[psycopg.Connection[Any]]:
-        """A plain connection in autocommit, for what comes before there is a log."""
-        with translated(), connect(self.dsn(given)) as connection:
+        """A plain autocommit connection, for databases that may have no schema yet."""
+        with translate_errors(), connect(self.dsn(given)) as connection:
             yield connection
 
     @contextmanager
     def log(self, given: str | None) -> Iterator[headwater.Headwater]:
-        """The log in that database."""
+        """Connect to the log in that database."""
         dsn = self.dsn(given)
-        # A pool only says that it waited in vain; one plain connection says why, and at once.
-        with translated():
+        # A pool only reports a timeout; a plain connection fails at once and with the reason.
+        with translate_errors():
             connect(dsn).close()
         with headwater.connect(
             dsn,
@@ -79,7 +80,7 @@ class Session:
 
 
 def session(context: typer.Context) -> Session:
-    """The session that the root of the command line made."""
+    """The session that the root command created."""
     found = context.find_root().obj
     assert isinstance(found, Session)
     return found
@@ -91,21 +92,30 @@ def connect(dsn: str) -> psycopg.Connection[Any]:
     )
 
 
+def prepare_database(server: Postgres) -> str:
+    """Create and upgrade the log's database on a running embedded server; returns its DSN."""
+    server.ensure_database(DATABASE)
+    dsn = server.dsn(DATABASE)
+    with translate_errors(), connect(dsn) as connection:
+        schema.upgrade(connection)
+    return dsn
+
+
 @contextmanager
-def translated() -> Iterator[None]:
-    """Postgres' errors as ours, for what does not go through the library."""
+def translate_errors() -> Iterator[None]:
+    """Translate errors of psycopg to HeadwaterError, for connections that do not belong to the library."""
     try:
         yield
     except psycopg.Error as error:
         if error.sqlstate is None:
             if isinstance(error, psycopg.OperationalError | psycopg.ProgrammingError):
                 raise LogUnavailable(
-                    f"no connection to Postgres: {error}".strip(), hint="Check --dsn or HEADWATER_DSN."
+                    f"cannot connect to Postgres: {error}".strip(), hint="Check --dsn or HEADWATER_DSN."
                 ) from error
             raise
-        ours = errors.from_sqlstate(
+        translated = errors.from_sqlstate(
             error.sqlstate, error.diag.message_primary or str(error), hint=error.diag.message_hint
         )
-        if ours is None:
+        if translated is None:
             raise
-        raise ours from error
+        raise translated from error

@@ -1,4 +1,4 @@
-"""What each exit code of the command line means: one table, and which error ends with which code."""
+"""The exit codes of the command line: their meanings, and the code of each error class."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ INTERRUPTED: Final = 130
 OUTPUT_CLOSED: Final = 141
 
 MEANINGS: Final[Mapping[int, str]] = {
-    OK: "done",
-    UNEXPECTED: "something unexpected: a bug of ours, or what `headwater doctor`, `check` or `chaos` found wrong",
-    USAGE: "the command line or a setting makes no sense",
-    REFUSED: "the request or the event was refused: fix it, then try again",
-    NOT_FOUND: "what was named is not there",
-    CONFLICT: "it exists already, or somebody else moved it meanwhile",
-    EXPIRED: "what was asked for is gone: retention, or the server's own log, did not keep it",
-    NOT_ALLOWED: "the database role lacks the right",
-    SCHEMA_MISMATCH: "program and database do not fit each other: run `headwater migrate`",
-    UNAVAILABLE: "no database could be reached; trying again may help",
-    INTERRUPTED: "ended by Ctrl-C",
-    OUTPUT_CLOSED: "whoever read the output went away, as `| head` does",
+    OK: "success",
+    UNEXPECTED: "an unexpected error (a bug), or `headwater doctor`, `check` or `chaos` found a problem",
+    USAGE: "invalid command line or setting, or not confirmed",
+    REFUSED: "the request or the event is invalid: correct it and try again",
+    NOT_FOUND: "the named object does not exist",
+    CONFLICT: "the object already exists, is in use, or was changed concurrently",
+    EXPIRED: "the requested events were removed by retention, or the WAL of a replication slot is lost",
+    NOT_ALLOWED: "the database role lacks the permission",
+    SCHEMA_MISMATCH: "the schema of the database does not match this version: run `headwater migrate`",
+    UNAVAILABLE: "cannot connect to the database or server; a retry may succeed",
+    INTERRUPTED: "interrupted by Ctrl-C",
+    OUTPUT_CLOSED: "the reader of the output closed the pipe, as in `| head`",
 }
 
 
-class NotThere(HeadwaterError):
-    """What the command named is not there."""
+class NotFound(HeadwaterError):
+    """The object that the command names does not exist."""
 
 
 class NotConfirmed(HeadwaterError):
@@ -48,22 +48,22 @@ class NotConfirmed(HeadwaterError):
 
 
 class ChecksFailed(HeadwaterError):
-    """`headwater doctor`, `check` or `chaos` found something that does not work."""
+    """`headwater doctor`, `check` or `chaos` found a problem."""
 
 
-# The nearest class in an error's ancestry decides, so a new kind of InvalidRequest needs no line here.
+# The first class in an error's MRO decides, so a new subclass of InvalidRequest needs no line here.
 BY_ERROR: Final[Mapping[type[HeadwaterError], int]] = {
     errors.InvalidSettings: USAGE,
     NotConfirmed: USAGE,
     errors.InvalidRequest: REFUSED,
     errors.WrongTransaction: REFUSED,
     errors.TopicNotFound: NOT_FOUND,
-    errors.GroupNotFound: NOT_FOUND,
+    errors.QueueNotFound: NOT_FOUND,
     errors.PipelineNotFound: NOT_FOUND,
     errors.SchemaNotFound: NOT_FOUND,
-    NotThere: NOT_FOUND,
+    NotFound: NOT_FOUND,
     errors.TopicExists: CONFLICT,
-    errors.GroupExists: CONFLICT,
+    errors.QueueExists: CONFLICT,
     errors.IncompatibleSchema: CONFLICT,
     errors.SchemaInUse: CONFLICT,
     errors.SchemaNotDeleted: CONFLICT,
@@ -94,7 +94,7 @@ BY_ERROR: Final[Mapping[type[HeadwaterError], int]] = {
 
 
 def code_for(error: type[HeadwaterError]) -> int:
-    """The exit code of a kind of error."""
+    """Return the exit code of an error class."""
     for kind in error.__mro__:
         if kind in BY_ERROR:
             return BY_ERROR[kind]

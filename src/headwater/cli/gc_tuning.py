@@ -1,4 +1,4 @@
-"""When a process that serves looks for objects that only hold each other."""
+"""Tuning of Python's garbage collector for server processes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 
 
 @asynccontextmanager
-async def collected_now_and_then(*, every_seconds: float) -> AsyncIterator[None]:
-    """Until the block is left: all garbage goes at least this often, and next to none of it in between."""
-    # Rows come by the ten thousand and go as fast. Looking for cycles among them every 700 objects, and among all
-    # that was ever imported, took a sixth of a broker's time.
+async def tune_garbage_collection(*, every_seconds: float) -> AsyncIterator[None]:
+    """In the block, run a full collection at this interval and hardly any automatic collections in between."""
+    # Servers create and drop many thousands of rows a second. With the default thresholds, the search for cycles
+    # among them and all imported modules took a sixth of a broker's time.
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)
@@ -24,7 +24,7 @@ async def collected_now_and_then(*, every_seconds: float) -> AsyncIterator[None]
 
 
 async def _collect(every_seconds: float) -> None:
-    # By those thresholds alone, what a lost connection leaves in a circle could stay for hours.
+    # With these thresholds alone, reference cycles of a closed connection could stay in memory for hours.
     while True:
         await asyncio.sleep(every_seconds)
         gc.collect()

@@ -1,4 +1,4 @@
-"""How log lines are written: text for people, a JSON object a line for programs. Both show the fields."""
+"""Formatters for log lines: text, or one JSON object per line. Both include the fields of a record."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
-# What every record has. The rest is what whoever logged gave it, see `telemetry.LOG_FIELDS`.
+# The attributes of every record. All others are fields given by the call, see `observability.metrics.LOG_FIELDS`.
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -15,16 +15,16 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
     return {name: value for name, value in vars(record).items() if name not in _STANDARD}
 
 
-class TextLines(logging.Formatter):
-    """`WARNING headwater: lease lost group=mailer position=7`."""
+class TextFormatter(logging.Formatter):
+    """`WARNING headwater: lease lost queue=mailer position=7`."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         fields = "".join(f" {name}={_quoted(value)}" for name, value in _fields(record).items())
         return f"{record.levelname} {record.name}: {record.message}{fields}"
 
 
-class JsonLines(logging.Formatter):
-    """One object a line: time, level, logger, message, the fields, and the traceback if there is one."""
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line: time, level, logger, message, the fields, and the traceback of an exception."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -39,18 +39,18 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, default=str, ensure_ascii=False)
 
 
-class LogLines(NamedTuple):
-    """Which lines a process writes, and in which form: `text` or `json`."""
+class LogConfig(NamedTuple):
+    """The logging configuration of a process: lowest level and format (`text` or `json`)."""
 
     level: str
-    form: str
+    format: str
 
-    def write(self) -> None:
-        """Log to standard error from now on, from this level up."""
+    def apply(self) -> None:
+        """Configure logging to standard error."""
         handler = logging.StreamHandler()
-        handler.setFormatter(JsonLines() if self.form == "json" else TextLines())
+        handler.setFormatter(JsonFormatter() if self.format == "json" else TextFormatter())
         logging.basicConfig(level=self.level.upper(), handlers=[handler])
-        # The pool would repeat, for each try, what the error at the end says once.
+        # The pool logs every failed attempt; the final error reports the same reason once.
         logging.getLogger("psycopg.pool").setLevel(logging.ERROR)
 
 

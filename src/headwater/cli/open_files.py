@@ -1,4 +1,4 @@
-"""How many files, connections among them, a process may have open."""
+"""The limit of open files, which includes connections, of a process."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import resource
 
 
 def raise_limit(wanted: int) -> int:
-    """Let this process and those that it starts open as many as the system allows; returns how many that is.
+    """Raise the limit of this process and its children as far as the system allows; returns the new limit.
 
-    Where the system sets no limit, `wanted`: some refuse to be asked for no limit.
+    Without a hard limit, the limit becomes `wanted`, since some systems reject an unlimited value.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
@@ -19,6 +19,6 @@ def raise_limit(wanted: int) -> int:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (reachable, hard))
         except (OSError, ValueError):
-            # The system has a limit of its own besides; what there was stays.
+            # The system enforces a lower limit; the old one stays in effect.
             return soft
     return reachable

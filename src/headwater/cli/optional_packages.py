@@ -1,17 +1,17 @@
-"""What a command needs of the package's extras, told when it is missing."""
+"""Errors for missing optional dependencies of a command."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from headwater.cli.exit_codes import NotThere
+from headwater.cli.exit_codes import NotFound
 
 
 @contextmanager
-def needs(extras: str) -> Iterator[None]:
-    """Around imports that only `pip install 'headwater[extras]'` makes possible."""
+def require_extras(extras: str) -> Iterator[None]:
+    """Wrap imports that need `pip install 'headwater[extras]'`; a missing package raises NotFound with that hint."""
     try:
         yield
     except ModuleNotFoundError as error:
-        raise NotThere(f"{error.name} is not installed", hint=f"Run: pip install 'headwater[{extras}]'") from error
+        raise NotFound(f"{error.name} is not installed", hint=f"Run: pip install 'headwater[{extras}]'") from error

@@ -1,4 +1,4 @@
-"""What a command says: tables for people, JSON for programs, errors for both."""
+"""Output of commands: text and tables for people, JSON for programs, errors in both formats."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from rich.console import Console
 from headwater.cli import exit_codes
 from headwater.cli.exit_codes import NotConfirmed
 from headwater.errors import HeadwaterError
-from headwater.model import Event
+from headwater.log.model import Event
 
 
 def progress_console() -> Console:
-    """Standard error, for what only a terminal should show."""
+    """A console on standard error, for progress bars."""
     return Console(stderr=True, highlight=False, emoji=False)
 
 
-def say(text: str) -> None:
-    """One line for people."""
+def print_line(text: str) -> None:
+    """Print one line to standard output."""
     print(text, flush=True)
 
 
-def note(text: str) -> None:
-    """One line for people beside the output proper."""
+def print_status(text: str) -> None:
+    """Print one line to standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -41,7 +41,7 @@ def note(text: str) -> None:
 
 @cache
 def _field_names(kind: type) -> tuple[tuple[str, str], ...]:
-    """A value's fields with their names in JSON, where a duration says its unit."""
+    """The fields of a dataclass and their names in JSON; a duration gets the suffix `_seconds`."""
     hints = get_type_hints(kind)
     return tuple(
         (field.name, f"{field.name}_seconds" if "timedelta" in str(hints[field.name]) else field.name)
@@ -49,36 +49,44 @@ def _field_names(kind: type) -> tuple[tuple[str, str], ...]:
     )
 
 
-def plain(value: Any) -> Any:
-    """A value as JSON can hold it: times in ISO form and UTC, durations in seconds, bytes as text or base64."""
+def to_json_value(value: Any) -> Any:
+    """Convert a value for JSON: times in ISO 8601 and UTC, durations in seconds, bytes as text or base64."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {shown: plain(getattr(value, name)) for name, shown in _field_names(type(value))}
+        return {json_name: to_json_value(getattr(value, name)) for name, json_name in _field_names(type(value))}
     if isinstance(value, datetime):
         return value.astimezone(UTC).isoformat()
     if isinstance(value, timedelta):
         return value.total_seconds()
     if isinstance(value, bytes):
-        return _readable(value)[0]
+        return _bytes_to_text(value)[0]
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return {name: plain(item) for name, item in value._asdict().items()}
+        return {name: to_json_value(item) for name, item in value._asdict().items()}
     if isinstance(value, Mapping):
-        return {str(name): plain(item) for name, item in value.items()}
+        return {str(name): to_json_value(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [to_json_value(item) for item in value]
     return value
 
 
-def dumped(value: Any) -> str:
-    return json.dumps(plain(value), ensure_ascii=False)
+def to_json(value: Any) -> str:
+    return json.dumps(to_json_value(value), ensure_ascii=False)
 
 
 def emit(value: Any) -> None:
-    """One JSON document."""
-    print(dumped(value), flush=True)
+    """Print one JSON document on one line."""
+    print(to_json(value), flush=True)
 
 
-def _readable(value: bytes | None) -> tuple[str | None, str | None]:
-    """Bytes as text if they are text, else as base64; and which of both."""
+def print_result(document: Any, text: str, *, as_json: bool) -> None:
+    """Print the result of a command: the document as JSON, or the text."""
+    if as_json:
+        emit(document)
+    else:
+        print_line(text)
+
+
+def _bytes_to_text(value: bytes | None) -> tuple[str | None, str | None]:
+    """Return bytes as text if they are UTF-8, otherwise as base64; and the name of the encoding."""
     if value is None:
         return None, None
     try:
@@ -87,17 +95,17 @@ def _readable(value: bytes | None) -> tuple[str | None, str | None]:
         return base64.b64encode(value).decode(), "base64"
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
+def _reject_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not valid JSON")
 
 
 def parse_json(text: str | bytes) -> Any:
-    """JSON as the standard has it: no NaN, no Infinity."""
-    return json.loads(text, parse_constant=_refuse_constant)
+    """Parse JSON strictly: NaN and Infinity are rejected."""
+    return json.loads(text, parse_constant=_reject_constant)
 
 
 def _json_payload(event: Event) -> str | None:
-    """A payload that is JSON, on one line and otherwise to the letter; None if it is something else."""
+    """A JSON payload on one line, otherwise unchanged; None if the payload is not JSON."""
     if event.payload is None or event.content_type is None or not event.content_type.startswith("application/json"):
         return None
     try:
@@ -105,13 +113,13 @@ def _json_payload(event: Event) -> str | None:
         parse_json(text)
     except (ValueError, RecursionError):
         return None
-    # Inside a JSON string a line break is written as \n, so a bare one is only white space.
+    # Inside a JSON string a line break is escaped, so an unescaped one is white space.
     return text.replace("\n", " ").replace("\r", " ")
 
 
 def event_json(event: Event) -> str:
-    """An event as one line of JSON; `publish --envelope` takes it as it is."""
-    key, key_encoding = _readable(event.key)
+    """An event as one line of JSON, in the format that `publish --envelope` reads."""
+    key, key_encoding = _bytes_to_text(event.key)
     rest: dict[str, Any] = {
         "position": event.position,
         "topic": event.topic,
@@ -128,21 +136,21 @@ def event_json(event: Event) -> str:
     }
     body = _json_payload(event)
     if body is None:
-        payload, encoding = _readable(event.payload)
-        return dumped({**rest, "payload_encoding": encoding, "payload": payload})
-    return f'{dumped({**rest, "payload_encoding": "json"})[:-1]}, "payload": {body}}}'
+        payload, encoding = _bytes_to_text(event.payload)
+        return to_json({**rest, "payload_encoding": encoding, "payload": payload})
+    return f'{to_json({**rest, "payload_encoding": "json"})[:-1]}, "payload": {body}}}'
 
 
 # --- tables --------------------------------------------------------------------------------------------------
 
 
-def visible(text: str) -> str:
-    """Text that cannot steer the terminal it is shown on."""
+def escape_control(text: str) -> str:
+    """Escape control characters, so that text cannot control the terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def shown(value: Any) -> str:
-    """A value as a person reads it in a table."""
+def format_value(value: Any) -> str:
+    """Format a value for people."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -150,20 +158,20 @@ def shown(value: Any) -> str:
     if isinstance(value, datetime):
         return value.astimezone().isoformat(" ", "milliseconds")
     if isinstance(value, timedelta):
-        return shown_duration(value)
+        return format_duration(value)
     if isinstance(value, bytes):
-        text, encoding = _readable(value)
-        return f"base64:{text}" if encoding == "base64" else visible(text or "")
+        text, encoding = _bytes_to_text(value)
+        return f"base64:{text}" if encoding == "base64" else escape_control(text or "")
     if isinstance(value, list | tuple):
-        return ", ".join(shown(item) for item in value)
-    return visible(str(value))
+        return ", ".join(format_value(item) for item in value)
+    return escape_control(str(value))
 
 
-def shown_duration(value: timedelta) -> str:
-    """A duration in its two largest units."""
+def format_duration(value: timedelta) -> str:
+    """Format a duration in its two largest units."""
     seconds = value.total_seconds()
     if seconds < 0:
-        return f"-{shown_duration(-value)}"
+        return f"-{format_duration(-value)}"
     if seconds < 60:
         return f"{seconds:.3g}s"
     parts = []
@@ -175,11 +183,11 @@ def shown_duration(value: timedelta) -> str:
     return "".join(parts[:2])
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, empty: str = "nothing") -> None:
-    """A table for people; `empty` is said instead of one without rows. Only a terminal cuts a line to its width."""
-    cells = [[shown(value) for value in row] for row in rows]
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, empty: str = "none") -> None:
+    """Print a table, or `empty` if there are no rows. On a terminal, lines are cut to its width."""
+    cells = [[format_value(value) for value in row] for row in rows]
     if not cells:
-        note(empty)
+        print_status(empty)
         return
     widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
     limit = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
@@ -190,40 +198,46 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, empty: str =
         typer.secho(line, bold=number == 0)
 
 
-def at_least(count: int, is_more: bool) -> str:
-    """A count that may be a lower bound: 1000+ says that there are more."""
+def format_count(count: int, is_more: bool) -> str:
+    """Format a count; a lower bound gets a plus sign, such as 1000+."""
     return f"{count}+" if is_more else str(count)
 
 
-def facts(value: Any) -> None:
-    """One value, a line for each of its fields. A count and what says that it is a lower bound are one line."""
+def print_fields(value: Any) -> None:
+    """Print the fields of a dataclass, one per line. A count and its `_is_more` flag are one line."""
     found = {field.name: getattr(value, field.name) for field in fields(value)}
     for name in [name for name in found if name.endswith("_is_more")]:
         is_more, counted = found.pop(name), name.removesuffix("_is_more")
         counted = counted if counted in found else f"{counted}_events"
-        found[counted] = at_least(found[counted], is_more)
+        found[counted] = format_count(found[counted], is_more)
     pairs = list(found.items())
     width = max(len(name) for name, _ in pairs)
     for name, item in pairs:
-        print(f"{name.replace('_', ' '):<{width}}  {shown(item)}")
+        print(f"{name.replace('_', ' '):<{width}}  {format_value(item)}")
 
 
-def payload_text(event: Event) -> str:
-    """A payload as a person reads it."""
-    return "-" if event.payload is None else shown(event.payload)
+def format_payload(event: Event) -> str:
+    """Format a payload for people."""
+    return "-" if event.payload is None else format_value(event.payload)
 
 
-def event_line(event: Event) -> str:
-    """An event as one line, for people who watch."""
-    parts = [f"{event.position:>8}", shown(event.published_at), event.topic, shown(event.key), shown(event.type)]
-    return "  ".join([*parts, payload_text(event)])
+def format_event(event: Event) -> str:
+    """Format an event as one line."""
+    parts = [
+        f"{event.position:>8}",
+        format_value(event.published_at),
+        event.topic,
+        format_value(event.key),
+        format_value(event.type),
+    ]
+    return "  ".join([*parts, format_payload(event)])
 
 
-# --- errors and questions ------------------------------------------------------------------------------------
+# --- errors and confirmation ------------------------------------------------------------------------------------
 
 
 def error_document(error: HeadwaterError) -> dict[str, Any]:
-    """An error for programs."""
+    """An error as a JSON object."""
     return {
         "error": type(error).__name__,
         "message": error.message,
@@ -233,26 +247,26 @@ def error_document(error: HeadwaterError) -> dict[str, Any]:
     }
 
 
-def report(error: HeadwaterError, *, as_json: bool) -> int:
-    """Say on standard error what went wrong; returns the exit code."""
+def report_error(error: HeadwaterError, *, as_json: bool) -> int:
+    """Print an error to standard error; returns the exit code."""
     if as_json:
-        note(dumped(error_document(error)))
+        print_status(to_json(error_document(error)))
     else:
-        note(f"error: {visible_lines(error.message)}")
+        print_status(f"error: {escape_lines(error.message)}")
         if error.hint:
-            note(f"  {visible_lines(error.hint)}")
+            print_status(f"  {escape_lines(error.hint)}")
     return exit_codes.code_for(type(error))
 
 
-def visible_lines(text: str) -> str:
-    return "\n".join(visible(line.replace("\t", "    ")) for line in text.splitlines())
+def escape_lines(text: str) -> str:
+    return "\n".join(escape_control(line.replace("\t", "    ")) for line in text.splitlines())
 
 
 def confirm(question: str, *, yes: bool) -> None:
-    """Ask before something is lost. Where nobody can answer, only --yes will do."""
+    """Ask for confirmation. Without a terminal, --yes is required."""
     if yes:
         return
     if not sys.stdin.isatty():
-        raise NotConfirmed(f"not confirmed: {question}", hint="Say --yes where nobody can be asked.")
+        raise NotConfirmed(f"not confirmed: {question}", hint="Standard input is not a terminal: use --yes to confirm.")
     if not typer.confirm(question, err=True):
-        raise NotConfirmed("nothing was done")
+        raise NotConfirmed("cancelled")

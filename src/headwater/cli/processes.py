@@ -1,4 +1,9 @@
-"""Several processes that serve the same: started, started again when one ends, stopped together."""
+"""Supervision of server processes for `headwater serve --processes`.
+
+The parent starts one child process for each plan. A child sends the addresses that it serves, or an error, through its
+pipe. A child that exits is restarted after RESTART_SECONDS at most, on the same port. On SIGINT or SIGTERM the parent
+closes all pipes, which asks the children to stop, and kills those that are still alive after `stop_seconds`.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +23,12 @@ from headwater.cli import exit_codes, output
 from headwater.errors import HeadwaterError, LogUnavailable
 
 P = TypeVar("P")
-# What a process tells once it serves: the address of each of its doors.
-Tell = Callable[[dict[str, str]], object]
+# Called by a process when it serves, with the address of each of its servers.
+ReportAddresses = Callable[[dict[str, str]], object]
 Run = Callable[[P, Connection], None]
 
 START_SECONDS: Final = 180.0
-"""A process that ends is noticed at once. One that lives may be slow where many start on a busy machine."""
+"""How long a process may take to start. An exit is noticed at once; startup is slow on a busy machine."""
 RESTART_SECONDS: Final = 1.0
 
 
@@ -31,21 +36,20 @@ RESTART_SECONDS: Final = 1.0
 class _Child(Generic[P]):
     plan: P
     process: BaseProcess
-    # Its end tells the addresses once, perhaps an error, and closes with the process that holds the other.
+    # Receives the addresses once, or an error; the end of the child closes it.
     pipe: Connection
 
 
 def supervise(
     plans: Sequence[P],
     run: Run[P],
-    again: Callable[[P, dict[str, str]], P],
-    tell: Callable[[list[dict[str, str]]], object],
+    restart_plan: Callable[[P, dict[str, str]], P],
+    report: Callable[[list[dict[str, str]]], object],
     *,
     stop_seconds: float,
 ) -> None:
-    """Keep a process for each plan running, until a signal. `again` is the plan for one that takes another's place.
-
-    Told to stop, all of them have `stop_seconds`; then they are killed.
+    """Run one process for each plan until a signal. `restart_plan` returns the plan for the replacement of a process
+    that served these addresses. After a signal, processes have `stop_seconds` to stop; then they are killed.
     """
     stopping = False
 
@@ -57,22 +61,22 @@ def supervise(
     children: list[_Child[P]] = []
     try:
         children = [_start(plan, run) for plan in plans]
-        addresses = [_first_word(child, lambda: stopping) for child in children]
-        tell(addresses)
+        addresses = [_wait_until_serving(child, lambda: stopping) for child in children]
+        report(addresses)
         while not stopping:
             ended = wait([child.process.sentinel for child in children], timeout=RESTART_SECONDS)
-            for place, child in enumerate(children):
+            for index, child in enumerate(children):
                 if child.process.sentinel not in ended or stopping:
                     continue
-                if (error := _last_word(child)) is not None:
-                    output.report(error, as_json=False)
+                if (error := _received_error(child)) is not None:
+                    output.report_error(error, as_json=False)
                 child.pipe.close()
-                output.note(f"a process ended with code {child.process.exitcode} and is started again")
-                children[place] = _start(again(child.plan, addresses[place]), run)
+                output.print_status(f"a process exited with code {child.process.exitcode}; restarting it")
+                children[index] = _start(restart_plan(child.plan, addresses[index]), run)
                 try:
-                    _first_word(children[place], lambda: stopping)
+                    _wait_until_serving(children[index], lambda: stopping)
                 except HeadwaterError as error:
-                    output.note(error.message)
+                    output.print_status(error.message)
     finally:
         for child in children:
             child.pipe.close()
@@ -94,43 +98,43 @@ def _start(plan: P, run: Run[P]) -> _Child[P]:
     return _Child(plan, process, here)
 
 
-def _first_word(child: _Child[P], is_stopping: Callable[[], bool]) -> dict[str, str]:
+def _wait_until_serving(child: _Child[P], is_stopping: Callable[[], bool]) -> dict[str, str]:
     deadline = time.monotonic() + START_SECONDS
     try:
-        while not (spoke := child.pipe.poll(RESTART_SECONDS)) and time.monotonic() < deadline:
+        while not (received := child.pipe.poll(RESTART_SECONDS)) and time.monotonic() < deadline:
             if is_stopping():
-                raise LogUnavailable("told to stop before all processes served")
-        if spoke:
-            told: dict[str, str] | HeadwaterError = child.pipe.recv()
-            if isinstance(told, HeadwaterError):
-                raise told
-            return told
+                raise LogUnavailable("stopped before all processes were serving")
+        if received:
+            message: dict[str, str] | HeadwaterError = child.pipe.recv()
+            if isinstance(message, HeadwaterError):
+                raise message
+            return message
     except EOFError:
         raise LogUnavailable(
-            "a process ended before it served", hint="Its own message is above, if it had time for one."
+            "a process exited before it was serving", hint="Its error message, if any, is above."
         ) from None
     raise LogUnavailable(
-        f"a process does not serve after {START_SECONDS:g} seconds",
-        hint="Look whether the machine is overloaded and whether Postgres answers; start fewer processes.",
+        f"a process was not serving after {START_SECONDS:g} seconds",
+        hint="Check the load of the machine and whether Postgres responds, or start fewer processes.",
     )
 
 
-def _last_word(child: _Child[P]) -> HeadwaterError | None:
-    """Why a process ended, if it said so."""
+def _received_error(child: _Child[P]) -> HeadwaterError | None:
+    """The error that ended a process, if it sent one."""
     try:
-        told: object = child.pipe.recv() if child.pipe.poll() else None
+        message: object = child.pipe.recv() if child.pipe.poll() else None
     except EOFError:
         return None
-    return told if isinstance(told, HeadwaterError) else None
+    return message if isinstance(message, HeadwaterError) else None
 
 
 def _in_child(run: Run[P], plan: P, parent: Connection) -> None:
-    # Ctrl-C in a terminal goes to all; the parent decides, and says so by closing the pipe.
+    # A terminal sends Ctrl-C to the whole process group; only the parent handles it and closes the pipe to stop.
     os.setpgrp()
     try:
         run(plan, parent)
     except HeadwaterError as error:
-        # The parent says it as it says its own.
+        # The parent prints it.
         with suppress(OSError):
             parent.send(error)
         sys.exit(exit_codes.code_for(type(error)))

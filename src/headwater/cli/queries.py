@@ -1,4 +1,4 @@
-"""What only the command line asks of the database: one .sql file beside this one for each question."""
+"""Queries that only the command line needs: one .sql file each, beside the module that uses it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import headwater
 
 
-def query(name: str) -> bytes:
-    """The text of a query, by the name of its file."""
+def read_query(name: str) -> bytes:
+    """Return the text of a query; `name` is its path in this package without .sql, such as `commands/doctor`."""
     return (resources.files(__package__) / f"{name}.sql").read_bytes()
 
 
-def ask(log: headwater.Headwater, name: str, *parameters: object) -> list[tuple[Any, ...]]:
-    """The rows that a query answers with."""
+def run_query(log: headwater.Headwater, name: str, *parameters: object) -> list[tuple[Any, ...]]:
+    """Run a query and return its rows."""
     with log.connection() as connection:
-        return connection.execute(query(name), parameters or None).fetchall()
+        return connection.execute(read_query(name), parameters or None).fetchall()

@@ -1,4 +1,4 @@
-"""A log to try things on: a given database, or an embedded server that is gone afterwards."""
+"""A log for demos and measurements: in a given database, or on a temporary embedded server."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import headwater
-from headwater.cli.connection import Session
-from headwater.cli.up import prepare
+from headwater.cli.connection import Session, prepare_database
 from headwater.database import schema
 from headwater.embedded import Postgres
 
 
 @contextmanager
-def scratch_log(run: Session, dsn: str | None) -> Iterator[headwater.Headwater]:
-    """The log of a given database, where the schema is installed if it has none; else a new one."""
+def temporary_log(run: Session, dsn: str | None) -> Iterator[headwater.Headwater]:
+    """Open the log of a given database, installing a missing schema; otherwise of a temporary embedded server."""
     given = dsn or run.settings.dsn
     if given is not None:
         _install_if_missing(run, given)
@@ -27,14 +26,14 @@ def scratch_log(run: Session, dsn: str | None) -> Iterator[headwater.Headwater]:
         server = Postgres(Path(directory, "postgres"))
         try:
             server.start()
-            with run.log(prepare(server)) as log:
+            with run.log(prepare_database(server)) as log:
                 yield log
         finally:
             server.stop(mode="immediate")
 
 
 def _install_if_missing(run: Session, dsn: str) -> None:
-    """Install the schema in an empty database. One that is there is never upgraded on the side."""
+    """Install a missing schema. An existing schema is never upgraded here."""
     with run.connection(dsn) as connection:
         found = connection.execute("select to_regnamespace('headwater') is not null").fetchone()
         if found == (False,):

@@ -1,28 +1,29 @@
-"""The blocking shell: the log as a program uses it."""
+"""The blocking API: `connect` and `AsyncHeadwater`."""
 # Generated from aio/__init__.py by tools/unasync.py: write there.
 
 from __future__ import annotations
 
 from psycopg_pool import ConnectionPool, PoolTimeout
 
-from headwater import calls
+from headwater.calls import log as log_calls
 from headwater.client.database.connection import PooledConnection, prepare_session
-from headwater.client.eventstore.postgres import Stores
-from headwater.client.log.administration import Administration
-from headwater.client.log.follow import Following
-from headwater.client.log.publish import Publishing
-from headwater.client.queue.api import Groups
-from headwater.client.sql_subscriptions.api import Subscriptions
-from headwater.client.webhooks.api import Webhooks
+from headwater.client.eventstore.postgres import EventStoreApi
+from headwater.client.log.administration import AdministrationApi
+from headwater.client.log.follow import FollowApi
+from headwater.client.log.publish import PublishApi
+from headwater.client.queue.api import QueueApi
+from headwater.client.sql_subscriptions.api import SubscriptionApi
+from headwater.client.webhooks.api import WebhookApi
 from headwater.database import schema
 from headwater.errors import LogUnavailable
 
-# A pool waits between its tries to reach a lost Postgres, each time twice as long, and gives up after so many seconds.
-# It then begins anew: a Postgres that comes back after an hour is found as soon as one that comes back after seconds.
+# The pool reconnects with exponential backoff and gives up after this time; `_restart_backoff` then starts it again
+# with the shortest delay. So a Postgres that returns after an hour is reached as soon as one that returns after
+# seconds.
 RECONNECT_SECONDS = 3.0
 
 
-def _begin_anew(pool: ConnectionPool[PooledConnection]) -> None:
+def _restart_backoff(pool: ConnectionPool[PooledConnection]) -> None:
     pool.check()
 
 
@@ -33,14 +34,14 @@ def connect(
     connect_timeout_seconds: float = 10.0,
     application_name: str = "headwater",
 ) -> Headwater:
-    """Open the log at this Postgres. Raises SchemaMismatch where program and database do not fit."""
+    """Connect to the log in this Postgres database. Raises SchemaMismatch if the schema's version does not match."""
     pool = ConnectionPool(
         dsn,
         min_size=1,
         max_size=pool_size,
         timeout=connect_timeout_seconds,
         reconnect_timeout=RECONNECT_SECONDS,
-        reconnect_failed=_begin_anew,
+        reconnect_failed=_restart_backoff,
         kwargs={"autocommit": True, "application_name": application_name},
         open=False,
         connection_class=PooledConnection,
@@ -50,12 +51,13 @@ def connect(
     log = Headwater(pool)
     try:
         pool.open(wait=True, timeout=connect_timeout_seconds)
-        schema.refuse_misfit(log._run(calls.installed()))
+        schema.refuse_misfit(log._run(log_calls.installed()))
     except PoolTimeout as timeout:
         pool.close()
         raise LogUnavailable(
             f"no connection to Postgres within {connect_timeout_seconds:g} s",
-            hint="Is it running? Check HEADWATER_DSN, or start an embedded one with `headwater up`.",
+            hint="Check that Postgres is running and that the DSN (the argument, or HEADWATER_DSN) is right, "
+            "or run `headwater up` for an embedded one.",
         ) from timeout
     except BaseException:
         pool.close()
@@ -63,5 +65,5 @@ def connect(
     return log
 
 
-class Headwater(Publishing, Following, Groups, Subscriptions, Stores, Webhooks, Administration):
-    """The log. Every method takes `connection=` to run inside the caller's own transaction."""
+class Headwater(PublishApi, FollowApi, QueueApi, SubscriptionApi, EventStoreApi, WebhookApi, AdministrationApi):
+    """The log. Methods with a `connection` parameter can run inside the caller's own transaction."""

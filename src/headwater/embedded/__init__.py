@@ -1,4 +1,4 @@
-"""A real Postgres that comes along as binaries: find it, start it, attach to it, stop it."""
+"""An embedded Postgres server: find its binaries, start it, attach to it, stop it."""
 
 from headwater.embedded.binaries import Binaries, find_binaries
 from headwater.embedded.failure import EmbeddedError

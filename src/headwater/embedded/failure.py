@@ -1,7 +1,7 @@
-"""The one error of the embedded server."""
+"""The error class of embedded servers."""
 
 from headwater.errors import HeadwaterError
 
 
 class EmbeddedError(HeadwaterError):
-    """The embedded server could not do what was asked. The text says why and what to do next."""
+    """An embedded server failed. The message contains the reason and the next step."""

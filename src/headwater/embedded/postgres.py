@@ -25,7 +25,7 @@ from psycopg.conninfo import make_conninfo
 from headwater.embedded import processes
 from headwater.embedded.binaries import Binaries, find_binaries
 from headwater.embedded.failure import EmbeddedError
-from headwater.embedded.identity import Identity, identity_for, stranger
+from headwater.embedded.identity import Identity, identity_for, wrong_owner
 
 SUPERUSER: Final = "postgres"
 HOST: Final = "127.0.0.1"
@@ -41,16 +41,16 @@ DEFAULTS: Final[Mapping[str, str]] = {
     "timezone": "UTC",
     "log_timezone": "UTC",
 }
-_OURS: Final = frozenset({"listen_addresses", "port", "unix_socket_directories", "cluster_name", "data_directory"})
+_RESERVED: Final = frozenset({"listen_addresses", "port", "unix_socket_directories", "cluster_name", "data_directory"})
 
-# The number in a socket's file name, when there is no TCP port to take it from.
+# The port number in the file name of the socket if the server has no TCP port.
 _SOCKET_PORT: Final = 5432
-# The kernel takes 107 bytes for the path of a socket, some kernels 103.
-_SOCKET_PATH_BYTES: Final = 100
-_LOG_BYTES: Final = 10_000_000
+# The kernel limits the path of a socket to 107 bytes, some kernels to 103.
+_MAX_SOCKET_PATH_BYTES: Final = 100
+_MAX_LOG_BYTES: Final = 10_000_000
 _POLL_SECONDS: Final = 0.01
-_FREE_PORT_TRIES: Final = 5
-_ANSWER_SECONDS: Final = 5.0
+_MAX_PORT_ATTEMPTS: Final = 5
+_RESPONSE_SECONDS: Final = 5.0
 _SSL_REQUEST: Final = bytes.fromhex("00000008 04d2162f")
 
 StopMode = Literal["smart", "fast", "immediate"]
@@ -63,7 +63,7 @@ _STOP_SIGNALS: Final[Mapping[str, signal.Signals]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Postmaster:
-    """What a running postmaster says of itself in its pid file."""
+    """The contents of the pid file of a running postmaster."""
 
     pid: int
     port: int
@@ -73,12 +73,12 @@ class _Postmaster:
 
 
 class Postgres:
-    """A server on `data_dir`, which is made when it is missing.
+    """A server on `data_dir`, which is created if it is missing.
 
-    Without `port` it is reached through a socket that only the owner can open; with one, on the
-    loopback address with a generated password; `port=0` takes a free one. `settings` are server
-    settings that go before `DEFAULTS`, `environment` are variables of the server process. They apply
-    when this object starts the server, not when it attaches to a running one.
+    Without `port`, clients connect through a Unix socket that only the owner can open; with `port`, on the loopback
+    address with a generated password; `port=0` chooses a free one. `settings` are server settings that override
+    `DEFAULTS`; `environment` are variables of the server process. Both apply only when this object starts the server,
+    not when it attaches to a running one.
     """
 
     def __init__(
@@ -92,10 +92,10 @@ class Postgres:
         start_seconds: float = 120.0,
         stop_seconds: float = 60.0,
     ) -> None:
-        refused = _OURS.intersection(settings or {})
-        if refused:
+        reserved = _RESERVED.intersection(settings or {})
+        if reserved:
             raise EmbeddedError(
-                f"these settings follow from the arguments: {', '.join(sorted(refused))}. Leave them out."
+                f"settings that cannot be changed: {', '.join(sorted(reserved))}. They follow from the arguments."
             )
         self.data_dir: Final = Path(data_dir).expanduser().resolve()
         self.log_file: Final = self.data_dir / "postgres.log"
@@ -109,16 +109,16 @@ class Postgres:
         self._stop_seconds: Final = stop_seconds
         self._process: subprocess.Popen[bytes] | None = None
 
-    # -- what is
+    # -- state
 
     @property
     def running(self) -> bool:
-        """Whether a server runs on the data directory, whoever started it."""
+        """Whether a server runs on the data directory, also if another program started it."""
         return self._postmaster() is not None
 
     @property
     def pid(self) -> int | None:
-        """The postmaster's process, if one runs."""
+        """The process id of the postmaster, if one runs."""
         postmaster = self._postmaster()
         return postmaster.pid if postmaster else None
 
@@ -130,11 +130,11 @@ class Postgres:
 
     @property
     def started_here(self) -> bool:
-        """Whether this object started the server, rather than found it running."""
+        """Whether this object started the server; False if it attached to a running one."""
         return self._process is not None and self._process.poll() is None
 
     def dsn(self, database: str = "headwater") -> str:
-        """How to connect to `database`, which must exist. Creates nothing."""
+        """The DSN of `database`, which must exist."""
         postmaster = self._postmaster()
         if postmaster is None:
             raise EmbeddedError(f"no server runs on {self.data_dir}. Start it first.")
@@ -148,19 +148,21 @@ class Postgres:
             password=self._password_file.read_text().strip(),
         )
 
-    # -- what can be done
+    # -- operations
 
     def start(self) -> None:
-        """Make sure a server runs and takes connections: attach to a running one, else start one.
+        """Attach to a running server, or start one; returns when it accepts connections.
 
-        It goes on running when this program ends; Ctrl-C in the terminal does not reach it.
+        The server keeps running when this program ends; Ctrl-C in the terminal does not stop it.
         """
         deadline = time.monotonic() + self._start_seconds
         try:
             self.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
-            raise EmbeddedError(f"cannot make {self.data_dir}: {error.strerror}. Choose another directory.") from error
-        with self._alone(deadline):
+            raise EmbeddedError(
+                f"cannot create {self.data_dir}: {error.strerror}. Choose another directory."
+            ) from error
+        with self._lock_start(deadline):
             if self._attach(deadline):
                 return
             binaries = self._binaries or find_binaries(major=self._major_of_data())
@@ -184,27 +186,27 @@ class Postgres:
             try:
                 connection.execute(sql.SQL("create database {}").format(sql.Identifier(name)))
             except (psycopg.errors.DuplicateDatabase, psycopg.errors.UniqueViolation):
-                return  # another program was quicker
+                return  # created concurrently by another program
 
     def stop(self, mode: StopMode = "fast") -> None:
-        """Stop the server, whoever started it. One that does not stop in time is stopped at once,
-        which loses nothing: its next start recovers from the log."""
+        """Stop the server, also if another program started it. After a timeout it is stopped immediately, which loses
+        no data: the next start recovers from the WAL."""
         postmaster = self._postmaster()
         if postmaster is None:
             return
         processes.send(postmaster.pid, _STOP_SIGNALS[mode])
-        if not self._gone(postmaster.pid, self._stop_seconds):
+        if not self._wait_until_ended(postmaster.pid, self._stop_seconds):
             processes.send(postmaster.pid, _STOP_SIGNALS["immediate"])
-            if not self._gone(postmaster.pid, self._stop_seconds):
+            if not self._wait_until_ended(postmaster.pid, self._stop_seconds):
                 raise EmbeddedError(f"the server (process {postmaster.pid}) does not stop. See {self.log_file}.")
         self._process = None
 
     def kill(self) -> None:
-        """Kill the postmaster and every process of it with SIGKILL, as a crash would; see them gone."""
+        """Kill the postmaster and all its processes with SIGKILL, and wait until they have ended."""
         postmaster = self._postmaster()
         if postmaster is not None:
             processes.send(postmaster.pid, signal.SIGKILL)
-            if not self._gone(postmaster.pid, self._stop_seconds):
+            if not self._wait_until_ended(postmaster.pid, self._stop_seconds):
                 raise EmbeddedError(f"process {postmaster.pid} survived SIGKILL: it hangs in the kernel.")
         self._process = None
         self._end_children(time.monotonic() + self._stop_seconds)
@@ -253,8 +255,8 @@ class Postgres:
         except subprocess.TimeoutExpired as error:
             raise EmbeddedError(f"pg_basebackup took longer than {self._start_seconds:.0f} seconds.") from error
         except (OSError, subprocess.CalledProcessError) as error:
-            said = getattr(error, "stdout", None) or str(error)
-            raise EmbeddedError(f"pg_basebackup failed on {self.data_dir}:\n{_tail(said)}") from error
+            output = getattr(error, "stdout", None) or str(error)
+            raise EmbeddedError(f"pg_basebackup failed on {self.data_dir}:\n{_tail(output)}") from error
         return standby
 
     def __enter__(self) -> Self:
@@ -267,11 +269,11 @@ class Postgres:
         if self.started_here:
             self.stop()
 
-    # -- how
+    # -- internals
 
     @property
     def _cluster_name(self) -> str:
-        # Stands in the title of each of the server's processes, so orphans can be told from strangers.
+        # Part of the title of each server process, which identifies orphaned processes of this server.
         return "headwater-" + hashlib.sha256(os.fsencode(self.data_dir)).hexdigest()[:10]
 
     def _postmaster(self) -> _Postmaster | None:
@@ -282,7 +284,7 @@ class Postgres:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except PermissionError as error:
-            raise stranger(self.data_dir) from error
+            raise wrong_owner(self.data_dir) from error
         if not lines or not lines[0].strip().isdecimal():
             return None
         pid = int(lines[0])
@@ -294,7 +296,7 @@ class Postgres:
             port=int(field.get(3) or 0),
             socket_dir=field.get(4, ""),
             listens=bool(field.get(5)),
-            # A standby that takes connections says so in another word.
+            # A standby that accepts connections reports "standby".
             ready=field.get(7) in ("ready", "standby"),
         )
 
@@ -302,12 +304,12 @@ class Postgres:
         return make_conninfo(host=postmaster.socket_dir, port=postmaster.port, user=SUPERUSER, dbname=database)
 
     @contextmanager
-    def _alone(self, deadline: float) -> Iterator[None]:
-        """One start at a time per data directory, over all programs."""
+    def _lock_start(self, deadline: float) -> Iterator[None]:
+        """Hold a lock, so that one program at a time starts a server on the data directory."""
         try:
             descriptor = os.open(self.data_dir, os.O_RDONLY)
         except PermissionError as error:
-            raise stranger(self.data_dir) from error
+            raise wrong_owner(self.data_dir) from error
         try:
             while True:
                 try:
@@ -325,12 +327,12 @@ class Postgres:
             os.close(descriptor)
 
     def _attach(self, deadline: float) -> bool:
-        """Wait for a running server to take connections, or to end if it is about to."""
+        """Wait until a running server accepts connections, or has ended; returns False without a running server."""
         while True:
             postmaster = self._postmaster()
             if postmaster is None:
                 return False
-            if postmaster.ready and _answers(postmaster):
+            if postmaster.ready and _responds(postmaster):
                 break
             if time.monotonic() > deadline:
                 raise EmbeddedError(f"the running server (process {postmaster.pid}) is not ready. See {self.log_file}.")
@@ -341,7 +343,7 @@ class Postgres:
             has = f"on port {postmaster.port}" if postmaster.listens else "without a port"
             raise EmbeddedError(
                 f"a server already runs on {self.data_dir} {has} (process {postmaster.pid}). "
-                "Stop it first, or attach to it as it is."
+                "Stop it first, or use it without changing the port."
             )
         return True
 
@@ -352,19 +354,19 @@ class Postgres:
             return None
 
     def _initialise(self, binaries: Binaries, identity: Identity, deadline: float) -> None:
-        # Built aside and moved into place whole, so a start that was cut short leaves nothing half done.
-        aside = self.data_dir / "pgdata.new"
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(mode=0o700)
+        # Created in a temporary directory and renamed, so that an interrupted start leaves no partial cluster.
+        temporary = self.data_dir / "pgdata.new"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(mode=0o700)
         self._password_file.unlink(missing_ok=True)
         self._password_file.touch(mode=0o600)
         self._password_file.write_text(secrets.token_urlsafe(24) + "\n")
-        for path in (aside, self._password_file):
+        for path in (temporary, self._password_file):
             identity.own(path)
         command = [
             *identity.prefix,
             binaries.program("initdb"),
-            f"--pgdata={aside}",
+            f"--pgdata={temporary}",
             f"--username={SUPERUSER}",
             f"--pwfile={self._password_file}",
             "--auth-local=trust",
@@ -392,12 +394,12 @@ class Postgres:
                 f"initdb took longer than {self._start_seconds:.0f} seconds on {self.data_dir}."
             ) from error
         except (OSError, subprocess.CalledProcessError) as error:
-            said = getattr(error, "stdout", None) or str(error)
+            output = getattr(error, "stdout", None) or str(error)
             raise EmbeddedError(
-                f"initdb failed on {self.data_dir}:\n{_tail(said)}\n"
-                "Choose a data directory that this user can write to, on a disk with room."
+                f"initdb failed on {self.data_dir}:\n{_tail(output)}\n"
+                "Choose a data directory that this user can write to, on a disk with free space."
             ) from error
-        aside.rename(self._pgdata)
+        temporary.rename(self._pgdata)
 
     def _launch(self, binaries: Binaries, identity: Identity, deadline: float) -> None:
         socket_dir = self._socket_dir(identity)
@@ -406,28 +408,28 @@ class Postgres:
             tries += 1
             self._clear_leftovers(socket_dir, deadline)
             port = self._choose_port()
-            said = self._launch_once(binaries, identity, socket_dir, port, deadline)
-            if said is None:
+            output = self._launch_once(binaries, identity, socket_dir, port, deadline)
+            if output is None:
                 return
             late = time.monotonic() > deadline
-            if "Address already in use" in said or "could not bind" in said:
-                if self._wanted_port == 0 and tries < _FREE_PORT_TRIES and not late:
+            if "Address already in use" in output or "could not bind" in output:
+                if self._wanted_port == 0 and tries < _MAX_PORT_ATTEMPTS and not late:
                     continue
-                raise _port_is_busy(port)
-            # The last server's processes, killed or orphaned, need a moment to leave.
-            leaving = "pre-existing shared memory block" in said or "lock file" in said
+                raise _port_in_use(port)
+            # Killed or orphaned processes of the last server need a moment to exit.
+            leaving = "pre-existing shared memory block" in output or "lock file" in output
             if leaving and not late:
                 time.sleep(_POLL_SECONDS)
                 continue
             raise EmbeddedError(
-                f"Postgres did not start on {self.data_dir}:\n{_tail(said)}\n"
-                f"The whole log is {self.log_file}. To start from nothing, move the directory away."
+                f"Postgres did not start on {self.data_dir}:\n{_tail(output)}\n"
+                f"See {self.log_file}. To start with an empty database, move the directory away."
             )
 
     def _launch_once(
         self, binaries: Binaries, identity: Identity, socket_dir: Path, port: int | None, deadline: float
     ) -> str | None:
-        """Start the postmaster and see it ready. What it said instead, if it ended or took too long."""
+        """Start the postmaster and wait until it is ready. Returns its output if it exited or took too long."""
         settings = {
             **self._settings,
             "listen_addresses": HOST if port is not None else "",
@@ -439,7 +441,7 @@ class Postgres:
         command = [*identity.prefix, binaries.program("postgres"), "-D", str(self._pgdata)]
         for name, value in settings.items():
             command += ["-c", f"{name}={value}"]
-        if self.log_file.exists() and self.log_file.stat().st_size > _LOG_BYTES:
+        if self.log_file.exists() and self.log_file.stat().st_size > _MAX_LOG_BYTES:
             self.log_file.replace(self.log_file.with_suffix(".log.1"))
         with self.log_file.open("ab") as log:
             log_start = log.tell()
@@ -474,10 +476,10 @@ class Postgres:
 
     def _socket_dir(self, identity: Identity) -> Path:
         directory = self.data_dir / "socket"
-        if len(os.fsencode(directory / ".s.PGSQL.65535")) > _SOCKET_PATH_BYTES:
-            # The directory's path is too long for a socket: a short one, under the owner's name.
+        if len(os.fsencode(directory / ".s.PGSQL.65535")) > _MAX_SOCKET_PATH_BYTES:
+            # The path of the directory is too long for a socket: use a short one in the temporary directory.
             parent = Path(tempfile.gettempdir(), f"headwater-{identity.uid}")
-            if len(os.fsencode(parent)) > _SOCKET_PATH_BYTES // 2:
+            if len(os.fsencode(parent)) > _MAX_SOCKET_PATH_BYTES // 2:
                 parent = Path("/tmp", parent.name)
             _private_directory(parent, identity)
             directory = parent / self._cluster_name.removeprefix("headwater-")
@@ -485,24 +487,24 @@ class Postgres:
         return directory
 
     def _clear_leftovers(self, socket_dir: Path, deadline: float) -> None:
-        """Remove what a killed server left. Its number may belong to a process that nobody reaps, or
-        to a stranger by now; Postgres would take either for a living server and refuse to start."""
+        """Remove the files and processes of a killed server. Its process id may belong to a zombie or to another
+        process; Postgres would take either for a running server and refuse to start."""
         self._end_children(deadline)
         if self.running:
-            raise EmbeddedError(f"another program started a server on {self.data_dir} just now. Attach to it.")
+            raise EmbeddedError(f"another program started a server on {self.data_dir} concurrently. Attach to it.")
         (self._pgdata / "postmaster.pid").unlink(missing_ok=True)
         for leftover in socket_dir.glob(".s.PGSQL.*"):
             leftover.unlink(missing_ok=True)
 
     def _end_children(self, deadline: float) -> None:
-        """End the processes that outlived their postmaster: they would write beside the next one's."""
+        """Kill processes that outlived their postmaster: they could write concurrently with the next server."""
         owner = self._pgdata.stat().st_uid if self._pgdata.exists() else os.geteuid()
         while True:
             orphans = list(processes.children(self._cluster_name, owner=owner))
             if not orphans:
                 return
             if time.monotonic() > deadline:
-                raise EmbeddedError(f"processes of the last server do not end: {orphans}. End them first.")
+                raise EmbeddedError(f"processes of the last server do not exit: {orphans}. Kill them first.")
             for pid in orphans:
                 processes.send(pid, signal.SIGKILL)
             time.sleep(_POLL_SECONDS)
@@ -511,15 +513,15 @@ class Postgres:
         if self._wanted_port is None:
             return None
         with socket.socket() as probe:
-            # As Postgres itself does, or a port in TIME_WAIT would look busy.
+            # As Postgres does; otherwise a port in TIME_WAIT would appear to be in use.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((HOST, self._wanted_port))
             except OSError as error:
-                raise _port_is_busy(self._wanted_port) from error
+                raise _port_in_use(self._wanted_port) from error
             return int(probe.getsockname()[1])
 
-    def _gone(self, pid: int, seconds: float) -> bool:
+    def _wait_until_ended(self, pid: int, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
         while True:
             if self._process is not None and self._process.pid == pid:
@@ -531,11 +533,11 @@ class Postgres:
             time.sleep(_POLL_SECONDS)
 
 
-def _answers(postmaster: _Postmaster) -> bool:
-    """Whether somebody is behind the socket. The pid file of a server that is being killed still says
-    that it is ready; and this question needs no free connection slot."""
+def _responds(postmaster: _Postmaster) -> bool:
+    """Whether the server responds to an SSL request, which needs no free connection slot. The pid file of a killed
+    server may still say that it is ready."""
     with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(_ANSWER_SECONDS)
+        probe.settimeout(_RESPONSE_SECONDS)
         try:
             probe.connect(f"{postmaster.socket_dir}/.s.PGSQL.{postmaster.port}")
             probe.sendall(_SSL_REQUEST)
@@ -545,13 +547,13 @@ def _answers(postmaster: _Postmaster) -> bool:
 
 
 def _environment() -> dict[str, str]:
-    """This program's environment, less what would steer the server."""
+    """The environment of this program without the variables that configure Postgres or locales."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PG", "LC_", "LANG"))}
     return {**kept, "LC_ALL": "C"}
 
 
 def _private_directory(path: Path, identity: Identity) -> None:
-    """Make sure that `path` is a directory which only the server's user can enter."""
+    """Create `path` as a directory that only the server's user can enter."""
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
@@ -564,9 +566,9 @@ def _private_directory(path: Path, identity: Identity) -> None:
     identity.own(path)
 
 
-def _port_is_busy(port: int | None) -> EmbeddedError:
+def _port_in_use(port: int | None) -> EmbeddedError:
     return EmbeddedError(
-        f"port {port} on {HOST} is not free: another program listens there. Choose another port, or 0 for any."
+        f"port {port} on {HOST} is in use by another program. Choose another port, or 0 for any free port."
     )
 
 

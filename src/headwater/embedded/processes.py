@@ -1,4 +1,4 @@
-"""Which processes belong to a server, also after its postmaster is gone."""
+"""Finds the processes of a server, also after its postmaster has exited."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ _PROC = Path("/proc")
 
 
 def command_line(pid: int) -> list[str] | None:
-    """The arguments a living process runs with. Nothing for one that is gone or waits to be reaped."""
+    """The arguments of a running process; None if it has exited or is a zombie."""
     if _has_proc():
         try:
             state = (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
@@ -33,20 +33,20 @@ def command_line(pid: int) -> list[str] | None:
 
 
 def is_postmaster(pid: int, pgdata: Path) -> bool:
-    """Whether `pid` is the postmaster of `pgdata`, and not a later process with the same number."""
+    """Whether `pid` is the postmaster of `pgdata`, and not a later process with the same process id."""
     arguments = command_line(pid)
     return arguments is not None and "-D" in arguments and str(pgdata) in arguments
 
 
 def has_ended(pid: int, pgdata: Path) -> bool:
-    """Whether the postmaster `pid` has let go of everything. On its way out it loses its arguments
-    before it closes its files, so one without arguments is still there."""
+    """Whether the postmaster `pid` has released its resources. An exiting process loses its arguments before it closes
+    its files, so a process without arguments has not ended."""
     arguments = command_line(pid)
     return arguments is None or (arguments != [""] and not is_postmaster(pid, pgdata))
 
 
 def children(cluster_name: str, *, owner: int) -> Iterator[int]:
-    """The server's processes other than the postmaster, known by the name they carry in their title."""
+    """The server's processes other than the postmaster, found by the cluster name in their titles."""
     if not _has_proc():
         return
     title = f"postgres: {cluster_name}: ".encode()
@@ -54,15 +54,15 @@ def children(cluster_name: str, *, owner: int) -> Iterator[int]:
         if not entry.name.isdecimal():
             continue
         try:
-            mine = entry.stat().st_uid == owner and (entry / "cmdline").read_bytes().startswith(title)
+            matches = entry.stat().st_uid == owner and (entry / "cmdline").read_bytes().startswith(title)
         except OSError:
             continue
-        if mine and command_line(int(entry.name)) is not None:
+        if matches and command_line(int(entry.name)) is not None:
             yield int(entry.name)
 
 
 def send(pid: int, signal_number: int) -> None:
-    """Signal a process; one that is gone already is no error."""
+    """Send a signal to a process; ignored if the process has exited."""
     try:
         os.kill(pid, signal_number)
     except ProcessLookupError:

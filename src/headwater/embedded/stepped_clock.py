@@ -1,8 +1,7 @@
-"""A clock for one embedded Postgres that can be set back and forth while the server runs, by libfaketime.
+"""An adjustable clock for one embedded Postgres, implemented with libfaketime.
 
-`Postgres(directory, environment=clock.environment)` starts a server under it; `clock.set_offset(-3600.0)` lets that
-server, all its processes included, believe that it is an hour earlier. Other programs keep the real clock. Waits of
-the server are not changed: the monotonic clock stays as it is.
+`Postgres(directory, environment=clock.environment)` starts a server with this clock; `clock.set_offset(-3600.0)` sets
+the clock of all its processes back by an hour. Other programs and the monotonic clock are not affected.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _LIBRARIES: Final = (
 
 
 def find_libfaketime() -> Path | None:
-    """The library, if it is installed (Debian: `apt-get install faketime`)."""
+    """Return the path of the library if it is installed (Debian: `apt-get install faketime`)."""
     for pattern in _LIBRARIES:
         for path in sorted(Path("/").glob(pattern.removeprefix("/"))):
             return path
@@ -29,19 +28,19 @@ def find_libfaketime() -> Path | None:
 
 
 class SteppedClock:
-    """An offset to the real clock, kept in a file that the server's processes read."""
+    """An offset to the real clock, stored in a file that the server's processes read."""
 
     def __init__(self, file: Path, *, library: Path | None = None) -> None:
         found = library or find_libfaketime()
         if found is None:
-            raise EmbeddedError("libfaketime is not installed. On Debian: apt-get install faketime.")
+            raise EmbeddedError("libfaketime is not installed. On Debian, run: apt-get install faketime.")
         self._file: Final = file
         self._library: Final = found
         self.set_offset(0.0)
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the server's environment needs."""
+        """The environment variables for the server."""
         return {
             "LD_PRELOAD": str(self._library),
             "FAKETIME_TIMESTAMP_FILE": str(self._file),
@@ -50,7 +49,7 @@ class SteppedClock:
         }
 
     def set_offset(self, seconds: float) -> None:
-        """Let the server's clock be that many seconds ahead of the real one; below zero: behind it."""
+        """Set the offset of the server's clock from the real one in seconds; negative values set it back."""
         fresh = self._file.with_suffix(".new")
         fresh.write_text(f"{seconds:+f}s\n")
         fresh.chmod(0o644)

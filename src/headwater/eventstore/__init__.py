@@ -1,4 +1,4 @@
-"""The event store: what is asked of it, what it answers, and where it can live."""
+"""The event store: events, queries, append conditions, and the stores on Postgres and SQLite."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -80,7 +80,7 @@ _HOMES = {
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        # Loaded when first asked for: `calls` needs the values of this room, and this room needs `calls`.
+        # Loaded on first use: `calls` needs values of this package, and this package needs `calls`.
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(import_module(_HOMES[name]), name)

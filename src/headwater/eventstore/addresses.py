@@ -1,4 +1,4 @@
-"""One address for event stores, wherever they live: a Postgres, or a directory."""
+"""Open event stores by address: in Postgres, or in a directory of SQLite files."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from headwater.eventstore.sqlite_async import AsyncSqliteStores
 
 
 def open(address: str) -> Headwater | SqliteStores:
-    """The log at `postgresql://...`, or the event stores in the directory of `sqlite:///dir` (`sqlite:////var/dir`)."""
+    """Open the log at `postgresql://...`, or the event stores in the directory of `sqlite:///dir`
+    (`sqlite:////var/dir`)."""
     directory = _directory(address)
     return connect(address) if directory is None else SqliteStores(directory)
 
 
 async def open_async(address: str) -> aio.AsyncHeadwater | AsyncSqliteStores:
-    """The same for programs with an event loop."""
+    """Like `open`, for asyncio."""
     directory = _directory(address)
     return await aio.connect(address) if directory is None else AsyncSqliteStores(directory)
 
 
 def _directory(address: str) -> Path | None:
-    """Of an address of files; None: it is one of a Postgres."""
+    """The directory of a sqlite address; None for a Postgres address."""
     scheme, separator, rest = address.partition("://")
     if separator and scheme in ("postgresql", "postgres"):
         return None
     if separator and scheme == "sqlite" and rest.startswith("/") and len(rest) > 1:
         return Path(rest[1:])
     raise InvalidRequest(
-        f'"{address}" is no address of event stores',
-        hint="Write postgresql://user@host/database, sqlite:///directory or sqlite:////absolute/directory.",
+        f'invalid address of event stores "{address}"',
+        hint="Expected postgresql://user@host/database, sqlite:///directory or sqlite:////absolute/directory.",
     )

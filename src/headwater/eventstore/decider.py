@@ -1,6 +1,6 @@
-"""Decide on events and append what was decided, again if others were faster. The decision itself is pure.
+"""Deciders: read events, decide, and append the result; repeat after a conflict. The decision itself is pure.
 
-`steps` says what to do next and is sent the outcome; `execute` in `aio` and `client` does it.
+`steps` yields the next step and is sent its result; `execute` in `decision_loop` carries the steps out.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ Command = TypeVar("Command")
 
 @dataclass(frozen=True)
 class Decider(Generic[State, Command]):
-    """How a command becomes events: what it must know, how that becomes a state, and what follows from it.
+    """How a command becomes events: the query for the events it depends on, the state they form, and the decision.
 
-    All three are called again after a conflict, so none may do anything. `decide` refuses by raising.
+    The functions are called again after a conflict, so they must have no side effects. `decide` rejects a command by
+    raising.
     """
 
     query: Callable[[Command], Query]
@@ -35,7 +36,8 @@ class Decider(Generic[State, Command]):
 
 @dataclass(frozen=True)
 class Decision(Generic[State]):
-    """What was decided: the state it was decided on, where the events are (None: there were none), and at which try."""
+    """The result of a command: the state it was decided on, the appended events (None: there were none), and the number
+    of tries."""
 
     state: State
     appended: Appended | None
@@ -43,20 +45,20 @@ class Decision(Generic[State]):
 
 
 class Snapshots(Generic[State]):
-    """States that were reached, kept in memory: the next decision on the same query reads only what came since.
+    """States in memory: the next decision on the same query reads only newer events.
 
     States must not be changed in place: `evolve` returns a new one.
     """
 
     def __init__(self, *, max_states: int = 1000) -> None:
         if max_states < 1:
-            raise InvalidRequest("snapshots keep 1 state or more")
+            raise InvalidRequest(f"invalid max_states {max_states}: expected at least 1")
         self._max_states = max_states
         self._states: OrderedDict[str, tuple[State, int, int]] = OrderedDict()
         self._lock = Lock()
 
     def load(self, query: Query) -> tuple[State, int, int] | None:
-        """A state, the position of the last event in it, and the epoch that this is of."""
+        """A state, the position of its last event, and the epoch of that position."""
         with self._lock:
             found = self._states.get(query.as_json())
             if found is not None:
@@ -64,7 +66,7 @@ class Snapshots(Generic[State]):
             return found
 
     def save(self, query: Query, state: State, position: int, epoch: int = 0) -> None:
-        """Keep a state, unless a later one of this epoch is kept."""
+        """Save a state, unless a later one of this epoch is saved."""
         key = query.as_json()
         with self._lock:
             known = self._states.get(key)
@@ -81,10 +83,10 @@ def _as_json(state: Any) -> bytes:
 
 @dataclass(frozen=True)
 class SavedSnapshots(Generic[State]):
-    """States that are kept in the event store, so that whoever decides next, anywhere, reads only what came since.
+    """States that are saved in the event store, so that the next decision, in any process, reads only newer events.
 
-    A state is saved when `every` or more events had to be read for it. Raise the `version` whenever `evolve`, `initial`
-    or the form of the state change: states of another version are not used.
+    A state is saved when `every` or more events had to be read for it. Increment `version` when `evolve`, `initial` or
+    the form of the state changes: states of other versions are not used.
     """
 
     name: str
@@ -95,27 +97,27 @@ class SavedSnapshots(Generic[State]):
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.name) <= 200:
-            raise InvalidRequest("the name of snapshots is 1 to 200 characters")
+            raise InvalidRequest("invalid snapshot name: expected 1 to 200 characters")
         if self.version < 1 or self.every < 1:
-            raise InvalidRequest("snapshots have a version from 1 on, and are saved every 1 event or more")
+            raise InvalidRequest("version and every of snapshots must be at least 1")
 
     def key(self, query: Query) -> SnapshotKey:
-        """Under which the state of a query is kept."""
+        """The key of the state of a query."""
         return SnapshotKey(self.name, hashlib.sha256(query.as_json().encode()).hexdigest(), self.version)
 
     def state(self, saved: SavedState) -> State:
-        """The state that was saved."""
+        """Decode a saved state."""
         try:
             return self.decode(saved.state)
         except (ValueError, KeyError, TypeError) as error:
             raise InvalidRequest(
-                f'a snapshot "{self.name}" of version {self.version} cannot be read: {error}',
-                hint="Has the form of the state changed? Then raise the version of the snapshots.",
+                f'cannot decode a snapshot "{self.name}" of version {self.version}: {error}',
+                hint="If the form of the state has changed, increment the version of the snapshots.",
             ) from error
 
 
 class SnapshotKey(NamedTuple):
-    """Which state of whose."""
+    """The key of a saved state."""
 
     name: str
     query_hash: str
@@ -123,7 +125,7 @@ class SnapshotKey(NamedTuple):
 
 
 class SavedState(NamedTuple):
-    """A state as it is kept, the last event that is in it, and the epoch that its position is of."""
+    """A saved state, the position of its last event, and the epoch of that position."""
 
     position: int
     state: bytes
@@ -131,10 +133,10 @@ class SavedState(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class ReadOn:
-    """Read the events that match after a position; the outcome is a StorePage, without events at the end.
+class ReadNext:
+    """Read matching events after a position; the result is a StorePage, without events at the end.
 
-    An EpochChanged is thrown in if the position is of another epoch than the log.
+    EpochChanged is thrown in if the position belongs to another epoch than the log.
     """
 
     query: Query
@@ -143,29 +145,29 @@ class ReadOn:
 
 
 @dataclass(frozen=True, slots=True)
-class Append:
-    """Append these events; the outcome is an Appended, or an AppendConflict or EpochChanged thrown in."""
+class AppendStep:
+    """Append these events; the result is an Appended, or an AppendConflict or EpochChanged is thrown in."""
 
     events: Sequence[NewStoreEvent]
     condition: Condition
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """Look for a saved state; the outcome is a SavedState or None."""
+class LoadSnapshot:
+    """Load a saved state; the result is a SavedState or None."""
 
     key: SnapshotKey
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
-    """Save a state. It is no loss if that fails."""
+class SaveSnapshot:
+    """Save a state. A failure is ignored."""
 
     key: SnapshotKey
     saved: SavedState
 
 
-Step = ReadOn | Append | Load | Save
+Step = ReadNext | AppendStep | LoadSnapshot | SaveSnapshot
 
 
 def steps(
@@ -175,19 +177,19 @@ def steps(
     snapshots: Snapshots[State] | SavedSnapshots[State] | None = None,
     max_tries: int = 20,
 ) -> Generator[Step, Any, Decision[State]]:
-    """What to do to carry out a command. After a conflict only what came since is read.
+    """The steps that execute a command. After a conflict, only newer events are read.
 
-    All that a state is made of is read in one epoch, and the append names it. In another epoch, events that the state
-    has may be lost, so it begins again with the first event, and with no state that was kept.
+    All events of a state are read in one epoch, and the append names it. In another epoch, events of the state may be
+    lost, so the state is built again from the first event, without snapshots.
     """
     if max_tries < 1:
-        raise InvalidRequest("a decision has 1 try or more")
+        raise InvalidRequest(f"invalid max_tries {max_tries}: expected at least 1")
     query = decider.query(command)
     known: tuple[State, int, int | None] | None = None
     if isinstance(snapshots, Snapshots):
         known = snapshots.load(query)
     elif snapshots is not None:
-        saved: SavedState | None = yield Load(snapshots.key(query))
+        saved: SavedState | None = yield LoadSnapshot(snapshots.key(query))
         known = None if saved is None else (snapshots.state(saved), saved.position, saved.epoch)
     state, position, epoch = known or (decider.initial(), 0, None)
     tries = events_read = 0
@@ -196,7 +198,7 @@ def steps(
         tries += 1
         try:
             while True:
-                page: StorePage = yield ReadOn(query, position, epoch)
+                page: StorePage = yield ReadNext(query, position, epoch)
                 epoch = page.epoch
                 if not page.events:
                     break
@@ -214,7 +216,7 @@ def steps(
         events = decider.decide(state, command)
         try:
             if events:
-                appended = yield Append(events, NoMatchAfter(query, position, epoch))
+                appended = yield AppendStep(events, NoMatchAfter(query, position, epoch))
         except AppendConflict:
             if tries >= max_tries:
                 raise
@@ -225,5 +227,5 @@ def steps(
             state, position, epoch, events_read = decider.initial(), 0, None, 0
             continue
         if isinstance(snapshots, SavedSnapshots) and events_read >= snapshots.every:
-            yield Save(snapshots.key(query), SavedState(position, snapshots.encode(state), epoch))
+            yield SaveSnapshot(snapshots.key(query), SavedState(position, snapshots.encode(state), epoch))
         return Decision(state, appended, tries)

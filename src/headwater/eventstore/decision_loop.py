@@ -1,4 +1,4 @@
-"""Carrying out decisions: read, decide, append; after a conflict once more."""
+"""The decision loop: read, decide, append, and repeat after a conflict."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any, Protocol, TypeVar
 
 from headwater.errors import AppendConflict, EpochChanged, LogUnavailable
 from headwater.eventstore.decider import (
-    Append,
+    AppendStep,
     Decider,
     Decision,
-    Load,
-    ReadOn,
+    LoadSnapshot,
+    ReadNext,
     SavedSnapshots,
     SavedState,
     SnapshotKey,
@@ -26,7 +26,7 @@ Command = TypeVar("Command")
 
 
 class Store(Protocol):
-    """What of an event store a decision needs."""
+    """The methods of an event store that a decision needs."""
 
     async def read_page(self, query: Query, *, after: int, epoch: int | None, batch_size: int) -> StorePage: ...
 
@@ -46,33 +46,33 @@ async def execute(
     max_tries: int = 20,
     batch_size: int = 1000,
 ) -> Decision[State]:
-    """Carry out a command: read, decide, append; after a conflict once more, at most `max_tries` times."""
-    carried_out = steps(decider, command, snapshots=snapshots, max_tries=max_tries)
+    """Execute a command: read, decide, append. After a conflict the decision is repeated, up to `max_tries` times."""
+    loop = steps(decider, command, snapshots=snapshots, max_tries=max_tries)
     outcome: Any = None
     conflict: AppendConflict | EpochChanged | None = None
     while True:
         try:
-            step = carried_out.send(outcome) if conflict is None else carried_out.throw(conflict)
+            step = loop.send(outcome) if conflict is None else loop.throw(conflict)
         except StopIteration as end:
             decision: Decision[State] = end.value
             return decision
         outcome = conflict = None
         try:
-            if isinstance(step, ReadOn):
+            if isinstance(step, ReadNext):
                 outcome = await store.read_page(step.query, after=step.after, epoch=step.epoch, batch_size=batch_size)
-            elif isinstance(step, Append):
+            elif isinstance(step, AppendStep):
                 outcome = await store.append(step.events, step.condition)
-            elif isinstance(step, Load):
+            elif isinstance(step, LoadSnapshot):
                 outcome = await store.load_snapshot(step.key)
             else:
                 await store.save_snapshot(step.key, step.saved)
         except AppendConflict as error:
             conflict = error
         except (EpochChanged, LogUnavailable) as error:
-            if isinstance(error, EpochChanged) and isinstance(step, (ReadOn, Append)):
+            if isinstance(error, EpochChanged) and isinstance(step, (ReadNext, AppendStep)):
                 conflict = error
                 continue
-            if isinstance(step, (ReadOn, Append, Load)):
+            if isinstance(step, (ReadNext, AppendStep, LoadSnapshot)):
                 raise
-            # What was decided stands; only the next one has more to read.
+            # The decision stands; the next one only has more events to read.
             logger.warning("snapshot not saved", extra={ERROR: error.message})

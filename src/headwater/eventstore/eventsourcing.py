@@ -1,6 +1,7 @@
-"""An event store as the recorder of the `eventsourcing` library's dynamic consistency boundaries.
+"""An event store as the recorder for dynamic consistency boundaries of the `eventsourcing` library.
 
-PERSISTENCE_MODULE=headwater.eventstore.eventsourcing and HEADWATER_STORE_ADDRESS make its applications use Headwater.
+Set PERSISTENCE_MODULE=headwater.eventstore.eventsourcing and HEADWATER_STORE_ADDRESS to use Headwater in an
+application.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ class HeadwaterRecorder(DCBRecorder):
 
     def __init__(self, store: AnyEventStore) -> None:
         self.store = store
-        # The library's conditions have no epoch: what a thread read last is what its next append is about.
+        # The library's conditions have no epoch: an append uses the epoch of the last read in its thread.
         self._read_in = threading.local()
 
     def read(
         self, query: DCBQuery | None = None, *, after: int | None = None, limit: int | None = None
     ) -> DCBReadResponse:
-        """Events that match. Without a limit the head is the end of the store, else it is the last event read."""
+        """Matching events. Without a limit the head is the end of the store, otherwise the last event read."""
         with _translated():
             if limit is None:
                 head, self._read_in.epoch = self.store._end()
@@ -59,9 +60,9 @@ class HeadwaterRecorder(DCBRecorder):
             return _Response(iter(events_read), events_read[-1].position if events_read else None)
 
     def append(self, events: Sequence[DCBEvent], condition: DCBAppendCondition | None = None) -> int:
-        """Append, or IntegrityError if the condition fails; returns the position of the last event."""
+        """Append events; returns the position of the last one. Raises IntegrityError if the condition fails."""
         if not events:
-            raise ProgrammingError("an append has one event or more")
+            raise ProgrammingError("an append needs at least one event")
         new = [NewStoreEvent(event.type, event.data, event.tags) for event in events]
         asked = None
         if condition is not None:
@@ -71,12 +72,12 @@ class HeadwaterRecorder(DCBRecorder):
             return self.store.append(new, asked).position
 
     def subscribe(self, query: DCBQuery | None = None, *, after: int | None = None) -> HeadwaterSubscription:
-        """Every event that matches, those to come included."""
+        """Yield every matching event, including future ones."""
         return HeadwaterSubscription(self, query, after)
 
 
 class HeadwaterSubscription(DCBSubscription[HeadwaterRecorder]):
-    """Catches up and stays live until it is stopped."""
+    """Yields existing events, then new ones, until it is stopped."""
 
     def __init__(self, recorder: HeadwaterRecorder, query: DCBQuery | None, after: int | None) -> None:
         super().__init__(recorder, query, after)
@@ -96,14 +97,14 @@ class HeadwaterSubscription(DCBSubscription[HeadwaterRecorder]):
             raise StopIteration
 
     def _fetch(self) -> Sequence[StoreEvent]:
-        """Comes back within half a second, so that a stop is heard."""
+        """Fetch events; returns within half a second, so that a stop takes effect."""
         store, place = self._recorder.store, self._last_position
         if self._epoch is None:
             place, self._epoch = store._begin(place, None, False, None, "rewind")
         try:
             self._last_position, events = store._next(self._wanted, place, self._epoch, BATCH_SIZE, False, 60.0)
         except EpochChanged as error:
-            self._last_position, self._epoch = store._rewound(error, place, self._epoch, None, "rewind", 60.0)
+            self._last_position, self._epoch = store._rewind(error, place, self._epoch, None, "rewind", 60.0)
             return ()
         return events
 
@@ -123,7 +124,7 @@ class _Response(DCBReadResponse):
 
 
 class HeadwaterFactory(DCBInfrastructureFactory[POPOTrackingRecorder]):
-    """Makes recorders for the event store that the environment names."""
+    """Creates recorders for the event store that the environment names."""
 
     ADDRESS = "HEADWATER_STORE_ADDRESS"
     STORE = "HEADWATER_STORE"
@@ -132,7 +133,7 @@ class HeadwaterFactory(DCBInfrastructureFactory[POPOTrackingRecorder]):
         super().__init__(env)
         address = self.env.get(self.ADDRESS)
         if not address:
-            raise OSError(f"{self.ADDRESS} is not set: postgresql://user@host/database or sqlite:///directory")
+            raise OSError(f"{self.ADDRESS} is not set: expected postgresql://user@host/database or sqlite:///directory")
         self._stores = open(address)
 
     def dcb_recorder(self) -> DCBRecorder:
@@ -143,7 +144,8 @@ class HeadwaterFactory(DCBInfrastructureFactory[POPOTrackingRecorder]):
     def tracking_recorder(
         self, tracking_recorder_class: type[POPOTrackingRecorder] | None = None
     ) -> POPOTrackingRecorder:
-        """Projections of Headwater keep their place in cursors; this one is in memory, as the library has it."""
+        """An in-memory tracking recorder, as in the library. Projections of Headwater save their position in cursors
+        instead."""
         return (tracking_recorder_class or POPOTrackingRecorder)()
 
     def close(self) -> None:
@@ -163,7 +165,7 @@ def _sequenced(event: StoreEvent) -> DCBSequencedEvent:
 
 @contextmanager
 def _translated() -> Iterator[None]:
-    """Our errors as the library knows them."""
+    """Translate Headwater's errors to those of the library."""
     try:
         yield
     except (AppendConflict, EpochChanged) as error:

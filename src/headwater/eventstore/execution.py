@@ -1,4 +1,4 @@
-"""One `execute` for every event store: it waits where the store's methods do, and is awaited where they are."""
+"""`execute` for every event store: blocking for a blocking store, awaitable for an async one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeVar, cast, overload
 from headwater.client.eventstore import decision_loop as blocking
 from headwater.eventstore import decision_loop as asynchronous
 from headwater.eventstore.decider import Decider, Decision, SavedSnapshots, Snapshots
-from headwater.eventstore.subscribe import Subscribing
+from headwater.eventstore.subscribe import StoreSubscriptions
 
 State = TypeVar("State")
 Command = TypeVar("Command")
@@ -47,8 +47,8 @@ def execute(
     max_tries: int = 20,
     batch_size: int = 1000,
 ) -> Decision[State] | Awaitable[Decision[State]]:
-    """Carry out a command: read, decide, append; after a conflict once more, at most `max_tries` times."""
-    if isinstance(store, Subscribing):
+    """Execute a command: read, decide, append. After a conflict the decision is repeated, up to `max_tries` times."""
+    if isinstance(store, StoreSubscriptions):
         awaited = cast("asynchronous.Store", store)
         return asynchronous.execute(
             awaited, decider, command, snapshots=snapshots, max_tries=max_tries, batch_size=batch_size

@@ -1,7 +1,8 @@
-"""Indexes on fields of the data of an event store: what one is, and which events are in it. No I/O here.
+"""Field indexes of an event store: their definition, and which events they contain. No I/O.
 
-An event is found by an index as by a tag: it has a mark that is made of its values. The mark only leads to events; what
-they have is always compared. So no value, of whatever form, can keep an event from being appended.
+An index finds events in the same way as a tag: each event of the index has an index term that is made of its values.
+The index term only finds candidates; their values are always compared. So an event can be appended whatever its values
+are.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from headwater.errors import InvalidRequest
 from headwater.eventstore.query import FieldValue, Item, checked_field_name, field_text, scalar_text
 
 Kind = Literal["text", "numeric", "boolean", "timestamp"]
-"""Of which form values are that an index has; those of another form are not in it."""
+"""The form of the values of an index. Events whose value has another form are not in the index."""
 Operator = Literal["=", "!=", "<", "<=", ">", ">="]
 Combine = Literal["and", "or"]
 State = Literal["BUILDING", "READY"]
@@ -37,9 +38,9 @@ TIMESTAMP = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class IndexCondition:
-    """Which events a partial index has: those with such a value in a field.
+    """A condition of a partial index: which events it contains.
 
-    `=` and `!=` compare text, as queries do; the others compare numbers where both are numbers, and text otherwise.
+    `=` and `!=` compare text, as queries do; the others compare numbers if both are numbers, and text otherwise.
     """
 
     field: str
@@ -49,8 +50,8 @@ class IndexCondition:
     def __post_init__(self) -> None:
         if self.operator not in get_args(Operator):
             raise InvalidRequest(
-                f'"{self.operator}" is no operator of a condition',
-                hint=f"Write one of {', '.join(get_args(Operator))}.",
+                f'invalid operator "{self.operator}"',
+                hint=f"Expected one of {', '.join(get_args(Operator))}.",
             )
         checked_field_name(self.field)
         object.__setattr__(self, "value", field_text(self.value))
@@ -61,7 +62,7 @@ class IndexCondition:
             return False
         if self.operator in ("=", "!="):
             return (found == other) is (self.operator == "=")
-        # In this order text is in the order of its bytes, as Postgres has it with the collation "C".
+        # Text is compared by its bytes, as Postgres does with the collation "C".
         left: Any = found.encode()
         right: Any = other.encode()
         if NUMERIC.fullmatch(found) and NUMERIC.fullmatch(other):
@@ -73,9 +74,10 @@ class IndexCondition:
 
 @dataclass(frozen=True, slots=True)
 class FieldIndex:
-    """Fields of the data by which events are found as by a tag. Until it is `ready`, queries do without it.
+    """An index on fields of the data. Queries do not use it until it is `ready`.
 
-    An index on several fields is used by queries on all of them; one with conditions by queries that imply these.
+    An index on several fields is used by queries on all of them; one with conditions by queries that imply the
+    conditions.
     """
 
     name: str
@@ -89,10 +91,10 @@ class FieldIndex:
     def state(self) -> State:
         return "READY" if self.ready else "BUILDING"
 
-    def mark(self, number: int, data: Any) -> str | None:
-        """What an event with this data, or an item that asks for it, is found by; None: it is not in the index.
+    def index_term(self, number: int, data: Any) -> str | None:
+        """The index term of an event with this data, or of an item that asks for it; None: it is not in the index.
 
-        By the number of the index, not by its name: names can begin alike.
+        It contains the number of the index, not its name, since one name can be a prefix of another.
         """
         if not isinstance(data, Mapping):
             return None
@@ -109,45 +111,47 @@ class FieldIndex:
         joined = json.dumps(values, ensure_ascii=False)
         return f"={number}:{hashlib.md5(joined.encode(), usedforsecurity=False).hexdigest()}"
 
-    def mark_of_item(self, number: int, item: Item) -> str | None:
-        """What the events that an item matches are found by; None: the index does not have all of them."""
-        return self.mark(number, item.fields) if item.fields else None
+    def index_term_of_item(self, number: int, item: Item) -> str | None:
+        """The index term of the events that an item matches; None: the index does not contain all of them."""
+        return self.index_term(number, item.fields) if item.fields else None
 
 
-def defined(
+def define_index(
     name: str,
     fields: Sequence[str] | Mapping[str, Kind],
     conditions: Sequence[IndexCondition] = (),
     combine: Combine = "and",
 ) -> FieldIndex:
-    """An index as somebody asks for it; refuses what cannot be one."""
+    """Create a definition of an index. Raises InvalidRequest if it is invalid."""
     if isinstance(fields, str):
-        raise InvalidRequest("fields are a list of texts, not one text", hint=f'Write fields=["{fields}"].')
+        raise InvalidRequest("fields must be a list of strings, not a string", hint=f'Write fields=["{fields}"].')
     if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME_CHARACTERS or "\x00" in name:
-        raise InvalidRequest(f"an index name is 1 to {MAX_NAME_CHARACTERS} characters")
+        raise InvalidRequest(f"invalid index name: expected 1 to {MAX_NAME_CHARACTERS} characters without NUL")
     names = tuple(checked_field_name(field) for field in fields)
     if not 1 <= len(names) <= MAX_FIELDS:
-        raise InvalidRequest(f"an index has 1 to {MAX_FIELDS} fields, this one has {len(names)}")
+        raise InvalidRequest(f"invalid number of fields {len(names)}: expected 1 to {MAX_FIELDS}")
     if len(set(names)) < len(names):
-        raise InvalidRequest("an index names each field once")
+        raise InvalidRequest("an index cannot contain a field twice")
     kinds = tuple(fields.values()) if isinstance(fields, Mapping) else tuple(TEXT for _ in names)
     for kind in kinds:
         if kind not in get_args(Kind):
-            raise InvalidRequest(f'"{kind}" is no kind of field', hint=f"Write one of {', '.join(get_args(Kind))}.")
+            raise InvalidRequest(
+                f'invalid kind of field "{kind}"', hint=f"Expected one of {', '.join(get_args(Kind))}."
+            )
     if combine not in get_args(Combine):
-        raise InvalidRequest(f'conditions are combined by "and" or "or", not by "{combine}"')
+        raise InvalidRequest(f'invalid combine "{combine}": expected "and" or "or"')
     if len(conditions) > MAX_CONDITIONS:
-        raise InvalidRequest(f"an index has up to {MAX_CONDITIONS} conditions, this one has {len(conditions)}")
+        raise InvalidRequest(f"invalid number of conditions {len(conditions)}: expected at most {MAX_CONDITIONS}")
     return FieldIndex(name, names, False, kinds, tuple(conditions), combine)
 
 
-def refuse_other(known: FieldIndex, wanted: FieldIndex) -> None:
-    """Refuse an index of a name that is there with another meaning."""
+def check_same_definition(known: FieldIndex, wanted: FieldIndex) -> None:
+    """Raise InvalidRequest if an index with this name exists with another definition."""
     if (known.fields, known.kinds, known.conditions, known.combine) != (
         wanted.fields, wanted.kinds, wanted.conditions, wanted.combine,
     ):  # fmt: skip
         raise InvalidRequest(
-            f'the index "{known.name}" has other fields: {", ".join(known.fields)}',
+            f'index "{known.name}" has other fields: {", ".join(known.fields)}',
             hint="Drop it first, or choose another name.",
         )
 

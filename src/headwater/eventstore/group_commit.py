@@ -1,7 +1,11 @@
-"""Group commit: appends that come while another is under way go out together, each with its own verdict.
+"""Group commit for event-store appends.
 
-Whoever finds nobody at work sends what is waiting, its own append included: one that is alone waits for nobody, and
-no thread or task is needed that could die. Several processes do so independently; the database puts them in order.
+Appends that arrive while a commit is in flight are queued and sent as one transaction; each gets its own result. The
+first waiter becomes the leader and sends the group, its own append included; there is no background task that could
+die. Several processes do this independently; the database serializes them.
+
+Invariant: an append is in at most one group in flight, and always has the same event ids, so a retry cannot duplicate
+it.
 """
 
 from __future__ import annotations
@@ -17,22 +21,22 @@ from collections.abc import (
 
 import psycopg
 
-from headwater.calls import EncodedAppend
+from headwater.calls.store import EncodedAppend
 from headwater.errors import HeadwaterError, InvalidRequest, LogUnavailable
-from headwater.eventstore.leader_lock import AsyncTurn, Pace
-from headwater.eventstore.query import Verdict
+from headwater.eventstore.leader_lock import AsyncLeaderLock, SplitTuner
+from headwater.eventstore.query import AppendResult
 
 MAX_GROUP_APPENDS = 256
 MAX_GROUP_EVENTS = 2048
 MAX_GROUP_BYTES = 8_388_608
 MAX_WAITING = 4096
 
-Verdicts = list[Verdict]
-Send = Callable[[Sequence[EncodedAppend]], Awaitable[Verdicts]]
+AppendResults = list[AppendResult]
+Send = Callable[[Sequence[EncodedAppend]], Awaitable[AppendResults]]
 
 
 def new_event_ids(count: int) -> list[str]:
-    """Ids that nobody else makes, as UUIDs of version 7: those made one after the other are near in an index."""
+    """New unique ids: UUIDs of version 7, so that ids created one after the other are close in an index."""
     ids = []
     for _ in range(count):
         value = bytearray((time.time_ns() // 1_000_000).to_bytes(6, "big") + os.urandom(10))
@@ -43,75 +47,77 @@ def new_event_ids(count: int) -> list[str]:
     return ids
 
 
-class Ticket:
-    """An append that waits for its verdict, or for the reason why there is none."""
+class PendingAppend:
+    """An append that waits for its result or its error."""
 
-    __slots__ = ("append", "error", "is_under_way", "verdict")
+    __slots__ = ("append", "error", "is_under_way", "result")
 
     def __init__(self, append: EncodedAppend) -> None:
         self.append = append
         self.is_under_way = False
-        self.verdict: Verdict | None = None
+        self.result: AppendResult | None = None
         self.error: HeadwaterError | psycopg.Error | None = None
 
     def is_done(self) -> bool:
-        return self.verdict is not None or self.error is not None
+        return self.result is not None or self.error is not None
 
     def waits(self) -> bool:
-        """Whether nobody has sent it, or whoever did was stopped."""
+        """Whether it is not being sent, or its sender was cancelled."""
         return not self.is_under_way
 
 
-class Lane:
-    """The appends of this process to one event store: one group at a time, or a second one while one is under way."""
+class GroupCommit:
+    """The appends of this process to one event store: one group in flight at a time, or two if they overlap."""
 
     def __init__(self, send: Send, *, overlaps: bool = False) -> None:
         self._send = send
         self._overlaps = overlaps
-        self._waiting: deque[Ticket] = deque()
-        # How many are under way, and how many appended at a time of late.
+        self._waiting: deque[PendingAppend] = deque()
+        # The appends in flight, and the recent number of concurrent appends.
         self._under_way = 0
         self._busy = 1
-        self._pace = Pace()
-        self._turn = AsyncTurn(self._is_enough, lambda: 2 if self.overlaps else 1)
+        self._pace = SplitTuner()
+        self._leader = AsyncLeaderLock(self._is_enough, lambda: 2 if self.overlaps else 1)
 
     @property
     def overlaps(self) -> bool:
-        """Whether groups go out before those ahead of them are answered."""
+        """Whether a group is sent before the result of the one ahead arrives."""
         return self._overlaps and self._pace.in_halves
 
-    async def append(self, append: EncodedAppend, *, timeout_seconds: float) -> Verdict:
-        """Append with whoever else is appending; returns the verdict on this one."""
+    async def append(self, append: EncodedAppend, *, timeout_seconds: float) -> AppendResult:
+        """Append together with concurrent appends; returns the result of this one."""
         deadline = time.monotonic() + timeout_seconds
-        if len(self._waiting) >= MAX_WAITING and not await self._turn.wait_until(
+        if len(self._waiting) >= MAX_WAITING and not await self._leader.wait_until(
             lambda: len(self._waiting) < MAX_WAITING, timeout_seconds
         ):
-            raise LogUnavailable(f"{MAX_WAITING} appends wait already, and none was done in {timeout_seconds:g} s")
-        ticket = Ticket(append)
-        self._waiting.append(ticket)
+            raise LogUnavailable(
+                f"{MAX_WAITING} appends are waiting, and none was finished within {timeout_seconds:g} s"
+            )
+        pending = PendingAppend(append)
+        self._waiting.append(pending)
         try:
-            while not ticket.is_done():
+            while not pending.is_done():
                 left = max(deadline - time.monotonic(), 0.0)
-                if await self._turn.take_unless(ticket.is_done, left, ticket.waits):
+                if await self._leader.acquire_unless(pending.is_done, left, pending.waits):
                     try:
                         await self._send_next()
                     finally:
-                        self._turn.give()
-                elif not ticket.is_done():
+                        self._leader.release()
+                elif not pending.is_done():
                     raise LogUnavailable(
-                        f"an append had no answer within {timeout_seconds:g} s",
-                        hint="It may have been appended. Repeat it with the same event ids to find out.",
+                        f"an append got no response within {timeout_seconds:g} s",
+                        hint="The events may have been appended. Repeat it with the same event ids to find out.",
                     )
         finally:
-            if not ticket.is_done() and ticket in self._waiting:
-                self._waiting.remove(ticket)
-        if ticket.error is not None:
-            raise ticket.error
-        assert ticket.verdict is not None
-        return ticket.verdict
+            if not pending.is_done() and pending in self._waiting:
+                self._waiting.remove(pending)
+        if pending.error is not None:
+            raise pending.error
+        assert pending.result is not None
+        return pending.result
 
     def _is_enough(self) -> bool:
-        """Whether to send what waits, or to wait for those who were just answered."""
+        """Whether to send the waiting appends, or to wait for the callers that just got their results."""
         return len(self._waiting) * (2 if self._pace.in_halves else 1) >= self._busy
 
     async def _send_next(self) -> None:
@@ -121,35 +127,35 @@ class Lane:
         try:
             error = await self._answer(group)
             if len(group) > 1 and isinstance(error, InvalidRequest):
-                # One of them cannot be, and the others must not fail with it.
-                for ticket in group:
-                    ticket.error = await self._answer([ticket])
+                # One append is invalid, and the others must not fail with it.
+                for pending in group:
+                    pending.error = await self._answer([pending])
             elif error is not None:
-                for ticket in group:
-                    ticket.error = _copied(error)
+                for pending in group:
+                    pending.error = _copy_error(error)
         finally:
-            # Whoever was stopped in the middle of it leaves the others their place. They are sent again under the
-            # same ids, so what was appended already is not appended twice.
+            # If the leader was cancelled, the others keep their place in the queue. They are sent again with the same
+            # ids, so nothing is appended twice.
             self._busy = self._under_way + len(self._waiting)
             self._pace.note(len(group), time.monotonic(), alone=self._busy == 1)
             self._under_way -= len(group)
-            for ticket in reversed(group):
-                ticket.is_under_way = False
-                if not ticket.is_done():
-                    self._waiting.appendleft(ticket)
+            for pending in reversed(group):
+                pending.is_under_way = False
+                if not pending.is_done():
+                    self._waiting.appendleft(pending)
 
-    async def _answer(self, group: Sequence[Ticket]) -> HeadwaterError | psycopg.Error | None:
-        """Send these, and note the verdicts; returns why there are none."""
+    async def _answer(self, group: Sequence[PendingAppend]) -> HeadwaterError | psycopg.Error | None:
+        """Send a group and store the results; returns the error if it failed."""
         try:
-            verdicts = await self._send([ticket.append for ticket in group])
+            results = await self._send([pending.append for pending in group])
         except (HeadwaterError, psycopg.Error) as error:
             return error
-        for ticket, verdict in zip(group, verdicts, strict=True):
-            ticket.verdict = verdict
+        for pending, result in zip(group, results, strict=True):
+            pending.result = result
         return None
 
-    def _next_group(self) -> list[Ticket]:
-        group: list[Ticket] = []
+    def _next_group(self) -> list[PendingAppend]:
+        group: list[PendingAppend] = []
         events = size = 0
         while self._waiting and len(group) < MAX_GROUP_APPENDS:
             append = self._waiting[0].append
@@ -163,8 +169,8 @@ class Lane:
         return group
 
 
-def _copied(error: HeadwaterError | psycopg.Error) -> HeadwaterError | psycopg.Error:
-    """An error of ours for each who gets it: one that is raised in two threads would mix up their traces."""
+def _copy_error(error: HeadwaterError | psycopg.Error) -> HeadwaterError | psycopg.Error:
+    """A copy of an error for each waiter: one exception raised in two threads would mix up their tracebacks."""
     if isinstance(error, HeadwaterError):
         return type(error)(error.message, hint=error.hint, detail=error.detail)
     return error

@@ -1,7 +1,11 @@
-"""One works for all while the others wait for what it brings: among threads, and among the tasks of an event loop.
+"""Leader/follower batching: the first waiter becomes the leader and works for all, among threads or asyncio tasks.
 
-Who gives the turn back wakes those who have what they waited for, and hands the turn to the first of the others. Nobody
-is woken in vain: with many who wait, that would cost more than the work.
+When the leader releases, it wakes the waiters whose result is ready and makes the first of the others the next leader.
+A waiter is only woken if it is done or the leader: waking all would cost more than the work. There is no background
+thread or task that could die.
+
+`SplitTuner` decides whether a group is sent as a whole or in two overlapping halves. `group_commit` and `live_reader`
+use this module.
 """
 
 from __future__ import annotations
@@ -10,12 +14,12 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable
 
-# A pace is kept for so many groups, and the other one tried for so many.
+# The chosen way is used for KEEP_GROUPS groups, then the other one is tried for TRY_GROUPS groups.
 KEEP_GROUPS = 300
 TRY_GROUPS = 6
-LONGEST_GROUP_SECONDS = 0.1
+MAX_GROUP_SECONDS = 0.1
 SMOOTHING = 0.3
-# Two halves cost a commit more than all at once: only for a tenth of the time is that worth it.
+# Two halves cost one commit more than a whole group: they must save at least a tenth of the time.
 WORTH_IT = 0.9
 
 
@@ -27,86 +31,87 @@ def _never() -> bool:
     return False
 
 
-class _Parked:
-    """A thread that waits until it is `done`, or if it wants the turn, until it has it."""
+class _Waiter:
+    """A thread that waits until it is `done` or, if it wants to lead, until it is the leader."""
 
-    __slots__ = ("done", "has_turn", "sleep", "wants_turn")
+    __slots__ = ("done", "is_leader", "sleep", "wants_lead")
 
-    def __init__(self, done: Callable[[], bool], wants_turn: bool) -> None:
+    def __init__(self, done: Callable[[], bool], wants_lead: bool) -> None:
         self.done = done
-        self.wants_turn = wants_turn
-        self.has_turn = False
-        # Held as long as the thread is to sleep.
+        self.wants_lead = wants_lead
+        self.is_leader = False
+        # Held while the thread is to sleep.
         self.sleep = threading.Lock()
         self.sleep.acquire()
 
 
-class Turn:
-    """The right to work for all, of one thread at a time. No thread is needed that does nothing else."""
+class LeaderLock:
+    """A lock whose holder works for all waiting threads."""
 
     def __init__(self, enough: Callable[[], bool] | None = None, most: Callable[[], int] | None = None) -> None:
-        # Nobody knows when other threads get to run: the turn never waits for enough of them, and is one.
+        # It is not predictable when other threads run: the lock never waits for more of them, and has one leader.
         self._lock = threading.Lock()
         self._taken = False
-        self._parked: list[_Parked] = []
+        self._waiters: list[_Waiter] = []
 
-    def take_unless(self, done: Callable[[], bool], seconds: float, wants: Callable[[], bool] = _always) -> bool:
-        """Wait for the turn and take it. False: `done` became true first, or the time is over."""
-        return self._wait(done, seconds, wants_turn=True)
+    def acquire_unless(self, done: Callable[[], bool], seconds: float, wants: Callable[[], bool] = _always) -> bool:
+        """Wait to become the leader. Returns False if `done` became true first, or after `seconds`."""
+        return self._wait(done, seconds, wants_lead=True)
 
     def wait_until(self, done: Callable[[], bool], seconds: float) -> bool:
-        """Wait, without the turn, until what others bring makes `done` true. False: the time is over."""
-        self._wait(done, seconds, wants_turn=False)
+        """Wait, without becoming the leader, until the work of others makes `done` true. Returns False after
+        `seconds`."""
+        self._wait(done, seconds, wants_lead=False)
         return done()
 
-    def give(self) -> None:
-        """Give the turn back, or rather on."""
+    def release(self) -> None:
+        """Release leadership, or pass it to the next waiter."""
         with self._lock:
             awake, asleep = [], []
             self._taken = False
-            for parked in self._parked:
-                if parked.done():
-                    awake.append(parked)
-                elif parked.wants_turn and not self._taken:
-                    self._taken = parked.has_turn = True
-                    # First, so that the next work begins before those who are done get going.
-                    awake.insert(0, parked)
+            for waiter in self._waiters:
+                if waiter.done():
+                    awake.append(waiter)
+                elif waiter.wants_lead and not self._taken:
+                    self._taken = waiter.is_leader = True
+                    # First, so that the next work starts before the finished waiters run.
+                    awake.insert(0, waiter)
                 else:
-                    asleep.append(parked)
-            self._parked = asleep
-        for parked in awake:
-            parked.sleep.release()
+                    asleep.append(waiter)
+            self._waiters = asleep
+        for waiter in awake:
+            waiter.sleep.release()
 
-    def _wait(self, done: Callable[[], bool], seconds: float, *, wants_turn: bool) -> bool:
+    def _wait(self, done: Callable[[], bool], seconds: float, *, wants_lead: bool) -> bool:
         with self._lock:
             if done():
                 return False
-            if wants_turn and not self._taken:
+            if wants_lead and not self._taken:
                 self._taken = True
                 return True
-            parked = _Parked(done, wants_turn)
-            self._parked.append(parked)
+            waiter = _Waiter(done, wants_lead)
+            self._waiters.append(waiter)
         try:
-            if parked.sleep.acquire(timeout=seconds):
-                return parked.has_turn
+            if waiter.sleep.acquire(timeout=seconds):
+                return waiter.is_leader
         except BaseException:
-            if not self._left(parked):
-                self.give()
+            if not self._left(waiter):
+                self.release()
             raise
-        return not self._left(parked)
+        return not self._left(waiter)
 
-    def _left(self, parked: _Parked) -> bool:
-        """Stop waiting; False if it has got the turn meanwhile."""
+    def _left(self, waiter: _Waiter) -> bool:
+        """Stop waiting; False if it has become the leader meanwhile."""
         with self._lock:
-            if parked in self._parked:
-                self._parked.remove(parked)
-            return not parked.has_turn
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+            return not waiter.is_leader
 
 
-class _ParkedTask:
-    """The same of a task."""
+class _TaskWaiter:
+    """The same for a task."""
 
-    __slots__ = ("done", "has_turn", "until", "wants", "woken")
+    __slots__ = ("done", "is_leader", "until", "wants", "woken")
 
     def __init__(
         self, done: Callable[[], bool], until: float, wants: Callable[[], bool], woken: asyncio.Future[None]
@@ -114,67 +119,69 @@ class _ParkedTask:
         self.done = done
         self.until = until
         self.wants = wants
-        self.has_turn = False
+        self.is_leader = False
         self.woken = woken
 
 
-class AsyncTurn:
-    """The same of one task at a time, or of as many as `most` says: there are so many turns then.
+class AsyncLeaderLock:
+    """The same for tasks, with up to `most()` leaders at a time.
 
-    While `enough` is false the turn waits for more to come, but only for tasks that can run now: if they bring nothing,
-    the first that waits gets it all the same. So those who were served together are not served one by one from then on.
+    While `enough()` is false, the lock is not passed on until the tasks that can run now have run: if they add nothing,
+    the first waiter becomes the leader all the same. So waiters that were served as one group are not served one by one
+    afterwards.
     """
 
     def __init__(self, enough: Callable[[], bool] = _always, most: Callable[[], int] = lambda: 1) -> None:
         self._enough = enough
         self._most = most
         self._taken = 0
-        self._parked: list[_ParkedTask] = []
-        # One for all who wait: most wait equally long, and nearly none to the end.
+        self._waiters: list[_TaskWaiter] = []
+        # One timer for all waiters: most wait equally long, and few until the end.
         self._timer: asyncio.TimerHandle | None = None
 
-    def take_unless(
+    def acquire_unless(
         self, done: Callable[[], bool], seconds: float, wants: Callable[[], bool] = _always
     ) -> Awaitable[bool]:
-        """Wait for the turn and take it. False: `done` became true first, or the time is over.
+        """Wait to become the leader. Returns False if `done` became true first, or after `seconds`.
 
-        It is handed on only to who `wants` it by then: what one waits for may be under way in the turn of another.
+        A waiter only becomes the leader if `wants()` is still true: another leader may already be doing its work.
         """
         return self._wait(done, seconds, wants)
 
     async def wait_until(self, done: Callable[[], bool], seconds: float) -> bool:
-        """Wait, without the turn, until what others bring makes `done` true. False: the time is over."""
+        """Wait, without becoming the leader, until the work of others makes `done` true. Returns False after
+        `seconds`."""
         await self._wait(done, seconds, _never)
         return done()
 
-    def give(self) -> None:
-        """Give the turn back, or rather on."""
+    def release(self) -> None:
+        """Release leadership, or pass it to the next waiter."""
         self._taken -= 1
         self._wake(hand_on=self._enough())
 
     def _wake(self, *, hand_on: bool) -> None:
         awake, asleep = [], []
         handed_on = not hand_on
-        for parked in self._parked:
-            if parked.done():
-                awake.append(parked)
-            elif not handed_on and self._taken < self._most() and parked.wants():
-                handed_on = parked.has_turn = True
+        for waiter in self._waiters:
+            if waiter.done():
+                awake.append(waiter)
+            elif not handed_on and self._taken < self._most() and waiter.wants():
+                handed_on = waiter.is_leader = True
                 self._taken += 1
-                # First, so that the next work begins before those who are done get going.
-                awake.insert(0, parked)
+                # First, so that the next work starts before the finished waiters run.
+                awake.insert(0, waiter)
             else:
-                asleep.append(parked)
-        self._parked = asleep
-        for parked in awake:
-            if not parked.woken.done():
-                parked.woken.set_result(None)
+                asleep.append(waiter)
+        self._waiters = asleep
+        for waiter in awake:
+            if not waiter.woken.done():
+                waiter.woken.set_result(None)
         if asleep and not hand_on:
-            # Behind those who are woken: they are what the turn waits for.
+            # After the woken tasks, which may be what the lock waits for.
             asleep[0].woken.get_loop().call_soon(self._hand_on)
 
     def _hand_on(self) -> None:
-        if self._taken < self._most() and self._parked:
+        if self._taken < self._most() and self._waiters:
             self._wake(hand_on=True)
 
     async def _wait(self, done: Callable[[], bool], seconds: float, wants: Callable[[], bool]) -> bool:
@@ -186,23 +193,23 @@ class AsyncTurn:
                 self._taken += 1
                 return True
             loop.call_soon(self._hand_on)
-        parked = _ParkedTask(done, loop.time() + seconds, wants, loop.create_future())
-        self._parked.append(parked)
-        if self._timer is None or parked.until < self._timer.when():
-            self._set_timer(loop, parked.until)
+        waiter = _TaskWaiter(done, loop.time() + seconds, wants, loop.create_future())
+        self._waiters.append(waiter)
+        if self._timer is None or waiter.until < self._timer.when():
+            self._set_timer(loop, waiter.until)
         try:
-            await parked.woken
+            await waiter.woken
         except BaseException:
-            if parked.has_turn:
-                self.give()
+            if waiter.is_leader:
+                self.release()
             raise
         finally:
-            if parked in self._parked:
-                self._parked.remove(parked)
-            if not self._parked and self._timer is not None:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+            if not self._waiters and self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
-        return parked.has_turn
+        return waiter.is_leader
 
     def _set_timer(self, loop: asyncio.AbstractEventLoop, when: float) -> None:
         if self._timer is not None:
@@ -210,21 +217,21 @@ class AsyncTurn:
         self._timer = loop.call_at(when, self._end_waits, loop)
 
     def _end_waits(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Wake those whose time is over."""
+        """Wake the waiters whose time is over."""
         self._timer = None
-        waiting = [parked for parked in self._parked if not parked.woken.done()]
-        for parked in waiting:
-            if parked.until <= loop.time():
-                parked.woken.set_result(None)
-        if left := [parked.until for parked in waiting if not parked.woken.done()]:
+        waiting = [waiter for waiter in self._waiters if not waiter.woken.done()]
+        for waiter in waiting:
+            if waiter.until <= loop.time():
+                waiter.woken.set_result(None)
+        if left := [waiter.until for waiter in waiting if not waiter.woken.done()]:
             self._set_timer(loop, min(left))
 
 
-class Pace:
-    """How those who are served together go out: all at once, or one half while the other half gets ready.
+class SplitTuner:
+    """Chooses how a group is sent: as a whole, or one half while the other half gets ready.
 
-    Which is faster depends on how many they are, on what they bring, and on who serves them. So both are tried now and
-    then, and the faster one is kept to; all at once, if it makes little difference.
+    Which way is faster depends on the number of waiters, their work, and the server. So both are tried from time to
+    time, and the faster one is used; the whole group if the difference is small.
     """
 
     def __init__(self) -> None:
@@ -232,18 +239,18 @@ class Pace:
         self._trying = False
         self._groups = 0
         self._ended = 0.0
-        # What each of a group took of late, either way.
+        # The recent seconds per append, for either way.
         self._seconds = {False: 0.0, True: 0.0}
 
     def note(self, size: int, now: float, *, alone: bool = False) -> None:
-        """Count a group that has just ended."""
+        """Record a group that has just ended."""
         seconds, self._ended = now - self._ended, now
-        if alone or seconds > LONGEST_GROUP_SECONDS:
-            # Nobody else was there, or nobody at all for a while.
+        if alone or seconds > MAX_GROUP_SECONDS:
+            # There was only one waiter, or none for a while.
             return
         self._groups += 1
         if self._groups > 1:
-            # The first of a way began in the other.
+            # The first group of a way began in the other way.
             known = self._seconds[self.in_halves] or seconds / size
             self._seconds[self.in_halves] = known + (seconds / size - known) * SMOOTHING
         if self._groups == (TRY_GROUPS if self._trying else KEEP_GROUPS):

@@ -1,10 +1,10 @@
-"""Following an event store live: one reader for all who follow it in this process.
+"""The live reader of an event store: one reader for all live subscribers of this process.
 
-Whoever waits for events and finds nobody reading reads for all, and stops when it has what it waited for. So there is
-one reader however many follow, and none when nobody does.
+The first subscriber that waits for events becomes the leader: it reads for all, and stops when it has the events that
+it waited for. So there is one reader however many subscribers there are, and none without subscribers.
 
-What is kept is of one epoch. A reader that finds the log in another gets EpochChanged, and nothing is kept any more; a
-reader from another epoch than what is kept has to look in the log itself.
+The cached events belong to one epoch. If a read finds the log in another epoch, it raises EpochChanged and the cache is
+dropped; a subscriber of another epoch than the cache reads from the log itself.
 """
 
 from __future__ import annotations
@@ -18,36 +18,37 @@ from collections.abc import (
 )
 
 from headwater.errors import EpochChanged, OrderBroken
-from headwater.eventstore.leader_lock import AsyncTurn
+from headwater.eventstore.leader_lock import AsyncLeaderLock
 from headwater.eventstore.query import StoreEvent
-from headwater.eventstore.recent_events import MAX_BYTES, Tail
+from headwater.eventstore.recent_events import MAX_BYTES, RecentEvents
 
 BATCH_SIZE = 1000
-SHORTEST_WAIT_SECONDS = 0.001
+MIN_WAIT_SECONDS = 0.001
 
 StoreEvents = list[StoreEvent]
-# After which position, how many at most, and of which epoch the position is.
+# Reads after a position: the position, the maximal number of events, and the epoch of the position.
 ReadAfter = Callable[[int, int, int], Awaitable[StoreEvents]]
 
 
-class Feed:
-    """The end of one event store, as all who follow it in this process see it."""
+class LiveReader:
+    """The most recent events of one event store, shared by all its subscribers in this process."""
 
     def __init__(self, read_after: ReadAfter, *, poll_seconds: float = 0.01) -> None:
         self._read_after = read_after
         self._poll_seconds = poll_seconds
-        self._tail: Tail | None = None
-        self._turn = AsyncTurn()
+        self._tail: RecentEvents | None = None
+        self._leader = AsyncLeaderLock()
 
     def holds(self, position: int, epoch: int = 0) -> bool:
-        """Whether what comes after the position is kept here."""
+        """Whether the events after the position are cached or will be."""
         tail = self._tail
         return tail is not None and tail.epoch == epoch and tail.floor <= position <= tail.ceiling
 
     def forget_above(self, head: int) -> None:
-        """Let go of what is kept if all of it is above the end of the log, as somebody just found it.
+        """Drop the cache if all of it is above the end of the log, which the caller has just read.
 
-        It is of another store, which had this name before; or the log has grown since, and who needs it reads it.
+        The cached events belong to a deleted store of the same name; or the log has grown since, and subscribers read
+        it themselves.
         """
         if self._tail is not None and self._tail.floor > head:
             self._tail = None
@@ -55,9 +56,9 @@ class Feed:
     async def after(
         self, position: int, *, epoch: int = 0, limit: int, seconds: float, max_bytes: int = MAX_BYTES
     ) -> Sequence[StoreEvent] | None:
-        """The next events after a position; none: none came in time. None: they are no longer kept here.
+        """The next events after a position. An empty sequence: none came in time. None: they are no longer cached.
 
-        The position is not above the end of the log: nobody else could follow from there.
+        The position must not be above the end of the log, since others could not continue from there.
         """
         deadline = time.monotonic() + seconds
         while True:
@@ -69,26 +70,27 @@ class Feed:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 return ()
-            if not await self._turn.take_unless(lambda: self._is_beyond(position, epoch), remaining):
+            if not await self._leader.acquire_unless(lambda: self._is_beyond(position, epoch), remaining):
                 continue
             try:
                 await self._read(position, epoch, deadline)
             finally:
-                self._turn.give()
+                self._leader.release()
 
     def _is_beyond(self, position: int, epoch: int) -> bool:
         tail = self._tail
         return tail is not None and (tail.epoch > epoch or (tail.epoch == epoch and tail.ceiling > position))
 
     async def _read(self, position: int, epoch: int, deadline: float) -> None:
-        """Read for all until something comes."""
+        """Read for all subscribers until there are events."""
         tail = self._tail
         if tail is not None and tail.epoch > epoch:
             return
         if tail is None or tail.epoch < epoch or tail.ceiling < position:
-            # Nobody read for a while, and this reader found its way in the log itself. So will those behind it.
-            tail = self._tail = Tail(position, position, epoch=epoch)
-        wait = SHORTEST_WAIT_SECONDS
+            # There was no reader for a while, and this subscriber caught up in the log itself. The others will do so,
+            # too.
+            tail = self._tail = RecentEvents(position, position, epoch=epoch)
+        wait = MIN_WAIT_SECONDS
         while True:
             try:
                 events = await self._read_after(tail.ceiling, BATCH_SIZE, epoch)
@@ -99,7 +101,7 @@ class Feed:
                 try:
                     self._tail = tail.extended(events)
                 except OrderBroken:
-                    # The next reader starts from the log, and not from what does not belong to it.
+                    # The next reader starts from the log, not from events that do not belong to it.
                     self._tail = None
                     raise
                 return

@@ -1,7 +1,7 @@
-"""A wire to Postgres on which a call can go out before the one ahead of it is answered.
+"""A pipelined connection to Postgres: a call can be sent before the result of the previous one arrives.
 
-So the server has the next call at hand when it is done with one, while its client makes ready the call after that.
-Postgres answers in order, each call is a transaction of its own, and one that fails leaves the others as they are.
+So the server has the next call at hand when it finishes one, while the client prepares the call after that. Postgres
+answers in order, each call is its own transaction, and a failed call does not affect the others.
 """
 
 from __future__ import annotations
@@ -21,107 +21,108 @@ from psycopg.pq.abc import PGresult
 from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
 from headwater.calls import Call
-from headwater.errors import LogUnavailable, translated
+from headwater.errors import LogUnavailable, translate_error
 
 T = TypeVar("T")
 Rows = list[tuple[Any, ...]]
 
-# After so many calls a line goes back to the pool, where others may wait for a connection.
-MOST_CALLS = 256
-# What the server's end of each connection knows, and under which name.
+# After this many calls a pipeline returns its connection to the pool, where others may wait for one.
+MAX_CALLS = 256
+# The names of the prepared statements of each connection.
 _PREPARED: WeakKeyDictionary[psycopg.AsyncConnection[Any], dict[str, bytes]] = WeakKeyDictionary()
 
 
-class Wire:
-    """Among threads every call has a connection of the pool to itself: they would only wait for each other on one."""
+class PipelinedConnection:
+    """The blocking variant: each call uses a pooled connection, since threads on one connection would only wait for
+    each other."""
 
     def __init__(self, run: Callable[..., Any], pool: object) -> None:
         self._run = run
 
     def run(self, call: Call[T], *, behind: bool) -> T:
-        """Carry out a call."""
+        """Run a call."""
         answer: T = self._run(call)
         return answer
 
 
-class AsyncWire:
-    """The wire of those who work in an event loop. It takes a connection of the pool when it needs one."""
+class AsyncPipelinedConnection:
+    """The asyncio variant. It takes a connection from the pool when it needs one."""
 
     def __init__(self, run: Callable[..., Awaitable[Any]], pool: AsyncConnectionPool[Any]) -> None:
         self._run = run
         self._pool = pool
-        self._line: _Line | None = None
+        self._pipeline: _Pipeline | None = None
         self._opening = asyncio.Lock()
-        self._given_back: set[asyncio.Task[None]] = set()
+        self._returning: set[asyncio.Task[None]] = set()
 
     async def run(self, call: Call[T], *, behind: bool) -> T:
-        """Carry out a call: `behind` those that are under way here, or on a connection of the pool like any other."""
+        """Run a call: with `behind`, pipelined after the calls in flight; otherwise on a pooled connection."""
         if not behind:
             answer: T = await self._run(call)
             return answer
-        line = self._line or await self._open()
+        line = self._pipeline or await self._open()
         try:
             return call.decode(await line.send(call))
         except psycopg.Error as error:
-            raise translated(error) from error
+            raise translate_error(error) from error
 
-    async def _open(self) -> _Line:
+    async def _open(self) -> _Pipeline:
         async with self._opening:
-            if self._line is None:
+            if self._pipeline is None:
                 try:
                     connection = await self._pool.getconn()
                 except PoolTimeout as timeout:
-                    raise LogUnavailable("no free connection to Postgres in time") from timeout
-                self._line = _Line(connection, self._let_go, self._give_back)
-            return self._line
+                    raise LogUnavailable("no pooled connection to Postgres became free in time") from timeout
+                self._pipeline = _Pipeline(connection, self._detach, self._give_back)
+            return self._pipeline
 
-    def _let_go(self, line: _Line) -> None:
-        """Send nothing more on this line."""
-        if self._line is line:
-            self._line = None
+    def _detach(self, line: _Pipeline) -> None:
+        """Send no further calls on this pipeline."""
+        if self._pipeline is line:
+            self._pipeline = None
 
     def _give_back(self, connection: psycopg.AsyncConnection[Any]) -> None:
         task = asyncio.get_running_loop().create_task(self._pool.putconn(connection))
-        self._given_back.add(task)
-        task.add_done_callback(self._given_back.discard)
+        self._returning.add(task)
+        task.add_done_callback(self._returning.discard)
 
 
-class _Sent:
-    """A call that is not answered yet."""
+class _PendingCall:
+    """A call in flight."""
 
     __slots__ = ("answer", "is_preparing", "result", "sql")
 
     def __init__(self, sql: str, answer: asyncio.Future[Rows]) -> None:
         self.sql = sql
         self.answer = answer
-        # Whether the server is told of its statement with it, and has not said yet that it knows it.
+        # True while the statement is being prepared and the server has not confirmed it.
         self.is_preparing = False
         # Rows, or the first error.
         self.result: PGresult | None = None
 
     def error(self) -> psycopg.Error:
         if self.result is None:
-            return psycopg.OperationalError("Postgres gave no answer")
+            return psycopg.OperationalError("Postgres sent no response")
         return psycopg.errors.error_from_result(self.result)
 
 
-class _Line:
-    """One connection as long as calls are under way on it: then, or when it is lost, it goes back to the pool."""
+class _Pipeline:
+    """A connection while calls are in flight on it. After the last one, or when it is lost, it returns to the pool."""
 
     def __init__(
         self,
         connection: psycopg.AsyncConnection[Any],
-        let_go: Callable[[_Line], None],
+        detach: Callable[[_Pipeline], None],
         give_back: Callable[[psycopg.AsyncConnection[Any]], None],
     ) -> None:
         self._connection = connection
         self._pgconn = connection.pgconn
-        self._let_go = let_go
+        self._detach = detach
         self._give_back = give_back
         self._loop = asyncio.get_running_loop()
         self._transformer = Transformer(connection)
         self._prepared = _PREPARED.setdefault(connection, {})
-        self._under_way: deque[_Sent] = deque()
+        self._under_way: deque[_PendingCall] = deque()
         self._calls = 0
         self._is_full = False
         self._socket = self._pgconn.socket
@@ -129,11 +130,11 @@ class _Line:
         self._loop.add_reader(self._socket, self._read)
 
     def send(self, call: Call[Any]) -> asyncio.Future[Rows]:
-        """Send a call now. Whoever stops waiting for its answer leaves the others theirs."""
+        """Send a call. Cancelling one caller does not affect the other pending calls."""
         self._calls += 1
-        if self._calls >= MOST_CALLS:
-            self._let_go(self)
-        sent = _Sent(call.sql, self._loop.create_future())
+        if self._calls >= MAX_CALLS:
+            self._detach(self)
+        sent = _PendingCall(call.sql, self._loop.create_future())
         try:
             parameters = self._transformer.dump_sequence(call.params, [PyFormat.AUTO] * len(call.params))
             if call.sql not in self._prepared:
@@ -151,7 +152,7 @@ class _Line:
         return sent.answer
 
     def _flush(self) -> None:
-        """Hand what is left to send to the system, and go on when it can take more."""
+        """Write the remaining data to the socket, and continue when it accepts more."""
         was_full, self._is_full = self._is_full, bool(self._pgconn.flush())
         if self._is_full and not was_full:
             self._loop.add_writer(self._socket, self._write)
@@ -176,10 +177,10 @@ class _Line:
             self._end()
 
     def _take(self, result: PGresult | None) -> None:
-        """Take in what came for the first that is under way."""
+        """Process a result for the first call in flight."""
         sent = self._under_way[0]
         if result is None:
-            # Between two answers; or there will be none for ever.
+            # Between two results; or the connection is closed, and no result will arrive.
             if self._pgconn.status == ConnStatus.BAD:
                 raise psycopg.OperationalError("the connection is closed")
         elif result.status == ExecStatus.PIPELINE_SYNC:
@@ -190,7 +191,7 @@ class _Line:
         elif sent.result is None:
             sent.result = result
 
-    def _answer(self, sent: _Sent) -> None:
+    def _answer(self, sent: _PendingCall) -> None:
         result = sent.result
         if result is not None and result.status == ExecStatus.TUPLES_OK:
             if not sent.answer.done():
@@ -199,37 +200,37 @@ class _Line:
             return
         error = sent.error()
         if sent.is_preparing or isinstance(error, psycopg.errors.InvalidSqlStatementName):
-            # The server does not know it: it is told again.
+            # The server does not have the statement: prepare it again.
             self._prepared.pop(sent.sql, None)
         if not sent.answer.done():
             sent.answer.set_exception(error)
 
     def _break(self, error: psycopg.Error) -> None:
-        """The connection is of no more use, and the answers that did not come are lost."""
+        """Close the connection and fail the calls in flight."""
         self._stop_listening()
         self._pgconn.finish()
         lost, self._under_way = self._under_way, deque()
         for sent in lost:
             if not sent.answer.done():
-                # Why it ended may have been said to the first of them.
-                told = sent.result is not None and sent.result.status == ExecStatus.FATAL_ERROR
-                sent.answer.set_exception(sent.error() if told else psycopg.OperationalError(str(error)))
+                # The first call may have received the reason why the connection ended.
+                has_reason = sent.result is not None and sent.result.status == ExecStatus.FATAL_ERROR
+                sent.answer.set_exception(sent.error() if has_reason else psycopg.OperationalError(str(error)))
         self._give_back(self._connection)
 
     def _end(self) -> None:
-        """Nothing is under way."""
+        """End the pipeline: no call is in flight."""
         self._stop_listening()
         self._pgconn.exit_pipeline_mode()
         self._give_back(self._connection)
 
     def _stop_listening(self) -> None:
-        self._let_go(self)
+        self._detach(self)
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
 
 
 @lru_cache(maxsize=16)
 def _numbered(sql: str) -> bytes:
-    """A statement with its parameters as Postgres writes them."""
+    """A statement with numbered parameters, as Postgres expects them."""
     before, *parts = re.split(r"%[sbt]", sql)
     return "".join([before, *(f"${number}{part}" for number, part in enumerate(parts, 1))]).encode()

@@ -16,18 +16,22 @@ import psycopg
 from psycopg import AsyncConnection
 from psycopg_pool import AsyncConnectionPool
 
-from headwater import calls
-from headwater.database.connection import PooledConnection, Shell
-from headwater.errors import GroupNotFound, InvalidRequest
-from headwater.eventstore.conflict_cache import Noted, Question, Window
+from headwater.calls import log as log_calls
+from headwater.calls import queues as queue_calls
+from headwater.calls import reading as reading_calls
+from headwater.calls import store as store_calls
+from headwater.database.connection import CallRunner, PooledConnection
+from headwater.errors import InvalidRequest, QueueNotFound
+from headwater.eventstore.conflict_cache import AppendedEvent, ConflictCache, Precheck
 from headwater.eventstore.decider import SavedState, SnapshotKey
-from headwater.eventstore.field_index import Combine, FieldIndex, IndexCondition, Kind, defined
-from headwater.eventstore.group_commit import Verdicts, new_event_ids
+from headwater.eventstore.field_index import Combine, FieldIndex, IndexCondition, Kind, define_index
+from headwater.eventstore.group_commit import AppendResults, new_event_ids
 from headwater.eventstore.live_reader import StoreEvents
-from headwater.eventstore.pipelined_connection import AsyncWire
+from headwater.eventstore.pipelined_connection import AsyncPipelinedConnection
 from headwater.eventstore.query import (
     EVERYTHING,
     Appended,
+    AppendResult,
     Condition,
     Latest,
     NewStoreEvent,
@@ -35,32 +39,31 @@ from headwater.eventstore.query import (
     StoreEvent,
     StoreLease,
     StorePage,
-    Verdict,
-    outcome,
+    appended_or_raise,
 )
 from headwater.eventstore.recent_events import MAX_BYTES
-from headwater.eventstore.subscribe import StoreHandler, Subscribing
-from headwater.model import Binding, DeadLetter
+from headwater.eventstore.subscribe import StoreHandler, StoreSubscriptions
 from headwater.observability.counters import COUNTERS
 from headwater.observability.metrics import APPENDS
+from headwater.queue.model import Binding, DeadLetter
 
 T = TypeVar("T")
-# How long a reader that found nothing goes by the head of the log alone.
+# How long a reader that found nothing polls only the head of the log.
 QUIET_SECONDS = 0.5
 
 
-class EventStore(Subscribing):
-    """One event store of the log. All who use it in this process share one group commit and one live reader."""
+class EventStore(StoreSubscriptions):
+    """An event store of the log. All its users in this process share one group commit and one live reader."""
 
-    def __init__(self, log: Shell, topic: str) -> None:
+    def __init__(self, log: CallRunner, topic: str) -> None:
         super().__init__(topic, overlaps=True)
         self._log = log
-        self._wire = AsyncWire(log._run, log._pool)
-        # What was empty and settled when last looked at: the position read after, its epoch, the head of the log, and
-        # until when that needs no second look. After a crash the head may be the same, in another epoch.
+        self._pipelined = AsyncPipelinedConnection(log._run, log._pool)
+        # The last empty read: the position read after, its epoch, the head of the log, and until when the head alone is
+        # compared. After a crash, the head may be the same in another epoch.
         self._quiet: tuple[int, int, int, float] | None = None
-        # Only who has the turn of the lane appends, and so uses it.
-        self._window = Window()
+        # Used only by the leader of the group commit.
+        self._conflicts = ConflictCache()
 
     async def append(
         self,
@@ -70,22 +73,22 @@ class EventStore(Subscribing):
         connection: AsyncConnection[Any] | None = None,
         patience_seconds: float = 30.0,
     ) -> Appended:
-        """Append events, all of them or none, if the condition holds; AppendConflict says that it does not.
+        """Append events atomically if the condition holds; raises AppendConflict if it does not.
 
-        Events that have ids may be appended again without harm: an append that was done is not done twice.
-        A lost database is waited for. With `connection`, they are appended when that transaction commits, and until
-        then nobody else can append; a conflict leaves the transaction as it was.
+        Appending events with ids is idempotent: a repeated append returns the first result. A lost database connection
+        is retried for up to `patience_seconds`. With `connection`, the events are appended when that transaction
+        commits, and other appends wait until then; a conflict does not abort the transaction.
         """
         batch = [events] if isinstance(events, NewStoreEvent) else list(events)
-        encoded = calls.encode_append(batch, condition, new_event_ids(len(batch)))
+        encoded = store_calls.encode_append(batch, condition, new_event_ids(len(batch)))
         if connection is not None:
-            (verdict,) = await self._log._run(calls.append_group(self.topic, [encoded]), connection)
+            (result,) = await self._log._run(store_calls.append_group(self.topic, [encoded]), connection)
         else:
-            verdict = await self._patiently(
-                partial(self._lane.append, encoded, timeout_seconds=patience_seconds), patience_seconds
+            result = await self._patiently(
+                partial(self._group_commit.append, encoded, timeout_seconds=patience_seconds), patience_seconds
             )
-        COUNTERS.add(APPENDS, self.topic, "conflict" if verdict.positions is None else "appended")
-        return outcome(verdict, condition)
+        COUNTERS.add(APPENDS, self.topic, "conflict" if result.positions is None else "appended")
+        return appended_or_raise(result, condition)
 
     async def read(
         self,
@@ -99,9 +102,9 @@ class EventStore(Subscribing):
         epoch: int | None = None,
         connection: AsyncConnection[Any] | None = None,
     ) -> list[StoreEvent]:
-        """A batch of the events that match, after one position and before another; backwards: the newest first.
+        """A batch of the matching events after one position and before another; backwards: newest first.
 
-        With `epoch`, the one that the positions are of, EpochChanged if the log is in another by now.
+        With `epoch`, the epoch of the positions, raises EpochChanged if the log is in another epoch now.
         """
         page = await self.read_page(
             query,
@@ -127,8 +130,8 @@ class EventStore(Subscribing):
         epoch: int | None = None,
         connection: AsyncConnection[Any] | None = None,
     ) -> StorePage:
-        """The same with the epoch that the positions are of, for the condition of an append and for reading on."""
-        call = calls.read_matching(
+        """Like read, with the epoch of the positions, for an append condition or for reading on."""
+        call = store_calls.read_matching(
             self.topic,
             query,
             after=after,
@@ -148,16 +151,18 @@ class EventStore(Subscribing):
         before: int | None = None,
         connection: AsyncConnection[Any] | None = None,
     ) -> int:
-        """How many events match."""
-        return await self._log._run(calls.count_matching(self.topic, query, after=after, before=before), connection)
+        """The number of matching events."""
+        return await self._log._run(
+            store_calls.count_matching(self.topic, query, after=after, before=before), connection
+        )
 
     async def latest(self, query: Query, *, connection: AsyncConnection[Any] | None = None) -> Latest:
         """The latest event of each item of the query, and the position of the latest of all."""
-        return await self._log._run(calls.latest_matching(self.topic, query), connection)
+        return await self._log._run(store_calls.latest_matching(self.topic, query), connection)
 
     async def head(self, *, connection: AsyncConnection[Any] | None = None) -> int:
-        """The position of the last event; 0 if there is none."""
-        return await self._log._run(calls.event_store_head(self.topic), connection)
+        """The position of the last event; 0 if the store is empty."""
+        return await self._log._run(store_calls.event_store_head(self.topic), connection)
 
     async def create_index(
         self,
@@ -168,124 +173,130 @@ class EventStore(Subscribing):
         combine: Combine = "and",
         batch_size: int = 1000,
     ) -> None:
-        """Let queries on all of these fields, and maybe more, find their events as by a tag. Appends go on meanwhile.
+        """Create an index for queries on all of these fields, and possibly more. Appends continue meanwhile.
 
-        `fields` are names, or names and kinds: {"amount": "numeric"} has only events whose amount is a number. With
-        `conditions` it has only the events of which all hold, or one with combine="or", and is used by queries that
-        imply that. Returns when it is filled. If that is interrupted, call it again: it goes on where it was.
+        `fields` are names, or names and kinds: {"amount": "numeric"} indexes only events whose amount is a number. With
+        `conditions` the index contains only the events for which all conditions hold, or one of them with combine="or",
+        and is used by queries that imply them. Returns when the index is filled. If it is interrupted, call it again:
+        it continues where it stopped.
         """
-        await self._log._run(calls.create_field_index(self.topic, defined(name, fields, conditions, combine)))
-        while await self._log.run(calls.fill_field_index(self.topic, name, batch_size=batch_size)):
+        await self._log._run(
+            store_calls.create_field_index(self.topic, define_index(name, fields, conditions, combine))
+        )
+        while await self._log.run(store_calls.fill_field_index(self.topic, name, batch_size=batch_size)):
             pass
 
     async def drop_index(self, name: str) -> bool:
-        """Do without an index from now on; upkeep gives its room back. False if there was none."""
-        return await self._log._run(calls.drop_field_index(self.topic, name))
+        """Drop an index; maintenance frees its space. False if it does not exist."""
+        return await self._log._run(store_calls.drop_field_index(self.topic, name))
 
     async def indexes(self) -> list[FieldIndex]:
-        """The indexes on fields."""
-        return await self._log._run(calls.field_indexes(self.topic))
+        """The field indexes."""
+        return await self._log._run(store_calls.field_indexes(self.topic))
 
     async def index(self, name: str) -> FieldIndex | None:
-        """The index of a name; None: there is none."""
-        found = await self._log._run(calls.field_indexes(self.topic, name))
+        """The index with this name; None if it does not exist."""
+        found = await self._log._run(store_calls.field_indexes(self.topic, name))
         return found[0] if found else None
 
     async def load_snapshot(self, key: SnapshotKey) -> SavedState | None:
-        """The state that a decider saved; None: there is none of this version."""
-        return await self._log._run(calls.load_snapshot(self.topic, key))
+        """The saved state of a decider; None if there is none of this version."""
+        return await self._log._run(store_calls.load_snapshot(self.topic, key))
 
     async def save_snapshot(self, key: SnapshotKey, saved: SavedState) -> None:
-        """Keep a state for the next decision, unless a later one is kept."""
-        await self._log._run(calls.save_snapshot(self.topic, key, saved))
+        """Save a state for later decisions, unless a later one is saved."""
+        await self._log._run(store_calls.save_snapshot(self.topic, key, saved))
 
     async def forget_snapshots(self, name: str) -> int:
-        """Forget all states of a name, and say how many there were."""
-        return await self._log._run(calls.forget_snapshots(self.topic, name))
+        """Delete all saved states of a name; returns their number."""
+        return await self._log._run(store_calls.forget_snapshots(self.topic, name))
 
     async def dead_letters(
-        self, group: str, *, positions: Sequence[int] | None = None, after: int = 0, batch_size: int = 100
+        self, queue: str, *, positions: Sequence[int] | None = None, after: int = 0, batch_size: int = 100
     ) -> list[DeadLetter]:
-        """The events that a group has given up on, in order; all, or those named."""
-        call = calls.dead_letters(group, positions=positions, topic=self.topic, after=after, batch_size=batch_size)
+        """The dead letters of a queue, in order; all, or those at `positions`."""
+        call = queue_calls.dead_letters(
+            queue, positions=positions, topic=self.topic, after=after, batch_size=batch_size
+        )
         return await self._log._run(call)
 
     async def redrive(
-        self, group: str, *, positions: Sequence[int] | None = None, connection: AsyncConnection[Any] | None = None
+        self, queue: str, *, positions: Sequence[int] | None = None, connection: AsyncConnection[Any] | None = None
     ) -> int:
-        """Give dead letters a fresh set of tries, all or those named; returns how many."""
-        return await self._log._run(calls.redrive(group, positions=positions, topic=self.topic), connection)
+        """Retry dead letters with a new set of attempts, all or those at `positions`; returns their number."""
+        return await self._log._run(queue_calls.redrive(queue, positions=positions, topic=self.topic), connection)
 
-    def _bound_elsewhere(self, group: str) -> InvalidRequest:
+    def _bound_elsewhere(self, queue: str) -> InvalidRequest:
         return InvalidRequest(
-            f'group "{group}" is not bound to all of "{self.topic}" and to nothing else',
-            hint="Compete in a group of another name, which is made then, or change its bindings.",
-            detail={"group": group, "topic": self.topic},
+            f'queue "{queue}" is not bound to exactly the whole topic "{self.topic}"',
+            hint="Use another queue name, which creates a new queue, or change the bindings.",
+            detail={"queue": queue, "topic": self.topic},
         )
 
-    async def _send(self, appends: Sequence[calls.EncodedAppend]) -> Verdicts:
-        """Those against which nothing can speak go first and together; those in doubt are checked in full, in order."""
-        verdicts: dict[int, Verdict] = {}
+    async def _send(self, appends: Sequence[store_calls.EncodedAppend]) -> AppendResults:
+        """Append a group. Appends that the pre-check accepts go first and together; the others are checked in full, in
+        order."""
+        results: dict[int, AppendResult] = {}
         pending = list(range(len(appends)))
-        # Of the appends that name an epoch, those of the latest go ahead. One of an earlier epoch is in doubt.
+        # Of the appends with an epoch, those of the latest one may use the fast path. Earlier epochs need a full check.
         epoch = max((append.epoch for append in appends if append.epoch is not None), default=None)
-        questions = [append.question if append.epoch in (None, epoch) else None for append in appends]
+        prechecks = [append.precheck if append.epoch in (None, epoch) else None for append in appends]
         while pending:
-            asked = self._window.accept(
-                (questions[place], appends[place].marks, appends[place].ids) for place in pending
+            asked = self._conflicts.accept(
+                (prechecks[number], appends[number].index_terms, appends[number].ids) for number in pending
             )
-            chosen = [pending[number] for number, _ in asked]
+            chosen = [pending[index] for index, _ in asked]
             accepted = await self._append_ahead(
-                [appends[place] for place in chosen], [left for _, left in asked], epoch
+                [appends[number] for number in chosen], [remaining for _, remaining in asked], epoch
             )
-            verdicts.update(zip(chosen, accepted, strict=False))
-            in_doubt = chosen[len(accepted)] if len(accepted) < len(chosen) else None
-            pending = [place for place in pending if place not in verdicts]
-            doubtful = 0
-            while doubtful < len(pending) and (
-                pending[doubtful] == in_doubt or self._window.is_in_doubt(questions[pending[doubtful]])
+            results.update(zip(chosen, accepted, strict=False))
+            rejected = chosen[len(accepted)] if len(accepted) < len(chosen) else None
+            pending = [number for number in pending if number not in results]
+            to_check = 0
+            while to_check < len(pending) and (
+                pending[to_check] == rejected or self._conflicts.needs_full_check(prechecks[pending[to_check]])
             ):
-                doubtful += 1
-            if doubtful:
-                checking = [appends[place] for place in pending[:doubtful]]
-                checked = await self._log._run(calls.append_group(self.topic, checking))
-                verdicts.update(zip(pending[:doubtful], checked, strict=True))
-                pending = pending[doubtful:]
-        return [verdicts[place] for place in range(len(appends))]
+                to_check += 1
+            if to_check:
+                checking = [appends[number] for number in pending[:to_check]]
+                checked = await self._log._run(store_calls.append_group(self.topic, checking))
+                results.update(zip(pending[:to_check], checked, strict=True))
+                pending = pending[to_check:]
+        return [results[number] for number in range(len(appends))]
 
     async def _append_ahead(
-        self, appends: Sequence[calls.EncodedAppend], questions: Sequence[Question], epoch: int | None
-    ) -> Verdicts:
-        """Append the first of these, up to the one that is in doubt."""
+        self, appends: Sequence[store_calls.EncodedAppend], prechecks: Sequence[Precheck], epoch: int | None
+    ) -> AppendResults:
+        """Append the first of these, up to the first one that the database rejects without a full check."""
         if not appends:
             return []
         try:
-            call = calls.append_ahead(self.topic, appends, questions, self._window.known, epoch)
-            tail, positions = await self._wire.run(call, behind=self._lane.overlaps)
+            call = store_calls.append_ahead(self.topic, appends, prechecks, self._conflicts.known, epoch)
+            tail, positions = await self._pipelined.run(call, behind=self._group_commit.overlaps)
         except psycopg.errors.UniqueViolation:
-            # Some were appended before. Who sends them again is told where they are, and the others go with them.
-            checked: Verdicts = await self._log._run(calls.append_group(self.topic, appends))
+            # Some were appended by an earlier attempt. The full check returns their positions, and appends the others.
+            checked: AppendResults = await self._log._run(store_calls.append_group(self.topic, appends))
             return checked
-        noted = (
-            Noted(position, event.event_id, event.marks)
-            for append, places in zip(appends, positions, strict=False)
-            for position, event in zip(places, append.events, strict=True)
+        recorded = (
+            AppendedEvent(position, event.event_id, event.index_terms)
+            for append, positions_of in zip(appends, positions, strict=False)
+            for position, event in zip(positions_of, append.events, strict=True)
         )
-        self._window.note(tail, noted)
-        return [Verdict(places, False, None, None) for places in positions]
+        self._conflicts.record(tail, recorded)
+        return [AppendResult(positions_of, False, None, None) for positions_of in positions]
 
     async def _read_after(self, position: int, batch_size: int, epoch: int) -> StoreEvents:
         quiet, self._quiet = self._quiet, None
         is_known = quiet is not None and quiet[:2] == (position, epoch) and time.monotonic() < quiet[3]
-        if quiet is not None and is_known and quiet[2] == await self._log._run(calls.head()):
+        if quiet is not None and is_known and quiet[2] == await self._log._run(log_calls.head()):
             self._quiet = quiet
             return []
-        # While somebody publishes, events may appear without the head moving.
-        state = await self._log._run(calls.log_state([self.topic]))
-        call = calls.read_matching(self.topic, after=position, batch_size=batch_size, epoch=epoch)
+        # While a publisher is in flight, events may appear without the head moving.
+        state = await self._log._run(log_calls.log_state([self.topic]))
+        call = store_calls.read_matching(self.topic, after=position, batch_size=batch_size, epoch=epoch)
         events = list((await self._log._run(call)).events)
-        if not events and state.settled >= state.drawn and state.epoch == epoch:
-            self._quiet = (position, epoch, state.drawn, time.monotonic() + QUIET_SECONDS)
+        if not events and state.stable >= state.head and state.epoch == epoch:
+            self._quiet = (position, epoch, state.head, time.monotonic() + QUIET_SECONDS)
         return events
 
     async def _read_batch(
@@ -309,67 +320,70 @@ class EventStore(Subscribing):
         )
 
     async def _end(self) -> tuple[int, int]:
-        return await self._log._run(calls.event_store_end(self.topic))
+        return await self._log._run(store_calls.event_store_end(self.topic))
 
     async def _resume(self, epoch: int | None, position: int) -> tuple[int, int]:
-        return await self._log._run(calls.resume(epoch, position))
+        return await self._log._run(log_calls.resume(epoch, position))
 
     async def _open_cursor(self, name: str, start_after: int) -> int:
-        call = calls.open_cursor(name, topics=[self.topic], start_after=start_after)
+        call = reading_calls.open_cursor(name, topics=[self.topic], start_after=start_after)
         opened = await self._log._run(call)
         if opened.topics != (self.topic,):
             raise InvalidRequest(
-                f'cursor "{name}" is of {", ".join(opened.topics or ("all topics",))}, not of "{self.topic}"',
-                hint="Choose another name: its place says nothing of what was read here.",
+                f'cursor "{name}" belongs to {", ".join(opened.topics or ("all topics",))}, not to "{self.topic}"',
+                hint="Choose another cursor name.",
                 detail={"cursor": name, "topic": self.topic},
             )
         return opened.position
 
     async def _find_cursor(self, name: str) -> int | None:
-        found = await self._log._run(calls.find_cursor(name))
+        found = await self._log._run(reading_calls.find_cursor(name))
         return None if found is None else found.position
 
     async def _move_cursor(self, name: str, from_position: int, to_position: int, epoch: int | None = None) -> None:
-        move = calls.advance_cursor(name, from_position=from_position, to_position=to_position, epoch=epoch)
+        move = reading_calls.advance_cursor(name, from_position=from_position, to_position=to_position, epoch=epoch)
         await self._log._run(move)
 
-    async def _has_group(self, group: str) -> bool:
+    async def _has_queue(self, queue: str) -> bool:
         try:
-            await self._log._run(calls.find_group(group))
-        except GroupNotFound:
+            await self._log._run(queue_calls.find_queue(queue))
+        except QueueNotFound:
             return False
         return True
 
-    async def _open_group(self, group: str) -> None:
-        await self._log._run(calls.create_group(group, topics=[self.topic], start_position=None, if_missing=True))
-        bindings: list[Binding] = await self._log._run(calls.bindings(group))
+    async def _open_queue(self, queue: str) -> None:
+        await self._log._run(queue_calls.create_queue(queue, topics=[self.topic], start_position=None, if_missing=True))
+        bindings: list[Binding] = await self._log._run(queue_calls.bindings(queue))
         bound = [binding for binding in bindings if binding.to_position is None]
         whole = [b for b in bound if (b.type, b.pattern, b.headers) == (None, None, None)]
         if not whole or any(binding.topic != self.topic for binding in bound):
-            raise self._bound_elsewhere(group)
+            raise self._bound_elsewhere(queue)
 
-    async def _reap(self, group: str) -> None:
-        await self._log.run(calls.reap(group))
+    async def _reap(self, queue: str) -> None:
+        await self._log.run(queue_calls.reap(queue))
 
     async def _claim(
-        self, group: str, query: Query, worker: str, batch_size: int, lease_seconds: float | None
+        self, queue: str, query: Query, worker: str, batch_size: int, lease_seconds: float | None
     ) -> StoreLease | None:
-        """What a query asks for is not known to a group: the events of the lease are whatever comes."""
-        claim = calls.claim(group, worker=worker, batch_size=batch_size, lease_seconds=lease_seconds, relaxed=True)
+        """A queue does not know the query: the lease may contain any events of the store."""
+        claim = queue_calls.claim(
+            queue, worker=worker, batch_size=batch_size, lease_seconds=lease_seconds, relaxed=True
+        )
         lease = await self._log.run(claim)
         if lease is None:
             return None
         if any(event.topic != self.topic for event in lease.events):
-            # Bound to more since then. The lease runs out, and who the events are for can have them.
-            raise self._bound_elsewhere(group)
-        events = await self._log.run(calls.read_at(self.topic, [event.position for event in lease.events]))
-        return StoreLease(group, lease.token, events)
+            # The queue was bound to more topics meanwhile. The lease expires, and the workers of those topics get the
+            # events.
+            raise self._bound_elsewhere(queue)
+        events = await self._log.run(store_calls.read_at(self.topic, [event.position for event in lease.events]))
+        return StoreLease(queue, lease.token, events)
 
     async def _settle(self, lease: StoreLease) -> None:
-        await self._log.run(calls.settle(lease, {}, rest_done=True, relaxed=True))
+        await self._log.run(queue_calls.settle(lease, {}, rest_done=True, relaxed=True))
 
-    async def _do_upkeep(self) -> None:
-        await self._log.do_upkeep()
+    async def _run_maintenance(self) -> None:
+        await self._log.run_maintenance()
 
     async def _patiently(self, act: Callable[[], Awaitable[T]], patience_seconds: float | None) -> T:
         return await self._log._patiently(act, patience_seconds)
@@ -384,12 +398,14 @@ class EventStore(Subscribing):
         epoch: int,
     ) -> None:
         async with self._log.transaction() as connection:
-            move = calls.advance_cursor(cursor, from_position=from_position, to_position=to_position, epoch=epoch)
+            move = reading_calls.advance_cursor(
+                cursor, from_position=from_position, to_position=to_position, epoch=epoch
+            )
             await self._log._run(move, connection)
             await handler(connection, events)
 
 
-class Stores(Shell):
+class EventStoreApi(CallRunner):
     """The event stores of the log."""
 
     def __init__(self, pool: AsyncConnectionPool[PooledConnection]) -> None:
@@ -405,12 +421,12 @@ class Stores(Shell):
         if_missing: bool = False,
     ) -> EventStore:
         """Create an event store: a topic whose events are found by query and appended under conditions."""
-        call = calls.create_event_store(
+        call = store_calls.create_event_store(
             name, max_payload_bytes=max_payload_bytes, max_header_bytes=max_header_bytes, if_missing=if_missing
         )
         await self._run(call)
         return self.store(name)
 
     def store(self, name: str) -> EventStore:
-        """An event store that exists. Asks nothing of the database: a wrong name shows at its first use."""
+        """An existing event store. Does not access the database: a wrong name is an error on first use."""
         return self._stores.setdefault(name, EventStore(self, name))

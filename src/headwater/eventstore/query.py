@@ -1,6 +1,6 @@
-"""What is asked of an event store and what it answers: events, queries, conditions, and whether an event matches.
+"""Events, queries and append conditions of an event store, and whether an event matches a query.
 
-No I/O here. A query means the same in Postgres (`database/schema/functions/event_store.sql`), in SQLite and here.
+No I/O. A query means the same in Postgres (`database/schema/functions/event_store.sql`), in SQLite and here.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ MAX_TAGS = 100
 MAX_TAG_CHARACTERS = 255
 MAX_TYPE_CHARACTERS = 200
 MAX_ITEMS = 100
-# What Postgres can hold of a number, in digits before and behind its point.
+# The digits before and after the decimal point that Postgres can store.
 MAX_INTEGER_DIGITS = 131_072
 MAX_FRACTION_DIGITS = 16_383
 MAX_EXPONENT = (1 << 30) - 1
 MAX_PLAIN_INTEGER = 10**100
 LAST_POSITION = (1 << 63) - 1
-# How deep JSON may be that is appended: Postgres reads some thousand levels, Python's own reader not even a thousand.
+# Nesting limit of appended JSON: Postgres can parse some thousand levels, Python's parser less than a thousand.
 MAX_JSON_DEPTH = 200
 
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
 FieldValue = str | int | float | bool | Decimal
-"""What a field may be compared with. The comparison is of text: `5` and `"5"` are equal, `1` and `1.0` are not."""
+"""A value that a field is compared with. The comparison is of text: `5` and `"5"` are equal, `1` and `1.0` are not."""
 
 
 class NewStoreEvent(NamedTuple):
-    """An event as it is handed to an event store. Without an id it gets one."""
+    """An event to append. Without an id, it gets a new one."""
 
     type: str
     data: Any = None
@@ -48,7 +48,7 @@ class NewStoreEvent(NamedTuple):
 
 
 class StoreEvent(NamedTuple):
-    """One event of an event store. `topic_offset` counts them without a gap; positions may have gaps."""
+    """An event of an event store. `topic_offset` counts the events without gaps; positions may have gaps."""
 
     position: int
     topic_offset: int
@@ -62,12 +62,12 @@ class StoreEvent(NamedTuple):
 
     @property
     def data(self) -> Any:
-        """The payload read as JSON, each time anew."""
+        """The payload decoded as JSON. Decodes on every access."""
         return None if self.payload is None else json.loads(self.payload)
 
 
 def size_of(event: StoreEvent) -> int:
-    """How many bytes an event has, in all of its parts. (The same in `headwater.read_matching`.)"""
+    """The size of an event in bytes, in all of its parts. (The same as in `headwater.read_matching`.)"""
     return (
         len(event.payload or b"")
         + (0 if event.metadata is None else len(_encode(event.metadata).encode()))
@@ -79,49 +79,52 @@ def size_of(event: StoreEvent) -> int:
 
 
 class Appended(NamedTuple):
-    """Where the events of an append are. `repeated`: they were there already, from an earlier try."""
+    """The positions of the appended events. `repeated`: an earlier attempt had already appended them."""
 
     positions: tuple[int, ...]
     repeated: bool
 
     @property
     def position(self) -> int:
-        """Of the last event."""
+        """The position of the last event."""
         return self.positions[-1]
 
 
-class Verdict(NamedTuple):
-    """What became of one append of a group: its positions, or what stood in its way.
+class AppendResult(NamedTuple):
+    """The result of one append of a group: its positions, or why it was rejected.
 
-    `epoch` and `common_position`: the position of its condition is of another history; these are of the present one.
+    `conflict_position`: the condition does not hold. `duplicate_id`: an id belongs to another append. `epoch` and
+    `common_position`: the position of the condition belongs to another epoch; these are the current epoch and the last
+    position that both share.
     """
 
     positions: tuple[int, ...] | None
     repeated: bool
-    moved_to: int | None
-    taken_id: str | None
+    conflict_position: int | None
+    duplicate_id: str | None
     epoch: int | None = None
     common_position: int | None = None
 
 
 class StorePage(NamedTuple):
-    """A batch of events, and the epoch that their positions are of. Hand it back with a position: see `epoch`."""
+    """A batch of events and the epoch of their positions. Pass the epoch together with a position: see `epoch`."""
 
     events: Sequence[StoreEvent]
     epoch: int
 
 
 class StoreLease(NamedTuple):
-    """One competitor's right to events of a store until a time, proven by the token."""
+    """A competing consumer's right to events of a store until the lease expires, identified by the token."""
 
-    group: str
+    queue: str
     token: int
     events: Sequence[StoreEvent]
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One of these types, all of these tags, and all of these top-level fields of the data. Unsaid is unasked."""
+    """Matches events that have one of these types, all of these tags, and all of these top-level fields of the data. An
+    empty part matches everything."""
 
     types: Sequence[str] = ()
     tags: Sequence[str] = ()
@@ -130,14 +133,14 @@ class Item:
     def __post_init__(self) -> None:
         types, tags = distinct(self.types, "types"), distinct(self.tags, "tags")
         if len(types) > MAX_TAGS or len(tags) > MAX_TAGS:
-            raise InvalidRequest(f"an item of a query has up to {MAX_TAGS} types and as many tags")
+            raise InvalidRequest(f"a query item can have at most {MAX_TAGS} types and {MAX_TAGS} tags")
         object.__setattr__(self, "types", types)
         object.__setattr__(self, "tags", tags)
         if self.fields:
             object.__setattr__(self, "fields", {checked_field_name(k): field_text(v) for k, v in self.fields.items()})
 
     def matches(self, event: StoreEvent) -> bool:
-        """Whether the event has all that the item asks for."""
+        """Whether the event matches the item."""
         return (
             (not self.types or event.type in self.types)
             and all(tag in event.tags for tag in self.tags)
@@ -161,16 +164,18 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Matches what any of its items matches; without items, every event."""
+    """Matches the events that any of its items matches; without items, every event."""
 
     items: Sequence[Item] = ()
 
     def __post_init__(self) -> None:
         items = tuple(self.items)
         if not all(isinstance(item, Item) for item in items):
-            raise InvalidRequest("a query is made of items", hint="Query.of(tags=[...]) makes one of a single item.")
+            raise InvalidRequest(
+                "a query must consist of Item values", hint="Query.of(tags=[...]) creates a query of one item."
+            )
         if len(items) > MAX_ITEMS:
-            raise InvalidRequest(f"a query has up to {MAX_ITEMS} items, this one has {len(items)}")
+            raise InvalidRequest(f"a query can have at most {MAX_ITEMS} items, not {len(items)}")
         object.__setattr__(self, "items", items)
 
     @classmethod
@@ -201,10 +206,10 @@ EVERYTHING = Query()
 
 @dataclass(frozen=True, slots=True)
 class NoMatchAfter:
-    """The condition that nothing after a position matches the query (dcb.events): nothing came since I looked.
+    """The append condition that no event after a position matches the query (see dcb.events).
 
-    With `epoch`, the one in which the position was read, the append is refused with EpochChanged if the log is in
-    another by now: what was read may be gone, and other events may have its positions.
+    With `epoch`, the epoch in which the position was read, the append is rejected with EpochChanged if the log is in
+    another epoch now: events that were read may be lost, and other events may have their positions.
     """
 
     query: Query
@@ -212,12 +217,12 @@ class NoMatchAfter:
     epoch: int | None = None
 
     def __post_init__(self) -> None:
-        _refuse_negative(self.position)
+        _check_position(self.position)
 
 
 @dataclass(frozen=True, slots=True)
 class LatestMatchIs:
-    """The condition that the latest match is at exactly this position; None: that nothing matches at all.
+    """The append condition that the latest match is at exactly this position; None: that nothing matches.
 
     `epoch` as in NoMatchAfter.
     """
@@ -227,7 +232,7 @@ class LatestMatchIs:
     epoch: int | None = None
 
     def __post_init__(self) -> None:
-        _refuse_negative(self.position or 0)
+        _check_position(self.position or 0)
 
 
 Condition = NoMatchAfter | LatestMatchIs
@@ -235,9 +240,9 @@ Condition = NoMatchAfter | LatestMatchIs
 
 @dataclass(frozen=True, slots=True)
 class Latest:
-    """The latest event of each item of a query, None where there is none, and the position of the latest of all.
+    """The latest event of each item of a query (None if nothing matches), and the position of the latest of all.
 
-    `epoch` is the one that the positions are of. A store on SQLite has one epoch, 0.
+    `epoch` is the epoch of the positions. A store on SQLite has one epoch, 0.
     """
 
     events: tuple[StoreEvent | None, ...]
@@ -245,49 +250,49 @@ class Latest:
     epoch: int = 0
 
 
-def outcome(verdict: Verdict, condition: Condition | None) -> Appended:
-    """What a verdict means to whoever appended."""
-    if verdict.positions is not None:
-        return Appended(verdict.positions, verdict.repeated)
-    if verdict.moved_to is not None:
+def appended_or_raise(result: AppendResult, condition: Condition | None) -> Appended:
+    """Convert the result of an append to an Appended, or raise its error."""
+    if result.positions is not None:
+        return Appended(result.positions, result.repeated)
+    if result.conflict_position is not None:
         expected = (condition.position or 0) if condition is not None else 0
         raise AppendConflict(
-            f"the context of this append moved: its latest match is at {verdict.moved_to}, not at {expected}"
+            f"append condition failed: the latest match is at position {result.conflict_position}, not at {expected}"
             if isinstance(condition, LatestMatchIs)
-            else f"the context of this append moved: there is a match at {verdict.moved_to}, after {expected}",
-            hint="Read the context again, decide again, append again.",
-            detail={"actual_position": verdict.moved_to, "expected_position": expected},
+            else f"append condition failed: event {result.conflict_position}, after position {expected}, matches",
+            hint="Read again, decide again, and append again.",
+            detail={"actual_position": result.conflict_position, "expected_position": expected},
         )
-    if verdict.epoch is not None:
+    if result.epoch is not None:
         expected = (condition.position or 0) if condition is not None else 0
         raise EpochChanged(
-            f"position {expected} of the condition is not of the present history, epoch {verdict.epoch}: "
-            f"positions after {verdict.common_position} may have been issued again",
-            hint="Postgres crashed, failed over or was restored. Read the context again, decide again, append again.",
+            f"position {expected} of the append condition does not belong to the current epoch {result.epoch}: "
+            f"positions after {result.common_position} may have been reassigned",
+            hint="Postgres crashed, failed over or was restored. Read again, decide again, and append again.",
             detail={
-                "epoch": verdict.epoch,
+                "epoch": result.epoch,
                 "requested_epoch": None if condition is None else condition.epoch,
-                "common_position": verdict.common_position,
+                "common_position": result.common_position,
             },
         )
     raise InvalidRequest(
-        f'the event id "{verdict.taken_id}" belongs to another append',
+        f'event id "{result.duplicate_id}" belongs to another append',
         hint="To repeat an append, send all of its events with the same ids; a new event needs a new id.",
-        detail={"event_id": verdict.taken_id},
+        detail={"event_id": result.duplicate_id},
     )
 
 
 def distinct(values: Iterable[str], what: str) -> tuple[str, ...]:
-    """Types or tags without repeats, in the order given; refuses what cannot be one."""
+    """Types or tags without duplicates, in the given order. Raises an error for an invalid one."""
     if values == ():
         return ()
     if isinstance(values, str):
-        raise InvalidRequest(f"{what} are a list of texts, not one text", hint=f'Write {what}=["{values}"].')
+        raise InvalidRequest(f"{what} must be a list of strings, not a string", hint=f'Write {what}=["{values}"].')
     longest = MAX_TYPE_CHARACTERS if what == "types" else MAX_TAG_CHARACTERS
     found = tuple(values)
     for value in found:
         if not isinstance(value, str) or not 1 <= len(value) <= longest:
-            raise InvalidEvent(f"each of the {what} is a text of 1 to {longest} characters, not {value!r}")
+            raise InvalidEvent(f"invalid value {value!r} in {what}: expected a string of 1 to {longest} characters")
         if not value.isascii() or "\x00" in value:
             _refuse_strange_text(value, what)
     return found if len(found) < 2 else tuple(dict.fromkeys(found))
@@ -295,65 +300,65 @@ def distinct(values: Iterable[str], what: str) -> tuple[str, ...]:
 
 def _refuse_strange_text(value: str, what: str) -> None:
     if "\x00" in value:
-        raise InvalidEvent(f"{what} cannot hold the character NUL")
+        raise InvalidEvent(f"{what} cannot contain the character NUL")
     if not value.isascii():
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            raise InvalidEvent(f"{what} are text that UTF-8 can hold: {error}") from None
+            raise InvalidEvent(f"{what} cannot be encoded as UTF-8: {error}") from None
 
 
-def _refuse_negative(position: int) -> None:
+def _check_position(position: int) -> None:
     if not isinstance(position, int) or isinstance(position, bool) or not 0 <= position < 1 << 62:
-        raise InvalidRequest(f"a position is not negative, this one is {position!r}")
+        raise InvalidRequest(f"invalid position {position!r}: expected an integer of at least 0")
 
 
-def refuse_beyond(*positions: int | None) -> None:
-    """Refuse what no place of a log can be. None is not said."""
+def check_positions(*positions: int | None) -> None:
+    """Raise InvalidRequest for a value that cannot be a position; None is allowed."""
     for position in positions:
         if position is not None and (
             not isinstance(position, int)
             or isinstance(position, bool)
             or not -LAST_POSITION <= position <= LAST_POSITION
         ):
-            raise InvalidRequest(f"a position is a whole number of 64 bits, not {position!r}")
+            raise InvalidRequest(f"invalid position {position!r}: expected a 64-bit integer")
 
 
 def checked_field_name(name: str) -> str:
-    """The name of a field; refuses what cannot be one."""
+    """The name of a field. Raises InvalidRequest if it is invalid."""
     if not isinstance(name, str):
-        raise InvalidRequest(f"a field is named by a text, not by {name!r}")
+        raise InvalidRequest(f"invalid field name {name!r}: expected a string")
     _refuse_strange_text(name, "fields")
     return name
 
 
 def field_text(value: FieldValue) -> str:
-    """What a field is compared with, as text."""
-    # A float is what JSON would make of it.
+    """The text that a field is compared with."""
+    # A float is written as in JSON.
     rendered = scalar_text(Decimal(json.dumps(value)) if type(value) is float else value)
     if rendered is None:
-        raise InvalidRequest(f"a field is compared with a text, a number or a boolean, not with {value!r}")
+        raise InvalidRequest(f"invalid field value {value!r}: expected a string, a number or a boolean")
     _refuse_strange_text(rendered, "fields")
     return rendered
 
 
 def scalar_text(value: Any) -> str | None:
-    """A scalar of JSON as Postgres shows it; None for what is none."""
+    """A JSON scalar as Postgres shows it; None for any other value."""
     if isinstance(value, str):
         return value
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int):
-        # Python makes no text of more than some thousand digits, unless it comes from a Decimal.
+        # Python does not convert integers of more than some thousand digits to text, unless they are Decimals.
         return str(value) if -MAX_PLAIN_INTEGER < value < MAX_PLAIN_INTEGER else f"{Decimal(value):f}"
     if isinstance(value, Decimal):
-        # Postgres knows no negative zero.
+        # Postgres has no negative zero.
         return f"{abs(value) if value.is_zero() else value:f}"
     return None
 
 
 class _NotStorable(ValueError):
-    """A number that Postgres cannot hold, so that the JSON around it is none."""
+    """A number that Postgres cannot store, which makes the JSON document invalid."""
 
 
 def _number(text: str) -> Decimal:
@@ -362,7 +367,7 @@ def _number(text: str) -> Decimal:
     number = Decimal(text)
     exponent = number.as_tuple().exponent
     assert isinstance(exponent, int)
-    # Nothing, however often, has no digits before the point.
+    # A zero has no digits before the point, whatever its exponent.
     if (number and number.adjusted() >= MAX_INTEGER_DIGITS) or -exponent > MAX_FRACTION_DIGITS:
         raise _NotStorable(text)
     return number
@@ -377,8 +382,8 @@ _BRACKET = re.compile(rb"[\[\]{}]")
 _decode = json.JSONDecoder(parse_float=_number, parse_int=_number, parse_constant=_refuse_constant).decode
 
 
-def refuse_too_deep(payload: bytes, content_type: str | None) -> None:
-    """Refuse JSON that not everybody could read, or one matcher would find what another does not."""
+def check_json_depth(payload: bytes, content_type: str | None) -> None:
+    """Raise InvalidEvent for JSON that some parsers cannot read, since implementations would then match differently."""
     if content_type not in (None, JSON_TYPE) or payload.count(b"[") + payload.count(b"{") <= MAX_JSON_DEPTH:
         return
     depth = deepest = 0
@@ -387,8 +392,8 @@ def refuse_too_deep(payload: bytes, content_type: str | None) -> None:
         deepest = max(deepest, depth)
     if deepest > MAX_JSON_DEPTH and (content_type is not None or _may_be_json(payload)):
         raise InvalidEvent(
-            f"JSON is up to {MAX_JSON_DEPTH} levels deep, this is {deepest}",
-            hint="Send bytes with a content type of their own.",
+            f"the JSON payload has {deepest} levels, the limit is {MAX_JSON_DEPTH}",
+            hint="Send bytes with another content type.",
         )
 
 
@@ -403,13 +408,13 @@ def _may_be_json(payload: bytes) -> bool:
 
 
 def json_of(payload: bytes | None, content_type: str | None) -> Any:
-    """The payload as Postgres would read it as jsonb; None where it would not."""
+    """The payload as Postgres parses it as jsonb; None if it is not valid jsonb."""
     return None if payload is None or content_type not in (None, JSON_TYPE) else _parsed(payload)
 
 
 @lru_cache(maxsize=64)
 def _parsed(payload: bytes) -> Any:
-    # Cached: many ask about one event.
+    # Cached, since many queries are matched against one event.
     try:
         text = payload.decode()
         data = _decode(text)
@@ -421,7 +426,7 @@ def _parsed(payload: bytes) -> Any:
 
 
 def _refuse_strange_texts(data: Any) -> None:
-    """jsonb holds neither NUL nor half of a surrogate pair, wherever in the document they are."""
+    """jsonb can contain neither NUL nor half of a surrogate pair, anywhere in the document."""
     if isinstance(data, str):
         if "\x00" in data:
             raise _NotStorable(data)

@@ -1,4 +1,5 @@
-"""The last events of an event store, kept for everybody who follows it live. A value: reading it needs no lock."""
+"""A cache of the last events of an event store, shared by all its live subscribers. Immutable: reading needs no
+lock."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ MAX_BYTES = 16_777_216
 
 
 @dataclass(frozen=True, slots=True)
-class Tail:
-    """Every event after `floor` and up to `ceiling`. Whoever is below the floor must read the log itself.
+class RecentEvents:
+    """All events after `floor` and up to `ceiling`. A reader below the floor must read from the log itself.
 
-    `bytes_before` has for each event how many bytes came before it, counted from some event on, and `bytes_to` how many
-    to the end. Kept, since many ask, and to count the bytes of an event costs as much as to send it.
+    `bytes_before` has, for each event, the number of bytes before it, counted from an arbitrary event, and `bytes_to`
+    the number up to the end. They are stored because counting the bytes of an event costs as much as sending it.
     """
 
     floor: int
@@ -27,11 +28,11 @@ class Tail:
     events: Sequence[StoreEvent] = ()
     bytes_before: Sequence[int] = ()
     bytes_to: int = 0
-    # Which epoch the positions are of.
+    # The epoch of the positions.
     epoch: int = 0
 
     def after(self, position: int, limit: int, max_bytes: int = MAX_BYTES) -> Sequence[StoreEvent]:
-        """The next events for a reader that is between floor and ceiling; one of them whatever its size."""
+        """The next events for a reader between floor and ceiling; at least one, whatever its size."""
         start = bisect_right(self.events, position, key=lambda event: event.position)
         if start == len(self.events):
             return ()
@@ -40,8 +41,8 @@ class Tail:
 
     def extended(
         self, events: Sequence[StoreEvent], *, max_events: int = MAX_EVENTS, max_bytes: int = MAX_BYTES
-    ) -> Tail:
-        """With events that come right after the ceiling. The oldest go where the tail would become too long."""
+    ) -> RecentEvents:
+        """A new value with events that come right after the ceiling. Drops the oldest events above the limits."""
         if not events:
             return self
         last = self.events[-1] if self.events else None
@@ -50,12 +51,12 @@ class Tail:
                 raise OrderBroken(
                     f"event {event.topic_offset} at position {event.position} came after "
                     f"{f'event {last.topic_offset}' if last is not None else f'position {self.ceiling}'}",
-                    hint="An event store has no gaps. Were its events changed by hand?",
+                    hint="An event store has no gaps: check whether its events were changed by hand.",
                 )
             last = event
-        kept = [*self.events, *events]
+        cached = [*self.events, *events]
         *before, bytes_to = [*self.bytes_before, *accumulate(map(size_of, events), initial=self.bytes_to)]
-        # Those after the first that is kept have fewer bytes than the limit.
-        start = max(bisect_right(before, bytes_to - max_bytes) - 1, len(kept) - max_events, 0)
-        floor = kept[start - 1].position if start else self.floor
-        return Tail(floor, kept[-1].position, kept[start:], before[start:], bytes_to, self.epoch)
+        # The events after the first remaining one have fewer bytes than the limit.
+        start = max(bisect_right(before, bytes_to - max_bytes) - 1, len(cached) - max_events, 0)
+        floor = cached[start - 1].position if start else self.floor
+        return RecentEvents(floor, cached[-1].position, cached[start:], before[start:], bytes_to, self.epoch)

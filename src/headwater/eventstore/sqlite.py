@@ -1,4 +1,4 @@
-"""The event store on SQLite: a directory with a file for each store, in one process, with no server."""
+"""The event store on SQLite: a directory with one file for each store, for one process, without a server."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
-from headwater.calls import EncodedAppend, encode_append
 from headwater.calls.encoding import checked_text
-from headwater.client.eventstore.group_commit import Verdicts, new_event_ids
+from headwater.calls.store import EncodedAppend, encode_append
+from headwater.client.eventstore.group_commit import AppendResults, new_event_ids
 from headwater.client.eventstore.live_reader import StoreEvents
-from headwater.client.eventstore.subscribe import StoreHandler, Subscribing
+from headwater.client.eventstore.subscribe import StoreHandler, StoreSubscriptions
 from headwater.errors import (
     EventTooLarge,
     InvalidRequest,
@@ -26,10 +26,10 @@ from headwater.errors import (
     TopicExists,
     TopicNotFound,
 )
-from headwater.eventstore import sqlite_groups as groups
+from headwater.eventstore import sqlite_queues as queues
 from headwater.eventstore import sqlite_rows as rows
 from headwater.eventstore.decider import SavedState, SnapshotKey
-from headwater.eventstore.field_index import Combine, FieldIndex, IndexCondition, Kind, defined
+from headwater.eventstore.field_index import Combine, FieldIndex, IndexCondition, Kind, define_index
 from headwater.eventstore.limits import LEASE_SECONDS
 from headwater.eventstore.query import (
     EVERYTHING,
@@ -41,12 +41,12 @@ from headwater.eventstore.query import (
     StoreEvent,
     StoreLease,
     StorePage,
-    outcome,
+    appended_or_raise,
 )
 from headwater.eventstore.recent_events import MAX_BYTES
-from headwater.eventstore.sqlite_groups import Found
+from headwater.eventstore.sqlite_queues import NextEvents
 from headwater.eventstore.sqlite_rows import BUSY_SECONDS
-from headwater.model import DeadLetter
+from headwater.queue.model import DeadLetter
 
 T = TypeVar("T")
 
@@ -56,13 +56,13 @@ MAX_PAYLOAD_BYTES = 1_048_576
 MAX_METADATA_BYTES = 65_536
 MAX_SNAPSHOT_BYTES = 16_777_216
 READERS = 4
-# A file neither fails over nor issues a position twice.
+# A file has no failover and never reassigns a position.
 ONLY_EPOCH = 0
-CLEAR_MARKS = 10_000
+CLEAR_INDEX_TERMS = 10_000
 
 
-class SqliteEventStore(Subscribing):
-    """One event store in a file. Its methods mean what those of an event store on Postgres mean."""
+class SqliteEventStore(StoreSubscriptions):
+    """An event store in a file. Its methods have the same meaning as those of the event store on Postgres."""
 
     def __init__(self, path: Path, topic: str, *, create: bool) -> None:
         super().__init__(topic)
@@ -71,7 +71,7 @@ class SqliteEventStore(Subscribing):
         self._writing = threading.Lock()
         self._readers: list[sqlite3.Connection] = []
         self._free = threading.Semaphore(READERS)
-        # One competitor looks at a time: all would find the same.
+        # One competing consumer searches at a time: all would find the same events.
         self._claiming = threading.Lock()
         self._closed = False
 
@@ -82,15 +82,15 @@ class SqliteEventStore(Subscribing):
         *,
         patience_seconds: float = 30.0,
     ) -> Appended:
-        """Append events, all of them or none, if the condition holds; AppendConflict says that it does not.
+        """Append events atomically if the condition holds; raises AppendConflict if it does not.
 
-        Events that have ids may be appended again without harm: an append that was done is not done twice.
+        Appending events with ids is idempotent: a repeated append returns the first result.
         """
         encoded = self.encoded(events, condition)
-        return outcome(self._lane.append(encoded, timeout_seconds=patience_seconds), condition)
+        return appended_or_raise(self._group_commit.append(encoded, timeout_seconds=patience_seconds), condition)
 
     def encoded(self, events: NewStoreEvent | Sequence[NewStoreEvent], condition: Condition | None) -> EncodedAppend:
-        """An append, checked and as bytes; refuses what is too large for a file."""
+        """Validate and encode an append. Raises EventTooLarge above the limits of a file."""
         batch = [events] if isinstance(events, NewStoreEvent) else list(events)
         encoded = encode_append(batch, condition, new_event_ids(len(batch)))
         for event in encoded.events:
@@ -109,12 +109,12 @@ class SqliteEventStore(Subscribing):
         max_bytes: int = 16_777_216,
         epoch: int | None = None,
     ) -> list[StoreEvent]:
-        """A batch of the events that match, after one position and before another; backwards: the newest first.
+        """A batch of the matching events after one position and before another; backwards: newest first.
 
-        A file has one epoch: `epoch` is there for programs that use stores on Postgres, too.
+        `epoch` is ignored, since a file has one epoch; it exists for compatibility with stores on Postgres.
         """
         if batch_size < 1:
-            raise InvalidRequest("a batch is 1 event or more")
+            raise InvalidRequest(f"invalid batch_size {batch_size}: expected at least 1")
         with self._reading() as connection:
             return rows.batch(rows.matching(connection, query, after, before, backwards), batch_size, max_bytes)
 
@@ -129,14 +129,14 @@ class SqliteEventStore(Subscribing):
         max_bytes: int = 16_777_216,
         epoch: int | None = None,
     ) -> StorePage:
-        """The same with the epoch, which is always 0."""
+        """Like read, with the epoch, which is always 0."""
         events = self.read(
             query, after=after, before=before, backwards=backwards, batch_size=batch_size, max_bytes=max_bytes
         )
         return StorePage(events, ONLY_EPOCH)
 
     def count(self, query: Query = EVERYTHING, *, after: int = 0, before: int | None = None) -> int:
-        """How many events match."""
+        """The number of matching events."""
         with self._reading() as connection:
             return sum(1 for _ in rows.positions(connection, query, after, before, False))
 
@@ -147,7 +147,7 @@ class SqliteEventStore(Subscribing):
         return Latest(found, max((event.position for event in found if event is not None), default=0))
 
     def head(self) -> int:
-        """The position of the last event; 0 if there is none."""
+        """The position of the last event; 0 if the store is empty."""
         with self._reading() as connection:
             return rows.head(connection)
 
@@ -160,32 +160,32 @@ class SqliteEventStore(Subscribing):
         combine: Combine = "and",
         batch_size: int = 1000,
     ) -> None:
-        """Let queries on all of these fields, and maybe more, find their events as by a tag. Appends go on meanwhile.
+        """Create an index for queries on all of these fields, and possibly more. Appends continue meanwhile.
 
-        Returns when it is filled. If that is interrupted, call it again: it goes on where it was.
+        Returns when the index is filled. If it is interrupted, call it again: it continues where it stopped.
         """
-        self._declare_index(defined(name, fields, conditions, combine))
+        self._declare_index(define_index(name, fields, conditions, combine))
         while self._fill_index(name, batch_size):
             pass
 
     def drop_index(self, name: str) -> bool:
-        """Do without an index from now on, and give its room back. False if there was none."""
+        """Drop an index and free its space. False if it does not exist."""
         number = self._forget_index(name)
-        while number is not None and self._clear_marks(number):
+        while number is not None and self._clear_index_terms(number):
             pass
         return number is not None
 
     def indexes(self) -> list[FieldIndex]:
-        """The indexes on fields."""
+        """The field indexes."""
         with self._reading() as connection:
             return [index for _, index in rows.field_indexes(connection)]
 
     def index(self, name: str) -> FieldIndex | None:
-        """The index of a name; None: there is none."""
+        """The index with this name; None if it does not exist."""
         return next((index for index in self.indexes() if index.name == name), None)
 
     def load_snapshot(self, key: SnapshotKey) -> SavedState | None:
-        """The state that a decider saved; None: there is none of this version."""
+        """The saved state of a decider; None if there is none of this version."""
         with self._reading() as connection:
             found = connection.execute(
                 "select position, state from snapshot where name = ? and query_hash = ? and version = ?", key
@@ -193,7 +193,7 @@ class SqliteEventStore(Subscribing):
         return None if found is None else SavedState(*found)
 
     def save_snapshot(self, key: SnapshotKey, saved: SavedState) -> None:
-        """Keep a state for the next decision, unless a later one is kept. Those of earlier versions go."""
+        """Save a state for later decisions, unless a later one is saved. Deletes states of earlier versions."""
         _refuse_too_large("a snapshot", len(saved.state), MAX_SNAPSHOT_BYTES)
         with self._transaction() as connection:
             connection.execute(
@@ -204,31 +204,31 @@ class SqliteEventStore(Subscribing):
             connection.execute("delete from snapshot where name = ? and query_hash = ? and version < ?", key)
 
     def forget_snapshots(self, name: str) -> int:
-        """Forget all states of a name, and say how many there were."""
+        """Delete all saved states of a name; returns their number."""
         with self._transaction() as connection:
             return connection.execute("delete from snapshot where name = ?", (name,)).rowcount
 
     def dead_letters(
-        self, group: str, *, positions: Sequence[int] | None = None, after: int = 0, batch_size: int = 100
+        self, queue: str, *, positions: Sequence[int] | None = None, after: int = 0, batch_size: int = 100
     ) -> list[DeadLetter]:
-        """The events that a group has given up on, in order; all, or those named."""
+        """The dead letters of a queue, in order; all, or those at `positions`."""
         with self._reading() as connection:
-            return groups.dead_letters(connection, self.topic, group, positions, after, batch_size)
+            return queues.dead_letters(connection, self.topic, queue, positions, after, batch_size)
 
-    def redrive(self, group: str, *, positions: Sequence[int] | None = None) -> int:
-        """Give dead letters a fresh set of tries, all or those named; returns how many."""
+    def redrive(self, queue: str, *, positions: Sequence[int] | None = None) -> int:
+        """Retry dead letters with a new set of attempts, all or those at `positions`; returns their number."""
         with self._transaction() as connection:
-            return groups.redrive(connection, group, positions)
+            return queues.redrive(connection, queue, positions)
 
     def close(self) -> None:
-        """Close the file. Whoever still uses the store gets an error."""
+        """Close the file. Later calls raise LogUnavailable."""
         with self._writing:
             self._closed = True
             for connection in (self._writer, *self._readers):
                 connection.close()
             self._readers.clear()
 
-    def _send(self, appends: Sequence[EncodedAppend]) -> Verdicts:
+    def _send(self, appends: Sequence[EncodedAppend]) -> AppendResults:
         with self._transaction() as connection:
             indexes = rows.field_indexes(connection)
             return [rows.append(connection, append, indexes) for append in appends]
@@ -245,9 +245,9 @@ class SqliteEventStore(Subscribing):
         with self._transaction() as connection:
             return rows.drop_field_index(connection, name)
 
-    def _clear_marks(self, number: int) -> bool:
+    def _clear_index_terms(self, number: int) -> bool:
         with self._transaction() as connection:
-            return rows.clear_marks(connection, number, CLEAR_MARKS)
+            return rows.clear_index_terms(connection, number, CLEAR_INDEX_TERMS)
 
     def _read_after(self, position: int, batch_size: int, epoch: int) -> StoreEvents:
         return self.read(after=position, batch_size=batch_size)
@@ -274,9 +274,9 @@ class SqliteEventStore(Subscribing):
 
     def _open_cursor(self, name: str, start_after: int) -> int:
         if not 1 <= len(checked_text(name, "cursor name")) <= MAX_CURSOR_NAME:
-            raise InvalidRequest(f"a cursor name is 1 to {MAX_CURSOR_NAME} characters")
+            raise InvalidRequest(f"invalid cursor name: expected 1 to {MAX_CURSOR_NAME} characters")
         if start_after < 0:
-            raise InvalidRequest("a position is not negative")
+            raise InvalidRequest(f"invalid position {start_after}: expected at least 0")
         with self._transaction() as connection:
             connection.execute("insert into cursor values (?, ?) on conflict do nothing", (name, start_after))
             return int(rows.value(connection, "select position from cursor where name = ?", name))
@@ -303,63 +303,63 @@ class SqliteEventStore(Subscribing):
             rows.move_cursor(connection, cursor, from_position, to_position)
             handler(connection, events)
 
-    def _has_group(self, group: str) -> bool:
+    def _has_queue(self, queue: str) -> bool:
         with self._reading() as connection:
-            return groups.has_group(connection, group)
+            return queues.has_queue(connection, queue)
 
-    def _open_group(self, group: str) -> None:
-        if not self._has_group(group):
-            self._make_group(group)
+    def _open_queue(self, queue: str) -> None:
+        if not self._has_queue(queue):
+            self._make_queue(queue)
 
-    def _make_group(self, group: str) -> None:
+    def _make_queue(self, queue: str) -> None:
         with self._transaction() as connection:
-            groups.open_group(connection, group)
+            queues.open_queue(connection, queue)
 
-    def _reap(self, group: str) -> None:
-        if self._has_lapsed(group):
-            self._give_back(group)
+    def _reap(self, queue: str) -> None:
+        if self._has_lapsed(queue):
+            self._give_back(queue)
 
-    def _has_lapsed(self, group: str) -> bool:
+    def _has_lapsed(self, queue: str) -> bool:
         with self._reading() as connection:
-            return groups.has_lapsed(connection, group)
+            return queues.has_lapsed(connection, queue)
 
-    def _give_back(self, group: str) -> None:
+    def _give_back(self, queue: str) -> None:
         with self._transaction() as connection:
-            groups.reap(connection, group)
+            queues.reap(connection, queue)
 
     def _claim(
-        self, group: str, query: Query, worker: str, batch_size: int, lease_seconds: float | None
+        self, queue: str, query: Query, worker: str, batch_size: int, lease_seconds: float | None
     ) -> StoreLease | None:
-        # Looked for by a reader: whoever finds nothing leaves the one writer alone, and nobody waits for a long look.
+        # A reader connection searches: finding nothing does not block the writer, and a long search delays no append.
         with self._claiming:
-            while (found := self._look(group, query, batch_size)) is not None:
+            while (found := self._look(queue, query, batch_size)) is not None:
                 lease = self._take(found, worker, lease_seconds)
                 if lease is not None:
                     return lease
         return None
 
-    def _look(self, group: str, query: Query, batch_size: int) -> Found | None:
+    def _look(self, queue: str, query: Query, batch_size: int) -> NextEvents | None:
         with self._reading() as connection:
-            return groups.look(connection, group, query, batch_size)
+            return queues.find_next(connection, queue, query, batch_size)
 
-    def _take(self, found: Found, worker: str, lease_seconds: float | None) -> StoreLease | None:
+    def _take(self, found: NextEvents, worker: str, lease_seconds: float | None) -> StoreLease | None:
         with self._transaction() as connection:
-            return groups.take(connection, found, worker, LEASE_SECONDS if lease_seconds is None else lease_seconds)
+            return queues.take(connection, found, worker, LEASE_SECONDS if lease_seconds is None else lease_seconds)
 
     def _settle(self, lease: StoreLease) -> None:
         with self._transaction() as connection:
-            groups.settle(connection, lease)
+            queues.settle(connection, lease)
 
-    def _do_upkeep(self) -> None:
-        """A file needs none."""
+    def _run_maintenance(self) -> None:
+        """A file needs no maintenance."""
 
     def _patiently(self, act: Callable[[], T], patience_seconds: float | None) -> T:
-        # Nothing is far away here: what fails now fails later.
+        # A file has no transient failures to retry.
         return act()
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """The one writer, in a transaction that commits at the end."""
+        """The writer connection, in a transaction that commits at the end."""
         if not self._writing.acquire(timeout=BUSY_SECONDS):
             raise busy()
         try:
@@ -378,9 +378,9 @@ class SqliteEventStore(Subscribing):
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
-        """One of a few readers, in one snapshot."""
+        """One of a few reader connections, in one snapshot."""
         if not self._free.acquire(timeout=BUSY_SECONDS):
-            raise LogUnavailable(f"no free reader of the event store within {BUSY_SECONDS:g} s")
+            raise LogUnavailable(f"no reader connection of the event store became free within {BUSY_SECONDS:g} s")
         try:
             self._refuse_closed()
             with _translated():
@@ -410,12 +410,12 @@ class SqliteEventStore(Subscribing):
 
 
 class SqliteStores:
-    """The event stores in one directory. One process at a time has them."""
+    """The event stores in one directory, for one process at a time."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
-        # The lock ends with the process, however it ends.
+        # The operating system releases the lock when the process ends, however it ends.
         self._lock = os.open(directory / ".headwater-lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -424,7 +424,7 @@ class SqliteStores:
             os.close(self._lock)
             raise StoreBusy(
                 f"{'process ' + holder if holder else 'another process'} has the event stores in {directory} open",
-                hint="Use them from one process, or keep them in Postgres: headwater.open('postgresql://...').",
+                hint="Use one process, or event stores in Postgres: headwater.open('postgresql://...').",
             ) from None
         os.ftruncate(self._lock, 0)
         os.write(self._lock, f"{os.getpid()}\n".encode())
@@ -432,14 +432,14 @@ class SqliteStores:
         self._opening = threading.Lock()
 
     def create_store(self, name: str, *, if_missing: bool = False) -> SqliteEventStore:
-        """Create an event store. An existing one is TopicExists, unless `if_missing`."""
+        """Create an event store. Raises TopicExists if it exists, unless `if_missing`."""
         with self._opening:
             path = self._file(name)
             if path.exists():
                 if not if_missing:
-                    raise TopicExists(f'topic "{name}" exists already', detail={"topic": name})
+                    raise TopicExists(f'topic "{name}" already exists', detail={"topic": name})
             else:
-                # Under another name until it is whole: a crash leaves no half of a store.
+                # Created under another name until it is complete: a crash leaves no partial store.
                 made = path.with_suffix(".new")
                 for rest in (made, *(made.with_name(made.name + end) for end in ("-wal", "-shm", "-journal"))):
                     rest.unlink(missing_ok=True)
@@ -451,12 +451,12 @@ class SqliteStores:
             return self._open(name, path)
 
     def store(self, name: str) -> SqliteEventStore:
-        """An event store that exists."""
+        """An existing event store."""
         with self._opening:
             path = self._file(name)
             if not path.exists():
                 raise TopicNotFound(
-                    f'there is no topic "{name}"', hint="Create it: create_store().", detail={"topic": name}
+                    f'topic "{name}" does not exist', hint="Create it with create_store().", detail={"topic": name}
                 )
             return self._open(name, path)
 
@@ -485,7 +485,7 @@ class SqliteStores:
         if self._lock < 0:
             raise LogUnavailable("the event stores are closed")
         if not NAME.fullmatch(name):
-            raise InvalidRequest("a topic name is 1 to 249 of A-Z a-z 0-9 . _ -")
+            raise InvalidRequest(f"invalid topic name {name!r:.60}: expected 1 to 249 of A-Z a-z 0-9 . _ -")
         return self.directory / f"{name}.sqlite"
 
     def _open(self, name: str, path: Path) -> SqliteEventStore:
@@ -495,10 +495,10 @@ class SqliteStores:
 
 
 def busy() -> LogUnavailable:
-    """What is told to whoever has waited for the one writer."""
+    """The error after waiting too long for the writer."""
     return LogUnavailable(
-        f"somebody has written to the event store for {BUSY_SECONDS:g} s",
-        hint="Does a handler of `process` append to the store whose transaction it is in? Do that after it.",
+        f"the event store was locked by another writer for {BUSY_SECONDS:g} s",
+        hint="A handler of `process` must not append to the store whose transaction it runs in: append after it.",
     )
 
 
@@ -507,20 +507,20 @@ def _translated() -> Iterator[None]:
     try:
         yield
     except sqlite3.OperationalError as error:
-        raise LogUnavailable(f"the event store's file cannot be used now: {error}") from error
+        raise LogUnavailable(f"the file of the event store is not available: {error}") from error
 
 
 def _refuse_too_large(what: str, size: int, limit: int) -> None:
     if size > limit:
         raise EventTooLarge(
-            f"{what} of {size} bytes is above the {limit} that an event store on SQLite takes",
-            hint="Keep what is large elsewhere, and its place in the event.",
+            f"{what} of {size} bytes exceeds the limit of {limit} bytes of event stores on SQLite",
+            hint="Store large data elsewhere, and a reference to it in the event.",
             detail={"bytes": size, "limit": limit},
         )
 
 
 def _sync_directory(directory: Path) -> None:
-    """Make a new name in the directory survive the loss of power."""
+    """Make a new file name in the directory survive a power loss."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
-"""Event stores on SQLite for programs with an event loop: the same stores, asked in threads, one group at a time.
+"""Event stores on SQLite for asyncio: the same stores, used in threads.
 
-Whoever writes waits for its turn in the event loop, and then uses a thread that only writers of this store have. So
-however many wait, there are threads to read with: the handler of a projection, which the others wait for, may need one.
+A write waits for the writer lock in the event loop, and then runs in the writer thread of its store. So waiting writes
+do not occupy the threads for reads, which the handler of a projection may need while the others wait for it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from headwater.calls import EncodedAppend
+from headwater.calls.store import EncodedAppend
 from headwater.eventstore.decider import SavedState, SnapshotKey
-from headwater.eventstore.field_index import Combine, FieldIndex, IndexCondition, Kind, defined
-from headwater.eventstore.group_commit import Verdicts
+from headwater.eventstore.field_index import Combine, FieldIndex, IndexCondition, Kind, define_index
+from headwater.eventstore.group_commit import AppendResults
 from headwater.eventstore.live_reader import StoreEvents
 from headwater.eventstore.query import (
     EVERYTHING,
@@ -31,19 +31,19 @@ from headwater.eventstore.query import (
     StoreEvent,
     StoreLease,
     StorePage,
-    outcome,
+    appended_or_raise,
 )
 from headwater.eventstore.recent_events import MAX_BYTES
 from headwater.eventstore.sqlite import ONLY_EPOCH, SqliteEventStore, SqliteStores, busy
 from headwater.eventstore.sqlite_rows import BUSY_SECONDS
-from headwater.eventstore.subscribe import StoreHandler, Subscribing
-from headwater.model import DeadLetter
+from headwater.eventstore.subscribe import StoreHandler, StoreSubscriptions
+from headwater.queue.model import DeadLetter
 
 T = TypeVar("T")
 
 
 class Writer:
-    """The one writer of a store: a turn, and a thread."""
+    """The writer of a store: a lock and a thread."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
@@ -51,7 +51,7 @@ class Writer:
         self._thread = ThreadPoolExecutor(1, "headwater-store")
 
     async def run(self, act: Callable[..., T], *arguments: Any) -> T:
-        """Do it when it is its turn. LogUnavailable: one has had the turn for too long."""
+        """Run `act` in the writer thread. Raises LogUnavailable if another writer holds the lock for too long."""
         await self._take()
         try:
             bound = partial(copy_context().run, act, *arguments)
@@ -61,7 +61,7 @@ class Writer:
 
     async def _take(self) -> None:
         while True:
-            # To wait for long is no harm while the turn goes round.
+            # A long wait is not an error while other writers make progress.
             turns = self._turns
             try:
                 async with asyncio.timeout(BUSY_SECONDS):
@@ -74,14 +74,14 @@ class Writer:
                 return
 
 
-class AsyncSqliteEventStore(Subscribing):
-    """One event store in a file. Its methods mean what those of an event store on Postgres mean."""
+class AsyncSqliteEventStore(StoreSubscriptions):
+    """An event store in a file. Its methods have the same meaning as those of the event store on Postgres."""
 
     def __init__(self, store: SqliteEventStore) -> None:
         super().__init__(store.topic)
         self._store = store
         self._writer = Writer()
-        # One competitor looks at a time: all would find the same.
+        # One competing consumer searches at a time: all would find the same events.
         self._claiming = asyncio.Lock()
 
     async def append(
@@ -91,9 +91,9 @@ class AsyncSqliteEventStore(Subscribing):
         *,
         patience_seconds: float = 30.0,
     ) -> Appended:
-        """Append events, all of them or none, if the condition holds; AppendConflict says that it does not."""
+        """Append events atomically if the condition holds; raises AppendConflict if it does not."""
         encoded = self._store.encoded(events, condition)
-        return outcome(await self._lane.append(encoded, timeout_seconds=patience_seconds), condition)
+        return appended_or_raise(await self._group_commit.append(encoded, timeout_seconds=patience_seconds), condition)
 
     async def read(
         self,
@@ -106,9 +106,9 @@ class AsyncSqliteEventStore(Subscribing):
         max_bytes: int = 16_777_216,
         epoch: int | None = None,
     ) -> list[StoreEvent]:
-        """A batch of the events that match, after one position and before another; backwards: the newest first.
+        """A batch of the matching events after one position and before another; backwards: newest first.
 
-        A file has one epoch: `epoch` is there for programs that use stores on Postgres, too.
+        `epoch` is ignored, since a file has one epoch; it exists for compatibility with stores on Postgres.
         """
         return await asyncio.to_thread(
             self._store.read,
@@ -131,14 +131,14 @@ class AsyncSqliteEventStore(Subscribing):
         max_bytes: int = 16_777_216,
         epoch: int | None = None,
     ) -> StorePage:
-        """The same with the epoch, which is always 0."""
+        """Like read, with the epoch, which is always 0."""
         events = await self.read(
             query, after=after, before=before, backwards=backwards, batch_size=batch_size, max_bytes=max_bytes
         )
         return StorePage(events, ONLY_EPOCH)
 
     async def count(self, query: Query = EVERYTHING, *, after: int = 0, before: int | None = None) -> int:
-        """How many events match."""
+        """The number of matching events."""
         return await asyncio.to_thread(self._store.count, query, after=after, before=before)
 
     async def latest(self, query: Query) -> Latest:
@@ -146,7 +146,7 @@ class AsyncSqliteEventStore(Subscribing):
         return await asyncio.to_thread(self._store.latest, query)
 
     async def head(self) -> int:
-        """The position of the last event; 0 if there is none."""
+        """The position of the last event; 0 if the store is empty."""
         return await asyncio.to_thread(self._store.head)
 
     async def create_index(
@@ -158,51 +158,51 @@ class AsyncSqliteEventStore(Subscribing):
         combine: Combine = "and",
         batch_size: int = 1000,
     ) -> None:
-        """Let queries on all of these fields find their events as by a tag. Appends go on meanwhile."""
-        await self._writer.run(self._store._declare_index, defined(name, fields, conditions, combine))
+        """Create an index for queries on all of these fields. Appends continue meanwhile."""
+        await self._writer.run(self._store._declare_index, define_index(name, fields, conditions, combine))
         while await self._writer.run(self._store._fill_index, name, batch_size):
             pass
 
     async def drop_index(self, name: str) -> bool:
-        """Do without an index from now on, and give its room back. False if there was none."""
+        """Drop an index and free its space. False if it does not exist."""
         number = await self._writer.run(self._store._forget_index, name)
-        while number is not None and await self._writer.run(self._store._clear_marks, number):
+        while number is not None and await self._writer.run(self._store._clear_index_terms, number):
             pass
         return number is not None
 
     async def indexes(self) -> list[FieldIndex]:
-        """The indexes on fields."""
+        """The field indexes."""
         return await asyncio.to_thread(self._store.indexes)
 
     async def index(self, name: str) -> FieldIndex | None:
-        """The index of a name; None: there is none."""
+        """The index with this name; None if it does not exist."""
         return await asyncio.to_thread(self._store.index, name)
 
     async def load_snapshot(self, key: SnapshotKey) -> SavedState | None:
-        """The state that a decider saved; None: there is none of this version."""
+        """The saved state of a decider; None if there is none of this version."""
         return await asyncio.to_thread(self._store.load_snapshot, key)
 
     async def save_snapshot(self, key: SnapshotKey, saved: SavedState) -> None:
-        """Keep a state for the next decision, unless a later one is kept."""
+        """Save a state for later decisions, unless a later one is saved."""
         await self._writer.run(self._store.save_snapshot, key, saved)
 
     async def forget_snapshots(self, name: str) -> int:
-        """Forget all states of a name, and say how many there were."""
+        """Delete all saved states of a name; returns their number."""
         return await self._writer.run(self._store.forget_snapshots, name)
 
     async def dead_letters(
-        self, group: str, *, positions: Sequence[int] | None = None, after: int = 0, batch_size: int = 100
+        self, queue: str, *, positions: Sequence[int] | None = None, after: int = 0, batch_size: int = 100
     ) -> list[DeadLetter]:
-        """The events that a group has given up on, in order; all, or those named."""
+        """The dead letters of a queue, in order; all, or those at `positions`."""
         return await asyncio.to_thread(
-            self._store.dead_letters, group, positions=positions, after=after, batch_size=batch_size
+            self._store.dead_letters, queue, positions=positions, after=after, batch_size=batch_size
         )
 
-    async def redrive(self, group: str, *, positions: Sequence[int] | None = None) -> int:
-        """Give dead letters a fresh set of tries, all or those named; returns how many."""
-        return await self._writer.run(partial(self._store.redrive, group, positions=positions))
+    async def redrive(self, queue: str, *, positions: Sequence[int] | None = None) -> int:
+        """Retry dead letters with a new set of attempts, all or those at `positions`; returns their number."""
+        return await self._writer.run(partial(self._store.redrive, queue, positions=positions))
 
-    async def _send(self, appends: Sequence[EncodedAppend]) -> Verdicts:
+    async def _send(self, appends: Sequence[EncodedAppend]) -> AppendResults:
         return await self._writer.run(self._store._send, appends)
 
     async def _read_after(self, position: int, batch_size: int, epoch: int) -> StoreEvents:
@@ -247,27 +247,27 @@ class AsyncSqliteEventStore(Subscribing):
         loop = asyncio.get_running_loop()
 
         def handle(connection: sqlite3.Connection, handed: Sequence[StoreEvent]) -> None:
-            # The transaction is of the thread; the handler runs in the event loop, which is not blocked meanwhile.
+            # The transaction belongs to the thread; the handler runs in the event loop, which is not blocked.
             asyncio.run_coroutine_threadsafe(_awaited(handler(connection, handed)), loop).result()
 
         await self._writer.run(self._store._apply, handle, events, cursor, from_position, to_position, epoch)
 
-    async def _has_group(self, group: str) -> bool:
-        return await asyncio.to_thread(self._store._has_group, group)
+    async def _has_queue(self, queue: str) -> bool:
+        return await asyncio.to_thread(self._store._has_queue, queue)
 
-    async def _open_group(self, group: str) -> None:
-        if not await self._has_group(group):
-            await self._writer.run(self._store._make_group, group)
+    async def _open_queue(self, queue: str) -> None:
+        if not await self._has_queue(queue):
+            await self._writer.run(self._store._make_queue, queue)
 
-    async def _reap(self, group: str) -> None:
-        if await asyncio.to_thread(self._store._has_lapsed, group):
-            await self._writer.run(self._store._give_back, group)
+    async def _reap(self, queue: str) -> None:
+        if await asyncio.to_thread(self._store._has_lapsed, queue):
+            await self._writer.run(self._store._give_back, queue)
 
     async def _claim(
-        self, group: str, query: Query, worker: str, batch_size: int, lease_seconds: float | None
+        self, queue: str, query: Query, worker: str, batch_size: int, lease_seconds: float | None
     ) -> StoreLease | None:
         async with self._claiming:
-            while (found := await asyncio.to_thread(self._store._look, group, query, batch_size)) is not None:
+            while (found := await asyncio.to_thread(self._store._look, queue, query, batch_size)) is not None:
                 lease = await self._writer.run(self._store._take, found, worker, lease_seconds)
                 if lease is not None:
                     return lease
@@ -276,11 +276,11 @@ class AsyncSqliteEventStore(Subscribing):
     async def _settle(self, lease: StoreLease) -> None:
         await self._writer.run(self._store._settle, lease)
 
-    async def _do_upkeep(self) -> None:
-        """A file needs none."""
+    async def _run_maintenance(self) -> None:
+        """A file needs no maintenance."""
 
     async def _patiently(self, act: Callable[[], Awaitable[T]], patience_seconds: float | None) -> T:
-        # Nothing is far away here: what fails now fails later.
+        # A file has no transient failures to retry.
         return await act()
 
 
@@ -289,19 +289,19 @@ async def _awaited(handling: Awaitable[None]) -> None:
 
 
 class AsyncSqliteStores:
-    """The event stores in one directory. One process at a time has them."""
+    """The event stores in one directory, for one process at a time."""
 
     def __init__(self, directory: Path) -> None:
         self._blocking = SqliteStores(directory)
         self._stores: dict[str, AsyncSqliteEventStore] = {}
 
     async def create_store(self, name: str, *, if_missing: bool = False) -> AsyncSqliteEventStore:
-        """Create an event store. An existing one is TopicExists, unless `if_missing`."""
+        """Create an event store. Raises TopicExists if it exists, unless `if_missing`."""
         await asyncio.to_thread(self._blocking.create_store, name, if_missing=if_missing)
         return self.store(name)
 
     def store(self, name: str) -> AsyncSqliteEventStore:
-        """An event store that exists."""
+        """An existing event store."""
         found = self._blocking.store(name)
         if name not in self._stores:
             self._stores[name] = AsyncSqliteEventStore(found)

@@ -1,4 +1,4 @@
-"""An event store inside its SQLite file: its tables, how an append goes in, how a query finds what it matches."""
+"""The SQLite file of an event store: its tables, how events are appended, and how queries find events."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from headwater.calls import EncodedAppend
+from headwater.calls.store import EncodedAppend
 from headwater.errors import CursorMoved, SchemaMismatch
-from headwater.eventstore.field_index import FieldIndex, conditions_as_json, conditions_from_json, refuse_other
+from headwater.eventstore.field_index import FieldIndex, check_same_definition, conditions_as_json, conditions_from_json
 from headwater.eventstore.query import (
     LAST_POSITION,
+    AppendResult,
     Condition,
     Item,
     LatestMatchIs,
     Query,
     StoreEvent,
-    Verdict,
+    check_positions,
     json_of,
-    refuse_beyond,
     size_of,
 )
 
-# An index with the number that its marks have.
+# An index and the number that its index terms contain.
 Numbered = tuple[int, FieldIndex]
 
 BUSY_SECONDS = 10.0
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-# What says that a file is one of ours ("HWES"), and in which form.
+# Identifies a file of Headwater ("HWES") and its format version.
 APPLICATION_ID = 0x48574553
 FORM = 3
 
-# Positions count from 1 without a gap: there is one writer, and what is rolled back leaves none.
+# Positions count from 1 without gaps: there is one writer, and a rollback leaves none.
 TABLES = """
 create table event (
     position     integer primary key check (position >= 1),
@@ -50,15 +50,15 @@ create table event (
     payload      blob,
     published_at integer not null
 ) strict;
--- What an event is found by: ':' and its type, '#' and each of its tags.
-create table mark (
-    mark     text    not null,
+-- The index terms of events: ':' and the type, '#' and each tag.
+create table index_term (
+    index_term     text    not null,
     position integer not null,
-    primary key (mark, position)
+    primary key (index_term, position)
 ) strict, without rowid;
--- Fields of the data by which events are found as well: those in the index have a mark, '=', its id and a hash.
--- Events after `fill_to` have it from the start; of the earlier ones, those up to `filled_to`. An id never means
--- another: marks are cleared away after their index is gone.
+-- Field indexes. Each event in an index has an index term: '=', the id of the index and a hash. Events after `fill_to`
+-- get it when they are appended; of the earlier ones, those up to `filled_to` have it. Ids are never reused, since the
+-- index terms are removed after their index.
 create table field_index (
     id         integer primary key autoincrement,
     name       text    not null unique,
@@ -81,65 +81,66 @@ create table cursor (
     name     text    primary key,
     position integer not null check (position >= 0)
 ) strict, without rowid;
--- Who competes for events. Every event up to the position was given to somebody, or was no match. (`group` is taken.)
-create table consumer_group (
+-- Queues of competing consumers. Every event up to the position was leased, or did not match.
+create table queue (
     id         integer primary key,
     name       text    not null unique check (length(name) between 1 and 200),
     position   integer not null check (position >= 0),
     last_token integer not null check (last_token >= 0)
 ) strict;
--- A worker's right to the events of a token. A table of its own: who looks for those that ran out looks at few rows.
+-- Leases. A separate table, so that the search for expired leases reads few rows.
 create table lease (
-    group_id   integer not null,
+    queue_id   integer not null,
     token      integer not null,
     worker     text    not null,
     expires_at integer not null,
-    primary key (group_id, token)
+    primary key (queue_id, token)
 ) strict, without rowid;
--- Events that were given to somebody and are not done. No token: their lease ran out, and each is to be given again,
--- alone. The attempt counts the tries that were the event's own; the history has all of them.
+-- Leased events that are not done. Without a token, the lease expired, and the event is delivered again, isolated.
+-- `attempt` counts the attempts of the event by itself; the history has all of them.
 create table claimed_event (
-    group_id integer not null,
+    queue_id integer not null,
     position integer not null,
     token    integer,
     attempt  integer not null check (attempt >= 0),
     history  text    not null,
-    primary key (group_id, position)
+    primary key (queue_id, position)
 ) strict, without rowid;
-create index claimed_event_token on claimed_event (group_id, token, attempt, position);
--- Events that a group has given up on.
+create index claimed_event_token on claimed_event (queue_id, token, attempt, position);
+-- Events that a queue has given up on.
 create table dead_letter (
-    group_id   integer not null,
+    queue_id   integer not null,
     position   integer not null,
     attempts   integer not null,
     last_error text    not null,
     history    text    not null,
     died_at    integer not null,
-    primary key (group_id, position)
+    primary key (queue_id, position)
 ) strict, without rowid;
 """
 
 EVENT = "position, position - 1, event_id, type, tags, metadata, content_type, payload, published_at"
 MARKED = """
-select m.position from mark m
-where m.mark = :way and m.position > :above and m.position < :below
+select m.position from index_term m
+where m.index_term = :way and m.position > :above and m.position < :below
     and (:types is null or exists (
-        select 1 from json_each(:types) t join mark n on n.mark = t.value and n.position = m.position
+        select 1 from json_each(:types) t join index_term n on n.index_term = t.value and n.position = m.position
     ))
     and not exists (
         select 1 from json_each(:tags) t
-        where not exists (select 1 from mark n where n.mark = t.value and n.position = m.position)
+        where not exists (select 1 from index_term n where n.index_term = t.value and n.position = m.position)
     )
 order by m.position
 """
 ALL = "select position from event where position > :above and position < :below order by position"
 FEW = (
-    "select count(*) from (select 1 from mark where mark = :way and position > :above and position < :below limit 256)"
+    "select count(*) from (select 1 from index_term where index_term = :way "
+    "and position > :above and position < :below limit 256)"
 )
 
 
 def connected(path: Path, *, create: bool) -> sqlite3.Connection:
-    """A connection to a file of ours. FULL: a commit that was answered survives the loss of power."""
+    """Open a store's file. synchronous=FULL: an acknowledged commit survives a power loss."""
     connection = sqlite3.connect(
         f"file://{quote(bytes(path.absolute()))}?mode={'rwc' if create else 'rw'}",
         uri=True,
@@ -167,17 +168,18 @@ def connected(path: Path, *, create: bool) -> sqlite3.Connection:
 def _other_form(path: Path, application_id: int, form: int) -> SchemaMismatch:
     if application_id == APPLICATION_ID and form < FORM:
         return SchemaMismatch(
-            f"{path} is an event store of form {form}, from before the first release; this program knows form {FORM}",
-            hint="Read its events with the program that made it, and append them to a new store.",
+            f"{path} is an event store of the pre-release format {form}; this program needs format {FORM}",
+            hint="Read its events with the version that created it, and append them to a new store.",
         )
     return SchemaMismatch(
-        f"{path} is no event store that this program knows",
-        hint="Was it made by a newer Headwater? Upgrade the program: pip install --upgrade headwater.",
+        f"{path} is not an event store of a supported format",
+        hint="If a newer Headwater created it, upgrade the program: pip install --upgrade headwater.",
     )
 
 
-def append(connection: sqlite3.Connection, append: EncodedAppend, indexes: Sequence[Numbered]) -> Verdict:
-    """One append of a group, in the transaction of the group. Its events get the marks of these indexes, too."""
+def append(connection: sqlite3.Connection, append: EncodedAppend, indexes: Sequence[Numbered]) -> AppendResult:
+    """Run one append of a group, in the transaction of the group. Its events also get the index terms of these
+    indexes."""
     ids = [event.event_id for event in append.events]
     found = dict(
         connection.execute(
@@ -188,12 +190,12 @@ def append(connection: sqlite3.Connection, append: EncodedAppend, indexes: Seque
     if found:
         first = found.get(ids[0], 0)
         if [found.get(event_id) for event_id in ids] == list(range(first, first + len(ids))):
-            return Verdict(tuple(range(first, first + len(ids))), True, None, None)
-        return Verdict(None, False, None, min(found))
+            return AppendResult(tuple(range(first, first + len(ids))), True, None, None)
+        return AppendResult(None, False, None, min(found))
     if append.condition is not None:
-        moved_to = _moved_to(connection, append.condition)
-        if moved_to is not None:
-            return Verdict(None, False, moved_to, None)
+        conflict_position = _conflict_position(connection, append.condition)
+        if conflict_position is not None:
+            return AppendResult(None, False, conflict_position, None)
     first = head(connection) + 1
     now = microseconds(datetime.now(UTC))
     for position, event in enumerate(append.events, first):
@@ -211,29 +213,31 @@ def append(connection: sqlite3.Connection, append: EncodedAppend, indexes: Seque
             ),
         )
         connection.executemany(
-            "insert into mark values (?, ?)",
-            [(mark, position) for mark in event.marks],
+            "insert into index_term values (?, ?)",
+            [(index_term, position) for index_term in event.index_terms],
         )
         if indexes:
-            mark_fields(connection, indexes, position, event.payload, event.content_type)
-    return Verdict(tuple(range(first, first + len(ids))), False, None, None)
+            index_fields(connection, indexes, position, event.payload, event.content_type)
+    return AppendResult(tuple(range(first, first + len(ids))), False, None, None)
 
 
-def mark_fields(
+def index_fields(
     connection: sqlite3.Connection,
     indexes: Sequence[Numbered],
     position: int,
     payload: bytes | None,
     content_type: str | None,
 ) -> None:
-    """Give an event the marks of indexes."""
+    """Add the index terms of these indexes to an event."""
     data = json_of(payload, content_type)
-    marks = [(index.mark(number, data), position) for number, index in indexes]
-    connection.executemany("insert into mark values (?, ?)", [mark for mark in marks if mark[0] is not None])
+    index_terms = [(index.index_term(number, data), position) for number, index in indexes]
+    connection.executemany(
+        "insert into index_term values (?, ?)", [index_term for index_term in index_terms if index_term[0] is not None]
+    )
 
 
 def field_indexes(connection: sqlite3.Connection) -> list[Numbered]:
-    """The indexes on fields, in the order of their names."""
+    """The field indexes, ordered by name."""
     found = connection.execute(
         "select id, name, fields, filled_to >= fill_to, kinds, conditions, combine from field_index order by name"
     )
@@ -247,10 +251,10 @@ def _field_index(name: str, fields: str, ready: int, kinds: str, conditions: str
 
 
 def create_field_index(connection: sqlite3.Connection, index: FieldIndex) -> None:
-    """Declare an index; one of that name that means the same is left as it is."""
+    """Create the definition of an index; an existing equal definition is left unchanged."""
     for _, known in field_indexes(connection):
         if known.name == index.name:
-            refuse_other(known, index)
+            check_same_definition(known, index)
             return
     connection.execute(
         "insert into field_index (name, fields, kinds, conditions, combine, fill_to, filled_to) "
@@ -267,7 +271,7 @@ def create_field_index(connection: sqlite3.Connection, index: FieldIndex) -> Non
 
 
 def fill_field_index(connection: sqlite3.Connection, name: str, batch_size: int) -> bool:
-    """The marks of the next events from before an index; whether any are left. One that was dropped has none."""
+    """Add the index terms of the next batch of older events; returns whether any are left. A dropped index has none."""
     found = connection.execute("select fill_to, filled_to from field_index where name = ?", (name,)).fetchone()
     if found is None or found[1] >= found[0]:
         return False
@@ -277,34 +281,35 @@ def fill_field_index(connection: sqlite3.Connection, name: str, batch_size: int)
     for position, payload, content_type in connection.execute(
         "select position, payload, content_type from event where position > ? and position <= ?", (filled_to, to)
     ).fetchall():
-        mark_fields(connection, (index,), position, payload, content_type)
+        index_fields(connection, (index,), position, payload, content_type)
     connection.execute("update field_index set filled_to = ? where name = ?", (to, name))
     return bool(to < fill_to)
 
 
 def drop_field_index(connection: sqlite3.Connection, name: str) -> int | None:
-    """Do without an index; its number, None if there was none. Its marks are left behind for `clear_marks`."""
+    """Delete the definition of an index; returns its number, or None if it does not exist. `clear_index_terms` then
+    removes its index terms."""
     number: int | None = value(connection, "delete from field_index where name = ? returning id", name)
     return number
 
 
-def clear_marks(connection: sqlite3.Connection, number: int, batch_size: int) -> bool:
-    """Clear away some marks of an index that is gone; whether any are left."""
+def clear_index_terms(connection: sqlite3.Connection, number: int, batch_size: int) -> bool:
+    """Delete some index terms of a dropped index; returns whether any are left."""
     cleared = connection.execute(
-        "delete from mark where (mark, position) in ("
-        "select mark, position from mark where mark >= ? and mark < ? limit ?)",
+        "delete from index_term where (index_term, position) in ("
+        "select index_term, position from index_term where index_term >= ? and index_term < ? limit ?)",
         (f"={number}:", f"={number};", batch_size),
     ).rowcount
     return cleared == batch_size
 
 
-def _moved_to(connection: sqlite3.Connection, condition: Condition) -> int | None:
-    """Where the latest match is if the condition is false, 0 if there is none; None if it is true."""
-    seen = condition.position or 0
+def _conflict_position(connection: sqlite3.Connection, condition: Condition) -> int | None:
+    """The position of the latest match if the condition does not hold, 0 if nothing matches; None if it holds."""
+    position = condition.position or 0
     exact = isinstance(condition, LatestMatchIs)
-    above = max(seen - 1, 0) if exact else seen
+    above = max(position - 1, 0) if exact else position
     latest = next(positions(connection, condition.query, above, None, True), None)
-    if latest == (seen or None if exact else None):
+    if latest == (position or None if exact else None):
         return None
     if latest is None:
         latest = next(positions(connection, condition.query, 0, None, True), 0)
@@ -319,7 +324,7 @@ def matching(
 
 
 def batch(events: Iterator[StoreEvent], batch_size: int, max_bytes: int) -> list[StoreEvent]:
-    """The first of these, up to so many and so many bytes; one of them whatever its size."""
+    """The first events, up to `batch_size` and `max_bytes`; at least one, whatever its size."""
     found: list[StoreEvent] = []
     size = 0
     for event in islice(events, batch_size):
@@ -333,8 +338,8 @@ def batch(events: Iterator[StoreEvent], batch_size: int, max_bytes: int) -> list
 def positions(
     connection: sqlite3.Connection, query: Query, above: int, before: int | None, backwards: bool
 ) -> Iterator[int]:
-    """The positions that match, in order, each once, found as they are asked for."""
-    refuse_beyond(above, before)
+    """The matching positions, in order and distinct, found lazily."""
+    check_positions(above, before)
     between = {"above": above, "below": LAST_POSITION if before is None else before}
     of_items = [_of_item(connection, item, between, backwards) for item in query.items or (Item(),)]
     return (position for position, _ in groupby(merge(*of_items, reverse=backwards)))
@@ -343,18 +348,20 @@ def positions(
 def _of_item(connection: sqlite3.Connection, item: Item, between: dict[str, int], backwards: bool) -> Iterator[int]:
     tags = [f"#{tag}" for tag in item.tags]
     if item.fields:
-        # An index leads to events as a tag does.
+        # An index finds events in the same way as a tag.
         ready = (numbered for numbered in field_indexes(connection) if numbered[1].ready)
-        tags += [mark for number, index in ready if (mark := index.mark_of_item(number, item)) is not None]
+        tags += [
+            index_term for number, index in ready if (index_term := index.index_term_of_item(number, item)) is not None
+        ]
     types = [f":{type_}" for type_ in item.types]
     types_are_rarer = False
     if len(tags) + min(len(types), 1) > 1:
-        # Counting a few tells what is rare from what is common. The types together are one way.
-        few = {mark: _few(connection, between, mark) for mark in (*tags, *types)}
+        # A bounded count estimates which term is rarest. The types together count as one term.
+        few = {index_term: _few(connection, between, index_term) for index_term in (*tags, *types)}
         tags.sort(key=few.__getitem__)
-        types_are_rarer = bool(tags) and sum(few[mark] for mark in types) < few[tags[0]]
+        types_are_rarer = bool(tags) and sum(few[index_term] for index_term in types) < few[tags[0]]
     if tags and not (types and types_are_rarer):
-        # The rarest tag leads; the others and the types are looked up for each of its events.
+        # Scan the rarest tag, and look up the other tags and the types for each of its events.
         parameters = {"tags": json.dumps(tags[1:]), "types": json.dumps(types) if types else None}
         found = _ordered(connection, MARKED, {"way": tags[0], **parameters, **between}, backwards)
     elif types:
@@ -394,7 +401,7 @@ def event_at(connection: sqlite3.Connection, position: int) -> StoreEvent:
 
 
 def move_cursor(connection: sqlite3.Connection, name: str, from_position: int, to_position: int) -> None:
-    """Move a cursor on, never back; CursorMoved if it is elsewhere."""
+    """Move a cursor forwards. Raises CursorMoved if it is not at `from_position`."""
     moved = connection.execute(
         "update cursor set position = :to where name = :name and position = :from and :to >= :from",
         {"name": name, "from": from_position, "to": to_position},
@@ -403,18 +410,18 @@ def move_cursor(connection: sqlite3.Connection, name: str, from_position: int, t
         actual = value(connection, "select position from cursor where name = ?", name)
         raise CursorMoved(
             f'cursor "{name}" is at {actual}, not at {from_position}',
-            hint="Somebody set it, or another reader uses it. Open it again and read from there.",
+            hint="The cursor was set, or another reader uses it. Open it again and read from there.",
             detail={"cursor": name, "actual_position": actual},
         )
 
 
 def microseconds(at: datetime) -> int:
-    """A time as it is kept."""
+    """A time in its stored form."""
     return (at - EPOCH) // timedelta(microseconds=1)
 
 
 def moment(kept: int) -> datetime:
-    """A time that was kept."""
+    """A stored time."""
     return EPOCH + timedelta(microseconds=kept)
 
 

@@ -1,4 +1,9 @@
-"""Subscribing to an event store, alone or competing with others. The same on Postgres and on SQLite."""
+"""Subscriptions of an event store, exclusive or competing. The same on Postgres and on SQLite.
+
+`StoreSubscriptions` is the base class of all stores. A subscription reads the log until it has caught up, then gets
+events from the live reader that all subscriptions of the process share; one that falls behind reads the log again.
+Competing consumers share the events of a queue by leases.
+"""
 
 from __future__ import annotations
 
@@ -14,46 +19,46 @@ from collections.abc import (
 from functools import partial
 from typing import Any, TypeVar
 
-from headwater.calls import EncodedAppend
-from headwater.errors import CursorMoved, EpochChanged, InvalidRequest, LeaseLost, epoch_changed
-from headwater.eventstore.group_commit import Lane, Verdicts
-from headwater.eventstore.limits import refuse_bad_competitor
-from headwater.eventstore.live_reader import Feed, StoreEvents
-from headwater.eventstore.query import EVERYTHING, Query, StoreEvent, StoreLease, StorePage, refuse_beyond
+from headwater.calls.store import EncodedAppend
+from headwater.errors import CursorMoved, EpochChanged, InvalidRequest, LeaseLost, epoch_changed_error
+from headwater.eventstore.group_commit import AppendResults, GroupCommit
+from headwater.eventstore.limits import check_competitor
+from headwater.eventstore.live_reader import LiveReader, StoreEvents
+from headwater.eventstore.query import EVERYTHING, Query, StoreEvent, StoreLease, StorePage, check_positions
 from headwater.eventstore.recent_events import MAX_BYTES
 from headwater.log.steps import OnEpochChange
 from headwater.observability.counters import COUNTERS
 from headwater.observability.metrics import EPOCH, EPOCH_CHANGED, POSITION, READ_TO, logger
 
 T = TypeVar("T")
-# A connection of the kind that the store has, in a transaction, and the events.
+# Called with a connection of the store's kind, in a transaction, and the events.
 StoreHandler = Callable[[Any, Sequence[StoreEvent]], Awaitable[None]]
 
-# How long a subscriber waits for live events before it looks after its cursor and the log's upkeep.
+# How long a subscriber waits for live events before it checks its cursor and runs maintenance.
 LIVE_SECONDS = 0.5
 IDLE_SAVE_SECONDS = 30.0
-# How long a competitor waits at first before it looks again, and how often what the dead have left goes to the living.
-SHORTEST_WAIT_SECONDS = 0.001
+# The first wait of a competing consumer without events, and how often it reaps expired leases.
+MIN_WAIT_SECONDS = 0.001
 REAP_SECONDS = 1.0
 
 
-class Subscribing(ABC):
-    """What every event store can do once it can append a group, read a batch, keep a cursor and give leases."""
+class StoreSubscriptions(ABC):
+    """What every event store can do once it can append a group, read a batch, and keep cursors and leases."""
 
     def __init__(self, topic: str, *, overlaps: bool = False) -> None:
         self.topic = topic
-        self._lane = Lane(self._send, overlaps=overlaps)
-        self._feed = Feed(self._read_after)
+        self._group_commit = GroupCommit(self._send, overlaps=overlaps)
+        self._live_reader = LiveReader(self._read_after)
 
     @abstractmethod
-    async def _send(self, appends: Sequence[EncodedAppend]) -> Verdicts:
+    async def _send(self, appends: Sequence[EncodedAppend]) -> AppendResults:
         """Append a group in one transaction."""
 
     @abstractmethod
     async def _read_after(self, position: int, batch_size: int, epoch: int) -> StoreEvents:
-        """The next events of the store, whatever they are. Asks for little while there can be none.
+        """The next events of the store, without a query. Cheap while there are none.
 
-        EpochChanged if the log is in another epoch than this one, which the position is of.
+        Raises EpochChanged if the log is in another epoch than `epoch`, the epoch of the position.
         """
 
     @abstractmethod
@@ -67,27 +72,29 @@ class Subscribing(ABC):
         max_bytes: int = MAX_BYTES,
         epoch: int | None = None,
     ) -> StoreEvents:
-        """Events that match, between two positions; one of them whatever its size. EpochChanged as above."""
+        """Matching events between two positions; at least one, whatever its size. Raises EpochChanged like
+        _read_after."""
 
     @abstractmethod
     async def _end(self) -> tuple[int, int]:
-        """The position of the last event, 0 if there is none, and the present epoch."""
+        """The position of the last event, 0 if the store is empty, and the current epoch."""
 
     @abstractmethod
     async def _resume(self, epoch: int | None, position: int) -> tuple[int, int]:
-        """Where a reader from this epoch goes on, and the present epoch; EpochChanged if there was no such position."""
+        """The position to continue from for a reader of this epoch, and the current epoch. Raises EpochChanged if the
+        position never existed."""
 
     @abstractmethod
     async def _open_cursor(self, name: str, start_after: int) -> int:
-        """Where the cursor stands; made if there is none."""
+        """The position of the cursor; a missing one is created."""
 
     @abstractmethod
     async def _find_cursor(self, name: str) -> int | None:
-        """Where the cursor stands; None if there is none."""
+        """The position of the cursor; None if it does not exist."""
 
     @abstractmethod
     async def _move_cursor(self, name: str, from_position: int, to_position: int, epoch: int | None = None) -> None:
-        """Move the cursor on; CursorMoved if it is elsewhere, EpochChanged if the log is in another epoch."""
+        """Move the cursor. Raises CursorMoved if it is elsewhere, EpochChanged if the log is in another epoch."""
 
     @abstractmethod
     async def _apply(
@@ -99,37 +106,37 @@ class Subscribing(ABC):
         to_position: int,
         epoch: int,
     ) -> None:
-        """Run a handler and move the cursor, both in one transaction; errors as those of moving."""
+        """Run a handler and move the cursor in one transaction. Raises the same errors as _move_cursor."""
 
     @abstractmethod
-    async def _has_group(self, group: str) -> bool:
-        """Whether there is a group of this name."""
+    async def _has_queue(self, queue: str) -> bool:
+        """Whether the queue exists."""
 
     @abstractmethod
-    async def _open_group(self, group: str) -> None:
-        """Make the group if it is missing; refuse one that is not of this store alone."""
+    async def _open_queue(self, queue: str) -> None:
+        """Create the queue if it is missing. Raises InvalidRequest if it is not bound to this store only."""
 
     @abstractmethod
-    async def _reap(self, group: str) -> None:
-        """Give the events of leases that ran out to others; those that had all of their tries are dead letters."""
+    async def _reap(self, queue: str) -> None:
+        """Return the events of expired leases to the queue; those without attempts left become dead letters."""
 
     @abstractmethod
     async def _claim(
-        self, group: str, query: Query, worker: str, batch_size: int, lease_seconds: float | None
+        self, queue: str, query: Query, worker: str, batch_size: int, lease_seconds: float | None
     ) -> StoreLease | None:
-        """A lease on events that nobody has; some of them may be no match. None: there is nothing to do now."""
+        """Lease events that no other consumer has; some may not match the query. None: no event is ready."""
 
     @abstractmethod
     async def _settle(self, lease: StoreLease) -> None:
-        """All events of a lease are done; LeaseLost if it is too late."""
+        """Mark all events of a lease as done. Raises LeaseLost if the lease has expired."""
 
     @abstractmethod
-    async def _do_upkeep(self) -> None:
-        """This process's share of the log's upkeep."""
+    async def _run_maintenance(self) -> None:
+        """Run this process's share of the log's maintenance."""
 
     @abstractmethod
     async def _patiently(self, act: Callable[[], Awaitable[T]], patience_seconds: float | None) -> T:
-        """Do it, again and again while the database cannot be reached, until patience ends."""
+        """Retry `act` while the database is unavailable, for up to `patience_seconds`."""
 
     async def read_all(
         self,
@@ -140,7 +147,7 @@ class Subscribing(ABC):
         backwards: bool = False,
         batch_size: int = 1000,
     ) -> AsyncIterator[StoreEvent]:
-        """All events that match and are there now, batch by batch."""
+        """Yield all matching events that exist now, read in batches."""
         end, epoch = await self._end()
         if before is None:
             before = end + 1
@@ -168,7 +175,8 @@ class Subscribing(ABC):
         on_epoch_change: OnEpochChange = "rewind",
         patience_seconds: float | None = 60.0,
     ) -> AsyncIterator[StoreEvent]:
-        """Every event that matches, one by one: catches up, then stays live. See subscribe_batches."""
+        """Yield every matching event: existing events first, then new ones as they are appended. See
+        subscribe_batches."""
         async for events in self.subscribe_batches(
             query,
             after=after,
@@ -197,15 +205,15 @@ class Subscribing(ABC):
         on_epoch_change: OnEpochChange = "rewind",
         patience_seconds: float | None = 60.0,
     ) -> AsyncIterator[Sequence[StoreEvent]]:
-        """Every event that matches, in order, in batches: catches up, then stays live.
+        """Yield every matching event in order, in batches: existing events first, then new ones as they are appended.
 
-        A named cursor is where to start if it exists, and is saved when the next batch is asked for: a crash
-        repeats at most the batch in hand. However many subscribe, one of them reads for all; one that is slow
-        reads the log by itself.
+        If the named cursor exists, reading starts there. The cursor is saved when the next batch is requested, so a
+        crash repeats at most the current batch (at-least-once). However many subscribers there are, one of them reads
+        for all; a slow one reads the log by itself.
 
-        If positions may have been issued again (Postgres crashed, failed over or was restored), it goes on from the
-        cursor, or without one from the last common position, and skips nothing; with `on_epoch_change="error"` it
-        raises EpochChanged. `epoch` is the one that `after` is of: see read_page.
+        If positions may have been reassigned (Postgres crashed, failed over or was restored), reading continues from
+        the cursor, or without one from the last common position, and skips nothing; with `on_epoch_change="error"` it
+        raises EpochChanged. `epoch` is the epoch of `after`: see read_page.
         """
         pages = self.subscribe_pages(
             query,
@@ -236,40 +244,43 @@ class Subscribing(ABC):
         on_epoch_change: OnEpochChange = "rewind",
         patience_seconds: float | None = 60.0,
     ) -> AsyncIterator[StorePage]:
-        """The same, each batch with the epoch that its positions are of: for those who remember them themselves."""
-        place, present = await self._patiently(
+        """Like subscribe_batches, but each batch has the epoch of its positions: for readers that store positions
+        themselves."""
+        position, present = await self._patiently(
             partial(self._begin, after, epoch, from_end, cursor, on_epoch_change), patience_seconds
         )
-        saved = place
+        saved = position
         save_at = time.monotonic() + IDLE_SAVE_SECONDS
         while True:
             try:
-                place, events = await self._next(
-                    query, place, present, batch_size, stop_when_caught_up, patience_seconds, max_bytes
+                position, events = await self._next(
+                    query, position, present, batch_size, stop_when_caught_up, patience_seconds, max_bytes
                 )
                 if events:
                     yield StorePage(events, present)
                 if cursor is not None:
-                    # A cursor that sees no match still moves on, or the next start would read all of it again.
+                    # A cursor without matches is still moved, or the next start would read everything again.
                     if events or stop_when_caught_up or time.monotonic() > save_at:
-                        move = partial(self._move_cursor, cursor, saved, place, present)
+                        move = partial(self._move_cursor, cursor, saved, position, present)
                         await self._patiently(move, patience_seconds)
-                        saved = place
+                        saved = position
                         save_at = time.monotonic() + IDLE_SAVE_SECONDS
-                    elif (found := await self._look_at(cursor, patience_seconds)) != saved:
-                        place = saved = found
+                    elif (found := await self._cursor_position(cursor, patience_seconds)) != saved:
+                        position = saved = found
             except CursorMoved:
                 if cursor is None:
                     raise
-                # Somebody set it, or our own move was done and its answer lost.
-                place = saved = await self._look_at(cursor, patience_seconds)
+                # The cursor was set, or an earlier move succeeded and its response was lost.
+                position = saved = await self._cursor_position(cursor, patience_seconds)
             except EpochChanged as error:
-                place, present = await self._rewound(error, place, present, cursor, on_epoch_change, patience_seconds)
-                saved = place
+                position, present = await self._rewind(
+                    error, position, present, cursor, on_epoch_change, patience_seconds
+                )
+                saved = position
                 continue
             if stop_when_caught_up and not events:
                 return
-            await self._do_upkeep()
+            await self._run_maintenance()
 
     async def process(
         self,
@@ -285,40 +296,43 @@ class Subscribing(ABC):
         on_epoch_change: OnEpochChange = "rewind",
         patience_seconds: float | None = 60.0,
     ) -> None:
-        """Run `handler(connection, events)` on every batch that matches, its transaction moving the cursor too.
+        """Run `handler(connection, events)` on every batch of matching events, in the transaction that also moves the
+        cursor.
 
-        What the handler writes on that connection and the position commit together, so each event has its
-        effect exactly once. On SQLite that is a connection to the store's own file, and nobody appends meanwhile.
+        What the handler writes on that connection and the new position commit together, so each event takes effect
+        exactly once. On SQLite, the connection is to the store's own file, and appends wait meanwhile.
         """
-        place, present = await self._patiently(
+        position, present = await self._patiently(
             partial(self._begin, after, epoch, from_end, cursor, on_epoch_change), patience_seconds
         )
-        saved = place
+        saved = position
         while True:
             try:
-                place, events = await self._next(
-                    query, place, present, batch_size, stop_when_caught_up, patience_seconds
+                position, events = await self._next(
+                    query, position, present, batch_size, stop_when_caught_up, patience_seconds
                 )
                 if events:
-                    apply = partial(self._apply, handler, events, cursor, saved, place, present)
+                    apply = partial(self._apply, handler, events, cursor, saved, position, present)
                     await self._patiently(apply, patience_seconds)
-                    saved = place
+                    saved = position
                 elif stop_when_caught_up:
                     return
-                elif (found := await self._look_at(cursor, patience_seconds)) != saved:
-                    place = saved = found
+                elif (found := await self._cursor_position(cursor, patience_seconds)) != saved:
+                    position = saved = found
             except CursorMoved:
-                # Another one is at it, or our own commit was done and its answer lost.
-                place = saved = await self._look_at(cursor, patience_seconds)
+                # Another process uses the cursor, or an earlier commit succeeded and its response was lost.
+                position = saved = await self._cursor_position(cursor, patience_seconds)
             except EpochChanged as error:
-                place, present = await self._rewound(error, place, present, cursor, on_epoch_change, patience_seconds)
-                saved = place
+                position, present = await self._rewind(
+                    error, position, present, cursor, on_epoch_change, patience_seconds
+                )
+                saved = position
                 continue
-            await self._do_upkeep()
+            await self._run_maintenance()
 
     async def compete(
         self,
-        group: str,
+        queue: str,
         query: Query = EVERYTHING,
         *,
         worker: str,
@@ -327,38 +341,39 @@ class Subscribing(ABC):
         stop_when_caught_up: bool = False,
         poll_seconds: float = 0.05,
     ) -> AsyncIterator[Sequence[StoreEvent]]:
-        """Batches of events that match, each given to one of all who compete in the group, which is made if missing.
+        """Yield batches of matching events, each delivered to one of all consumers that compete in the queue. A missing
+        queue is created.
 
-        A batch is done when the next one is asked for. Whoever dies or takes too long loses its batch to others, who
-        get its events one by one; an event whose lease ran out five times when it was alone is a dead letter. What is
-        no match is done at once. A lease is 30 seconds, unless the group or `lease_seconds` says otherwise. A group
-        that is bound to anything else, too, is refused.
+        A batch is done when the next one is requested. If a consumer crashes or takes too long, others get the events
+        of its batch one by one; an event whose own lease expires five times becomes a dead letter. Events that do not
+        match are done at once. A lease is 30 seconds, unless the queue or `lease_seconds` sets another length. A queue
+        with other bindings is rejected.
         """
-        refuse_bad_competitor(group, worker, batch_size, lease_seconds)
-        await self._open_group(group)
-        wait = SHORTEST_WAIT_SECONDS
+        check_competitor(queue, worker, batch_size, lease_seconds)
+        await self._open_queue(queue)
+        wait = MIN_WAIT_SECONDS
         reap_at = time.monotonic()
         while True:
-            await self._do_upkeep()
+            await self._run_maintenance()
             if time.monotonic() >= reap_at:
-                # What the dead have left goes to the living.
-                await self._reap(group)
+                # Return the events of expired leases to the queue.
+                await self._reap(queue)
                 reap_at = time.monotonic() + REAP_SECONDS
-            lease = await self._claim(group, query, worker, batch_size, lease_seconds)
+            lease = await self._claim(queue, query, worker, batch_size, lease_seconds)
             if lease is None:
                 if stop_when_caught_up:
                     return
                 await asyncio.sleep(wait)
                 wait = min(wait * 2, poll_seconds)
                 continue
-            wait = SHORTEST_WAIT_SECONDS
+            wait = MIN_WAIT_SECONDS
             events = [event for event in lease.events if query.matches(event)]
             if events:
                 yield events
             try:
                 await self._settle(lease)
             except LeaseLost:
-                # Too late: the events are another's now.
+                # The lease has expired: another consumer may have the events.
                 continue
 
     async def _begin(
@@ -369,72 +384,77 @@ class Subscribing(ABC):
         cursor: str | None,
         on_epoch_change: OnEpochChange,
     ) -> tuple[int, int]:
-        """Where to start, and the present epoch, which that is of: it is asked for before the cursor is."""
+        """The start position and the current epoch, which is read before the cursor."""
         if after is not None and from_end:
-            raise InvalidRequest("say where to start once: after or from_end")
-        refuse_beyond(after)
+            raise InvalidRequest("give only one of after and from_end")
+        check_positions(after)
         start, present = await self._end() if from_end else await self._resume(epoch, after or 0)
         if epoch is not None and epoch != present and cursor is None and on_epoch_change == "error":
-            raise epoch_changed(epoch, after or 0, present, start)
+            raise epoch_changed_error(epoch, after or 0, present, start)
         return (start if cursor is None else await self._open_cursor(cursor, start)), present
 
-    async def _rewound(
+    async def _rewind(
         self,
         error: EpochChanged,
-        place: int,
+        position: int,
         epoch: int,
         cursor: str | None,
         on_epoch_change: OnEpochChange,
         patience_seconds: float | None,
     ) -> tuple[int, int]:
-        """Where to go on in another epoch: at the cursor, which lives beside the events, or at the common position."""
-        common, present = await self._patiently(partial(self._resume, epoch, place), patience_seconds)
+        """The position to continue from in another epoch: the cursor's, which is in the same database, or the common
+        one."""
+        common, present = await self._patiently(partial(self._resume, epoch, position), patience_seconds)
         if present == epoch or on_epoch_change == "error":
-            # In the same epoch it would be refused for ever.
+            # In the same epoch, the call would be rejected forever.
             raise error
         if cursor is not None:
-            common = await self._look_at(cursor, patience_seconds)
+            common = await self._cursor_position(cursor, patience_seconds)
         COUNTERS.add(EPOCH_CHANGED)
-        logger.warning("epoch changed", extra={EPOCH: present, READ_TO: place, POSITION: common})
+        logger.warning("epoch changed", extra={EPOCH: present, READ_TO: position, POSITION: common})
         return common, present
 
     async def _next(
         self,
         query: Query,
-        place: int,
+        position: int,
         epoch: int,
         batch_size: int,
         only_caught_up: bool,
         patience_seconds: float | None,
         max_bytes: int = MAX_BYTES,
     ) -> tuple[int, Sequence[StoreEvent]]:
-        """How far it is read now, and what matched on the way. None: none came in time, or the end is reached."""
-        end = place
-        if only_caught_up or not self._feed.holds(place, epoch):
-            # Not at hand: look in the log, and wait only at its end.
+        """The position read up to now, and the events that matched. No events: none came in time, or the end is
+        reached."""
+        end = position
+        if only_caught_up or not self._live_reader.holds(position, epoch):
+            # Not cached: read from the log, and wait only at its end.
             head, present = await self._patiently(self._end, patience_seconds)
             if present != epoch:
-                raise epoch_changed(epoch, place, present, min(place, head))
-            if head > place:
-                read = partial(self._read_batch, query, place, head + 1, False, batch_size, max_bytes, epoch)
+                raise epoch_changed_error(epoch, position, present, min(position, head))
+            if head > position:
+                read = partial(self._read_batch, query, position, head + 1, False, batch_size, max_bytes, epoch)
                 events = await self._patiently(read, patience_seconds)
                 return (events[-1].position if events else head), events
             if only_caught_up:
-                return place, ()
-            # Whoever is ahead of the log waits at its end with the others, and passes over what comes up to its place.
+                return position, ()
+            # A reader ahead of the log waits at its end with the others, and skips the events up to its own position.
             end = head
-            self._feed.forget_above(head)
+            self._live_reader.forget_above(head)
         live = await self._patiently(partial(self._live, end, epoch, batch_size, max_bytes), patience_seconds)
         if not live:
-            return place, ()
-        events = [event for event in live if event.position > place and query.matches(event)]
-        return max(place, live[-1].position), events
+            return position, ()
+        events = [event for event in live if event.position > position and query.matches(event)]
+        return max(position, live[-1].position), events
 
-    async def _live(self, place: int, epoch: int, batch_size: int, max_bytes: int) -> Sequence[StoreEvent] | None:
-        return await self._feed.after(place, epoch=epoch, limit=batch_size, seconds=LIVE_SECONDS, max_bytes=max_bytes)
+    async def _live(self, position: int, epoch: int, batch_size: int, max_bytes: int) -> Sequence[StoreEvent] | None:
+        return await self._live_reader.after(
+            position, epoch=epoch, limit=batch_size, seconds=LIVE_SECONDS, max_bytes=max_bytes
+        )
 
-    async def _look_at(self, cursor: str, patience_seconds: float | None) -> int:
-        """Where the cursor stands. One that was deleted ends its subscriber, which must not make it anew."""
+    async def _cursor_position(self, cursor: str, patience_seconds: float | None) -> int:
+        """The position of the cursor. If it was deleted, the subscriber ends with an error rather than creating it
+        again."""
         found = await self._patiently(partial(self._find_cursor, cursor), patience_seconds)
         if found is None:
             raise CursorMoved(f'cursor "{cursor}" was deleted', detail={"cursor": cursor, "actual_position": None})

@@ -1,7 +1,7 @@
-"""The lake: Delta tables of the log and of captured tables. Needs no Spark; the files are plain Parquet.
+"""The data lake: Delta tables of the log and of captured tables, as Parquet files. Does not need Spark.
 
 table = open_or_create(Location.parse("./lake/log"), schema, partition_by=["date"])
-version_of(table, "archive")                                   # what was noted last: a position or an LSN
+version_of(table, "archive")                                   # the version recorded last: a position or an LSN
 commit_files(table, written_files(table, "batches/archive/7"), app="archive", version=7)
 files_between(table, "position", after=3, up_to=7)             # the files that may hold these positions
 """

@@ -1,4 +1,4 @@
-"""Captured rows as typed columns: which type a column of Postgres gets, and its values from their JSON. No I/O here."""
+"""Captured rows as typed columns: the type of each Postgres column, and its values parsed from JSON. No I/O."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _TYPES: Final[Mapping[str, Any]] = {
     "timestamp": pa.timestamp("us"),
     "timestamptz": pa.timestamp("us", "UTC"),
 }
-_LARGEST_PRECISION: Final = 38
-# Of these the JSON itself is the text, whatever it is: an object, a number, or a text in quotes.
+_MAX_PRECISION: Final = 38
+# The value of these types is the JSON text itself, whether object, number or quoted string.
 _JSON: Final = frozenset({"json", "jsonb"})
 _TYPE, _MODIFIER, _KEY = "headwater.type", "headwater.modifier", "headwater.key"
-# Numbers stay the texts that they are, to the last digit.
+# Numbers stay text, so that no digit is lost.
 _DECODER: Final = json.JSONDecoder(parse_float=str, parse_int=str)
 
 Row = dict[str, Any]
@@ -38,7 +38,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class CapturedColumn:
-    """A column of a captured table. `as_text` if somebody wants its text, whatever its type is."""
+    """A column of a captured table. With `as_text` it is stored as text, whatever its type."""
 
     name: str
     type_name: str
@@ -48,7 +48,7 @@ class CapturedColumn:
 
     @property
     def type(self) -> Any:
-        """The type in Arrow, and so in the lake. What has none of its own is text."""
+        """The type in Arrow and in the lake. Postgres types without an equivalent are text."""
         if self.as_text:
             return pa.string()
         if self.type_name == "numeric":
@@ -57,13 +57,13 @@ class CapturedColumn:
 
     @property
     def field(self) -> Any:
-        """The column with what it is in Postgres, so that the table in the lake describes itself."""
+        """The Arrow field, with the Postgres type in its metadata, so that the lake's table describes itself."""
         about = {_TYPE: self.type_name, _MODIFIER: str(self.modifier), _KEY: "true" if self.in_key else "false"}
         return pa.field(self.name, self.type, metadata=about)
 
 
-def described(description: str, *, as_text: Iterable[str] = ()) -> tuple[CapturedColumn, ...]:
-    """The columns that a change or a snapshot describes."""
+def parse_columns(description: str, *, as_text: Iterable[str] = ()) -> tuple[CapturedColumn, ...]:
+    """Parse the description of columns in a change or a snapshot."""
     texts = frozenset(as_text)
     return tuple(
         CapturedColumn(column["name"], column["type"], column["modifier"], column["key"], column["name"] in texts)
@@ -77,7 +77,7 @@ def schema_of(columns: Sequence[CapturedColumn]) -> Any:
 
 
 def columns_of(schema: Any) -> tuple[CapturedColumn, ...]:
-    """The columns that a table of the lake says it was made from."""
+    """The captured columns, from the metadata of a lake table."""
     columns = []
     for field in schema:
         about = {name.decode(): value.decode() for name, value in (field.metadata or {}).items()}
@@ -90,7 +90,7 @@ def columns_of(schema: Any) -> tuple[CapturedColumn, ...]:
 
 
 def widens(old: Any, new: Any) -> bool:
-    """Whether every value of the old type is one of the new, so that a table can be rewritten with it."""
+    """Whether the new type can hold every value of the old one, so that a table can be rewritten with it."""
     if pa.types.is_integer(old) and pa.types.is_integer(new):
         return bool(new.bit_width >= old.bit_width)
     if pa.types.is_floating(old) and pa.types.is_floating(new):
@@ -104,7 +104,7 @@ def widens(old: Any, new: Any) -> bool:
 
 
 def reader_of(columns: Sequence[CapturedColumn]) -> Callable[[str], Row]:
-    """How to read the JSON of rows with these columns: each value as Postgres' text, booleans as such, null as None."""
+    """A parser for the JSON of rows with these columns: values as Postgres text, booleans as bool, null as None."""
     raw = frozenset(column.name for column in columns if column.type_name in _JSON)
     if raw:
         return partial(members, raw=raw)
@@ -116,8 +116,8 @@ def _read(text: str) -> Row:
     return values
 
 
-def typed(rows: Sequence[Row], columns: Sequence[CapturedColumn]) -> Any:
-    """Rows as an Arrow table with a column for each of these; what a row does not have is null."""
+def to_arrow(rows: Sequence[Row], columns: Sequence[CapturedColumn]) -> Any:
+    """Rows as an Arrow table with these columns; values missing in a row are null."""
     return pa.Table.from_arrays(
         [_typed_column([row.get(column.name) for row in rows], column) for column in columns],
         schema=schema_of(columns),
@@ -130,21 +130,21 @@ def _decimal(modifier: int) -> Any:
     precision, scale = (modifier - 4) >> 16 & 0xFFFF, (modifier - 4) & 0x7FF
     if scale >= 1024:
         scale -= 2048
-    fits = 0 <= scale <= precision <= _LARGEST_PRECISION
+    fits = 0 <= scale <= precision <= _MAX_PRECISION
     return pa.decimal128(precision, scale) if fits else pa.string()
 
 
 def members(text: str, *, raw: frozenset[str]) -> Row:
-    """The members of a JSON object without blanks; those named in `raw` as they are written, but null is None."""
+    """The members of a JSON object without whitespace; those named in `raw` stay JSON text, but null is None."""
     found: Row = {}
-    place = 1
-    while text[place] != "}":
-        if text[place] == ",":
-            place += 1
-        name, start = _DECODER.raw_decode(text, place)
+    offset = 1
+    while text[offset] != "}":
+        if text[offset] == ",":
+            offset += 1
+        name, start = _DECODER.raw_decode(text, offset)
         start += 1  # the colon
-        value, place = _DECODER.raw_decode(text, start)
-        found[name] = text[start:place] if name in raw and value is not None else value
+        value, offset = _DECODER.raw_decode(text, start)
+        found[name] = text[start:offset] if name in raw and value is not None else value
     return found
 
 
@@ -162,8 +162,8 @@ def _typed_column(values: list[Any], column: CapturedColumn) -> Any:
     except pa.ArrowInvalid:
         wrong = next(value for value in values if value is not None and not _fits(value, kind))
         raise InvalidRequest(
-            f"the column {column.name!r} holds {wrong!r}, which {kind} in the lake cannot",
-            hint=f"Write as_text: [{column.name}] in the sink, and load the table anew: `headwater pipeline reset`.",
+            f"column {column.name!r} has the value {wrong!r}, which its lake type {kind} cannot hold",
+            hint=f"Set as_text: [{column.name}] in the sink, and reload the table: `headwater pipeline reset`.",
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Parquet files below a table that are to become part of it: found, and described by what their footers say."""
+"""Finds the Parquet files that a batch wrote below a table, and describes them from their footers for a commit."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from deltalake.fs import DeltaStorageHandler
 
 from headwater.errors import InvalidRequest
 
-# Longer texts are no use as bounds, and every reader of the table's log has to carry them.
-LONGEST_TEXT_BOUND: Final = 64
+# Longer bounds rarely help, and every reader of the table's log has to load them.
+MAX_TEXT_BOUND_CHARS: Final = 64
 BATCHES: Final = "batches"
 _JOB_DONE: Final = "_SUCCESS"
-# Delta's own name for the partition of rows that have no value there.
+# Delta's directory name for a null partition value.
 _NO_VALUE: Final = "__HIVE_DEFAULT_PARTITION__"
 
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """One Parquet file as a commit describes it. `path` is below the table, and needs no escaping."""
+    """One Parquet file as a commit describes it. `path` is relative to the table and needs no escaping."""
 
     path: str
     size: int
@@ -40,12 +40,12 @@ class DataFile:
 
 
 def filesystem(table: DeltaTable) -> Any:
-    """The table's own directory as a file system of Arrow, reached just as the table is."""
+    """The table's directory as an Arrow file system, with the table's storage options."""
     return filesystem_at(table.table_uri, table._storage_options or {})
 
 
 def filesystem_at(uri: str, storage_options: Mapping[str, str]) -> Any:
-    """A directory, or what a URI names, as a file system of Arrow."""
+    """A directory or URI as an Arrow file system."""
     if uri.startswith("file:"):
         uri = url2pathname(urlsplit(uri).path)
     if "://" not in uri:
@@ -54,21 +54,21 @@ def filesystem_at(uri: str, storage_options: Mapping[str, str]) -> Any:
 
 
 def directory_name(app: str) -> str:
-    """A writer's name as part of a path that needs no escaping anywhere; two writers never share one."""
+    """A writer's name as a path segment that needs no escaping; different writers have different ones."""
     plain = re.sub(r"[^A-Za-z0-9_.-]", "_", app).lstrip("._") or "writer"
     return plain if plain == app else f"{plain}-{sha256(app.encode()).hexdigest()[:8]}"
 
 
 def app_directory(app: str) -> str:
-    """Where a writer's batches are, below the table."""
+    """The directory of a writer's batches, relative to the table."""
     return f"{BATCHES}/{directory_name(app)}"
 
 
 def attempt_directory(app: str, version: int, *, epoch: int | None = None) -> str:
-    """A new directory for one try to write one batch, below the table.
+    """A new directory for one attempt to write one batch, relative to the table.
 
-    Each try has its own: whoever comes late, with a lease that ran out, can neither overwrite nor delete what another
-    try has committed. The epoch of the version is in its name, so that it is not taken for one of another epoch.
+    Each attempt has its own: a process that continues after its lease expired can neither overwrite nor delete what
+    another attempt has committed. The name includes the epoch, because versions of different epochs are unrelated.
     """
     return f"{app_directory(app)}/{_number(version, epoch)}-{uuid4().hex[:12]}"
 
@@ -80,10 +80,10 @@ def _number(version: int, epoch: int | None) -> str:
 def remove_leftovers(
     table: DeltaTable, app: str, *, after: int, up_to: int, keep: str, epoch: int | None = None
 ) -> int:
-    """Remove what tries left behind that never came to their commit: those for a version in (after, up_to] but `keep`.
+    """Remove the directories of attempts that were never committed: versions in (after, up_to], except `keep`.
 
-    Only for the writer that has just noted `up_to`, having found `after`: nothing between can be committed any more.
-    Only those of the same epoch: of another, what is between may be committed.
+    Only call this after committing `up_to` on top of `after`: then no version in between can be committed any more.
+    Directories of other epochs stay, because theirs may be committed.
     """
     files = filesystem(table)
     removed = 0
@@ -103,21 +103,21 @@ def remove_leftovers(
 
 
 def written_files(table: DeltaTable, directory: str) -> list[DataFile]:
-    """The Parquet files that a job of Spark has written to a directory below the table, in the order of their names."""
+    """The Parquet files that a Spark job has written to a directory below the table, in the order of their names."""
     files = filesystem(table)
     if files.get_file_info([f"{directory}/{_JOB_DONE}"])[0].type != pafs.FileType.File:
-        # Without this look, a job that wrote to some other place would pass for one that had nothing to write.
+        # Without this check, a job that wrote to another storage would look like one that had no rows.
         raise InvalidRequest(
-            f"no job has finished writing to {directory} below {table.table_uri}",
-            hint="Are Spark's settings for this storage and the sink's `storage` those of the same place?",
+            f"no completed Spark job found in {directory} below {table.table_uri}",
+            hint="Check that Spark's storage settings and the sink's `storage` refer to the same storage.",
         )
     found = files.get_file_info(pafs.FileSelector(directory, recursive=True, allow_not_found=True))
-    described = (_described(files, info) for info in sorted(found, key=lambda info: info.path) if _is_data(info))
+    described = (_describe_file(files, info) for info in sorted(found, key=lambda info: info.path) if _is_data(info))
     return [file for file in described if file.rows]
 
 
 def remove_tree(files: Any, directory: str) -> None:
-    """Remove a directory with all that is in it, if it is there."""
+    """Remove a directory and its contents, if it exists."""
     if files.get_file_info([directory])[0].type == pafs.FileType.Directory:
         files.delete_dir(directory)
 
@@ -127,10 +127,10 @@ def _is_data(info: Any) -> bool:
     return info.type == pafs.FileType.File and name.endswith(".parquet") and not name.startswith(("_", "."))
 
 
-def _described(files: Any, info: Any) -> DataFile:
+def _describe_file(files: Any, info: Any) -> DataFile:
     with files.open_input_file(info.path) as opened:
         footer = pq.read_metadata(opened)
-        # What was really written, rather than what a listing says that may be late.
+        # The actual size: a listing may be out of date.
         size = opened.size()
     pairs = [part.split("=", 1) for part in info.path.split("/")[:-1] if "=" in part]
     partition = {name: None if value == _NO_VALUE else unquote(value) for name, value in pairs}
@@ -138,7 +138,7 @@ def _described(files: Any, info: Any) -> DataFile:
 
 
 def statistics(footer: Any) -> str:
-    """What a commit says of the values in a file: bounds of whole numbers, times and short texts; counts of nulls."""
+    """The statistics of a file for a commit: bounds of integers, times and short texts, and null counts."""
     lowest: dict[str, Any] = {}
     highest: dict[str, Any] = {}
     nulls: dict[str, int] = {}
@@ -160,15 +160,15 @@ def statistics(footer: Any) -> str:
     return json.dumps(
         {
             "numRecords": footer.num_rows,
-            "minValues": {name: _written(value) for name, value in lowest.items() if name not in unbounded},
-            "maxValues": {name: _written(value) for name, value in highest.items() if name not in unbounded},
+            "minValues": {name: _json_value(value) for name, value in lowest.items() if name not in unbounded},
+            "maxValues": {name: _json_value(value) for name, value in highest.items() if name not in unbounded},
             "nullCount": {name: count for name, count in nulls.items() if name not in uncounted},
         }
     )
 
 
 def _columns(footer: Any) -> Iterator[tuple[str, Any]]:
-    """The statistics of each plain column in each row group; None where there are none."""
+    """The statistics of each non-nested column in each row group; None if missing."""
     for group in range(footer.num_row_groups):
         row_group = footer.row_group(group)
         for number in range(row_group.num_columns):
@@ -178,13 +178,13 @@ def _columns(footer: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_bound(value: object) -> bool:
-    # Not floats: footers leave NaN out of their bounds, and for some readers it is larger than all numbers.
+    # Not floats: footers ignore NaN in their bounds, but some readers sort it above all numbers.
     if isinstance(value, str):
-        return len(value) <= LONGEST_TEXT_BOUND
+        return len(value) <= MAX_TEXT_BOUND_CHARS
     return isinstance(value, int | date) and not isinstance(value, bool)
 
 
-def _written(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     if isinstance(value, datetime):
         if value.tzinfo is None:
             return value.isoformat(timespec="microseconds")

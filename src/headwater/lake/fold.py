@@ -1,4 +1,4 @@
-"""Many changes of one table as the last state of each of its rows. No I/O here."""
+"""Folds a sequence of changes of one table into the last state of each changed row. No I/O."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ _NOTHING: Final[frozenset[str]] = frozenset()
 
 
 @dataclass(slots=True)
-class State:
-    """What a row became by one change. What the change left out is as in `previous`, or in the lake at `origin`."""
+class RowState:
+    """A row after one change. Values that the change omits are in `previous`, or in the lake's row at `origin`."""
 
     after: str
-    previous: State | None
+    previous: RowState | None
     origin: str | None
-    """The key of the row in the lake whose large values this one still has; None if it has none of them."""
+    """The key of the lake's row that still holds omitted large values; None if there are none."""
 
 
 @dataclass(slots=True)
-class Folded:
-    """What a run of changes comes to. A key that is gone has the state None."""
+class FoldResult:
+    """The result of folding changes. A deleted key has the state None."""
 
     truncated: bool = False
-    states: dict[str, State | None] = field(default_factory=dict)
+    states: dict[str, RowState | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Resolved:
-    """The last state of a row: its values, and which are still those that the lake has at `origin`."""
+class ResolvedRow:
+    """The last state of a row: its values, and the columns in `kept` whose values are those of the lake at `origin`."""
 
     key: str
     values: Row
@@ -40,9 +40,9 @@ class Resolved:
     origin: str | None
 
 
-def fold(changes: Iterable[Mapping[str, Any]], columns: Sequence[CapturedColumn]) -> Folded:
-    """The last state of each row, in the order of the changes, which are rows of the capture's schema."""
-    folded = Folded()
+def fold(changes: Iterable[Mapping[str, Any]], columns: Sequence[CapturedColumn]) -> FoldResult:
+    """Fold changes (rows of the capture's schema, in order) into the last state of each row."""
+    folded = FoldResult()
     states = folded.states
     key_names = [column.name for column in columns if column.in_key]
     for change in changes:
@@ -67,15 +67,15 @@ def fold(changes: Iterable[Mapping[str, Any]], columns: Sequence[CapturedColumn]
             origin = previous.origin if previous is not None else known
         if moved_from is not None:
             states[moved_from] = None
-        states[key] = State(change["after"], previous, origin)
+        states[key] = RowState(change["after"], previous, origin)
     return folded
 
 
-def resolve(key: str, state: State, names: frozenset[str], read: Callable[[str], Row]) -> Resolved:
-    """The values of a row under these names, gathered from the changes that it came from."""
+def resolve(key: str, state: RowState, names: frozenset[str], read: Callable[[str], Row]) -> ResolvedRow:
+    """Collect the values of a row with these column names from the chain of its changes."""
     values = read(state.after)
     if len(values) == len(names):
-        return Resolved(key, values, _NOTHING, None)
+        return ResolvedRow(key, values, _NOTHING, None)
     missing = names - values.keys()
     step = state.previous
     while missing and step is not None:
@@ -84,10 +84,10 @@ def resolve(key: str, state: State, names: frozenset[str], read: Callable[[str],
         values.update({name: earlier[name] for name in found})
         missing -= found
         step = step.previous
-    return Resolved(key, values, missing, state.origin if missing else None)
+    return ResolvedRow(key, values, missing, state.origin if missing else None)
 
 
 def _key_in(row: str, names: Sequence[str]) -> str:
-    """The key within the JSON of a row, as the same text that changes have as their key."""
+    """The key in the JSON of a row, as the same text as the `key` of changes."""
     values = members(row, raw=frozenset(names))
     return "{" + ",".join(f"{json.dumps(name, ensure_ascii=False)}:{values[name]}" for name in names) + "}"

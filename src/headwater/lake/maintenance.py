@@ -1,4 +1,4 @@
-"""Upkeep of the lake's tables: small files into large ones, files that nobody needs away, a short log."""
+"""Maintenance of lake tables: compaction of small files, removal of unused files, checkpoints of the Delta log."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from deltalake.exceptions import CommitFailedError, DeltaError
 
 from headwater.errors import InvalidRequest
 from headwater.lake.files import BATCHES, filesystem
-from headwater.lake.table import WRITTEN, despite_others
+from headwater.lake.table import WRITER_PROPERTIES, retry_on_conflict
 from headwater.observability import metrics
 
 TARGET_BYTES: Final = 128 << 20
-# Today's partition still grows: what is rewritten now is rewritten again, so it waits for some files more.
+# Today's partition still grows and would be rewritten again, so it is compacted only from this number of files.
 FILES_OF_TODAY: Final = 32
 KEEP: Final = timedelta(days=7)
-# A batch whose files are written and not yet committed must not be taken for a leftover.
-SHORTEST_KEEP: Final = timedelta(hours=1)
-COMMITS_BETWEEN: Final = 100
+# Files of a running batch that are not committed yet must not be removed as leftovers.
+MIN_KEEP: Final = timedelta(hours=1)
+COMMITS_BETWEEN_COMPACTIONS: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Compacted:
-    """What became of small files."""
+class CompactionResult:
+    """The result of a compaction."""
 
     partitions: int
     files_removed: int
@@ -39,7 +39,7 @@ class Compacted:
 
 @dataclass(frozen=True, slots=True)
 class TableState:
-    """A table as it is now."""
+    """The state of a table."""
 
     uri: str
     version: int
@@ -50,7 +50,7 @@ class TableState:
 
 
 def state_of(table: DeltaTable, *, target_bytes: int = TARGET_BYTES) -> TableState:
-    """A table as it is now, from its log alone."""
+    """The current state of a table, from its Delta log alone."""
     table.update_incremental()
     files = _files(table)
     sizes = files["size_bytes"].to_pylist()
@@ -67,11 +67,11 @@ def state_of(table: DeltaTable, *, target_bytes: int = TARGET_BYTES) -> TableSta
 
 def compact(
     table: DeltaTable, *, today: date, target_bytes: int = TARGET_BYTES, files_of_today: int = FILES_OF_TODAY
-) -> Compacted:
-    """Rewrite small files of each partition as files of about `target_bytes`, a commit for each partition.
+) -> CompactionResult:
+    """Rewrite the small files of each partition as files of about `target_bytes`, in one commit per partition.
 
-    Rows stay as they are, and so does what writers noted. Appends meanwhile go on; who rewrites the same rows at the
-    same time gets a conflict, and one of both looks again.
+    Rows and recorded versions do not change. Concurrent appends are not affected; two concurrent rewrites of the same
+    rows conflict, and one of them retries.
     """
     partitions = removed = added = 0
     for filters in _worth_compacting(table, today=today, target_bytes=target_bytes, files_of_today=files_of_today):
@@ -79,25 +79,29 @@ def compact(
         def rewrite(filters: list[tuple[str, str, Any]] | None = filters) -> dict[str, Any]:
             table.update_incremental()
             return table.optimize.compact(
-                partition_filters=filters, target_size=target_bytes, max_concurrent_tasks=2, writer_properties=WRITTEN
+                partition_filters=filters,
+                target_size=target_bytes,
+                max_concurrent_tasks=2,
+                writer_properties=WRITER_PROPERTIES,
             )
 
-        found = despite_others(rewrite)
+        found = retry_on_conflict(rewrite)
         partitions += 1
         removed += found["numFilesRemoved"]
         added += found["numFilesAdded"]
-    return Compacted(partitions, removed, added)
+    return CompactionResult(partitions, removed, added)
 
 
 def vacuum(table: DeltaTable, *, keep: timedelta = KEEP, leftovers: bool = True, dry_run: bool = False) -> list[str]:
-    """Delete data files that the table has not used for longer than `keep`; returns their paths below the table.
+    """Delete data files that the table has not used for longer than `keep`; return their paths below the table.
 
-    With `leftovers`, also files that were never part of it. Readers of versions older than `keep` stop working.
+    With `leftovers`, also delete files that were never committed. Versions older than `keep` become unreadable.
     """
-    if leftovers and keep < SHORTEST_KEEP:
+    if leftovers and keep < MIN_KEEP:
         raise InvalidRequest(
-            f"leftovers can be told from files of a running batch only after {SHORTEST_KEEP}, not {keep}",
-            hint="Keep files for an hour or more, or do not take leftovers.",
+            f"keep is {keep}; removing leftovers requires at least {MIN_KEEP}, because newer files may belong to a "
+            "running batch",
+            hint="Keep files for an hour or more, or do not remove leftovers.",
         )
     table.update_incremental()
     deleted = table.vacuum(
@@ -112,22 +116,22 @@ def vacuum(table: DeltaTable, *, keep: timedelta = KEEP, leftovers: bool = True,
 
 
 def checkpoint(table: DeltaTable) -> None:
-    """Write the table's state as one file, so that opening it reads that; entries older than it keeps go."""
+    """Write a checkpoint of the Delta log, so that opening the table is fast, and remove expired log entries."""
     table.update_incremental()
     table.create_checkpoint()
     table.cleanup_metadata()
 
 
-class Upkeep:
-    """Compacts a table after each so many commits. A failure is told and tried again the next time."""
+class Maintenance:
+    """Compacts a table every `commits_between` commits. A failure is logged and retried the next time."""
 
-    def __init__(self, *, commits_between: int = COMMITS_BETWEEN, target_bytes: int = TARGET_BYTES) -> None:
+    def __init__(self, *, commits_between: int = COMMITS_BETWEEN_COMPACTIONS, target_bytes: int = TARGET_BYTES) -> None:
         self._between = commits_between
         self._target_bytes = target_bytes
         self._done: dict[str, int] = {}
 
-    def after_commit(self, table: DeltaTable, *, today: date) -> Compacted | None:
-        """None if it is not due, or failed."""
+    def after_commit(self, table: DeltaTable, *, today: date) -> CompactionResult | None:
+        """Compact the table if it is due. None if it is not due, or failed."""
         round_of = table.version() // self._between if self._between else 0
         if round_of <= self._done.setdefault(table.table_uri, round_of):
             return None
@@ -136,7 +140,7 @@ class Upkeep:
             compacted = compact(table, today=today, target_bytes=self._target_bytes)
             vacuum(table, leftovers=False)
         except (DeltaError, CommitFailedError, OSError) as error:
-            metrics.logger.warning("upkeep of a lake table failed", extra={metrics.ERROR: str(error)})
+            metrics.logger.warning("maintenance of a lake table failed", extra={metrics.ERROR: str(error)})
             return None
         return compacted
 
@@ -148,7 +152,7 @@ def _files(table: DeltaTable) -> Any:
 def _worth_compacting(
     table: DeltaTable, *, today: date, target_bytes: int, files_of_today: int
 ) -> Sequence[list[tuple[str, str, Any]] | None]:
-    """For each partition with enough small files, the filter that names it; None names a table without any."""
+    """The filter of each partition with enough small files; None for a table without partitions."""
     table.update_incremental()
     files = _files(table)
     names = table.metadata().partition_columns
@@ -166,13 +170,13 @@ def _worth_compacting(
 
 
 def _remove_empty_batches(table: DeltaTable) -> None:
-    """Remove the directories of batches whose files are all gone. Only file systems have such."""
+    """Remove the empty directories of batches. Only local file systems have directories."""
     if not table.table_uri.startswith("file:"):
         return
     files = filesystem(table)
     found = files.get_file_info(pafs.FileSelector(BATCHES, recursive=True, allow_not_found=True))
-    # One that is new may get its first file in a moment.
-    young = datetime.now(UTC) - SHORTEST_KEEP
+    # A new directory may be about to get its first file.
+    young = datetime.now(UTC) - MIN_KEEP
     used = {"/".join(info.path.split("/")[:3]) for info in found if info.path.endswith(".parquet")}
     batches = {info.path for info in found if info.path.count("/") == 2 and info.mtime < young}
     for path in sorted(batches - used):

@@ -1,4 +1,8 @@
-"""Delta tables: opened or made, appended to once per batch, asked which files may hold what."""
+"""Delta tables: open or create, append exactly once per batch, and find files by a column's bounds.
+
+Each commit records a version (a log position or an LSN) for its writer as a Delta app transaction. A writer reads the
+recorded version before it writes, so a repeated batch is detected and not committed twice.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +23,18 @@ from headwater.lake.files import DataFile, directory_name
 
 T = TypeVar("T")
 
-# A checkpoint of the table's own log, so that opening it reads a few files, however many commits there were.
+# Checkpoints of the Delta log, so that opening a table reads a few files, however many commits it has.
 CONFIGURATION: Final = {"delta.checkpointInterval": "20", "delta.logRetentionDuration": "interval 7 days"}
-# Row groups that a reader can hold in memory, and can skip by their own bounds.
-WRITTEN: Final = WriterProperties(compression="ZSTD", max_row_group_size=100_000)
-CONFLICT_TRIES: Final = 20
+# Row groups small enough to hold in memory and to skip by their bounds.
+WRITER_PROPERTIES: Final = WriterProperties(compression="ZSTD", max_row_group_size=100_000)
+MAX_CONFLICT_ATTEMPTS: Final = 20
 _FIRST_WAIT_SECONDS: Final = 0.05
-_LONGEST_WAIT_SECONDS: Final = 2.0
+_MAX_WAIT_SECONDS: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a table lies: an absolute directory, or a URI with what its storage needs to be told."""
+    """The location of a table: an absolute directory, or a URI with storage options."""
 
     uri: str
     storage_options: Mapping[str, str] = field(default_factory=dict)
@@ -39,29 +43,32 @@ class Location:
     def parse(
         cls, path: object, *, directory: Path | None = None, storage_options: Mapping[str, str] | None = None
     ) -> Location:
-        """A path or URI as somebody wrote it. A relative path is meant from `directory`."""
+        """Parse a path or URI. A relative path is resolved against `directory`."""
         if not isinstance(path, str) or not path.strip():
-            raise InvalidRequest(f"{path!r} is no place for a table", hint="Write path: ./lake/orders, or a URI.")
+            raise InvalidRequest(
+                f"invalid table path {path!r}: expected a path or URI",
+                hint="Write path: ./lake/orders, or a URI.",
+            )
         if "%" in path:
-            raise InvalidRequest(f"a table cannot lie in {path!r}", hint="Choose a path without the sign %.")
+            raise InvalidRequest(f"invalid table path {path!r}: % is not allowed", hint="Choose a path without %.")
         if "://" in path:
             return cls(path.rstrip("/"), dict(storage_options or {}))
         return cls(str((directory or Path()).joinpath(path).expanduser().resolve()), dict(storage_options or {}))
 
     @property
     def local(self) -> Path | None:
-        """The directory, if it is one of this machine."""
+        """The directory, if it is local."""
         if "://" not in self.uri:
             return Path(self.uri)
         return Path(self.uri.removeprefix("file://")) if self.uri.startswith("file://") else None
 
     def child(self, name: str) -> Location:
-        """The place of another table below this one."""
+        """The location of another table below this one."""
         return Location(f"{self.uri}/{directory_name(name)}", self.storage_options)
 
 
 def open_table(location: Location) -> DeltaTable | None:
-    """The table as it is now; None if there is none."""
+    """Open the table at its latest version; None if it does not exist."""
     if (local := location.local) is not None and not local.joinpath("_delta_log").is_dir():
         return None
     try:
@@ -71,7 +78,7 @@ def open_table(location: Location) -> DeltaTable | None:
 
 
 def open_or_create(location: Location, schema: Any, *, partition_by: Sequence[str] = ()) -> DeltaTable:
-    """The table as it is now, made with this Arrow schema if there is none. Two who make it at once get the same."""
+    """Open the table, or create it with this Arrow schema. Concurrent calls get the same table."""
     found = open_table(location)
     if found is not None:
         return found
@@ -88,7 +95,7 @@ def open_or_create(location: Location, schema: Any, *, partition_by: Sequence[st
 
 
 def add_missing_columns(table: DeltaTable, schema: Any) -> None:
-    """Let the table have all columns of an Arrow schema, each of its type; InvalidRequest where it has another."""
+    """Add the columns of an Arrow schema that the table lacks; InvalidRequest if a column has another type."""
 
     def add() -> None:
         table.update_incremental()
@@ -97,25 +104,25 @@ def add_missing_columns(table: DeltaTable, schema: Any) -> None:
         for column in wanted:
             if column.name in have and have[column.name] != column.type:
                 raise InvalidRequest(
-                    f"the table {table.table_uri} has the column {column.name!r} as {have[column.name]}, "
-                    f"and what is to be written has it as {column.type}",
+                    f"column {column.name!r} of the table {table.table_uri} has the type {have[column.name]}, "
+                    f"but the rows to be written have {column.type}",
                     hint="Write to another path, or cast the column in the pipeline's transform.",
                 )
         missing = [field for field in wanted if field.name not in have]
         if missing:
             table.alter.add_columns(missing)
 
-    despite_others(add)
+    retry_on_conflict(add)
 
 
 def version_of(table: DeltaTable, app: str) -> int | None:
-    """What the writer named `app` noted with its last commit; None if it never wrote. Looks at the table anew."""
+    """Reload the table and return the version that the writer `app` recorded last; None if it never wrote."""
     table.update_incremental()
     return table.transaction_version(app)
 
 
 def epoch_of(table: DeltaTable, app: str) -> int | None:
-    """The epoch that `app` noted with its version; None if it never did. Ask version_of() first: that refreshes it."""
+    """The epoch that `app` recorded with its version; None if there is none. Call version_of() first: it reloads."""
     return table.transaction_version(_epoch_app(app))
 
 
@@ -132,36 +139,37 @@ def commit_files(
     epoch: int | None = None,
     expected: int | Literal["any"] | None = "any",
 ) -> bool:
-    """Make files that were written below the table part of it, in one commit that notes `version` for `app`.
+    """Add files that were written below the table, in one commit that records `version` for `app`.
 
-    False, with nothing changed, if that version or a later one is noted already. Who deletes the files then must be
-    sure that they are not those of the first time: give every try a directory of its own. Whoever chose the rows by
-    what was noted says so in `expected`; LakeBusy if something else is noted by now. A version with an epoch is
-    compared with those of the same epoch only: a caller that found another one has dealt with it, and says so by
-    `expected`.
+    Returns False, without a commit, if that version or a later one is already recorded. The caller may then delete the
+    files only if every attempt has its own directory: otherwise they may be the committed ones. A caller that chose the
+    rows by the recorded version passes it as `expected`; LakeBusy if another version is recorded by now. A version with
+    an epoch is compared only with versions of the same epoch: a caller that found another epoch has handled it, and
+    passes `expected`.
     """
 
     def commit() -> bool:
-        noted = version_of(table, app)
+        recorded = version_of(table, app)
         comparable = epoch is None or expected == "any" or epoch_of(table, app) in (None, epoch)
-        if noted is not None and noted >= version and comparable:
+        if recorded is not None and recorded >= version and comparable:
             return False
-        if expected != "any" and noted != expected:
+        if expected != "any" and recorded != expected:
             raise LakeBusy(
-                f"another process writes to {table.table_uri} as {app!r}: it noted {noted} where {expected} was found",
-                hint="Nothing was added. Stop one of both, then run this again.",
+                f"another process writes to {table.table_uri} as {app!r}: "
+                f"the recorded version is {recorded}, expected {expected}",
+                hint="Nothing was added. Stop one of the two processes, then retry.",
             )
         table.create_write_transaction(
             add_actions(files),
             "append",
             table.schema(),
             partition_by=list(table.metadata().partition_columns),
-            commit_properties=noting(_with_epoch(app, version, epoch)),
+            commit_properties=record_versions(_with_epoch(app, version, epoch)),
         )
         table.update_incremental()
         return True
 
-    return despite_others(commit)
+    return retry_on_conflict(commit)
 
 
 def _with_epoch(app: str, version: int, epoch: int | None) -> dict[str, int]:
@@ -169,24 +177,24 @@ def _with_epoch(app: str, version: int, epoch: int | None) -> dict[str, int]:
 
 
 def remove_after(table: DeltaTable, column: str, *, after: int, up_to: int, app: str, epoch: int) -> int:
-    """Remove the rows with `after < column <= up_to` and note `after` for `app`, in one commit; says how many it were.
+    """Delete the rows with `after < column <= up_to` and record `after` for `app`, in one commit; return their number.
 
-    What was removed can be read from the table's history until it is vacuumed.
+    The deleted rows can be read from the table's history until it is vacuumed.
     """
     name = '"' + column.replace('"', '""') + '"'
 
     def remove() -> int:
         table.update_incremental()
-        noted = noting(_with_epoch(app, after, epoch))
-        removed = table.delete(f"{name} > {int(after)} and {name} <= {int(up_to)}", commit_properties=noted)
+        recorded = record_versions(_with_epoch(app, after, epoch))
+        removed = table.delete(f"{name} > {int(after)} and {name} <= {int(up_to)}", commit_properties=recorded)
         table.update_incremental()
         return int(removed["num_deleted_rows"] or 0)
 
-    return despite_others(remove)
+    return retry_on_conflict(remove)
 
 
 def add_actions(files: Sequence[DataFile]) -> list[Any]:
-    """What a commit says of the files that it adds."""
+    """The Delta actions that add these files."""
     now = int(time.time() * 1000)
     return [
         AddAction(
@@ -201,36 +209,36 @@ def add_actions(files: Sequence[DataFile]) -> list[Any]:
     ]
 
 
-def noting(versions: Mapping[str, int]) -> CommitProperties:
-    """Properties of a commit that notes a version for each of these writers.
+def record_versions(versions: Mapping[str, int]) -> CommitProperties:
+    """Commit properties that record a version for each of these writers.
 
-    Of two commits side by side that note something for the same writer, one fails and has to look again.
+    Of two concurrent commits that record a version for the same writer, one fails and has to retry.
     """
     return CommitProperties(app_transactions=[Transaction(app, version) for app, version in versions.items()])
 
 
-def despite_others(commit: Callable[[], T], *, tries: int = CONFLICT_TRIES) -> T:
-    """Do it again when another writer's commit came between, from a fresh look at the table; LakeBusy in the end."""
+def retry_on_conflict(commit: Callable[[], T], *, tries: int = MAX_CONFLICT_ATTEMPTS) -> T:
+    """Run `commit`, and retry it after conflicts with other writers; LakeBusy after `tries` attempts."""
     wait = _FIRST_WAIT_SECONDS
     for _ in range(tries - 1):
         try:
             return commit()
         except CommitFailedError:
             time.sleep(wait)
-            wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
+            wait = min(2 * wait, _MAX_WAIT_SECONDS)
     try:
         return commit()
     except CommitFailedError as error:
         raise LakeBusy(
-            f"other writers changed the table each of the {tries} times that a commit was tried: {error}",
-            hint="Nothing of it is in the table. Run it again; compact when fewer write.",
+            f"the commit conflicted with other writers {tries} times: {error}",
+            hint="Nothing was committed. Retry; compact when there are fewer concurrent writers.",
         ) from error
 
 
 def files_between(table: DeltaTable, column: str, *, after: int, up_to: int) -> list[str]:
-    """The data files that may hold rows with `after < column <= up_to`, as paths or URIs.
+    """Reload the table and return the data files that may hold rows with `after < column <= up_to`.
 
-    Decided by the statistics of the files; a file that has none is always among them. Looks at the table anew.
+    Files are selected by their statistics; a file without statistics is always included. Paths or URIs.
     """
     table.update_incremental()
     if column not in {field.name for field in table.schema().fields}:
@@ -240,11 +248,11 @@ def files_between(table: DeltaTable, column: str, *, after: int, up_to: int) -> 
 
 
 def all_files(table: DeltaTable) -> list[str]:
-    """Every data file of the table, as paths or URIs. Looks at the table anew."""
+    """Reload the table and return all its data files, as paths or URIs."""
     table.update_incremental()
     return _readable(table, table.file_uris())
 
 
 def _readable(table: DeltaTable, uris: Sequence[str]) -> list[str]:
-    """As other programs take them: a path of this machine is told as it is, not as a URI would write it."""
+    """Local files as plain paths without URI escapes, as other programs expect them."""
     return sorted(unquote(uri) for uri in uris) if table.table_uri.startswith("file:") else sorted(uris)

@@ -1,1 +1,1 @@
-"""The log: publish, follow, topics, cursors, schedules, and what a consumer does next."""
+"""The log: publish, read, follow, topics, cursors and schedules."""

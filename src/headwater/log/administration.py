@@ -1,4 +1,4 @@
-"""Topics, and the log as a whole."""
+"""Administration of the log: topics, settings, maintenance, metrics and health."""
 
 from __future__ import annotations
 
@@ -9,27 +9,19 @@ from typing import Any, TypeVar
 
 from psycopg import AsyncConnection
 
-from headwater import calls
 from headwater.calls import Call
+from headwater.calls import log as log_calls
+from headwater.calls import metrics as metric_calls
 from headwater.calls.audit import audit
-from headwater.database.connection import Shell, Topics, as_names
-from headwater.model import (
-    LogHealth,
-    LogSettings,
-    LogState,
-    Publisher,
-    Sample,
-    Topic,
-    TopicKind,
-    TopicOverview,
-    Upkeep,
-)
+from headwater.calls.metrics import LogHealth, Sample
+from headwater.database.connection import CallRunner, Topics, as_names
+from headwater.log.model import LogSettings, LogState, MaintenanceResult, Publisher, Topic, TopicKind, TopicOverview
 
 T = TypeVar("T")
 
 
-class Administration(Shell):
-    """Topics, settings and upkeep."""
+class AdministrationApi(CallRunner):
+    """Topics, settings and maintenance."""
 
     async def create_topic(
         self,
@@ -43,8 +35,8 @@ class Administration(Shell):
         if_missing: bool = False,
         connection: AsyncConnection[Any] | None = None,
     ) -> Topic:
-        """Create a topic. With `if_missing`, one that is there is returned as it is."""
-        call = calls.create_topic(
+        """Create a topic. With `if_missing`, an existing topic is returned unchanged."""
+        call = log_calls.create_topic(
             name,
             kind=kind,
             partitions=partitions,
@@ -66,8 +58,8 @@ class Administration(Shell):
         max_header_bytes: int | None = None,
         connection: AsyncConnection[Any] | None = None,
     ) -> Topic:
-        """Change settings of a topic; None leaves one as it is."""
-        call = calls.alter_topic(
+        """Change settings of a topic; None leaves a setting unchanged."""
+        call = log_calls.alter_topic(
             name,
             partitions=partitions,
             retention=retention,
@@ -79,27 +71,27 @@ class Administration(Shell):
 
     async def delete_topic(self, name: str, *, connection: AsyncConnection[Any] | None = None) -> None:
         """Delete a topic with its events."""
-        await self._run(calls.delete_topic(name), connection)
+        await self._run(log_calls.delete_topic(name), connection)
 
     async def topic(self, name: str) -> Topic:
-        """One topic's settings."""
-        return await self._run(calls.find_topic(name))
+        """A topic and its settings."""
+        return await self._run(log_calls.find_topic(name))
 
     async def topics(self) -> list[TopicOverview]:
-        """Every topic with what it holds."""
-        return await self._run(calls.topics())
+        """All topics, with their first and last events."""
+        return await self._run(log_calls.topics())
 
     async def state(self, topics: Topics = None) -> LogState:
-        """How far the log goes, how far readers of these topics may read, or of the whole log, and in which epoch."""
-        return await self._run(calls.log_state(as_names(topics)))
+        """The head, the stable position for readers of these topics (None: of the whole log), and the epoch."""
+        return await self._run(log_calls.log_state(as_names(topics)))
 
     async def publishers_in_flight(self) -> list[Publisher]:
-        """The open transactions that have published: what readers wait for."""
-        return await self._run(calls.publishers_in_flight())
+        """Open transactions that have published. Readers wait for them."""
+        return await self._run(log_calls.publishers_in_flight())
 
     async def settings(self) -> LogSettings:
         """The settings of the whole log."""
-        return await self._run(calls.log_settings())
+        return await self._run(log_calls.log_settings())
 
     async def change_settings(
         self,
@@ -110,8 +102,9 @@ class Administration(Shell):
         kafka_offsets_kept: timedelta | None = None,
         max_publisher_seconds: float | None = None,
     ) -> LogSettings:
-        """Change settings of the whole log; None leaves one as it is; 0 for max_publisher_seconds removes the limit."""
-        call = calls.change_log_settings(
+        """Change settings of the whole log; None leaves a setting unchanged; 0 for max_publisher_seconds removes the
+        limit."""
+        call = log_calls.change_log_settings(
             segment_interval=segment_interval,
             segments_ahead=segments_ahead,
             auto_create_topics=auto_create_topics,
@@ -120,24 +113,24 @@ class Administration(Shell):
         )
         return await self._run(call)
 
-    async def maintain(self) -> Upkeep:
-        """One round of upkeep: due events enter, segments are made ahead and dropped behind."""
-        return await self._run(calls.maintain())
+    async def maintain(self) -> MaintenanceResult:
+        """Run maintenance once: publish due events, create segments in advance, and remove expired events."""
+        return await self._run(log_calls.maintain())
 
     async def metrics(self, *, most: int = 200) -> list[Sample]:
-        """The log in figures; of topics, groups, cursors and pipelines at most so many each."""
-        return await self._run(calls.metrics(most=most))
+        """Metrics of the log, with at most `most` topics, queues, cursors and pipelines each."""
+        return await self._run(metric_calls.metrics(most=most))
 
     async def health(self) -> LogHealth:
-        """What tells whether the log can be worked with."""
-        return await self._run(calls.log_health())
+        """The health of the log: whether it can be read and written."""
+        return await self._run(metric_calls.log_health())
 
     @asynccontextmanager
     async def audited(
         self, actor: str | None, action: str, subject: str, detail: Mapping[str, Any]
     ) -> AsyncIterator[AsyncConnection[Any]]:
-        """A transaction for what an administrator does, and for the event of `headwater.audit` that tells of it:
-        neither is there without the other. The block may add to `detail` what it finds out; nothing secret."""
+        """A transaction for an administrative action and its event in the topic `headwater.audit`: they commit
+        together. The block may add to `detail`, but nothing secret."""
         async with self.transaction() as connection:
             yield connection
             await self._run(audit(actor or "everybody", action, subject, detail), connection)
@@ -145,6 +138,6 @@ class Administration(Shell):
     async def run_audited(
         self, call: Call[T], actor: str | None, action: str, subject: str, detail: Mapping[str, Any]
     ) -> T:
-        """Carry out a call of an administrator, with the event that tells of it."""
+        """Run an administrative call together with its audit event."""
         async with self.audited(actor, action, subject, detail) as connection:
             return await self._run(call, connection)

@@ -1,6 +1,8 @@
-"""What a consumer does next, decided without doing it: pure generators of steps. No I/O, no clock.
+"""The loops of consumers as pure generators of steps. No I/O, no clock.
 
-A shell (`aio`, `client`) carries each step out and sends its outcome back. An error of a call is thrown in.
+`follow` reads the log for a follower or a cursor, `work` claims and settles leases for a worker. Each yields the next
+step: a call to run, a wait, events to deliver, a lease to handle. The driver (`log/follow.py`, `queue/worker.py`)
+carries the step out and sends the result back; it throws the error of a call into the generator.
 """
 
 from __future__ import annotations
@@ -11,38 +13,44 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
 
-from headwater import calls
-from headwater.errors import CursorMoved, EpochChanged, LeaseLost, epoch_changed, never_issued
+from headwater.calls import Call, publishing
+from headwater.calls import log as log_calls
+from headwater.calls import queues as queue_calls
+from headwater.calls import reading as reading_calls
+from headwater.errors import CursorMoved, EpochChanged, LeaseLost, epoch_changed_error, never_issued_error
 from headwater.log.cron import next_time
-from headwater.model import Event, Lease, LogState, OpenedCursor, Released, Upkeep
+from headwater.log.model import CursorState, Event, LogState, MaintenanceResult, ReleaseResult
+from headwater.queue.model import Lease
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
-    """Nothing to do for so long."""
+class WaitStep:
+    """Wait this long."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class Deliver:
-    """Hand these events to the consumer; go on when it asks for more. Their positions are of this epoch."""
+class DeliverStep:
+    """Deliver these events to the consumer, and continue when it asks for more. `epoch` is the epoch of their
+    positions."""
 
     events: Sequence[Event]
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
-class Apply:
+class ApplyStep:
     """Run the handler on these events and move the cursor, in one transaction."""
 
     events: Sequence[Event]
-    move: calls.Call[None]
+    move: Call[None]
 
 
 @dataclass(frozen=True, slots=True)
-class Rewound:
-    """The log is in another epoch: what was after `position` may have been issued again, so it is read from there."""
+class RewindStep:
+    """Report that the epoch changed: positions after `position` may have been reassigned, so reading continues from
+    there."""
 
     epoch: int
     read_to: int
@@ -50,36 +58,38 @@ class Rewound:
 
 
 @dataclass(frozen=True, slots=True)
-class Handle:
-    """Run the handlers on the events of this lease; the outcome is a Handled."""
+class HandleStep:
+    """Run the handlers on the events of this lease; the result is a HandleResult."""
 
     lease: Lease
 
 
 @dataclass(frozen=True, slots=True)
-class Handled:
-    """How the events of a lease ended, where it was not well; `stop`: this was the last batch."""
+class HandleResult:
+    """The outcomes of a lease's events that are not done; `stop`: the worker is stopping, and this was the last
+    batch."""
 
-    outcomes: calls.Outcomes
+    outcomes: queue_calls.Outcomes
     stop: bool
 
 
-FollowStep = calls.Call[Any] | Wait | Deliver | Apply | Rewound
-WorkStep = calls.Call[Any] | Wait | Handle
+FollowStep = Call[Any] | WaitStep | DeliverStep | ApplyStep | RewindStep
+WorkStep = Call[Any] | WaitStep | HandleStep
 
 OnEpochChange = Literal["rewind", "error"]
-"""What a reader does when positions may have been issued again: go back to the last common one, or raise."""
+"""What a reader does when positions may have been reassigned: continue from the last common position, or raise."""
 
-SHORTEST_WAIT_SECONDS = 0.001
-# As many events as maintain sweeps at most, for how long a process goes on with it, and when again.
+MIN_WAIT_SECONDS = 0.001
+# Retention removes at most this many events per maintenance call; if a call reaches it, a process repeats the call for
+# SWEEP_SECONDS and resumes after FURTHER_SWEEPS_AFTER_SECONDS.
 FULL_SWEEP = 50_000
 SWEEP_SECONDS = 2.0
 FURTHER_SWEEPS_AFTER_SECONDS = 5.0
-# A cursor that sees no event of its topics still moves on, or it would hold up retention.
+# A cursor whose topics are silent is still moved after this time, since it would otherwise hold up retention.
 IDLE_SAVE_SECONDS = 30.0
-# How often an idle follower looks whether its cursor was set or the epoch has changed.
+# How often an idle follower checks whether its cursor was set or the epoch has changed.
 IDLE_LOOK_SECONDS = 0.5
-# Above every position: whatever is gone is known to be.
+# Above every position: treat all missing events as expected.
 EVERYTHING = 1 << 62
 
 
@@ -89,7 +99,7 @@ def follow(
     start_after: int | None = None,
     epoch: int | None = None,
     cursor: str | None = None,
-    must_not_lose: bool | None = None,
+    holds_retention: bool | None = None,
     batch_size: int = 1000,
     max_bytes: int = 16_777_216,
     skip_expired: bool = False,
@@ -98,93 +108,93 @@ def follow(
     in_transaction: bool = False,
     rewind_on_epoch_change: bool = True,
 ) -> Generator[FollowStep, Any, None]:
-    """Catch up, then stay live. A named cursor decides where to start and is moved behind each batch.
+    """Read all events, then wait for new ones. A named cursor determines the start and is moved after each batch.
 
-    What it remembers between two calls (`after`, `saved`) is a position of `epoch`. Every read and every move of the
-    cursor names that epoch and is refused in another one: then it goes back to the cursor, which lives in the same
-    database as the events, or without a cursor to the last position that both epochs share. So it never skips an event
-    whose position was issued again after a crash, a failover or a restore.
+    The state between two calls (`after`, `saved`) is a pair of positions of `epoch`. Every read and every move of the
+    cursor passes that epoch, and the database rejects it if the log is in another one. Reading then continues from the
+    cursor, which is in the same database as the events, or without a cursor from the last position that both epochs
+    share. So no event is skipped whose position was reassigned after a crash, failover or restore.
     """
     if cursor is not None:
-        opened: OpenedCursor = yield calls.open_cursor(
-            cursor, topics=topics, start_after=start_after, must_not_lose=must_not_lose
+        opened: CursorState = yield reading_calls.open_cursor(
+            cursor, topics=topics, start_after=start_after, holds_retention=holds_retention
         )
-        # What a cursor says is of the present, whatever the caller remembered.
+        # The position of a cursor belongs to the current epoch, whatever epoch the caller remembers.
         epoch = None
     elif start_after is not None:
-        opened = OpenedCursor(start_after, 0)
+        opened = CursorState(start_after, 0)
     else:
-        opened = OpenedCursor(0, (yield calls.expired_to(topics)))
+        opened = CursorState(0, (yield reading_calls.expired_to(topics)))
     gone_to = EVERYTHING if skip_expired else opened.gone_to
-    # How far it has read, and what of that is saved: they differ where the topics were silent.
+    # The position read so far, and the position saved in the cursor. They differ if the topics had no events.
     after = saved = opened.position
-    wait = SHORTEST_WAIT_SECONDS
+    wait = MIN_WAIT_SECONDS
     idle_seconds, look_at = 0.0, IDLE_LOOK_SECONDS
     refused: EpochChanged | None = None
     while True:
-        state: LogState = yield calls.log_state(topics)
-        if epoch is None and after > state.drawn:
-            raise never_issued(after, None, state.epoch, state.drawn)
+        state: LogState = yield log_calls.log_state(topics)
+        if epoch is None and after > state.head:
+            raise never_issued_error(after, None, state.epoch, state.head)
         if epoch is not None and epoch != state.epoch:
             if cursor is not None:
-                opened = yield from _look_at(cursor)
+                opened = yield from _find_cursor(cursor)
                 gone_to = EVERYTHING if skip_expired else opened.gone_to
                 common = opened.position
             else:
-                common = yield calls.common_position(epoch, after)
+                common = yield log_calls.common_position(epoch, after)
             if not rewind_on_epoch_change:
-                raise epoch_changed(epoch, after, state.epoch, common)
-            yield Rewound(state.epoch, after, common)
+                raise epoch_changed_error(epoch, after, state.epoch, common)
+            yield RewindStep(state.epoch, after, common)
             after = saved = common
             refused = None
         elif refused is not None:
-            # Refused, and yet in the same epoch: it would be refused for ever.
+            # The call was rejected although the epoch is the same: repeating it would fail forever.
             raise refused
         epoch = state.epoch
         try:
-            while state.settled > after:
-                events: list[Event] = yield calls.read_settled(
+            while state.stable > after:
+                events: list[Event] = yield reading_calls.read_stable(
                     topics,
                     after=after,
-                    settled=state.settled,
+                    stable=state.stable,
                     batch_size=batch_size,
                     max_bytes=max_bytes,
                     gone_to=gone_to,
                     epoch=epoch,
                 )
                 if not events:
-                    # Nothing of these topics in what has settled: read on from there.
-                    after = state.settled
+                    # There are no events of these topics up to the stable position: continue from there.
+                    after = state.stable
                     break
-                wait = SHORTEST_WAIT_SECONDS
+                wait = MIN_WAIT_SECONDS
                 idle_seconds, look_at = 0.0, IDLE_LOOK_SECONDS
                 last = events[-1].position
                 if cursor is None:
-                    yield Deliver(events, epoch)
+                    yield DeliverStep(events, epoch)
                     after = last
                     continue
-                move = calls.advance_cursor(cursor, from_position=saved, to_position=last, epoch=epoch)
+                move = reading_calls.advance_cursor(cursor, from_position=saved, to_position=last, epoch=epoch)
                 try:
                     if in_transaction:
-                        yield Apply(events, move)
+                        yield ApplyStep(events, move)
                     else:
-                        yield Deliver(events, epoch)
+                        yield DeliverStep(events, epoch)
                         yield move
                     after = saved = last
                 except CursorMoved:
-                    # It was rewound, or our own move was done and its answer lost.
-                    opened = yield from _look_at(cursor)
+                    # The cursor was set, or an earlier move succeeded and its response was lost.
+                    opened = yield from _find_cursor(cursor)
                     after = saved = opened.position
                     gone_to = EVERYTHING if skip_expired else opened.gone_to
             if cursor is not None and (stop_when_caught_up or idle_seconds >= look_at):
                 if after > saved and (stop_when_caught_up or idle_seconds >= IDLE_SAVE_SECONDS):
                     idle_seconds = 0.0
                     with suppress(CursorMoved):
-                        yield calls.advance_cursor(cursor, from_position=saved, to_position=after, epoch=epoch)
+                        yield reading_calls.advance_cursor(cursor, from_position=saved, to_position=after, epoch=epoch)
                         saved = after
                 look_at = idle_seconds + IDLE_LOOK_SECONDS
-                # It may have been rewound while there was nothing to read.
-                opened = yield from _look_at(cursor)
+                # The cursor may have been set while there was nothing to read.
+                opened = yield from _find_cursor(cursor)
                 if opened.position != saved:
                     after = saved = opened.position
                     gone_to = EVERYTHING if skip_expired else opened.gone_to
@@ -195,30 +205,30 @@ def follow(
         if stop_when_caught_up:
             return
         look_at = max(look_at, idle_seconds + IDLE_LOOK_SECONDS) if cursor is None else look_at
-        # While a publisher is in flight the log may settle without growing, so only a settled log is
-        # watched by its head alone.
-        quiet = state.settled >= state.drawn
+        # While a publisher is in flight, the stable position may advance without the head. Only if both are equal is it
+        # enough to poll the head.
+        quiet = state.stable >= state.head
         while True:
-            yield Wait(wait)
+            yield WaitStep(wait)
             idle_seconds += wait
             wait = min(wait * 2, poll_seconds)
             if not quiet or idle_seconds >= look_at:
                 break
-            # Not "above": a crash may take the head back.
-            if (yield calls.head()) != state.drawn:
+            # Compare with !=, not >: a crash may move the head back.
+            if (yield log_calls.head()) != state.head:
                 break
 
 
-def _look_at(cursor: str) -> Generator[FollowStep, Any, OpenedCursor]:
-    """Where the cursor stands. One that was deleted ends its follower, which must not make it anew."""
-    found: OpenedCursor | None = yield calls.find_cursor(cursor)
+def _find_cursor(cursor: str) -> Generator[FollowStep, Any, CursorState]:
+    """The cursor's state. If the cursor was deleted, the follower ends with an error rather than creating it again."""
+    found: CursorState | None = yield reading_calls.find_cursor(cursor)
     if found is None:
         raise CursorMoved(f'cursor "{cursor}" was deleted', detail={"cursor": cursor, "actual_position": None})
     return found
 
 
 def work(
-    group: str,
+    queue: str,
     *,
     worker: str,
     batch_size: int,
@@ -227,99 +237,99 @@ def work(
     poll_seconds: float = 0.01,
     look_seconds: float = 0.2,
 ) -> Generator[WorkStep, Any, None]:
-    """Claim, handle, settle and claim again. A Wait is answered by whether to stop.
+    """The loop of a worker: claim, handle, settle and claim again. The result of a WaitStep is whether to stop.
 
-    `handler_acks`: what was done is acknowledged already, in the handler's own transaction.
+    `handler_acks`: done events are already acknowledged, in the handler's own transaction.
     """
     lease: Lease | None = None
-    outcomes: calls.Outcomes = {}
+    outcomes: queue_calls.Outcomes = {}
     known = -1
-    wait = SHORTEST_WAIT_SECONDS
+    wait = MIN_WAIT_SECONDS
     while True:
         try:
             if lease is None:
-                lease = yield calls.claim(
-                    group, worker=worker, batch_size=batch_size, lease_seconds=lease_seconds, relaxed=True
+                lease = yield queue_calls.claim(
+                    queue, worker=worker, batch_size=batch_size, lease_seconds=lease_seconds, relaxed=True
                 )
             elif handler_acks:
                 ended, lease = lease, None
                 if outcomes:
-                    yield calls.settle(ended, outcomes, rest_done=False, relaxed=True)
+                    yield queue_calls.settle(ended, outcomes, rest_done=False, relaxed=True)
                 continue
             else:
-                lease = yield calls.settle_and_claim(
+                lease = yield queue_calls.settle_and_claim(
                     lease, outcomes, worker=worker, batch_size=batch_size, lease_seconds=lease_seconds
                 )
         except LeaseLost:
-            # The events are somebody else's now, or will be handed out again.
+            # The events belong to another worker now, or will be handed out again.
             lease = None
             continue
         if lease is not None:
-            wait = SHORTEST_WAIT_SECONDS
-            handled: Handled = yield Handle(lease)
+            wait = MIN_WAIT_SECONDS
+            handled: HandleResult = yield HandleStep(lease)
             outcomes = handled.outcomes
             if handled.stop:
                 if outcomes or not handler_acks:
                     with suppress(LeaseLost):
-                        yield calls.settle(lease, outcomes, rest_done=not handler_acks, relaxed=True)
+                        yield queue_calls.settle(lease, outcomes, rest_done=not handler_acks, relaxed=True)
                 return
             continue
-        # Rest only if nothing has settled since before the last claim.
-        state: LogState = yield calls.log_state()
-        if state.settled != known:
-            known = state.settled
-            if (yield Wait(0)):
+        # Wait only if the stable position has not changed since before the last claim.
+        state: LogState = yield log_calls.log_state()
+        if state.stable != known:
+            known = state.stable
+            if (yield WaitStep(0)):
                 return
             continue
         waited = 0.0
         while True:
-            if (yield Wait(wait)):
+            if (yield WaitStep(wait)):
                 return
             waited += wait
             wait = min(wait * 2, poll_seconds)
-            # A publisher in flight may settle without the log growing; retries come due by time alone.
-            if state.settled < state.drawn or waited >= look_seconds:
+            # The stable position may advance without the head, and retries become due by time alone.
+            if state.stable < state.head or waited >= look_seconds:
                 break
-            # Not "above": a crash may take the head back.
-            if (yield calls.head()) != state.drawn:
+            # Compare with !=, not >: a crash may move the head back.
+            if (yield log_calls.head()) != state.head:
                 break
 
 
 @dataclass(slots=True)
-class UpkeepTimes:
-    """When a long-running process does its share of the upkeep. Times are the shell's clock, in seconds."""
+class MaintenanceSchedule:
+    """When a long-running process runs maintenance. Times are seconds of the driver's monotonic clock."""
 
     release_at: float = 0.0
-    periodic_at: float = 0.0
+    cron_schedule_at: float = 0.0
     maintain_at: float = 0.0
     sweep_until: float = 0.0
 
-    def next_call(self, now: float) -> calls.Call[Any] | None:
+    def next_call(self, now: float) -> Call[Any] | None:
         if now >= self.maintain_at:
             self.maintain_at = now + 60.0
             self.sweep_until = now + SWEEP_SECONDS
-            return calls.maintain()
+            return log_calls.maintain()
         if now >= self.release_at:
-            # Until the answer is here.
+            # Until the result of this call sets the next time.
             self.release_at = now + 1.0
-            return calls.release_due()
-        if now >= self.periodic_at:
-            self.periodic_at = now + 1.0
-            return calls.due_periodics()
+            return publishing.release_due()
+        if now >= self.cron_schedule_at:
+            self.cron_schedule_at = now + 1.0
+            return publishing.due_cron_schedules()
         return None
 
-    def heard(self, answer: object, now: float, time: datetime) -> list[calls.Call[Any]]:
-        """Take in an answer; returns what is to be called because of it. `time` is what the wall clock says."""
-        if isinstance(answer, Released) and answer.next_due_seconds is not None:
+    def handle_result(self, answer: object, now: float, time: datetime) -> list[Call[Any]]:
+        """Process the result of a call; returns the calls that follow from it. `time` is the wall-clock time."""
+        if isinstance(answer, ReleaseResult) and answer.next_due_seconds is not None:
             self.release_at = now + min(max(answer.next_due_seconds, 0.005), 1.0)
-        if isinstance(answer, Upkeep) and answer.events_swept >= FULL_SWEEP:
-            # There is more than goes in one transaction, and it must not come faster than it goes.
+        if isinstance(answer, MaintenanceResult) and answer.events_swept >= FULL_SWEEP:
+            # One transaction did not remove all expired events. Continue soon, since removal must keep up with expiry.
             self.maintain_at = now + FURTHER_SWEEPS_AFTER_SECONDS
-            return [calls.maintain()] if now < self.sweep_until else []
+            return [log_calls.maintain()] if now < self.sweep_until else []
         if not isinstance(answer, list):
             return []
         return [
-            calls.fire_periodic(
+            publishing.fire_cron_schedule(
                 due.name, due_at=due.due_at, next_at=next_time(due.cron, due.time_zone, max(time, due.due_at))
             )
             for due in answer

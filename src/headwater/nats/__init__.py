@@ -1,1 +1,1 @@
-"""The door to NATS JetStream: changes and snapshots as messages, and a replica that is built from them."""
+"""NATS JetStream: captured changes and snapshots as messages, and replicas that are built from them."""

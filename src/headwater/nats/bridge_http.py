@@ -1,4 +1,4 @@
-"""The endpoints of a bridge over HTTP: metrics, status, health, streams, and a way to stop it."""
+"""HTTP endpoints of a bridge: metrics, status, health, stream info and shutdown."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from urllib.parse import parse_qs, urlsplit
 from headwater.errors import InvalidRequest
 from headwater.nats.errors import NatsUnavailable
 
-_MOST_REQUESTS: Final = 16
+_MAX_REQUESTS: Final = 16
 _REQUEST_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
-    """Where the endpoints get what they say. Each is called from threads of the server."""
+class BridgeCallbacks:
+    """The functions that provide the responses. They are called from the threads of the HTTP server."""
 
     metrics: Callable[[], str]
     status: Callable[[], Mapping[str, Any]]
     problems: Callable[[], list[str]]
-    """What is wrong now; nothing if all is well."""
+    """The current problems; empty if the bridge is healthy."""
     stream: Callable[[str], Mapping[str, Any] | None]
-    """A stream by its name; None if there is none."""
+    """A stream by its name; None if it does not exist."""
     shutdown: Callable[[], None] | None
-    """None if nobody may stop the bridge from here."""
+    """None if the bridge does not accept POST /shutdown."""
 
 
-class Endpoints:
-    """Serves the answers on one address until it is closed."""
+class BridgeHttpServer:
+    """Serves the endpoints on one address until it is closed."""
 
-    def __init__(self, answers: Answers, *, host: str, port: int) -> None:
+    def __init__(self, answers: BridgeCallbacks, *, host: str, port: int) -> None:
         try:
             self._server: Final = _Server((host, port), answers)
         except (OSError, OverflowError) as error:
@@ -61,9 +61,9 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = True
 
-    def __init__(self, address: tuple[str, int], answers: Answers) -> None:
+    def __init__(self, address: tuple[str, int], answers: BridgeCallbacks) -> None:
         self.answers: Final = answers
-        self._free: Final = threading.BoundedSemaphore(_MOST_REQUESTS)
+        self._free: Final = threading.BoundedSemaphore(_MAX_REQUESTS)
         super().__init__(address, _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -79,7 +79,7 @@ class _Server(ThreadingHTTPServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is nobody's error."""
+        """Ignore connection errors of clients."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -89,9 +89,9 @@ class _Handler(BaseHTTPRequestHandler):
     sys_version = ""
 
     def do_GET(self) -> None:
-        asked = urlsplit(self.path)
+        url = urlsplit(self.path)
         answers = self.server.answers
-        match asked.path:
+        match url.path:
             case "/metrics":
                 self._send(HTTPStatus.OK, answers.metrics().encode(), "text/plain; version=0.0.4; charset=utf-8")
             case "/status":
@@ -103,30 +103,30 @@ class _Handler(BaseHTTPRequestHandler):
                     {"status": "unhealthy" if problems else "healthy", "problems": problems},
                 )
             case "/streams/info":
-                self._send_stream(parse_qs(asked.query).get("stream", [""])[0])
+                self._send_stream(parse_qs(url.query).get("stream", [""])[0])
             case "/shutdown":
-                self._refuse(HTTPStatus.METHOD_NOT_ALLOWED, "to stop the bridge, POST to /shutdown")
+                self._refuse(HTTPStatus.METHOD_NOT_ALLOWED, "use POST /shutdown to stop the bridge")
             case _:
                 self._refuse(
                     HTTPStatus.NOT_FOUND,
-                    "there are GET /metrics, /status, /health, /streams/info?stream=CDC and POST /shutdown",
+                    "unknown path: use GET /metrics, /status, /health, /streams/info?stream=CDC or POST /shutdown",
                 )
 
     def do_POST(self) -> None:
         if urlsplit(self.path).path != "/shutdown":
-            self._refuse(HTTPStatus.NOT_FOUND, "only /shutdown takes POST")
+            self._refuse(HTTPStatus.NOT_FOUND, "unknown path: only /shutdown accepts POST")
         elif self.headers.get("Origin") is not None:
-            # A page in somebody's browser can post to this machine.
-            self._refuse(HTTPStatus.FORBIDDEN, "not from a browser")
+            # Any web page that is open in a browser on this machine could post here.
+            self._refuse(HTTPStatus.FORBIDDEN, "requests from a browser are not allowed")
         elif self.server.answers.shutdown is None:
-            self._refuse(HTTPStatus.FORBIDDEN, "this bridge is not to be stopped from here: set allow_shutdown")
+            self._refuse(HTTPStatus.FORBIDDEN, "shutdown over HTTP is disabled: set allow_shutdown to enable it")
         else:
             self.server.answers.shutdown()
             self._send_json(HTTPStatus.ACCEPTED, {"status": "stopping"})
 
     def _send_stream(self, name: str) -> None:
         if not name:
-            self._refuse(HTTPStatus.BAD_REQUEST, "name the stream: /streams/info?stream=CDC")
+            self._refuse(HTTPStatus.BAD_REQUEST, "the stream is missing: use /streams/info?stream=CDC")
             return
         try:
             found = self.server.answers.stream(name)
@@ -134,7 +134,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, error.message)
             return
         if found is None:
-            self._refuse(HTTPStatus.NOT_FOUND, f"there is no stream {name[:100]!r}")
+            self._refuse(HTTPStatus.NOT_FOUND, f"stream {name[:100]!r} does not exist")
         else:
             self._send_json(HTTPStatus.OK, found)
 
@@ -152,4 +152,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests for metrics are not worth a line."""
+        """Do not log requests."""

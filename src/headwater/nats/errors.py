@@ -1,19 +1,19 @@
-"""What can go wrong with NATS, as errors that say what to do next."""
+"""Errors of the NATS integration."""
 
 from headwater.errors import HeadwaterError, InvalidRequest
 
 
 class NatsUnavailable(HeadwaterError):
-    """The NATS server cannot be reached, or does not answer in time. Trying again is safe."""
+    """The NATS server is not reachable, or did not answer in time. Retrying is safe."""
 
 
 class NatsRefused(HeadwaterError):
-    """The NATS server answered and refused: a right, a stream or a limit is missing."""
+    """The NATS server rejected the request: a permission or stream is missing, or a limit is exceeded."""
 
 
 class InvalidMessage(InvalidRequest):
-    """What was given cannot be sent or is not what it should be: fix whoever made it."""
+    """A message, subject or payload is invalid."""
 
 
 class ReplicaRefused(HeadwaterError):
-    """The table cannot be kept as a replica: it lacks a primary key, a schema document or a snapshot."""
+    """The table cannot be replicated: it lacks a primary key, a schema document or a snapshot."""

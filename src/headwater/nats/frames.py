@@ -1,4 +1,4 @@
-"""The client protocol of NATS as bytes: frames for a whole batch at once, and what a server says. No I/O here."""
+"""The NATS client protocol: builds the frames of a whole batch at once, and parses the server's messages. No I/O."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from headwater.nats.errors import InvalidMessage
 
-# What is published: `headers` holds further header lines, each with its end of line, or is null.
+# A batch of messages to publish. `headers` holds further header lines, each with its line ending, or null.
 SCHEMA: Final = pa.schema(
     [
         pa.field("subject", pa.string(), nullable=False),
@@ -26,9 +26,9 @@ SCHEMA: Final = pa.schema(
 MAX_SUBJECT_BYTES: Final = 1_000
 MAX_MSG_ID_BYTES: Final = 1_000
 MAX_HEADER_BYTES: Final = 65_536
-# One Arrow array of frames holds less than 2 GiB; a batch is cut far below that.
+# An Arrow binary array holds less than 2 GiB; batches stay far below that.
 MAX_FRAMES_BYTES: Final = 1_000_000_000
-# A server may list every address of its cluster in one line.
+# Large, because a server may list every address of its cluster in one line.
 _MAX_LINE_BYTES: Final = 1_048_576
 
 _VERSION: Final = b"NATS/1.0\r\n"
@@ -44,30 +44,35 @@ _HEADER_LINES: Final = re.compile(rb"(?:[!-9;-~]+:[^\x00\r\n]*\r\n)*")
 
 
 def check(batch: pa.RecordBatch, *, max_payload_bytes: int) -> None:
-    """Refuse a batch that a server would refuse, or that would be read as other frames than were meant."""
+    """Raise InvalidMessage if a server would reject a message of the batch or parse it as other frames."""
     if batch.schema.names != SCHEMA.names:
-        raise InvalidMessage(f"a batch of messages has the columns {SCHEMA.names}, not {batch.schema.names}")
+        raise InvalidMessage(f"invalid columns {batch.schema.names} in a batch of messages: expected {SCHEMA.names}")
     subject, msg_id, headers, payload = batch.columns
     for name, column, limit, pattern in (
         ("subject", subject, MAX_SUBJECT_BYTES, _SUBJECT),
         ("message id", msg_id, MAX_MSG_ID_BYTES, _MSG_ID),
     ):
         if column.null_count:
-            raise InvalidMessage(f"a message without a {name}")
+            raise InvalidMessage(f"a message has no {name}")
         fits = pc.and_(pc.match_substring_regex(column, pattern), pc.less_equal(pc.binary_length(column), limit))
-        _refuse_first(column, fits, f"is no {name}: 1 to {limit} bytes, no white space, no empty token, no wildcard")
+        _reject_first(
+            column, fits, name, f"expected 1 to {limit} bytes without white space, empty tokens and wildcards"
+        )
     if payload.null_count:
-        raise InvalidMessage("a message without a payload; an empty one is zero bytes")
+        raise InvalidMessage("a message has no payload: use zero bytes for an empty one")
     if headers.null_count < len(headers):
         for lines in pc.unique(pc.drop_null(headers)).to_pylist():
             if len(lines) > MAX_HEADER_BYTES or not _HEADER_LINES.fullmatch(lines):
-                raise InvalidMessage(f"{lines[:100]!r} are no header lines, each `Name: value` and an end of line")
+                raise InvalidMessage(
+                    f"invalid header lines {lines[:100]!r}: expected `Name: value` and a line ending in each"
+                )
     sizes = pc.add(payload_sizes(batch), header_sizes(batch))
     fits = pc.less_equal(sizes, max_payload_bytes)
     if not pc.all(fits, min_count=0).as_py():
         row = pc.index(fits, pa.scalar(False)).as_py()
         raise InvalidMessage(
-            f"the message {msg_id[row].as_py()!r} has {sizes[row].as_py()} bytes; the server takes {max_payload_bytes}",
+            f"the message {msg_id[row].as_py()!r} has {sizes[row].as_py()} bytes; "
+            f"the server accepts at most {max_payload_bytes}",
             hint="Raise the server's max_payload, or send less in one message.",
         )
 
@@ -82,13 +87,13 @@ def header_sizes(batch: pa.RecordBatch) -> pa.Array:
 
 
 def publish_frames(batch: pa.RecordBatch, *, inbox: str, first_number: int) -> memoryview:
-    """The bytes that publish a checked batch. Message n is to be acknowledged to `inbox`.`first_number + n`."""
+    """The frames that publish a checked batch. Message n is acknowledged to `inbox`.`first_number + n`."""
     if batch.num_rows == 0:
         return memoryview(b"")
     header_size = header_sizes(batch)
     total_size = pc.add(header_size, payload_sizes(batch))
     if pc.sum(total_size).as_py() > MAX_FRAMES_BYTES:
-        raise InvalidMessage(f"a batch of more than {MAX_FRAMES_BYTES} bytes: cut it")
+        raise InvalidMessage(f"the batch has more than {MAX_FRAMES_BYTES} bytes: split it")
     numbers = pa.array(range(first_number, first_number + batch.num_rows), pa.int64())
     joined = pc.binary_join_element_wise(
         b"HPUB ",
@@ -106,7 +111,7 @@ def publish_frames(batch: pa.RecordBatch, *, inbox: str, first_number: int) -> m
         b"\r\n",
         batch.column("payload"),
         b"\r\n",
-        b"",  # what stands between them
+        b"",  # the separator
     )
     _, offsets, data = joined.buffers()
     ends = memoryview(offsets).cast("i")
@@ -114,15 +119,15 @@ def publish_frames(batch: pa.RecordBatch, *, inbox: str, first_number: int) -> m
 
 
 def header_lines(headers: dict[str, str]) -> bytes:
-    """Headers as lines."""
+    """Format headers as lines."""
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items()).encode()
     if not _HEADER_LINES.fullmatch(lines) or lines.count(b"\r\n") != len(headers):
-        raise InvalidMessage(f"{headers!r} cannot be headers: no line breaks, and only visible ASCII in names")
+        raise InvalidMessage(f"invalid headers {headers!r}: expected names of visible ASCII and no line breaks")
     return lines
 
 
 def connect_frame(*, user: str | None, password: str | None, token: str | None, name: str) -> bytes:
-    """The client's first words."""
+    """The CONNECT frame with options and credentials."""
     options: dict[str, Any] = {
         "verbose": False,
         "pedantic": False,
@@ -153,10 +158,10 @@ def _digits(numbers: pa.Array) -> pa.Array:
     return pc.cast(pc.cast(numbers, pa.string()), pa.binary())
 
 
-def _refuse_first(column: pa.Array, fits: pa.Array, words: str) -> None:
+def _reject_first(column: pa.Array, fits: pa.Array, name: str, expected: str) -> None:
     if not pc.all(fits, min_count=0).as_py():
         row = pc.index(fits, pa.scalar(False)).as_py()
-        raise InvalidMessage(f"{column[row].as_py()[:200]!r} {words}")
+        raise InvalidMessage(f"invalid {name} {column[row].as_py()[:200]!r}: {expected}")
 
 
 # --- from the server -----------------------------------------------------------------------------------------
@@ -164,24 +169,24 @@ def _refuse_first(column: pa.Array, fits: pa.Array, words: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Info:
-    """What a server says of itself, first and whenever it changes."""
+    """The server's description of itself: its first message, repeated when it changes."""
 
     options: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """The server asks whether the client lives."""
+    """The server checks that the client is alive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pong:
-    """The answer to the client's ping: all before it was processed."""
+    """The answer to the client's ping: everything sent before it was processed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The server's complaint. Most of them end the connection."""
+    """An error reported by the server. Most of them end the connection."""
 
     text: str
 
@@ -199,23 +204,23 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Acks:
-    """A run of messages that their streams have: the numbers behind the inbox, and which of them they had before."""
+    """A run of acknowledged messages: their numbers, and which of them were duplicates."""
 
     numbers: list[int]
     duplicates: list[bool]
 
 
-Said = Info | Ping | Pong | Failure | Message | Acks
+ServerMessage = Info | Ping | Pong | Failure | Message | Acks
 
 _MESSAGE: Final = re.compile(rb"MSG ([^\s]+) (\d{1,10})(?: ([^\s]+))? (\d{1,10})\r\n")
-_HEADED: Final = re.compile(rb"HMSG ([^\s]+) (\d{1,10})(?: ([^\s]+))? (\d{1,10}) (\d{1,10})\r\n")
+_HEADER_MESSAGE: Final = re.compile(rb"HMSG ([^\s]+) (\d{1,10})(?: ([^\s]+))? (\d{1,10}) (\d{1,10})\r\n")
 
 
 class Parser:
-    """Turns what arrives, in whatever pieces, into what the server said. A violation is an InvalidMessage."""
+    """Parses the byte stream of a server, in pieces of any size. InvalidMessage if it violates the protocol."""
 
     def __init__(self, *, inbox: str | None = None, max_payload_bytes: int = 8_388_608) -> None:
-        """With an `inbox`, plain acknowledgements to it come as runs, which is five times as fast."""
+        """With an `inbox`, plain acknowledgements to it are parsed in runs, which is five times as fast."""
         self._buffer = bytearray()
         self._max_payload_bytes = max_payload_bytes
         self._ack = self._acks = None
@@ -227,8 +232,8 @@ class Parser:
             self._ack = re.compile(ack)
             self._acks = re.compile(rb"(?:" + ack.replace(rb"(\d{1,18})", rb"\d{1,18}", 1) + rb")+")
 
-    def feed(self, piece: bytes) -> Iterator[Said]:
-        """Everything that is complete with this piece."""
+    def feed(self, piece: bytes) -> Iterator[ServerMessage]:
+        """Yield the messages that this piece completes."""
         self._buffer += piece
         data = bytes(self._buffer)
         start = 0
@@ -237,13 +242,13 @@ class Parser:
                 step = self._next(data, start)
                 if step is None:
                     break
-                said, start = step
-                if said is not None:
-                    yield said
+                message, start = step
+                if message is not None:
+                    yield message
         finally:
             del self._buffer[:start]
 
-    def _next(self, data: bytes, start: int) -> tuple[Said | None, int] | None:
+    def _next(self, data: bytes, start: int) -> tuple[ServerMessage | None, int] | None:
         if self._ack is not None and self._acks is not None and (run := self._acks.match(data, start)):
             found = self._ack.findall(data, start, run.end())
             return Acks([int(number) for number, _ in found], [bool(again) for _, again in found]), run.end()
@@ -251,7 +256,7 @@ class Parser:
         if match:
             subject, sid, reply, size = match.groups()
             return self._message(data, match.end(), subject, sid, reply, 0, int(size))
-        match = _HEADED.match(data, start)
+        match = _HEADER_MESSAGE.match(data, start)
         if match:
             subject, sid, reply, header_size, size = match.groups()
             return self._message(data, match.end(), subject, sid, reply, int(header_size), int(size))
@@ -264,26 +269,26 @@ class Parser:
 
     def _message(
         self, data: bytes, start: int, subject: bytes, sid: bytes, reply: bytes | None, header_size: int, size: int
-    ) -> tuple[Said, int] | None:
+    ) -> tuple[ServerMessage, int] | None:
         if size > self._max_payload_bytes or header_size > size:
             raise InvalidMessage(f"the server announced {size} bytes with {header_size} of headers")
         end = start + size
         if len(data) < end + 2:
             return None
         if data[end : end + 2] != b"\r\n":
-            raise InvalidMessage("a message of the server does not end where it said")
+            raise InvalidMessage("the server sent a message of another size than announced")
         middle = start + header_size
-        said = Message(
+        message = Message(
             subject.decode(errors="replace"),
             int(sid),
             None if reply is None else reply.decode(errors="replace"),
             data[start:middle],
             data[middle:end],
         )
-        return said, end + 2
+        return message, end + 2
 
 
-def _control(line: bytes) -> Said | None:
+def _control(line: bytes) -> ServerMessage | None:
     verb, _, rest = line.partition(b" ")
     match verb.upper():
         case b"PING":
@@ -298,19 +303,19 @@ def _control(line: bytes) -> Said | None:
             try:
                 options = json.loads(rest)
             except ValueError as error:
-                raise InvalidMessage(f"the server's INFO is no JSON: {rest[:200]!r}") from error
+                raise InvalidMessage(f"the server's INFO is not valid JSON: {rest[:200]!r}") from error
             if not isinstance(options, dict):
-                raise InvalidMessage(f"the server's INFO is no object: {rest[:200]!r}")
+                raise InvalidMessage(f"the server's INFO is not a JSON object: {rest[:200]!r}")
             return Info(options)
-    raise InvalidMessage(f"the server said {line[:200]!r}, which is not the protocol of NATS")
+    raise InvalidMessage(f"the server sent {line[:200]!r}, which is not the NATS protocol")
 
 
 # --- acknowledgements ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """The stream has the message; `duplicate` if it had it before."""
+class PubAck:
+    """The stream has stored the message; `duplicate` if it already had it."""
 
     stream: str
     sequence: int
@@ -318,27 +323,27 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class NotStored:
-    """The stream refused the message."""
+class PubError:
+    """The stream rejected the message."""
 
     code: int
     description: str
 
 
 @dataclass(frozen=True, slots=True)
-class NoStream:
-    """Nobody listens on the message's subject."""
+class NoStreamReply:
+    """No stream listens on the subject of the message."""
 
 
-def acknowledgement(message: Message) -> Stored | NotStored | NoStream:
-    """What an answer to a published message means."""
+def parse_acknowledgement(message: Message) -> PubAck | PubError | NoStreamReply:
+    """Parse the answer to a published message."""
     if message.headers.startswith(b"NATS/1.0 503"):
-        return NoStream()
+        return NoStreamReply()
     try:
         answer = json.loads(message.payload)
         error = answer.get("error")
         if error is not None:
-            return NotStored(int(error.get("code", 0)), str(error.get("description", "")))
-        return Stored(str(answer["stream"]), int(answer["seq"]), answer.get("duplicate") is True)
+            return PubError(int(error.get("code", 0)), str(error.get("description", "")))
+        return PubAck(str(answer["stream"]), int(answer["seq"]), answer.get("duplicate") is True)
     except (ValueError, KeyError, TypeError, AttributeError) as problem:
-        raise InvalidMessage(f"not an acknowledgement of JetStream: {message.payload[:200]!r}") from problem
+        raise InvalidMessage(f"not a JetStream acknowledgement: {message.payload[:200]!r}") from problem

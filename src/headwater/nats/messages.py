@@ -1,6 +1,6 @@
-"""Captured changes and snapshots as messages of NATS, in ZeBridge's shapes. No I/O here.
+"""Converts captured changes and snapshots to NATS messages in ZeBridge's formats. No I/O.
 
-A batch of changes has the columns that `headwater.capture` gives; what comes out has `frames.SCHEMA`.
+Input are batches of changes with the columns of `headwater.capture`; output are batches with `frames.SCHEMA`.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ _NO_DATA: Final = {"msgpack": b"\x80", "json": b"{}"}
 # --- changes -------------------------------------------------------------------------------------------------
 
 
-def each(changes: pa.RecordBatch, *, encoding: Encoding = "msgpack", timeline: int | None = None) -> pa.RecordBatch:
-    """One message for each change, in their order. `timeline` is the one of the server's log that they are of."""
+def change_messages(
+    changes: pa.RecordBatch, *, encoding: Encoding = "msgpack", timeline: int | None = None
+) -> pa.RecordBatch:
+    """One message for each change, in order. `timeline` is the WAL timeline of the changes."""
     if changes.num_rows == 0:
         return _batch([], [], [], [])
-    kinds = _Kinds(changes, timeline)
+    kinds = _ChangeKinds(changes, timeline)
     return pa.RecordBatch.from_arrays(
         [
             kinds.texts(lambda kind: kind.subject),
@@ -55,10 +57,10 @@ def each(changes: pa.RecordBatch, *, encoding: Encoding = "msgpack", timeline: i
 
 
 class Packer:
-    """One message for the changes of one transaction to one table, at most so many and so large.
+    """Packs the changes of one transaction to one table into messages of limited count and size.
 
-    Where a message ends depends on the changes alone, not on how they are cut into batches, so that a repeated
-    read gives the same message ids. For that the end of a batch is held back until the next one, or `finish`.
+    Message boundaries depend on the changes alone, not on the batches in which they arrive, so that a repeated read
+    gives the same message ids. Therefore the last changes of a batch are held back until the next batch or `finish`.
     """
 
     def __init__(
@@ -76,38 +78,38 @@ class Packer:
         self._held: pa.RecordBatch | None = None
 
     def add(self, changes: pa.RecordBatch) -> pa.RecordBatch:
-        """The messages that are complete with these changes."""
+        """Return the messages that these changes complete."""
         changes = changes.select(CHANGE_COLUMNS)
         if self._held is not None and self._held.num_rows:
             changes = pa.concat_batches([self._held, changes])
         if changes.num_rows == 0:
             return _batch([], [], [], [])
-        lsns, spans = self._places(changes)
+        lsns, spans = self._spans(changes)
         last = np.flatnonzero((lsns != lsns[-1]) | (spans != spans[-1]))
         complete = int(last[-1]) + 1 if len(last) else 0
         self._held = changes.slice(complete)
-        return self._packed(changes.slice(0, complete))
+        return self._pack(changes.slice(0, complete))
 
     def finish(self) -> pa.RecordBatch:
-        """The messages that were held back."""
+        """Return the messages that were held back."""
         held, self._held = self._held, None
-        return _batch([], [], [], []) if held is None else self._packed(held)
+        return _batch([], [], [], []) if held is None else self._pack(held)
 
-    def _places(self, changes: pa.RecordBatch) -> tuple[Any, Any]:
+    def _spans(self, changes: pa.RecordBatch) -> tuple[Any, Any]:
         return (
             changes.column("commit_lsn").to_numpy(zero_copy_only=False),
             changes.column("sequence").to_numpy(zero_copy_only=False) // self._packed_changes,
         )
 
-    def _packed(self, changes: pa.RecordBatch) -> pa.RecordBatch:
+    def _pack(self, changes: pa.RecordBatch) -> pa.RecordBatch:
         if changes.num_rows == 0:
             return _batch([], [], [], [])
-        kinds = _Kinds(changes, self._timeline)
-        lsns, spans = self._places(changes)
+        kinds = _ChangeKinds(changes, self._timeline)
+        lsns, spans = self._spans(changes)
         tables = kinds.table_numbers()
-        # Groups in the order of their first change; within a group the changes stay in theirs.
-        _, first, group = np.unique(np.stack([lsns, spans, tables]), axis=1, return_index=True, return_inverse=True)
-        rank = first[group.reshape(-1)]
+        # Order the packs by their first change; within a pack the changes keep their order.
+        _, first, pack = np.unique(np.stack([lsns, spans, tables]), axis=1, return_index=True, return_inverse=True)
+        rank = first[pack.reshape(-1)]
         order = np.argsort(rank, kind="stable")
         sorted_rank = rank[order]
         ends = [*(np.flatnonzero(sorted_rank[1:] != sorted_rank[:-1]) + 1).tolist(), len(order)]
@@ -128,7 +130,9 @@ class Packer:
                 table = next(iter(used)).table
                 operation = next(iter(used)).operation if len(used) == 1 else "mixed"
                 out[0].append(subjects.packed_subject(table, operation))
-                out[1].append(f"{ids[start]}-to-{ids[stop - 1][17:]}-{table.full_name}-batch{id_mark(self._timeline)}")
+                out[1].append(
+                    f"{ids[start]}-to-{ids[stop - 1][17:]}-{table.full_name}-batch{id_suffix(self._timeline)}"
+                )
                 out[2].append(None)
                 out[3].append(self._array(held, offsets, start, stop))
                 start = stop
@@ -143,8 +147,8 @@ class Packer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
-    """One operation on one table: what its changes have in common."""
+class _ChangeKind:
+    """One operation on one table: the fields that its changes share."""
 
     table: Table
     operation: str
@@ -155,82 +159,82 @@ class _Kind:
         return subjects.change_subject(self.table, self.operation)
 
     @property
-    def id_end(self) -> str:
-        return f"-{self.table.full_name}-{self.operation}{id_mark(self.timeline)}"
+    def id_suffix(self) -> str:
+        return f"-{self.table.full_name}-{self.operation}{id_suffix(self.timeline)}"
 
 
-def id_mark(timeline: int | None) -> str:
-    """The end of the message ids of changes of a timeline.
+def id_suffix(timeline: int | None) -> str:
+    """The suffix of message ids for changes of a timeline.
 
-    After a promotion, an LSN that the lost history had too may be another change, and JetStream would drop its message
-    as one that it has. The first timeline is left out, so that most servers never see it.
+    After a promotion, an LSN of the lost history may be reused by another change, and JetStream would drop its message
+    as a duplicate. The first timeline has no suffix, so that most installations never see one.
     """
     return "" if timeline is None or timeline == 1 else f"@{timeline}"
 
 
-class _Kinds:
-    """Which kind each change of a batch is. A batch has few kinds, so what they share is made once for each."""
+class _ChangeKinds:
+    """The kind of each change of a batch. A batch has few kinds, so shared fields are built once for each kind."""
 
     def __init__(self, changes: pa.RecordBatch, timeline: int | None) -> None:
         missing = [name for name in CHANGE_COLUMNS if name not in changes.schema.names]
         if missing:
-            raise InvalidMessage(f"these columns of a change are missing: {', '.join(missing)}")
+            raise InvalidMessage(f"missing columns in a batch of changes: {', '.join(missing)}")
         self._changes = changes
         named = pc.binary_join_element_wise(
             changes.column("schema"), changes.column("table"), changes.column("operation"), "\0"
         )
         if named.null_count:
-            raise InvalidMessage("a change without a schema, a table or an operation")
+            raise InvalidMessage("a change has no schema, table or operation")
         encoded = named.dictionary_encode()
         self.codes: Any = encoded.indices.to_numpy(zero_copy_only=False)
-        self.kinds: list[_Kind] = []
+        self.kinds: list[_ChangeKind] = []
         for text in encoded.dictionary.to_pylist():
             schema, table, operation = text.split("\0")
             if operation not in OPERATIONS:
-                raise InvalidMessage(f"{operation!r} is no operation: {', '.join(OPERATIONS)}")
-            self.kinds.append(_Kind(Table(schema, table), operation, timeline))
+                raise InvalidMessage(f"invalid operation {operation!r}: expected {', '.join(OPERATIONS)}")
+            self.kinds.append(_ChangeKind(Table(schema, table), operation, timeline))
 
     def of_kind(self, values: Sequence[Any], kind: pa.DataType) -> pa.Array:
-        """For each change the value of its kind."""
+        """For each change, the value of its kind."""
         return pa.array(values, kind).take(pa.array(self.codes))
 
     def texts(self, text: Any) -> pa.Array:
         return self.of_kind([text(kind) for kind in self.kinds], pa.string())
 
     def msg_ids(self) -> pa.Array:
-        return pc.binary_join_element_wise(self._changes.column("id"), self.texts(lambda kind: kind.id_end), "")
+        return pc.binary_join_element_wise(self._changes.column("id"), self.texts(lambda kind: kind.id_suffix), "")
 
     def table_numbers(self) -> Any:
         tables = {table: number for number, table in enumerate({kind.table: None for kind in self.kinds})}
         return np.array([tables[kind.table] for kind in self.kinds], np.int64)[self.codes]
 
 
-def _events(changes: pa.RecordBatch, kinds: _Kinds, encoding: Encoding) -> pa.Array:
-    """Each change as the bytes of its event."""
+def _events(changes: pa.RecordBatch, kinds: _ChangeKinds, encoding: Encoding) -> pa.Array:
+    """Encode each change as an event."""
     ids = changes.column("id")
     if ids.null_count or not pc.all(pc.equal(pc.binary_length(ids), _ID_BYTES), min_count=0).as_py():
-        raise InvalidMessage(f"the id of a change has {_ID_BYTES} characters")
+        raise InvalidMessage(f"invalid id of a change: expected {_ID_BYTES} characters")
     operation = changes.column("operation")
-    gone = pc.equal(operation, "delete")
-    data = pc.if_else(gone, changes.column("before"), changes.column("after"))
+    is_delete = pc.equal(operation, "delete")
+    data = pc.if_else(is_delete, changes.column("before"), changes.column("after"))
     old = pc.if_else(pc.equal(operation, "update"), changes.column("before"), pa.scalar(None, pa.string()))
     unchanged = changes.column("unchanged")
     if encoding == "json":
         return _json_events(changes, kinds, data, old, unchanged)
     if encoding == "msgpack":
         return _msgpack_events(changes, kinds, data, old, unchanged)
-    raise InvalidMessage(f"{encoding!r} is no encoding: {', '.join(codec.ENCODINGS)}")
+    raise InvalidMessage(f"invalid encoding {encoding!r}: expected {', '.join(codec.ENCODINGS)}")
 
 
 def _times(changes: pa.RecordBatch) -> pa.Array:
-    # Few different ones: a transaction has one.
+    # Format each distinct time once: a transaction has one.
     encoded = changes.column("committed_at").dictionary_encode()
     times = pc.strftime(pc.cast(encoded.dictionary, pa.timestamp("us", "UTC")), format=_TIME)
     return times.take(encoded.indices)
 
 
-def _json_events(changes: pa.RecordBatch, kinds: _Kinds, data: Any, old: Any, unchanged: Any) -> pa.Array:
-    def head(kind: _Kind) -> str:
+def _json_events(changes: pa.RecordBatch, kinds: _ChangeKinds, data: Any, old: Any, unchanged: Any) -> pa.Array:
+    def head(kind: _ChangeKind) -> str:
         shared = {
             "table": kind.table.name,
             "schema": kind.table.schema,
@@ -263,10 +267,10 @@ def _json_events(changes: pa.RecordBatch, kinds: _Kinds, data: Any, old: Any, un
     return pc.cast(pc.binary_join_element_wise(*parts, "}", ""), pa.binary())
 
 
-def _msgpack_events(changes: pa.RecordBatch, kinds: _Kinds, data: Any, old: Any, unchanged: Any) -> pa.Array:
+def _msgpack_events(changes: pa.RecordBatch, kinds: _ChangeKinds, data: Any, old: Any, unchanged: Any) -> pa.Array:
     rows = changes.num_rows
 
-    def shared(kind: _Kind) -> bytes:
+    def shared(kind: _ChangeKind) -> bytes:
         values = {
             "table": kind.table.name,
             "schema": kind.table.schema,
@@ -274,15 +278,15 @@ def _msgpack_events(changes: pa.RecordBatch, kinds: _Kinds, data: Any, old: Any,
             "subject": kind.subject,
         }
         packed = b"".join(codec.encode(part, "msgpack") for pair in values.items() for part in pair)
-        id_bytes = _ID_BYTES + len(kind.id_end)
+        id_bytes = _ID_BYTES + len(kind.id_suffix)
         return packed + codec.encode("msg_id", "msgpack") + _text_head(id_bytes)
 
-    fields = np.full(rows, 0x80 + 10, np.uint8)  # a map of so many pairs
+    fields = np.full(rows, 0x80 + 10, np.uint8)  # the header of a map with 10 pairs
     ends: list[Any] = []
     if old.null_count < len(old):
         fields += old.is_valid().to_numpy(zero_copy_only=False).astype(np.uint8)
         old_key = codec.encode("old", "msgpack")
-        ends.append(pc.fill_null(pc.binary_join_element_wise(old_key, _transcoded(old), b""), b""))
+        ends.append(pc.fill_null(pc.binary_join_element_wise(old_key, _to_msgpack(old), b""), b""))
     if _any_listed(unchanged):
         key = codec.encode("unchanged", "msgpack")
         lists = [key + codec.encode(names, "msgpack") if names else b"" for names in unchanged.to_pylist()]
@@ -301,7 +305,7 @@ def _msgpack_events(changes: pa.RecordBatch, kinds: _Kinds, data: Any, old: Any,
         codec.encode("committed_at", "msgpack") + _text_head(_TIME_BYTES),
         pc.cast(_times(changes), pa.binary()),
         codec.encode("data", "msgpack"),
-        pc.fill_null(_transcoded(data), _NO_DATA["msgpack"]),
+        pc.fill_null(_to_msgpack(data), _NO_DATA["msgpack"]),
         *ends,
         b"",
     )
@@ -311,11 +315,11 @@ def _any_listed(lists: Any) -> bool:
     return bool(pc.any(pc.greater(pc.list_value_length(lists), 0), min_count=0).as_py())
 
 
-def _transcoded(texts: Any) -> pa.Array:
-    """JSON texts as MessagePack; null stays null."""
-    there = texts.drop_null() if texts.null_count else texts
-    # One call for all of them: a call for each would cost more than the parsing.
-    values = json.loads("[" + ",".join(there.to_pylist()) + "]")
+def _to_msgpack(texts: Any) -> pa.Array:
+    """Convert JSON texts to MessagePack; null stays null."""
+    present = texts.drop_null() if texts.null_count else texts
+    # One call for all texts: the overhead of a call for each would exceed the parsing.
+    values = json.loads("[" + ",".join(present.to_pylist()) + "]")
     packed = pa.array(codec.encode_all(values), pa.binary())
     if not texts.null_count:
         return packed
@@ -324,7 +328,7 @@ def _transcoded(texts: Any) -> pa.Array:
 
 
 def _unsigned(column: Any) -> pa.Array:
-    """Numbers as MessagePack's uint 64."""
+    """Encode numbers as MessagePack uint 64."""
     numbers = column.to_numpy(zero_copy_only=False).astype(">u8")
     block = np.empty((len(numbers), 9), np.uint8)
     block[:, 0] = 0xCF
@@ -333,7 +337,7 @@ def _unsigned(column: Any) -> pa.Array:
 
 
 def _raw(block: Any) -> pa.Array:
-    """The rows of a block of bytes as values."""
+    """A 2-dimensional array of bytes as a binary array, one value per row."""
     rows, width = block.shape
     offsets = np.arange(0, (rows + 1) * width, width, dtype=np.int32)
     return pa.BinaryArray.from_buffers(
@@ -363,7 +367,7 @@ def _batch(subject: list[str], msg_id: list[str], headers: list[Any], payload: l
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class SchemaColumn:
     """A column as a schema document describes it."""
 
     name: str
@@ -373,8 +377,8 @@ class Column:
     primary_key: bool = False
 
 
-def schema_document(table: Table, columns: Sequence[Column], *, timestamp: int) -> dict[str, Any]:
-    """What the bucket `schemas` says of a table."""
+def schema_document(table: Table, columns: Sequence[SchemaColumn], *, timestamp: int) -> dict[str, Any]:
+    """The document about a table in the bucket `schemas`."""
     return {
         "table": table.name,
         "schema": f"{table.schema}.{table.name}",
@@ -394,11 +398,11 @@ def schema_document(table: Table, columns: Sequence[Column], *, timestamp: int) 
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
-    """What is known of a snapshot before its first row is read.
+class SnapshotInfo:
+    """The metadata of a snapshot, known before its first row is read.
 
-    `visible` is `pg_current_snapshot()` in it: xmin:xmax:xip. `lsn` is about where the server's log was, for people
-    only. `stream_sequence` is the last sequence of the stream CDC, read before the snapshot was taken.
+    `visible` is the result of `pg_current_snapshot()`: xmin:xmax:xip. `lsn` is the approximate WAL position, for
+    information only. `stream_sequence` is the last sequence of the stream CDC, read before the snapshot was taken.
     """
 
     table: Table
@@ -408,8 +412,8 @@ class Snapshot:
     stream_sequence: int
 
 
-def chunks(
-    snapshot: Snapshot,
+def chunk_messages(
+    snapshot: SnapshotInfo,
     rows: Sequence[Sequence[str]],
     *,
     first_chunk: int = 1,
@@ -417,7 +421,7 @@ def chunks(
     compressed: bool = False,
     dictionary: bytes | None = None,
 ) -> pa.RecordBatch:
-    """Chunks of a snapshot, each a list of rows as JSON objects, as messages."""
+    """Encode chunks of a snapshot, each a list of rows as JSON objects, as messages."""
     headers: dict[str, str] = {}
     if compressed:
         headers[codec.CONTENT_ENCODING] = "zstd"
@@ -443,8 +447,8 @@ def chunks(
     return _batch(*out)
 
 
-def meta(
-    snapshot: Snapshot,
+def meta_message(
+    snapshot: SnapshotInfo,
     *,
     after_lsn: str,
     batch_count: int,
@@ -454,11 +458,11 @@ def meta(
     settles_at: str | None = None,
     encoding: Encoding = "msgpack",
 ) -> pa.RecordBatch:
-    """The message that follows the last chunk: the snapshot is complete.
+    """The message after the last chunk, which marks the snapshot as complete.
 
-    `after_lsn` is the end of the server's log, read at any time after the snapshot was taken: what commits from
-    there on cannot be in it. `chunk_runs` are the numbers of its chunks, as pairs of the first and the last.
-    `settles_at` is given if some chunks are of later snapshots than `snapshot`, and is an LSN after the last of them.
+    `after_lsn` is the end of the WAL, read at any time after the snapshot was taken: later commits are not in the
+    snapshot. `chunk_runs` are the numbers of its chunks, as [first, last] pairs. `settles_at` is set if some chunks
+    are from later snapshots than `snapshot`; it is an LSN after the last of them.
     """
     document: dict[str, Any] = {
         "snapshot_id": snapshot.snapshot_id,
@@ -481,6 +485,6 @@ def meta(
 
 
 def samples(rows: Sequence[str], encoding: Encoding = "msgpack") -> Iterator[bytes]:
-    """Rows as a dictionary learns from them."""
+    """Rows as samples for training a dictionary."""
     for row in rows:
         yield codec.encode(json.loads(row), encoding)

@@ -1,4 +1,9 @@
-"""Publishing batches over one socket, with a window of acknowledgements; reconnects and sends again what is open."""
+"""JetStream publisher: sends batches over one socket and waits for acknowledgements.
+
+`send` queues the frames of a batch and returns when it fits into the window of unacknowledged messages; `flush` waits
+for the rest. A lost connection is replaced, and all unacknowledged messages are sent again in order with the same
+`Nats-Msg-Id`, so that the stream drops duplicates. Used by one thread; `_step` does all socket I/O.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +27,12 @@ from headwater.observability.metrics import logger
 
 _RECEIVE_BYTES: Final = 262_144
 _FIRST_WAIT_SECONDS: Final = 0.02
-_LONGEST_WAIT_SECONDS: Final = 1.0
+_MAX_WAIT_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
-    """How many messages a stream stored, and how many it had before."""
+class PublishResult:
+    """How many messages the streams stored, and how many were duplicates."""
 
     stored: int
     duplicates: int
@@ -38,7 +43,7 @@ class Published:
 
 
 class _Chunk:
-    """A piece of a batch on its way: which of its messages are still open."""
+    """A slice of a batch in flight, with the messages that are still unacknowledged."""
 
     __slots__ = ("batch", "done", "first_number", "open")
 
@@ -50,14 +55,14 @@ class _Chunk:
 
 
 class Publisher:
-    """A connection to one server of NATS that publishes to JetStream. For one thread.
+    """A connection to a NATS server that publishes to JetStream. Not thread-safe.
 
-    A message counts as published when its stream acknowledged it. After a lost connection everything that is
-    open is sent again in its order with its `Nats-Msg-Id`, so that the stream drops what it has. The order
-    of one publisher's messages is the order in the stream.
+    A message is published when its stream has acknowledged it. After a lost connection, all unacknowledged messages
+    are sent again in order with their `Nats-Msg-Id`, so that the stream drops duplicates. The stream has the messages
+    of one publisher in the order in which they were sent.
 
-    `window` messages or `window_bytes` may be open at a time. Without any acknowledgement for `ack_seconds`
-    the connection counts as lost; without any for `retry_seconds`, NatsUnavailable is raised.
+    At most `window` messages and `window_bytes` are unacknowledged at a time. Without an acknowledgement for
+    `ack_seconds` the connection counts as lost; without one for `retry_seconds`, NatsUnavailable is raised.
     """
 
     def __init__(
@@ -95,27 +100,27 @@ class Publisher:
         self.reconnects = 0
 
     @property
-    def progress(self) -> Published:
-        """What came of the messages that were sent since the last flush, so far. May be asked from any thread."""
-        return Published(self._stored, self._duplicates)
+    def progress(self) -> PublishResult:
+        """The messages acknowledged since the last flush. May be read from any thread."""
+        return PublishResult(self._stored, self._duplicates)
 
     @property
     def max_payload_bytes(self) -> int:
-        """How many bytes a message may have, headers included; connects if there is no connection yet."""
+        """The server's limit for a message, headers included; connects if there is no connection yet."""
         if self._socket is None:
             self._progress_at = time.monotonic()
             self._recover(None)
         return self._max_payload_bytes
 
-    # -- what can be done
+    # -- public methods
 
-    def publish(self, batch: pa.RecordBatch) -> Published:
-        """Publish a batch; returns when each of its messages is acknowledged."""
+    def publish(self, batch: pa.RecordBatch) -> PublishResult:
+        """Publish a batch; return when all of its messages are acknowledged."""
         self.send(batch)
         return self.flush()
 
     def send(self, batch: pa.RecordBatch) -> None:
-        """Publish a batch; returns when it fits into the window. `flush` waits for the rest."""
+        """Publish a batch; return when it fits into the window. `flush` waits for the rest."""
         if batch.num_rows == 0:
             return
         if self._socket is None:
@@ -136,8 +141,8 @@ class Publisher:
             self._queue(chunk)
             self._step(wait=False)
 
-    def flush(self) -> Published:
-        """Wait until everything that was sent is acknowledged; says what came of it since the last time."""
+    def flush(self) -> PublishResult:
+        """Wait until everything sent is acknowledged; return the counts since the last flush."""
         while self._open:
             self._step()
         published = self.progress
@@ -145,7 +150,7 @@ class Publisher:
         return published
 
     def close(self) -> None:
-        """End the connection. What is open stays unknown."""
+        """Close the connection. The outcome of unacknowledged messages is unknown."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -158,10 +163,10 @@ class Publisher:
     ) -> None:
         self.close()
 
-    # -- how
+    # -- internals
 
     def _queue(self, chunk: _Chunk) -> None:
-        """Put the open messages of a chunk on their way."""
+        """Queue the frames of the unacknowledged messages of a chunk."""
         run_start: int | None = None
         for row in range(chunk.batch.num_rows + 1) if chunk.open < chunk.batch.num_rows else ():
             is_open = row < chunk.batch.num_rows and not chunk.done[row]
@@ -178,16 +183,16 @@ class Publisher:
         self._outgoing.append(frames.publish_frames(piece, inbox=self._inbox, first_number=chunk.first_number + start))
 
     def _step(self, *, wait: bool = True) -> None:
-        """Move bytes in either direction once; on a lost connection, make a new one."""
+        """Send and receive once; reconnect if the connection was lost."""
         try:
             self._exchange(self._ack_seconds if wait else 0.0)
-        except (OSError, _Lost) as problem:
+        except (OSError, _ConnectionLost) as problem:
             self._recover(problem)
 
     def _exchange(self, seconds: float) -> None:
         connection = self._connection()
         if isinstance(connection, ssl.SSLSocket) and connection.pending():
-            seconds = 0.0  # it waits inside of the TLS layer, where select does not see it
+            seconds = 0.0  # the data is buffered in the TLS layer, where select does not see it
             self._read(connection)
         readable, writable, _ = select.select([connection], [connection] if self._outgoing else [], [], seconds)
         if writable:
@@ -195,7 +200,7 @@ class Publisher:
         if readable:
             self._read(connection)
         elif seconds and self._open and time.monotonic() - self._progress_at > self._ack_seconds:
-            raise _Lost(f"no acknowledgement for {self._ack_seconds:g} seconds")
+            raise _ConnectionLost(f"no acknowledgement for {self._ack_seconds:g} seconds")
 
     def _write(self, connection: socket.socket) -> None:
         try:
@@ -214,26 +219,26 @@ class Publisher:
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return
         if not piece:
-            raise _Lost("the server closed the connection")
-        for said in self._parser.feed(piece):
-            self._hear(said)
+            raise _ConnectionLost("the server closed the connection")
+        for message in self._parser.feed(piece):
+            self._handle(message)
 
-    def _hear(self, said: frames.Said) -> None:
-        match said:
+    def _handle(self, message: frames.ServerMessage) -> None:
+        match message:
             case frames.Acks():
-                self._settle(said.numbers, said.duplicates)
+                self._settle(message.numbers, message.duplicates)
             case frames.Message():
-                self._acknowledge(said)
+                self._acknowledge(message)
             case frames.Ping():
-                # Behind what is half sent already, never inside of it.
+                # After any partly sent frame, never inside it.
                 self._outgoing.append(memoryview(b"PONG\r\n"))
             case frames.Failure():
-                raise _failed(said.text)
+                raise _server_error(message.text)
             case frames.Info():
-                self._max_payload_bytes = int(said.options.get("max_payload", self._max_payload_bytes))
+                self._max_payload_bytes = int(message.options.get("max_payload", self._max_payload_bytes))
 
     def _settle(self, numbers: list[int], duplicates: list[bool]) -> None:
-        """Close the messages with these numbers. Most runs are without a gap, and are closed as a whole."""
+        """Mark the messages with these numbers as acknowledged. Most runs have no gap and are handled as a whole."""
         first, end = numbers[0], numbers[-1] + 1
         if end - first != len(numbers) or numbers != list(range(first, end)):
             for number, duplicate in zip(numbers, duplicates, strict=True):
@@ -254,7 +259,7 @@ class Publisher:
             newly = chunk.done.count(0, start, stop)
             if newly == stop - start:
                 again = sum(duplicates[start + shift : stop + shift])
-            else:  # a server that answers twice
+            else:  # the server acknowledged some of them twice
                 again = sum(duplicates[row + shift] for row in range(start, stop) if not chunk.done[row])
             chunk.done[start:stop] = b"\1" * (stop - start)
             chunk.open -= newly
@@ -263,7 +268,7 @@ class Publisher:
             self._stored += newly - again
 
     def _acknowledge(self, message: frames.Message) -> None:
-        """An answer that is not a plain acknowledgement, or looks unusual."""
+        """Handle an answer that is not a plain acknowledgement, or has an unusual format."""
         prefix, _, digits = message.subject.rpartition(".")
         if prefix != self._inbox or not digits.isdecimal():
             return
@@ -272,51 +277,53 @@ class Publisher:
         if chunk is None:
             return
         row = number - chunk.first_number
-        match frames.acknowledgement(message):
-            case frames.NoStream():
-                raise _Lost(f"no stream takes {chunk.batch.column('subject')[row].as_py()}", no_stream=True)
-            case frames.NotStored(code, description):
+        match frames.parse_acknowledgement(message):
+            case frames.NoStreamReply():
+                raise _ConnectionLost(
+                    f"no stream has the subject {chunk.batch.column('subject')[row].as_py()}", no_stream=True
+                )
+            case frames.PubError(code, description):
                 self.close()
                 raise NatsRefused(
-                    f"the stream refused {chunk.batch.column('msg_id')[row].as_py()}: {description} ({code})",
-                    hint="Look at the stream's limits and the server's disk; sending again is safe.",
+                    f"the stream rejected {chunk.batch.column('msg_id')[row].as_py()}: {description} ({code})",
+                    hint="Check the stream's limits and the server's disk; retrying is safe.",
                 )
-            case frames.Stored(_, _, duplicate):
+            case frames.PubAck(_, _, duplicate):
                 self._settle([number], [duplicate])
 
     # -- the connection
 
     def _connection(self) -> socket.socket:
         if self._socket is None:
-            raise _Lost("there is no connection")
+            raise _ConnectionLost("not connected")
         return self._socket
 
     def _recover(self, problem: Exception | None) -> None:
-        """Connect, and put everything open on its way again, in its order."""
+        """Connect, and queue all unacknowledged messages again, in order."""
         if problem is not None:
             self.reconnects += 1
-            logger.warning("the connection to NATS was lost", extra={"error": str(problem), "open": self._open})
+            logger.warning("connection to NATS lost", extra={"error": str(problem), "open": self._open})
         wait = _FIRST_WAIT_SECONDS
-        turn = 0
+        attempt = 0
         while True:
             self.close()
             late = time.monotonic() - self._progress_at > self._retry_seconds
             if problem is not None and late:
-                if isinstance(problem, _Lost) and problem.no_stream:
-                    raise NatsRefused(str(problem), hint="Create the stream first; `ensure_streams` does.") from problem
+                if isinstance(problem, _ConnectionLost) and problem.no_stream:
+                    raise NatsRefused(str(problem), hint="Create the stream first, with `ensure_streams`.") from problem
                 raise NatsUnavailable(
-                    f"NATS did not acknowledge for {self._retry_seconds:g} seconds: {problem}",
-                    hint="Sending again is safe: what the stream has, it drops.",
+                    f"no acknowledgement from NATS for {self._retry_seconds:g} seconds: {problem}",
+                    hint="Retrying is safe: the stream drops duplicates.",
                 ) from problem
             if problem is not None:
                 time.sleep(wait)
-                wait = min(wait * 2, _LONGEST_WAIT_SECONDS)
+                wait = min(wait * 2, _MAX_WAIT_SECONDS)
             try:
-                self._connect(self._addresses[turn % len(self._addresses)])
+                self._connect(self._addresses[attempt % len(self._addresses)])
                 break
-            except (OSError, _Lost) as error:
+            except (OSError, _ConnectionLost) as error:
                 problem = error
-                turn += 1
+                attempt += 1
         for chunk in self._chunks:
             if chunk.open:
                 self._queue(chunk)
@@ -324,20 +331,20 @@ class Publisher:
     def _connect(self, address: _Address) -> None:
         deadline = time.monotonic() + self._connect_seconds
         self._outgoing.clear()
-        # A new inbox each time: no answer of an earlier connection can be mistaken.
+        # A new inbox for each connection, so that late answers to an earlier one are ignored.
         self._inbox = f"_INBOX.{secrets.token_hex(11)}"
         self._parser = frames.Parser(inbox=self._inbox)
         connection = socket.create_connection((address.host, address.port), timeout=self._connect_seconds)
         self._socket = connection
         if connection.getsockname() == connection.getpeername():
-            # A port that nobody listens on may be given to the very socket that looks for it.
-            raise _Lost("the server is not there")
+            # TCP self-connect: the kernel may choose the unused target port as the local port.
+            raise _ConnectionLost("connection refused")
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         info = self._await(connection, frames.Info, deadline)
         assert isinstance(info, frames.Info)
         self._max_payload_bytes = int(info.options.get("max_payload", self._max_payload_bytes))
         if not info.options.get("headers"):
-            raise NatsRefused("this server of NATS knows no headers; JetStream needs them")
+            raise NatsRefused("the NATS server does not support headers, which JetStream requires")
         if address.tls or info.options.get("tls_required"):
             connection = ssl.create_default_context().wrap_socket(connection, server_hostname=address.host)
             self._socket = connection
@@ -349,28 +356,30 @@ class Publisher:
         self._await(connection, frames.Pong, deadline)
         connection.setblocking(False)
 
-    def _await(self, connection: socket.socket, kind: type, deadline: float) -> frames.Said:
+    def _await(self, connection: socket.socket, kind: type, deadline: float) -> frames.ServerMessage:
         while True:
             left = deadline - time.monotonic()
             if left <= 0:
-                raise _Lost(f"the server did not greet within {self._connect_seconds:g} seconds")
+                raise _ConnectionLost(
+                    f"the server did not complete the handshake within {self._connect_seconds:g} seconds"
+                )
             connection.settimeout(left)
             piece = connection.recv(_RECEIVE_BYTES)
             if not piece:
-                raise _Lost("the server closed the connection")
+                raise _ConnectionLost("the server closed the connection")
             try:
-                heard = list(self._parser.feed(piece))
+                received = list(self._parser.feed(piece))
             except InvalidMessage as error:
                 raise NatsRefused(f"not a NATS server: {error.message}") from error
-            for said in heard:
-                if isinstance(said, frames.Failure):
-                    raise _failed(said.text)
-                if isinstance(said, kind):
-                    return said
+            for message in received:
+                if isinstance(message, frames.Failure):
+                    raise _server_error(message.text)
+                if isinstance(message, kind):
+                    return message
 
 
-class _Lost(Exception):
-    """The connection is of no use any more; another one may be."""
+class _ConnectionLost(Exception):
+    """The connection is lost; a new one may work."""
 
     def __init__(self, reason: str, *, no_stream: bool = False) -> None:
         super().__init__(reason)
@@ -379,7 +388,7 @@ class _Lost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Address:
-    """Where a server is, and who we are there."""
+    """The address of a server, and the credentials."""
 
     host: str
     port: int
@@ -394,10 +403,10 @@ class _Address:
         try:
             port = parts.port or 4222
         except ValueError as error:
-            raise InvalidMessage(f"{parts.hostname} has no such port") from error
+            raise InvalidMessage(f"invalid port in the address of {parts.hostname}: expected 1 to 65535") from error
         if parts.scheme not in ("nats", "tls") or not parts.hostname:
             raise InvalidMessage(
-                "the address of a NATS server is nats://[user:password@|token@]host[:port], or tls:// the same"
+                "invalid NATS address: expected nats://[user:password@|token@]host[:port], or the same with tls://"
             )
         user = unquote(parts.username) if parts.username else None
         password = unquote(parts.password) if parts.password is not None else None
@@ -412,12 +421,12 @@ class _Address:
         )
 
 
-def _failed(text: str) -> Exception:
-    """A complaint of the server: final when it is about rights, else a lost connection."""
+def _server_error(text: str) -> Exception:
+    """The exception for a server error: NatsRefused for permissions and limits, else a lost connection."""
     lowered = text.lower()
     if "authoriz" in lowered or "authentic" in lowered or "permissions" in lowered or "payload" in lowered:
-        return NatsRefused(f"NATS refused: {text}", hint="Check the address, its user or token, and their rights.")
-    return _Lost(text)
+        return NatsRefused(f"NATS refused: {text}", hint="Check the address, the user or token, and its permissions.")
+    return _ConnectionLost(text)
 
 
 def _size(batch: pa.RecordBatch) -> int:
@@ -425,7 +434,7 @@ def _size(batch: pa.RecordBatch) -> int:
 
 
 def _pieces(batch: pa.RecordBatch, *, rows: int, size: int) -> list[tuple[int, int]]:
-    """Cuts a batch into pieces of at most so many rows and bytes; a larger message is a piece of its own."""
+    """Split a batch into pieces of at most `rows` rows and `size` bytes; a larger message is a separate piece."""
     if batch.num_rows <= rows and _size(batch) <= size:
         return [(0, batch.num_rows)]
     pieces: list[tuple[int, int]] = []

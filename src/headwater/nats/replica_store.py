@@ -1,4 +1,4 @@
-"""A table's replica in SQLite: its rows, and how far it is, always changed in one transaction."""
+"""A table's replica in SQLite: its rows and its replication state, always changed in one transaction."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ create table if not exists _headwater_replica (
 
 
 class Diverged(Exception):
-    """A change does not fit the rows that are there: the replica is not the table any more."""
+    """A change does not fit the rows of the replica: the replica differs from its table."""
 
 
 @dataclass(frozen=True, slots=True)
-class State:
-    """How far a replica is.
+class ReplicaState:
+    """The replication state.
 
-    `stream_sequence` is the last one of the stream CDC whose effect is in the rows; `last_lsn` and
-    `last_sequence` are of the last change that was applied. Before `settles_at`, rows may be ahead of the changes.
+    `stream_sequence` is the last sequence of the stream CDC that is applied to the rows; `last_lsn` and
+    `last_sequence` belong to the last applied change. Before `settles_at`, rows may be ahead of the changes.
     """
 
     snapshot_id: str
@@ -59,7 +59,7 @@ class State:
 
 
 class ReplicaStore:
-    """One table's replica in a file of SQLite."""
+    """One table's replica in an SQLite file."""
 
     def __init__(self, path: Path | str, table: Table) -> None:
         self.table: Final = table
@@ -71,9 +71,7 @@ class ReplicaStore:
             self._connection.execute(_STATE)
             self._add_settles_at()
         except sqlite3.Error as error:
-            raise ReplicaRefused(
-                f"cannot use {path}: {error}", hint="Choose a file of SQLite, or a new one."
-            ) from error
+            raise ReplicaRefused(f"cannot use {path}: {error}", hint="Choose an SQLite file, or a new file.") from error
         self._columns: dict[str, _Column] = {}
         self._key: tuple[str, ...] = ()
         self._load_columns()
@@ -91,7 +89,7 @@ class ReplicaStore:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All of it or nothing."""
+        """A transaction around the block; rolled back if the block raises."""
         self._connection.execute("begin immediate")
         try:
             yield
@@ -101,19 +99,19 @@ class ReplicaStore:
             raise
         self._connection.execute("commit")
 
-    # -- how far it is
+    # -- state
 
-    def state(self) -> State | None:
-        """How far the replica is; nothing before its first snapshot."""
+    def state(self) -> ReplicaState | None:
+        """The replication state; None before the first snapshot."""
         row = self._connection.execute(
             "select snapshot_id, visible, after_lsn, stream_created, stream_sequence, last_lsn, last_sequence, "
             "settles_at from _headwater_replica where name = ?",
             (self.name,),
         ).fetchone()
-        return None if row is None else State(*row)
+        return None if row is None else ReplicaState(*row)
 
-    def save(self, state: State) -> None:
-        """Say how far the replica is."""
+    def save(self, state: ReplicaState) -> None:
+        """Store the replication state."""
         columns = json.dumps([(c.name, c.data_type, c.primary_key) for c in self._columns.values()])
         self._connection.execute(
             "insert or replace into _headwater_replica values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -132,7 +130,7 @@ class ReplicaStore:
         )
 
     def forget(self) -> None:
-        """The place in the stream is worth nothing any more; the rows stay until the next snapshot."""
+        """Invalidate the stream sequence, so that the next run takes a snapshot. The rows stay until then."""
         state = self.state()
         if state is not None:
             with self.transaction():
@@ -143,7 +141,7 @@ class ReplicaStore:
     # -- rows
 
     def rebuild(self, columns: Sequence[Mapping[str, Any]]) -> None:
-        """An empty table with these columns of a schema document, in place of the replica's earlier one."""
+        """Replace the replica's table by an empty one with these columns of a schema document."""
         described = {
             str(column["name"]): _Column(
                 str(column["name"]), str(column["data_type"]).lower(), bool(column.get("primary_key"))
@@ -153,12 +151,13 @@ class ReplicaStore:
         key = tuple(column.name for column in described.values() if column.primary_key)
         if not key:
             raise ReplicaRefused(
-                f"{self.table.full_name} has no primary key, so changes cannot be told apart",
+                f"{self.table.full_name} has no primary key, so its changes cannot be matched to rows",
                 hint="Give the table a primary key.",
             )
         if self.state() is None and self._exists():
             raise ReplicaRefused(
-                f"there is a table {self.name} already that is no replica", hint="Choose another file, or drop it."
+                f"the file already has a table {self.name} that is not a replica",
+                hint="Choose another file, or drop the table.",
             )
         self._columns, self._key = described, key
         self._connection.execute(f"drop table if exists {_quoted(self.name)}")
@@ -167,7 +166,7 @@ class ReplicaStore:
         self._connection.execute(f"create table {_quoted(self.name)} ({', '.join(lines)})")
 
     def add_columns(self, columns: Sequence[Mapping[str, Any]]) -> None:
-        """Add what a newer schema document has and the replica has not."""
+        """Add the columns of a newer schema document that the replica lacks."""
         for column in columns:
             name = str(column["name"])
             if name not in self._columns:
@@ -178,34 +177,34 @@ class ReplicaStore:
                 )
 
     def unknown_columns(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row has columns that the replica has not."""
+        """Whether a row has columns that the replica lacks."""
         return not row.keys() <= self._columns.keys()
 
     def load(self, rows: Iterable[Mapping[str, Any]], *, leniently: bool = False) -> int:
-        """Put the rows of a snapshot in; says how many. `leniently`: a row that is there already is replaced."""
+        """Insert the rows of a snapshot; return their number. `leniently`: existing rows are replaced."""
         names = list(self._columns)
         values = [[self._value(name, row.get(name)) for name in names] for row in rows]
-        places = ", ".join("?" * len(names))
+        placeholders = ", ".join("?" * len(names))
         try:
             self._connection.executemany(
                 f"insert {'or replace ' if leniently else ''}into {_quoted(self.name)} "
-                f"({', '.join(map(_quoted, names))}) values ({places})",
+                f"({', '.join(map(_quoted, names))}) values ({placeholders})",
                 values,
             )
         except sqlite3.IntegrityError as error:
-            raise Diverged(f"the snapshot has a row twice: {error}") from error
+            raise Diverged(f"the snapshot has a duplicate row: {error}") from error
         return len(values)
 
     def apply(self, event: Mapping[str, Any], *, leniently: bool = False) -> None:
-        """Carry one change out; Diverged if it does not fit what is there.
+        """Apply one change; Diverged if it does not fit the rows.
 
-        `leniently`: rows may be ahead of the changes, or not there yet. Diverged only if the change alone does not
-        say what the row is.
+        `leniently`: rows may be ahead of the changes, or still missing. Diverged only if the change alone does not
+        contain the whole row.
         """
         operation = event.get("operation")
         data = event.get("data")
         if not isinstance(data, Mapping):
-            raise InvalidMessage(f"a change without data: {str(event)[:200]}")
+            raise InvalidMessage(f"a change has no data: {str(event)[:200]}")
         if operation == "INSERT":
             self._insert(data, replace=leniently)
         elif operation == "UPDATE" and leniently:
@@ -215,21 +214,23 @@ class ReplicaStore:
         elif operation == "DELETE" and leniently:
             self._connection.execute(f"delete from {_quoted(self.name)} where {self._where()}", self._key_of(data))
         elif operation == "DELETE":
-            self._one(f"delete from {_quoted(self.name)} where {self._where()}", self._key_of(data), "delete")
+            self._execute_for_one_row(
+                f"delete from {_quoted(self.name)} where {self._where()}", self._key_of(data), "delete"
+            )
         elif operation == "TRUNCATE":
             self._connection.execute(f"delete from {_quoted(self.name)}")
         else:
-            raise InvalidMessage(f"{operation!r} is no operation of a change")
+            raise InvalidMessage(f"invalid operation {operation!r}: expected INSERT, UPDATE, DELETE or TRUNCATE")
 
     def rows(self) -> list[dict[str, Any]]:
-        """Every row, by its key."""
+        """All rows, in the order of their keys."""
         cursor = self._connection.execute(
             f"select * from {_quoted(self.name)} order by {', '.join(map(_quoted, self._key))}"
         )
         names = [column[0] for column in cursor.description]
         return [dict(zip(names, row, strict=True)) for row in cursor]
 
-    # -- how
+    # -- internals
 
     def _exists(self) -> bool:
         found = self._connection.execute(
@@ -243,33 +244,33 @@ class ReplicaStore:
         self._key = tuple(column.name for column in self._columns.values() if column.primary_key)
 
     def _add_settles_at(self) -> None:
-        """A file of an earlier version lacks the column."""
+        """Add the column to files of earlier versions."""
         names = [row[1] for row in self._connection.execute("pragma table_info(_headwater_replica)")]
         if "settles_at" not in names:
             self._connection.execute("alter table _headwater_replica add column settles_at integer not null default 0")
 
     def _insert(self, data: Mapping[str, Any], *, replace: bool = False) -> None:
         names = ", ".join(map(_quoted, data))
-        places = ", ".join("?" * len(data))
+        placeholders = ", ".join("?" * len(data))
         try:
             self._connection.execute(
-                f"insert {'or replace ' if replace else ''}into {_quoted(self.name)} ({names}) values ({places})",
+                f"insert {'or replace ' if replace else ''}into {_quoted(self.name)} ({names}) values ({placeholders})",
                 self._values(data),
             )
         except sqlite3.IntegrityError as error:
-            raise Diverged(f"an insert of a row that is there: {error}") from error
+            raise Diverged(f"insert of an existing row: {error}") from error
 
     def _update(self, data: Mapping[str, Any], old: Any) -> None:
         key = self._old_key(data, old)
         changes = ", ".join(f"{_quoted(name)} = ?" for name in data)
         try:
-            self._one(
+            self._execute_for_one_row(
                 f"update {_quoted(self.name)} set {changes} where {self._where()}",
                 [*self._values(data), *key],
                 "update",
             )
         except sqlite3.IntegrityError as error:
-            raise Diverged(f"an update to the key of another row: {error}") from error
+            raise Diverged(f"update to the key of another row: {error}") from error
 
     def _update_leniently(self, data: Mapping[str, Any], old: Any, *, partial: bool) -> None:
         key, old_key = self._key_of(data), self._old_key(data, old)
@@ -277,22 +278,22 @@ class ReplicaStore:
             if old_key != key:
                 self._connection.execute(f"delete from {_quoted(self.name)} where {self._where()}", old_key)
             self._insert(data, replace=True)
-        elif old_key == key and self._there(key):
+        elif old_key == key and self._row_exists(key):
             self._update(data, None)
         else:
-            # What has the old key now may be another row, which got it later.
-            raise Diverged("an update that does not say all of a row, which is not there")
+            # A row with the old key may be another row that got this key later.
+            raise Diverged("update with only some values of a missing row")
 
-    def _there(self, key: Sequence[Any]) -> bool:
+    def _row_exists(self, key: Sequence[Any]) -> bool:
         found = self._connection.execute(f"select 1 from {_quoted(self.name)} where {self._where()}", key)
         return found.fetchone() is not None
 
     def _old_key(self, data: Mapping[str, Any], old: Any) -> list[Any]:
         return self._key_of(old if isinstance(old, Mapping) and old.keys() >= set(self._key) else data)
 
-    def _one(self, statement: str, values: Sequence[Any], what: str) -> None:
+    def _execute_for_one_row(self, statement: str, values: Sequence[Any], what: str) -> None:
         if self._connection.execute(statement, values).rowcount != 1:
-            raise Diverged(f"{what} of a row that is not there")
+            raise Diverged(f"{what} of a missing row")
 
     def _where(self) -> str:
         return " and ".join(f"{_quoted(name)} = ?" for name in self._key)
@@ -300,7 +301,7 @@ class ReplicaStore:
     def _key_of(self, row: Mapping[str, Any]) -> list[Any]:
         missing = [name for name in self._key if row.get(name) is None]
         if missing:
-            raise InvalidMessage(f"a change of {self.table.full_name} without its key {', '.join(missing)}")
+            raise InvalidMessage(f"a change of {self.table.full_name} lacks its key {', '.join(missing)}")
         return [self._value(name, row[name]) for name in self._key]
 
     def _values(self, row: Mapping[str, Any]) -> list[Any]:

@@ -1,7 +1,7 @@
-"""Rows of a snapshot as messages that fit: so many rows, so many bytes, the same ones if it is done again. No I/O here.
+"""Splits the rows of a snapshot into messages of limited rows and bytes. No I/O.
 
-Where a chunk ends depends on the rows alone, not on how they arrive, so that a repeated read of a range gives
-the same messages under the same ids.
+Chunk boundaries depend on the rows alone, not on how they arrive, so that a repeated read of a range gives the same
+messages with the same ids.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import pyarrow.compute as pc
 from headwater.nats import frames, messages
 from headwater.nats.codec import Encoding
 from headwater.nats.errors import InvalidMessage
-from headwater.nats.messages import CHUNK_ROWS, Snapshot
+from headwater.nats.messages import CHUNK_ROWS, SnapshotInfo
 
-# How many numbers a range of a table has for its chunks: more than it will need, and few enough for many ranges.
+# Chunk numbers reserved for each range of a table: more than a range needs, few enough for many ranges.
 CHUNKS_PER_RANGE: Final = 100_000_000
-# What surrounds the rows of a chunk, with room to spare.
+# An upper bound for the bytes of a chunk other than its rows.
 _FRAME_BYTES: Final = 4_096
-# Compressed rows take a quarter of their size or less.
+# Assumed compression ratio: rows compress to a quarter of their size or less.
 _COMPRESSION: Final = 4
 
 
 class ChunkWriter:
-    """Cuts the rows of one range into chunks. For one range, from its first row to its last."""
+    """Splits the rows of one range into chunks. Use one writer per range, from its first row to its last."""
 
     def __init__(
         self,
-        snapshot: Snapshot,
+        snapshot: SnapshotInfo,
         *,
         first_chunk: int,
         max_payload_bytes: int,
@@ -53,7 +53,7 @@ class ChunkWriter:
         self.rows = 0
 
     def add(self, rows: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """The messages that are complete with these rows, each a JSON object."""
+        """Yield the messages that these rows (JSON objects) complete."""
         for row in rows:
             if self._held and (
                 len(self._held) >= self._chunk_rows or self._held_bytes + len(row) + 1 > self._text_bytes
@@ -63,15 +63,15 @@ class ChunkWriter:
             self._held_bytes += len(row) + 1
 
     def finish(self) -> Iterator[pa.RecordBatch]:
-        """The messages of what is held back."""
+        """Yield the messages of the buffered rows."""
         held, self._held, self._held_bytes = self._held, [], 0
         if held:
             yield from self._fitting(held)
 
     def _fitting(self, rows: list[str]) -> Iterator[pa.RecordBatch]:
         if self.chunks >= CHUNKS_PER_RANGE:
-            raise InvalidMessage(f"a range of a table has more than {CHUNKS_PER_RANGE} chunks")
-        message = messages.chunks(
+            raise InvalidMessage(f"a range of the table has more than {CHUNKS_PER_RANGE} chunks")
+        message = messages.chunk_messages(
             self._snapshot,
             [rows],
             first_chunk=self._first_chunk + self.chunks,
@@ -90,14 +90,14 @@ class ChunkWriter:
             yield from self._fitting(rows[middle:])
         else:
             raise InvalidMessage(
-                f"a row of {self._snapshot.table.full_name} takes {size} bytes; the NATS server takes "
+                f"a row of {self._snapshot.table.full_name} takes {size} bytes; the NATS server accepts at most "
                 f"{self._max_payload_bytes}",
-                hint="Raise the server's max_payload, or leave the table out.",
+                hint="Raise the server's max_payload, or remove the table from the publication.",
             )
 
 
-def runs(ranges: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """First numbers and counts as [first, last] pairs, in order, without those of no chunk, neighbours as one."""
+def merge_runs(ranges: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """Convert (first, count) pairs to sorted [first, last] runs; drop empty ones and merge adjacent ones."""
     found: list[list[int]] = []
     for first, count in sorted(ranges):
         if count == 0:

@@ -1,4 +1,4 @@
-"""Streams and buckets of JetStream: what they are set to, made where they are missing; schemas and dictionaries."""
+"""JetStream streams and buckets: their configuration and creation; access to schemas, dictionaries and snapshots."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from headwater.nats.subjects import Table
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What a stream keeps: the oldest messages go when one of these is reached."""
+class StreamLimits:
+    """StreamLimits of a stream: when one is reached, the oldest messages are removed."""
 
     max_age_seconds: float
     max_bytes: int
@@ -33,13 +33,13 @@ class Limits:
 
 _DAY: Final = 86_400.0
 _ANSWER_SECONDS: Final = 5.0
-# How many subjects a server lists of a stream.
-MOST_SUBJECTS: Final = 100_000
+# A server lists at most this many subjects of a stream.
+MAX_LISTED_SUBJECTS: Final = 100_000
 _GIB: Final = 1 << 30
 
-STREAMS: Final[Mapping[str, tuple[str, Limits]]] = {
-    subjects.CDC_STREAM: ("cdc.>", Limits(max_age_seconds=8 * _DAY, max_bytes=8 * _GIB)),
-    subjects.INIT_STREAM: ("init.>", Limits(max_age_seconds=7 * _DAY, max_bytes=8 * _GIB)),
+STREAMS: Final[Mapping[str, tuple[str, StreamLimits]]] = {
+    subjects.CDC_STREAM: ("cdc.>", StreamLimits(max_age_seconds=8 * _DAY, max_bytes=8 * _GIB)),
+    subjects.INIT_STREAM: ("init.>", StreamLimits(max_age_seconds=7 * _DAY, max_bytes=8 * _GIB)),
 }
 # How many versions of a value a bucket keeps.
 BUCKETS: Final[Mapping[str, int]] = {
@@ -50,11 +50,11 @@ BUCKETS: Final[Mapping[str, int]] = {
 
 
 @asynccontextmanager
-async def connected(url: str, *, name: str = "headwater", connect_seconds: float = 5.0) -> AsyncIterator[Client]:
-    """A connection that reconnects for as long as it is open. The first one must come within the time."""
+async def connect(url: str, *, name: str = "headwater", connect_seconds: float = 5.0) -> AsyncIterator[Client]:
+    """Connect within `connect_seconds`, and reconnect automatically until the block ends."""
 
     async def ignore(_: Exception) -> None:
-        """Each call says for itself what went wrong with it."""
+        """Ignore connection errors: the call that fails raises its own error."""
 
     try:
         client = await nats.connect(
@@ -68,7 +68,7 @@ async def connected(url: str, *, name: str = "headwater", connect_seconds: float
     except (OSError, nats.errors.Error, TimeoutError) as error:
         if "authorization" in str(error).lower():
             raise NatsRefused(f"NATS refused: {error}", hint="Check the user or token in the address.") from error
-        raise NatsUnavailable(f"no NATS server answers: {error or 'timeout'}", hint="Check the address.") from error
+        raise NatsUnavailable(f"cannot connect to NATS: {error or 'timeout'}", hint="Check the address.") from error
     client.options["max_reconnect_attempts"] = -1
     client.options["reconnect_time_wait"] = 1
     try:
@@ -78,21 +78,21 @@ async def connected(url: str, *, name: str = "headwater", connect_seconds: float
 
 
 async def ensure_streams(
-    js: JetStreamContext, *, limits: Mapping[str, Limits] | None = None, buckets: Mapping[str, int] = BUCKETS
+    js: JetStreamContext, *, limits: Mapping[str, StreamLimits] | None = None, buckets: Mapping[str, int] = BUCKETS
 ) -> list[str]:
-    """Make the streams and buckets that are missing; says which. What is there is left as it is."""
-    made: list[str] = []
+    """Create missing streams and buckets; return their names. Existing ones are not changed."""
+    created: list[str] = []
     for name, (subject, default) in STREAMS.items():
         try:
             info = await js.stream_info(name)
         except NotFoundError:
             await js.add_stream(_stream(name, subject, (limits or {}).get(name, default)))
-            made.append(name)
+            created.append(name)
             continue
         if subject not in (info.config.subjects or []):
             raise NatsRefused(
-                f"the stream {name} is there and takes {info.config.subjects}, not {subject}",
-                hint="Give it that subject, or remove it.",
+                f"the existing stream {name} has the subjects {info.config.subjects}, which do not include {subject}",
+                hint="Add the subject to the stream, or remove the stream.",
             )
     for name, history in buckets.items():
         try:
@@ -101,14 +101,14 @@ async def ensure_streams(
             await js.create_key_value(
                 KeyValueConfig(bucket=name, history=history, storage=StorageType.FILE, direct=True)
             )
-            made.append(name)
-    return made
+            created.append(name)
+    return created
 
 
 async def put_schema(
     js: JetStreamContext, table: Table, document: Mapping[str, Any], *, encoding: Encoding = "msgpack"
 ) -> bool:
-    """Publish what a table's columns are. False if the bucket says the same already, but for the time."""
+    """Publish the schema document of a table. False if the bucket already has it, except for the timestamp."""
     bucket = await js.key_value(subjects.SCHEMAS_BUCKET)
     known = await get_schema(js, table)
     if known is not None and {**known, "timestamp": None} == {**document, "timestamp": None}:
@@ -118,14 +118,14 @@ async def put_schema(
 
 
 async def get_schema(js: JetStreamContext, table: Table) -> dict[str, Any] | None:
-    """What the bucket says of a table's columns."""
+    """The schema document of a table; None if there is none."""
     value = await _value(js, subjects.SCHEMAS_BUCKET, table.token)
     document = None if value is None else codec.decode(value)
     return document if isinstance(document, dict) else None
 
 
 async def put_dictionary(js: JetStreamContext, table: Table, dictionary: bytes) -> str:
-    """Publish a dictionary; returns the key by which messages name it."""
+    """Publish a dictionary; return the key by which messages refer to it."""
     key = subjects.dictionary_key(table, codec.dictionary_id(dictionary))
     bucket = await js.key_value(subjects.DICTIONARIES_BUCKET)
     if await _value(js, subjects.DICTIONARIES_BUCKET, key) != dictionary:
@@ -134,7 +134,7 @@ async def put_dictionary(js: JetStreamContext, table: Table, dictionary: bytes) 
 
 
 async def get_dictionary(js: JetStreamContext, key: str) -> bytes | None:
-    """A dictionary by the key that a message names."""
+    """A dictionary by the key in a message; None if there is none."""
     return await _value(js, subjects.DICTIONARIES_BUCKET, key)
 
 
@@ -147,20 +147,20 @@ async def _value(js: JetStreamContext, bucket: str, key: str) -> bytes | None:
 
 
 async def get_snapshot(js: JetStreamContext, table: Table) -> dict[str, Any] | None:
-    """What is known of the last snapshot of a table, or of the one that runs."""
+    """The record of the last or running snapshot of a table; None if there is none."""
     value = await _value(js, subjects.SNAPSHOTS_BUCKET, table.token)
     document = None if value is None else codec.decode(value)
     return document if isinstance(document, dict) else None
 
 
 async def put_snapshot(js: JetStreamContext, table: Table, document: Mapping[str, Any]) -> None:
-    """Say how a table's snapshot stands."""
+    """Store the record of a table's snapshot."""
     bucket = await js.key_value(subjects.SNAPSHOTS_BUCKET)
     await bucket.put(table.token, codec.encode(dict(document), "json"))
 
 
 async def get_ranges(js: JetStreamContext, table: Table, snapshot_id: str) -> list[dict[str, Any]]:
-    """What was noted of the ranges of a snapshot that are done."""
+    """The records of the completed ranges of a snapshot."""
     found = await _values(js, subjects.SNAPSHOTS_BUCKET, f"{table.token}.{snapshot_id}.*")
     return [codec.decode(value) for value in found.values()]
 
@@ -168,13 +168,13 @@ async def get_ranges(js: JetStreamContext, table: Table, snapshot_id: str) -> li
 async def put_range(
     js: JetStreamContext, table: Table, snapshot_id: str, number: int, document: Mapping[str, Any]
 ) -> None:
-    """Note that a range of a snapshot is done."""
+    """Store the record of a completed range of a snapshot."""
     bucket = await js.key_value(subjects.SNAPSHOTS_BUCKET)
     await bucket.put(subjects.range_key(table, snapshot_id, number), codec.encode(dict(document), "json"))
 
 
 async def forget_ranges(js: JetStreamContext, table: Table, snapshot_id: str) -> None:
-    """Drop the notes of a snapshot that needs them no more."""
+    """Delete the range records of a snapshot."""
     await js.purge_stream(
         f"KV_{subjects.SNAPSHOTS_BUCKET}", subject=f"$KV.{subjects.SNAPSHOTS_BUCKET}.{table.token}.{snapshot_id}.*"
     )
@@ -183,7 +183,7 @@ async def forget_ranges(js: JetStreamContext, table: Table, snapshot_id: str) ->
 async def drop_chunks(
     js: JetStreamContext, table: Table, snapshot_id: str, *, but: Sequence[Sequence[int]] = ()
 ) -> int:
-    """Drop the chunks of a snapshot but those with numbers in these runs; says how many."""
+    """Delete the chunks of a snapshot, except those with numbers in the runs `but`; return the number deleted."""
     wanted = subjects.chunks_filter(table, snapshot_id)
     info = await js.stream_info(subjects.INIT_STREAM, subjects_filter=wanted)
     numbers = [int(subject.rpartition(".")[2]) for subject in info.state.subjects or ()]
@@ -194,7 +194,7 @@ async def drop_chunks(
 
 
 async def count_chunks(js: JetStreamContext, table: Table, snapshot_id: str) -> int:
-    """How many different chunks of a snapshot the stream has, as far as it says: at most MOST_SUBJECTS."""
+    """How many distinct chunks of a snapshot the stream has; the server reports at most MAX_LISTED_SUBJECTS."""
     wanted = subjects.chunks_filter(table, snapshot_id)
     info = await js.stream_info(subjects.INIT_STREAM, subjects_filter=wanted)
     return len(info.state.subjects or ())
@@ -203,12 +203,12 @@ async def count_chunks(js: JetStreamContext, table: Table, snapshot_id: str) -> 
 async def publish_error(
     js: JetStreamContext, table: Table, document: Mapping[str, Any], *, encoding: Encoding = "msgpack"
 ) -> None:
-    """Say that a snapshot failed, and why."""
+    """Publish that a snapshot failed, and why."""
     await js.publish(subjects.error_subject(table), codec.encode(dict(document), encoding))
 
 
-async def schemas(js: JetStreamContext) -> dict[Table, dict[str, Any]]:
-    """Everything that the bucket says of tables. What others keep there is passed over."""
+async def get_schemas(js: JetStreamContext) -> dict[Table, dict[str, Any]]:
+    """The schema documents of all tables. Entries of other formats are skipped."""
     documents = {}
     for key, value in (await _values(js, subjects.SCHEMAS_BUCKET, ">")).items():
         try:
@@ -221,11 +221,11 @@ async def schemas(js: JetStreamContext) -> dict[Table, dict[str, Any]]:
 
 
 async def _values(js: JetStreamContext, bucket: str, keys: str) -> dict[str, bytes]:
-    """The values of all keys that match."""
+    """The values of all matching keys."""
     watcher = await (await js.key_value(bucket)).watch(keys, ignore_deletes=True)
     found: dict[str, bytes] = {}
     try:
-        # It says None when it has told everything that is there.
+        # None marks the end of the current entries.
         while (entry := await watcher.updates(timeout=_ANSWER_SECONDS)) is not None:  # type: ignore[no-untyped-call]
             found[entry.key] = entry.value or b""
     finally:
@@ -233,7 +233,7 @@ async def _values(js: JetStreamContext, bucket: str, keys: str) -> dict[str, byt
     return found
 
 
-def _stream(name: str, subject: str, limits: Limits) -> StreamConfig:
+def _stream(name: str, subject: str, limits: StreamLimits) -> StreamConfig:
     return StreamConfig(
         name=name,
         subjects=[subject],

@@ -1,4 +1,4 @@
-"""What things are called in NATS: tokens of tables, subjects, message ids, keys. No I/O here."""
+"""Names in NATS: tokens of tables, subjects, message ids and keys. No I/O."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SNAPSHOTS_BUCKET: Final = "snapshots"
 REQUESTS: Final = "snapshot.request"
 DEFAULT_SCHEMA: Final = "public"
 
-# What keys of a bucket may hold, less what has a meaning here: = begins an escape, / divides, . separates tokens.
+# Allowed characters of bucket keys, without those with a meaning here: = escapes, / separates the schema, . tokens.
 _ESCAPED: Final = re.compile(rb"[^A-Za-z0-9_-]")
 _ESCAPE: Final = re.compile(rb"=([0-9A-F]{2})")
 _NAME: Final = re.compile(r"(?:[A-Za-z0-9_-]|=[0-9A-F]{2})+")
@@ -25,7 +25,7 @@ _NAME: Final = re.compile(r"(?:[A-Za-z0-9_-]|=[0-9A-F]{2})+")
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table by its schema and name, and how both are written as one token of a subject."""
+    """A table by its schema and name, and its encoding as one token of a subject."""
 
     schema: str
     name: str
@@ -39,43 +39,43 @@ class Table:
 
     @property
     def full_name(self) -> str:
-        """`public.orders`, as people and message ids have it."""
+        """`public.orders`, as in texts and message ids."""
         return f"{_escape(self.schema)}.{_escape(self.name)}"
 
     @staticmethod
     def of_token(token: str) -> Table:
-        """The table of a token; InvalidMessage if it is none."""
+        """Parse a token; InvalidMessage if it is invalid."""
         schema, divided, name = token.rpartition("/")
         if not _NAME.fullmatch(name) or (divided and not _NAME.fullmatch(schema)):
-            raise InvalidMessage(f"{token[:200]!r} is no token of a table")
+            raise InvalidMessage(f"invalid table token {token[:200]!r}")
         try:
             return Table(_unescape(schema) if divided else DEFAULT_SCHEMA, _unescape(name))
         except UnicodeDecodeError as error:
-            raise InvalidMessage(f"{token[:200]!r} is no token of a table") from error
+            raise InvalidMessage(f"invalid table token {token[:200]!r}") from error
 
     @staticmethod
     def parse(text: str) -> Table:
-        """A table as it is typed: `orders` or `public.orders`."""
+        """Parse `orders` or `public.orders`."""
         schema, divided, name = text.partition(".")
         if not divided:
             schema, name = DEFAULT_SCHEMA, text
         if not schema or not name:
-            raise InvalidMessage(f"{text!r} is no table: write schema.table, such as public.orders")
+            raise InvalidMessage(f"invalid table {text!r}: expected schema.table, such as public.orders")
         return Table(schema, name)
 
 
 def change_subject(table: Table, operation: str) -> str:
-    """Where one change of a table goes."""
+    """The subject of a single change of a table."""
     return f"cdc.{table.token}.{operation}"
 
 
 def packed_subject(table: Table, operation: str) -> str:
-    """Where several changes of one transaction go; `operation` is `mixed` unless all are the same."""
+    """The subject of several changes of one transaction; `operation` is `mixed` unless all are the same."""
     return f"cdc.{table.token}.{operation}.batch"
 
 
 def changes_filter(table: Table) -> str:
-    """Everything that happens to a table."""
+    """The filter for all changes of a table."""
     return f"cdc.{table.token}.>"
 
 
@@ -92,12 +92,12 @@ def meta_subject(table: Table) -> str:
 
 
 def error_subject(table: Table) -> str:
-    """Where it is said that a snapshot failed."""
+    """The subject for failures of a table's snapshots."""
     return f"init.error.{table.token}"
 
 
 def range_key(table: Table, snapshot_id: str, number: int) -> str:
-    """Where it is noted that a range of a running snapshot is done."""
+    """The key of the record that a range of a running snapshot is complete."""
     return f"{table.token}.{snapshot_id}.{number}"
 
 
@@ -105,13 +105,13 @@ def request_subject(table: Table) -> str:
     return f"{REQUESTS}.{table.token}"
 
 
-def requested(subject: str) -> Table:
-    """Which table a request is for."""
+def requested_table(subject: str) -> Table:
+    """The table that a snapshot request is for."""
     return Table.of_token(subject.removeprefix(f"{REQUESTS}."))
 
 
 def change_id(commit_lsn: int, sequence: int) -> str:
-    """The id of a change: sorts as changes do."""
+    """The id of a change: ids sort in the order of the changes."""
     return f"{commit_lsn:016x}-{sequence:08x}"
 
 
@@ -121,7 +121,7 @@ def dictionary_key(table: Table, dictionary_id: int) -> str:
 
 def _escape(name: str) -> str:
     if not name:
-        raise InvalidMessage("a name of no characters")
+        raise InvalidMessage("empty name of a schema or table")
     return _ESCAPED.sub(lambda found: b"=%02X" % found.group()[0], name.encode()).decode()
 
 

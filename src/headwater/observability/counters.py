@@ -1,4 +1,4 @@
-"""What this process has counted by itself, for its metrics. Adding costs a dictionary's update."""
+"""Counters of this process for its metrics. Adding costs one dictionary update."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Final
 
 from headwater.observability.metrics import Metric
 
-# A metric has at most so many series; what comes after them is counted together.
-MOST_SERIES: Final = 1000
+# The maximum number of series of a metric; further label values are counted together as OTHERS.
+MAX_SERIES: Final = 1000
 OTHERS: Final = "(others)"
 
 
 class Counters:
-    """Counts by metric and labels. Any thread may add."""
+    """Counts by metric and labels. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -22,13 +22,13 @@ class Counters:
     def add(self, metric: Metric, *labels: str, by: int = 1) -> None:
         with self._lock:
             try:
-                # Nearly always it is there.
+                # The series nearly always exists.
                 self._counts[metric][labels] += by
                 return
             except KeyError:
                 pass
             series = self._counts.setdefault(metric, {})
-            if labels not in series and len(series) >= MOST_SERIES:
+            if labels not in series and len(series) >= MAX_SERIES:
                 labels = (OTHERS,) * len(labels)
             series[labels] = series.get(labels, 0) + by
 

@@ -1,4 +1,4 @@
-"""The name and meaning of every metric and log field, on one page. Log lines are constant; what varies is a field."""
+"""The names and meanings of all metrics and log fields. The text of a log line is constant; values are fields."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ logger: Final = logging.getLogger("headwater")
 # --- log fields ----------------------------------------------------------------------------------------------
 
 CURSOR: Final = "cursor"
+QUEUE: Final = "queue"
 GROUP: Final = "group"
 WEBHOOK: Final = "webhook"
 POSITION: Final = "position"
@@ -24,16 +25,17 @@ READ_TO: Final = "read_to"
 
 LOG_FIELDS: Final = {
     CURSOR: "the cursor's name",
-    GROUP: "the group's name",
+    QUEUE: "the queue's name",
+    GROUP: "the Kafka consumer group's name",
     WEBHOOK: "the webhook's name",
-    POSITION: "a place in the log",
-    WAIT_SECONDS: "how long until the next try",
-    ERROR: "what went wrong, as text",
+    POSITION: "a position in the log",
+    WAIT_SECONDS: "seconds until the next attempt",
+    ERROR: "the error message",
     SLOT: "the replication slot's name",
-    RETAINED_BYTES: "what a slot keeps of the server's log",
-    OPEN: "messages that wait for their acknowledgement",
-    EPOCH: "the present epoch of the log",
-    READ_TO: "the position that a reader had reached",
+    RETAINED_BYTES: "bytes of WAL that the slot retains",
+    OPEN: "messages that are not acknowledged yet",
+    EPOCH: "the current epoch of the log",
+    READ_TO: "the position that the reader had reached",
 }
 
 # --- metrics -------------------------------------------------------------------------------------------------
@@ -41,7 +43,7 @@ LOG_FIELDS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A figure that is published. `source`: asked of the database, or counted by this process since its start."""
+    """A metric. `source` is the database, or the process, which counts since its start."""
 
     name: str
     kind: Literal["gauge", "counter"]
@@ -64,39 +66,45 @@ def _counted(name: str, meaning: str, *labels: str) -> Metric:
 
 PUBLISHED: Final = _counted(
     "headwater_published_events_total",
-    "events that this process published; not those that waited for their time, or for a transaction of Kafka's to end",
+    "Events published by this process, without scheduled events and events of Kafka transactions.",
     "topic",
 )
 APPENDS: Final = _counted(
     "headwater_appends_total",
-    "appends to event stores by this process; outcome: appended, or conflict where the condition did not hold",
+    "Event-store appends by this process. outcome: appended, or conflict if the append condition was not met.",
     "topic",
     "outcome",
 )
 HANDLED: Final = _counted(
     "headwater_handled_events_total",
-    "events that handlers of this process ended; outcome: done, retry, dead or snooze",
-    "group",
+    "Events processed by handlers of this process. outcome: done, retry, dead or snooze.",
+    "queue",
     "outcome",
 )
-LEASES_LOST: Final = _counted("headwater_leases_lost_total", "leases that ran out under this process", "group")
+LEASES_LOST: Final = _counted(
+    "headwater_leases_lost_total", "Leases of this process that expired before they were settled.", "queue"
+)
 WEBHOOK_REQUESTS: Final = _counted(
     "headwater_webhook_requests_total",
-    "requests that this process sent to receivers; answer: 2xx, 3xx, 4xx, 5xx, or none where there was no answer",
+    "Webhook requests sent by this process. answer: 2xx, 3xx, 4xx, 5xx, or none without a response.",
     "webhook",
     "answer",
 )
 STOPPED_FILTERS: Final = _counted(
     "headwater_stopped_filters_total",
-    "times that this process found a filter of its SQL subscriptions stopped because it takes too long",
-    "group",
+    "Times that this process found a filter of its SQL subscriptions stopped because it took too long.",
+    "queue",
 )
-UNAVAILABLE: Final = _counted("headwater_unavailable_total", "calls of this process that found no database")
+UNAVAILABLE: Final = _counted(
+    "headwater_unavailable_total", "Calls of this process that failed because the database was unavailable."
+)
 EPOCH_CHANGED: Final = _counted(
     "headwater_epoch_changes_total",
-    "times that a reader of this process found the log in another epoch and went back to the last common position",
+    "Times that a reader of this process found a new epoch and went back to the last common position.",
 )
-SCRAPES_FAILED: Final = _counted("headwater_scrapes_failed_total", "times that the database gave no figures")
+SCRAPES_FAILED: Final = _counted(
+    "headwater_scrapes_failed_total", "Scrapes of this process that could not read metrics from the database."
+)
 BACKGROUND_FAILURES: Final = _counted(
     "headwater_background_failures_total",
     "Failures of background tasks of this process; each task is restarted after a pause. Any is a bug: see the log.",
@@ -106,83 +114,93 @@ BACKGROUND_FAILURES: Final = _counted(
 METRICS: Final = (
     _gauge(
         "headwater_up",
-        "1: the database answered when it was asked for these figures; 0: only what this process has counted follows",
+        "1 if the database answered this scrape; 0 if only the counters of this process follow.",
     ),
-    _gauge("headwater_log_drawn_position", "the last position that was handed out"),
+    _gauge("headwater_log_head_position", "Head of the log: the highest position assigned so far."),
     _gauge(
-        "headwater_log_settled_position",
-        "up to here readers see the log; below the drawn one while publishers are open",
+        "headwater_log_stable_position",
+        "Stable position of the log, up to which readers see events; below the head while publishers are open.",
     ),
     _counter(
-        "headwater_log_positions_total", "positions handed out since the log began: its events, and those rolled back"
+        "headwater_log_positions_total",
+        "Positions assigned since the log was created, including those of rolled-back transactions.",
     ),
-    _gauge("headwater_publishers_in_flight", "open transactions that have published"),
-    _gauge("headwater_oldest_publisher_age_seconds", "how long the oldest of them is open; readers wait for it"),
+    _gauge("headwater_publishers_in_flight", "Open transactions that have published events."),
     _gauge(
-        "headwater_oldest_publisher_pid", "its process id in Postgres, for pg_terminate_backend; 0: none, or prepared"
+        "headwater_oldest_publisher_age_seconds",
+        "Age in seconds of the oldest open publishing transaction; readers wait for it.",
     ),
-    _gauge("headwater_segments", "segments; state: closed, open, or ahead (made and not reached yet)", "state"),
-    _gauge("headwater_open_segment_free_positions", "positions left in the open segment"),
     _gauge(
-        "headwater_oldest_segment_age_seconds", "how long ago the oldest segment was begun: how far back the log goes"
+        "headwater_oldest_publisher_pid",
+        "Postgres process id of the oldest open publishing transaction; 0 if there is none or it is prepared.",
     ),
-    _gauge("headwater_log_bytes", "what the events take on disk, with their indexes"),
+    _gauge(
+        "headwater_segments", "Segments of the log. state: closed, open, or ahead (created but not used yet).", "state"
+    ),
+    _gauge("headwater_open_segment_free_positions", "Unassigned positions in the open segment."),
+    _gauge("headwater_oldest_segment_age_seconds", "Age in seconds of the oldest segment: how far back the log goes."),
+    _gauge("headwater_log_bytes", "Size in bytes of all events on disk, including indexes."),
     _gauge(
         "headwater_retention_held_positions",
-        "settled positions that retention must keep for a reader that must not lose",
+        "Positions that retention keeps for cursors, queues and archives that hold retention.",
     ),
-    _gauge("headwater_maintenance_age_seconds", "how long ago upkeep ran last; missing: never"),
+    _gauge("headwater_maintenance_age_seconds", "Seconds since maintenance last ran; absent if it never ran."),
     _counter("headwater_clock_steps_total", "Steps back of the database clock that maintenance has seen."),
-    _gauge("headwater_scheduled_overdue_seconds", "by how much the most overdue scheduled event is late"),
-    _gauge("headwater_topics", "topics"),
-    _gauge("headwater_topic_last_position", "the topic's last event; 0: it has none", "topic"),
-    _gauge("headwater_topic_silent_seconds", "how long ago it was published", "topic"),
+    _gauge(
+        "headwater_scheduled_overdue_seconds",
+        "Delay in seconds of the most overdue scheduled event; 0 if none is overdue.",
+    ),
+    _gauge("headwater_topics", "Number of topics."),
+    _gauge("headwater_topic_last_position", "Position of the last event of the topic; 0 if it has none.", "topic"),
+    _gauge("headwater_topic_silent_seconds", "Seconds since the last event of the topic was published.", "topic"),
     _gauge(
         "headwater_topic_events_per_second",
-        "how fast it grows: by its last 50 events, or those of the last minute",
+        "Publishing rate of the topic in events per second, over its last 50 events or the last minute.",
         "topic",
     ),
-    _gauge("headwater_groups", "groups"),
+    _gauge("headwater_queues", "Number of queues."),
     _gauge(
-        "headwater_group_lag_events",
-        "Events of its own topics that the group has not finished. New events are counted up to 1000.",
-        "group",
+        "headwater_queue_lag_events",
+        "Events of the queue's topics that it has not finished. New events are counted up to 1000.",
+        "queue",
     ),
     _gauge(
-        "headwater_group_lag_is_more", "1 if headwater_group_lag_events is a lower bound, 0 if it is exact.", "group"
+        "headwater_queue_lag_is_more", "1 if headwater_queue_lag_events is a lower bound, 0 if it is exact.", "queue"
     ),
     _gauge(
-        "headwater_group_lag_seconds",
-        "Age in seconds of the oldest event that the group has not claimed; 0 if there is none.",
-        "group",
+        "headwater_queue_lag_seconds",
+        "Age in seconds of the oldest event that the queue has not claimed; 0 if there is none.",
+        "queue",
     ),
     _gauge(
-        "headwater_group_unfinished_seconds",
-        "the age of the oldest event that is not done with, retries included",
-        "group",
+        "headwater_queue_unfinished_seconds",
+        "Age in seconds of the oldest unfinished event of the queue, including retries; 0 if there is none.",
+        "queue",
     ),
-    _gauge("headwater_group_leased_events", "events that workers hold now", "group"),
-    _gauge("headwater_group_open_leases", "batches that are claimed and not settled", "group"),
+    _gauge("headwater_queue_leased_events", "Events of the queue that workers hold in leases.", "queue"),
+    _gauge("headwater_queue_open_leases", "Leases of the queue that are not settled.", "queue"),
     _gauge(
-        "headwater_group_redeliveries", "events that are to be tried again, or wait behind one of their key", "group"
+        "headwater_queue_redeliveries",
+        "Events of the queue that wait for a retry, or behind an event with the same key.",
+        "queue",
     ),
-    _gauge("headwater_group_dead_letters", "events that the group has given up on", "group"),
-    _counter("headwater_group_claimed_events_total", "events that were handed out for the first time", "group"),
-    _gauge("headwater_group_paused", "1: nobody gets events of it", "group"),
+    _gauge("headwater_queue_dead_letters", "Dead letters of the queue.", "queue"),
+    _counter("headwater_queue_claimed_events_total", "Events that the queue delivered for the first time.", "queue"),
+    _gauge("headwater_queue_paused", "1 if the queue is paused; else 0.", "queue"),
     _gauge(
-        "headwater_group_has_workers",
-        "1 if a worker asked for events in the last minute or holds a lease, or a reader holds the group; else 0.",
-        "group",
+        "headwater_queue_has_workers",
+        "1 if a worker claimed in the last minute or holds a lease, or a reader holds the queue; else 0.",
+        "queue",
     ),
     _gauge(
-        "headwater_group_stalled",
-        "1 if workers ask and events have waited for over a minute, but none is handed out; else 0.",
-        "group",
+        "headwater_queue_stalled",
+        "1 if workers claim and events have waited for over a minute, but none is delivered; else 0.",
+        "queue",
     ),
-    _gauge("headwater_cursors", "cursors"),
+    _gauge("headwater_cursors", "Number of cursors."),
     _gauge(
         "headwater_cursor_lag_events",
-        "Events of its own topics after the cursor, counted up to 1000.",
+        "Events of the cursor's topics after its position, counted up to 1000.",
         "cursor",
     ),
     _gauge(
@@ -193,10 +211,10 @@ METRICS: Final = (
         "Age in seconds of the oldest event after the cursor; 0 if there is none.",
         "cursor",
     ),
-    _gauge("headwater_pipeline_running", "1: somebody runs it", "pipeline"),
+    _gauge("headwater_pipeline_running", "1 if a process runs the pipeline; else 0.", "pipeline"),
     _gauge(
         "headwater_pipeline_behind",
-        "Events of its own topics that it has yet to read, counted up to 1000; or bytes of WAL if it captures changes.",
+        "Unread events of the pipeline's topics, counted up to 1000; or unread bytes of WAL if it captures changes.",
         "pipeline",
         "source",
     ),
@@ -207,17 +225,23 @@ METRICS: Final = (
         "source",
     ),
     _gauge(
-        "headwater_pipeline_failed", "1 if its last run ended with an error or its runner is lost; else 0.", "pipeline"
+        "headwater_pipeline_failed",
+        "1 if the pipeline stopped with an error or its runner is lost; else 0.",
+        "pipeline",
     ),
-    _counter("headwater_pipeline_rows_total", "rows that it has moved", "pipeline"),
-    _counter("headwater_pipeline_batches_total", "batches that it has finished", "pipeline"),
-    _gauge("headwater_pipeline_failures", "failures in a row; a batch that succeeds makes it 0", "pipeline"),
-    _gauge("headwater_pipeline_silent_seconds", "how long ago its last batch ended", "pipeline"),
-    _gauge("headwater_slot_lag_bytes", "what the replication slot keeps of the server's log", "slot"),
-    _gauge("headwater_slot_active", "1: somebody reads from it", "slot"),
+    _counter("headwater_pipeline_rows_total", "Rows written by the pipeline.", "pipeline"),
+    _counter("headwater_pipeline_batches_total", "Batches finished by the pipeline.", "pipeline"),
+    _gauge(
+        "headwater_pipeline_failures",
+        "Consecutive failures of the pipeline; a successful batch resets it to 0.",
+        "pipeline",
+    ),
+    _gauge("headwater_pipeline_silent_seconds", "Seconds since the last batch of the pipeline ended.", "pipeline"),
+    _gauge("headwater_slot_lag_bytes", "Bytes of WAL that the replication slot retains.", "slot"),
+    _gauge("headwater_slot_active", "1 if the replication slot is in use; else 0.", "slot"),
     _gauge(
         "headwater_kafka_group_lag_events",
-        "Records after what the group has committed, over all partitions; in an open topic counted up to 1000.",
+        "Records after the committed offsets of the consumer group; in an open topic counted up to 1000.",
         "group",
         "topic",
     ),

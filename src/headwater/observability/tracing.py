@@ -1,7 +1,7 @@
-"""Traces that go on from publisher to consumer, through the headers of events, with OpenTelemetry.
+"""Propagates OpenTelemetry traces from publisher to consumer in the headers of events (W3C Trace Context).
 
-Nothing of OpenTelemetry is imported here. A program that has a span open has imported it, so where it is not among the
-modules there is nothing to carry on, and looking costs next to nothing. The headers are those of W3C Trace Context.
+This module does not import OpenTelemetry. A program with an open span has imported it; if it is not in `sys.modules`
+there is no trace to propagate, and the check costs next to nothing.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Protocol
 
-from headwater.model import NewEvent
+from headwater.log.model import NewEvent
 
 PARENT: Final = "traceparent"
 STATE: Final = "tracestate"
-# A batch may be of many traces; OpenTelemetry keeps as many links by default.
-MOST_LINKS: Final = 128
+# A batch may contain many traces; OpenTelemetry keeps this number of links by default.
+MAX_LINKS: Final = 128
 MAX_STATE: Final = 512
-_READABLE: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
-class Traced(Protocol):
-    """What is known of an event that is consumed."""
+class ConsumedEvent(Protocol):
+    """The attributes of a consumed event that tracing uses."""
 
     @property
     def position(self) -> int: ...
@@ -35,9 +35,9 @@ class Traced(Protocol):
 
 
 def named_by(headers: Mapping[str, Any] | None) -> dict[str, str]:
-    """The trace that headers name, of an event or of a request; nothing if they name none that can be read."""
+    """Return the trace headers of an event or a request; empty if they are missing or invalid."""
     parent = None if headers is None else headers.get(PARENT)
-    if not isinstance(parent, str) or _READABLE.fullmatch(parent) is None:
+    if not isinstance(parent, str) or _TRACEPARENT.fullmatch(parent) is None:
         return {}
     assert headers is not None
     state = headers.get(STATE)
@@ -47,23 +47,23 @@ def named_by(headers: Mapping[str, Any] | None) -> dict[str, str]:
 
 
 def joined(headers: Mapping[str, Any] | None, carried: Mapping[str, str]) -> Mapping[str, Any] | None:
-    """Headers with a trace in them. Those that name one already stay as they are."""
+    """Add trace headers. Headers that already contain a trace are unchanged."""
     return headers if not carried or (headers is not None and PARENT in headers) else {**(headers or {}), **carried}
 
 
 def outgoing(headers: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Headers with the open span in them. Those that name one already stay as they are."""
-    return joined(headers, _carried())
+    """Add the current span to headers. Headers that already contain a trace are unchanged."""
+    return joined(headers, _current_headers())
 
 
 def outgoing_batch(events: Sequence[NewEvent]) -> Sequence[NewEvent]:
-    """The same for a batch of events."""
-    return list(outgoing_stream(events)) if _carried() else events
+    """Add the current span to the headers of a batch of events."""
+    return list(outgoing_stream(events)) if _current_headers() else events
 
 
 def outgoing_stream(events: Iterable[NewEvent]) -> Iterator[NewEvent]:
-    """The same for a stream, with the span that is open at its start."""
-    carried = _carried()
+    """Add the span that is current at the start to the headers of a stream of events."""
+    carried = _current_headers()
     if not carried:
         return iter(events)
     return (event._replace(headers=joined(event.headers, carried)) for event in events)
@@ -71,11 +71,11 @@ def outgoing_stream(events: Iterable[NewEvent]) -> Iterator[NewEvent]:
 
 @contextmanager
 def consuming(
-    consumer: str, events: Sequence[Traced], *, no_error: tuple[type[BaseException], ...] = ()
+    consumer: str, events: Sequence[ConsumedEvent], *, no_error: tuple[type[BaseException], ...] = ()
 ) -> Iterator[Callable[[str], None]]:
-    """A span around the handling of events, linked to those that they were published in.
+    """Open a span around the handling of events, linked to the spans that published them.
 
-    What is yielded takes how it ended, in a word. An exception makes the span one of an error, unless it is `no_error`.
+    Yields a function that sets the outcome attribute. An exception sets the status to error, unless it is `no_error`.
     """
     trace = sys.modules.get("opentelemetry.trace")
     if trace is None or not events:
@@ -108,8 +108,8 @@ def consuming(
             raise
 
 
-def _carried() -> dict[str, str]:
-    """What a header needs to say of the open span; nothing if there is none."""
+def _current_headers() -> dict[str, str]:
+    """The trace headers of the current span; empty without one."""
     trace = sys.modules.get("opentelemetry.trace")
     if trace is None or not trace.get_current_span().get_span_context().is_valid:
         return {}
@@ -118,7 +118,7 @@ def _carried() -> dict[str, str]:
     return carrier
 
 
-def _links(trace: Any, events: Sequence[Traced]) -> list[Any]:
+def _links(trace: Any, events: Sequence[ConsumedEvent]) -> list[Any]:
     found: dict[tuple[int, int], Any] = {}
     for event in events:
         named = {
@@ -126,7 +126,7 @@ def _links(trace: Any, events: Sequence[Traced]) -> list[Any]:
             for name in (PARENT, STATE)
             if event.headers is not None and isinstance(value := event.headers.get(name), str)
         }
-        if PARENT in named and len(found) < MOST_LINKS:
+        if PARENT in named and len(found) < MAX_LINKS:
             context = trace.get_current_span(_propagator().extract(named, context={})).get_span_context()
             if context.is_valid:
                 found[context.trace_id, context.span_id] = context

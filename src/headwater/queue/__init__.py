@@ -1,1 +1,1 @@
-"""Queues: claim and settle leases, and run handlers on them."""
+"""Queues: the API for leases and dead letters, and workers that run handlers."""

@@ -1,4 +1,4 @@
-"""Groups: what they are bound to, and the life of events in them."""
+"""The API of queues: bindings, leases and dead letters."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ from typing import Any
 
 from psycopg import AsyncConnection
 
-from headwater import calls
-from headwater.database.connection import Shell, Topics, as_names
+from headwater.calls import queues as queue_calls
+from headwater.calls import reading as reading_calls
+from headwater.database.connection import CallRunner, Topics, as_names
 from headwater.errors import InvalidRequest
-from headwater.model import (
+from headwater.queue.model import (
     Binding,
     ClaimedEvent,
     Dead,
     DeadLetter,
     Delivery,
-    Group,
-    GroupOverview,
     Lease,
     Outcome,
+    Queue,
+    QueueOverview,
     Retry,
     Snooze,
 )
 
 
-class Groups(Shell):
-    """Queue groups: claim, settle, retry, redrive."""
+class QueueApi(CallRunner):
+    """Queues: claim, settle, retry, redrive."""
 
-    async def create_group(
+    async def create_queue(
         self,
         name: str,
         topics: Topics = None,
@@ -48,13 +49,13 @@ class Groups(Shell):
         backoff_jitter: float | None = None,
         ordered_keys: bool | None = None,
         max_in_flight: int | None = None,
-        must_not_lose: bool | None = None,
+        holds_retention: bool | None = None,
         if_missing: bool = False,
         connection: AsyncConnection[Any] | None = None,
-    ) -> Group:
-        """Create a group bound to whole topics, or to none yet (see bind). It starts at the beginning of the log,
-        or after a position, since a time, or at the end."""
-        call = calls.create_group(
+    ) -> Queue:
+        """Create a queue bound to whole topics, or without bindings (see bind). It starts at the beginning of the log,
+        after a position, since a time, or at the end."""
+        call = queue_calls.create_queue(
             name,
             topics=as_names(topics),
             start_position=(await self._start(topics, after, since, from_end))[0],
@@ -66,12 +67,12 @@ class Groups(Shell):
             backoff_jitter=backoff_jitter,
             ordered_keys=ordered_keys,
             max_in_flight=max_in_flight,
-            must_not_lose=must_not_lose,
+            holds_retention=holds_retention,
             if_missing=if_missing,
         )
         return await self._run(call, connection)
 
-    async def alter_group(
+    async def alter_queue(
         self,
         name: str,
         *,
@@ -82,10 +83,10 @@ class Groups(Shell):
         backoff_max_seconds: float | None = None,
         backoff_jitter: float | None = None,
         max_in_flight: int | None = None,
-        must_not_lose: bool | None = None,
-    ) -> Group:
-        """Change settings of a group; None leaves one as it is, max_in_flight=0 removes the limit."""
-        call = calls.alter_group(
+        holds_retention: bool | None = None,
+    ) -> Queue:
+        """Change settings of a queue; None leaves a setting unchanged, max_in_flight=0 removes the limit."""
+        call = queue_calls.alter_queue(
             name,
             lease_seconds=lease_seconds,
             max_attempts=max_attempts,
@@ -94,42 +95,43 @@ class Groups(Shell):
             backoff_max_seconds=backoff_max_seconds,
             backoff_jitter=backoff_jitter,
             max_in_flight=max_in_flight,
-            must_not_lose=must_not_lose,
+            holds_retention=holds_retention,
         )
         return await self._run(call)
 
-    async def group(self, name: str) -> Group:
-        """One group's settings."""
-        return await self._run(calls.find_group(name))
+    async def queue(self, name: str) -> Queue:
+        """A queue and its settings."""
+        return await self._run(queue_calls.find_queue(name))
 
-    async def groups(self, names: Sequence[str] | None = None) -> list[GroupOverview]:
-        """Every group with how far it has come; or those of these names that exist."""
-        return await self._run(calls.groups(names))
+    async def queues(self, names: Sequence[str] | None = None) -> list[QueueOverview]:
+        """All queues, or those of these names that exist, with their progress and lag."""
+        return await self._run(queue_calls.queues(names))
 
-    async def pause_group(self, name: str) -> None:
-        """No more claims until resumed. What is leased may still be acknowledged."""
-        await self._run(calls.pause_group(name))
+    async def pause_queue(self, name: str) -> None:
+        """Pause a queue: claims return nothing until it is resumed. Leased events can still be acknowledged."""
+        await self._run(queue_calls.pause_queue(name))
 
-    async def resume_group(self, name: str) -> None:
-        await self._run(calls.resume_group(name))
+    async def resume_queue(self, name: str) -> None:
+        await self._run(queue_calls.resume_queue(name))
 
-    async def delete_group(self, name: str) -> bool:
-        """Forget a group with everything about it; False if there was none."""
-        return await self._run(calls.delete_group(name))
+    async def delete_queue(self, name: str) -> bool:
+        """Delete a queue with its bindings, leases and dead letters; False if it does not exist."""
+        return await self._run(queue_calls.delete_queue(name))
 
-    async def rewind_group(self, name: str, *, position: int | None = None, since: datetime | None = None) -> int:
-        """Let a group begin anew after a position or since a time, back or forth; returns the position."""
+    async def rewind_queue(self, name: str, *, position: int | None = None, since: datetime | None = None) -> int:
+        """Move a queue to a position or a time, forwards or backwards; returns the position. Events after it are
+        delivered again, and current leases are revoked."""
         if (position is None) == (since is None):
-            raise InvalidRequest("say where to once: position or since")
+            raise InvalidRequest("give exactly one of position and since")
         if since is not None:
-            position = await self._run(calls.position_before(None, since))
+            position = await self._run(reading_calls.position_before(None, since))
         assert position is not None
-        await self._run(calls.rewind_group(name, position))
+        await self._run(queue_calls.rewind_queue(name, position))
         return position
 
     async def bind(
         self,
-        group: str,
+        queue: str,
         *,
         topic: str | None = None,
         pattern: str | None = None,
@@ -138,40 +140,42 @@ class Groups(Shell):
         from_position: int | None = None,
         connection: AsyncConnection[Any] | None = None,
     ) -> Binding:
-        """Bind a group to events that fit every part given: topic, routing-key pattern, headers contained, type.
+        """Bind a queue to events that match every given part: topic, routing-key pattern, contained headers, type.
 
-        Takes effect after `from_position`; by default, after what the group has claimed.
+        Takes effect after `from_position`; by default, after the queue's claimed position.
         """
-        call = calls.bind(group, topic=topic, pattern=pattern, headers=headers, type=type, from_position=from_position)
+        call = queue_calls.bind(
+            queue, topic=topic, pattern=pattern, headers=headers, type=type, from_position=from_position
+        )
         return await self._run(call, connection)
 
     async def unbind(
         self,
-        group: str,
+        queue: str,
         binding_id: int,
         *,
         to_position: int | None = None,
         connection: AsyncConnection[Any] | None = None,
     ) -> int:
-        """End a binding after a position, by default after what the group has claimed; returns the position."""
-        return await self._run(calls.unbind(group, binding_id, to_position=to_position), connection)
+        """End a binding after a position, by default after the queue's claimed position; returns the position."""
+        return await self._run(queue_calls.unbind(queue, binding_id, to_position=to_position), connection)
 
-    async def bindings(self, group: str) -> list[Binding]:
-        """What a group is and was bound to."""
-        return await self._run(calls.bindings(group))
+    async def bindings(self, queue: str) -> list[Binding]:
+        """The bindings of a queue, including ended ones."""
+        return await self._run(queue_calls.bindings(queue))
 
     async def claim(
         self,
-        group: str,
+        queue: str,
         *,
         worker: str,
         batch_size: int = 1,
         lease_seconds: float | None = None,
         connection: AsyncConnection[Any] | None = None,
     ) -> Lease | None:
-        """Claim up to `batch_size` events until the lease ends; None if there is nothing to do now."""
-        call = calls.claim(
-            group, worker=worker, batch_size=batch_size, lease_seconds=lease_seconds, relaxed=connection is None
+        """Claim up to `batch_size` events until the lease expires; None if no event is ready."""
+        call = queue_calls.claim(
+            queue, worker=worker, batch_size=batch_size, lease_seconds=lease_seconds, relaxed=connection is None
         )
         return await self._run(call, connection)
 
@@ -181,12 +185,13 @@ class Groups(Shell):
         *events: ClaimedEvent,
         connection: AsyncConnection[Any] | None = None,
     ) -> None:
-        """These events are done; without any, all that is left of the lease. LeaseLost if it is too late.
+        """Acknowledge these events, or the rest of the lease if none is given. Raises LeaseLost if the lease has
+        expired.
 
-        With `connection`, they are done when that transaction commits, together with what it wrote.
+        With `connection`, the acknowledgement commits together with that transaction.
         """
         outcomes: dict[int, Outcome] = {event.position: None for event in events}
-        call = calls.settle(lease, outcomes, rest_done=not events, relaxed=connection is None)
+        call = queue_calls.settle(lease, outcomes, rest_done=not events, relaxed=connection is None)
         await self._run(call, connection)
 
     async def nack(
@@ -197,15 +202,17 @@ class Groups(Shell):
         delay: timedelta | None = None,
         dead: bool = False,
     ) -> None:
-        """These events failed: again after the delay or the group's backoff, or dead at once."""
+        """Mark these events as failed: they are retried after `delay` or the queue's backoff, or become dead
+        letters."""
         outcome: Outcome = Dead(error) if dead else Retry(delay, error)
-        call = calls.settle(lease, {event.position: outcome for event in events}, rest_done=False)
+        call = queue_calls.settle(lease, {event.position: outcome for event in events}, rest_done=False)
         await self._run(call)
 
     async def release(self, lease: Lease, *events: ClaimedEvent, delay: timedelta = timedelta(0)) -> None:
-        """Give these events back, not counted as a try; without any, all of the lease that is not settled."""
+        """Return these events to the queue without counting an attempt; without events, all unsettled events of the
+        lease."""
         outcomes: dict[int, Outcome] = {event.position: Snooze(delay) for event in events or lease.events}
-        await self._run(calls.settle(lease, outcomes, rest_done=False))
+        await self._run(queue_calls.settle(lease, outcomes, rest_done=False))
 
     async def settle(
         self,
@@ -215,8 +222,8 @@ class Groups(Shell):
         rest_done: bool = True,
         connection: AsyncConnection[Any] | None = None,
     ) -> None:
-        """Say how the events of a lease ended, by position; those not named are done, unless rest_done=False."""
-        await self._run(calls.settle(lease, outcomes, rest_done=rest_done), connection)
+        """Settle events of a lease with these outcomes by position; other events are done, unless rest_done=False."""
+        await self._run(queue_calls.settle(lease, outcomes, rest_done=rest_done), connection)
 
     async def settle_and_claim(
         self,
@@ -227,29 +234,29 @@ class Groups(Shell):
         batch_size: int = 1,
         lease_seconds: float | None = None,
     ) -> Lease | None:
-        """End a lease, its events done but for the outcomes named, and claim the next batch in the same trip."""
-        call = calls.settle_and_claim(
+        """End a lease and claim the next batch in one round trip. Events without an outcome are done."""
+        call = queue_calls.settle_and_claim(
             lease, outcomes or {}, worker=worker, batch_size=batch_size, lease_seconds=lease_seconds
         )
         return await self._run(call)
 
     async def extend(self, lease: Lease, *, lease_seconds: float | None = None) -> datetime:
-        """Keep a lease for longer; returns when it ends now. LeaseLost if it is too late."""
-        return await self._run(calls.extend_lease(lease, lease_seconds=lease_seconds))
+        """Extend a lease; returns its new expiry. Raises LeaseLost if it has already expired."""
+        return await self._run(queue_calls.extend_lease(lease, lease_seconds=lease_seconds))
 
-    async def reap(self, group: str) -> int:
-        """Give the events of leases that ran out to others; returns how many. Workers do this by themselves."""
-        return await self._run(calls.reap(group))
+    async def reap(self, queue: str) -> int:
+        """Return the events of expired leases to the queue; returns their number. Workers do this automatically."""
+        return await self._run(queue_calls.reap(queue))
 
     async def deliveries(
-        self, group: str, *, status: str | None = None, after: int = 0, batch_size: int = 100
+        self, queue: str, *, status: str | None = None, after: int = 0, batch_size: int = 100
     ) -> list[Delivery]:
-        """The state of each event for a group, in order."""
-        return await self._run(calls.deliveries(group, status=status, after=after, batch_size=batch_size))
+        """The state of each event for a queue, in order."""
+        return await self._run(queue_calls.deliveries(queue, status=status, after=after, batch_size=batch_size))
 
     async def dead_letters(
         self,
-        group: str,
+        queue: str,
         *,
         positions: Sequence[int] | None = None,
         topic: str | None = None,
@@ -259,13 +266,13 @@ class Groups(Shell):
         after: int = 0,
         batch_size: int = 100,
     ) -> list[DeadLetter]:
-        """The events that a group has given up on; all, or those named, of a topic, or with an error like this; of a
-        group that reads for subscriptions, those of a handler or of a subscription.
+        """The dead letters of a queue, optionally restricted to positions, a topic or an error pattern; for a queue of
+        SQL subscriptions, also to a handler or a subscription.
 
-        Letters of one event come together, so there may be a few more than `batch_size`.
+        Dead letters of one event are not split, so there may be a few more than `batch_size`.
         """
-        call = calls.dead_letters(
-            group,
+        call = queue_calls.dead_letters(
+            queue,
             positions=positions,
             topic=topic,
             error_like=error_like,
@@ -278,7 +285,7 @@ class Groups(Shell):
 
     async def redrive(
         self,
-        group: str,
+        queue: str,
         *,
         positions: Sequence[int] | None = None,
         topic: str | None = None,
@@ -286,10 +293,10 @@ class Groups(Shell):
         handler: str | None = None,
         subscription_id: int | None = None,
     ) -> int:
-        """Give dead letters a fresh set of tries; returns how many. Those of subscribers go to the handler that gave
-        up."""
-        call = calls.redrive(
-            group,
+        """Retry dead letters with a new set of attempts; returns their number. A dead letter of a subscriber goes to
+        the handler that gave up."""
+        call = queue_calls.redrive(
+            queue,
             positions=positions,
             topic=topic,
             error_like=error_like,
@@ -300,7 +307,7 @@ class Groups(Shell):
 
     async def discard(
         self,
-        group: str,
+        queue: str,
         *,
         positions: Sequence[int] | None = None,
         topic: str | None = None,
@@ -308,9 +315,9 @@ class Groups(Shell):
         handler: str | None = None,
         subscription_id: int | None = None,
     ) -> int:
-        """Drop dead letters for good; returns how many."""
-        call = calls.discard(
-            group,
+        """Delete dead letters permanently; returns their number."""
+        call = queue_calls.discard(
+            queue,
             positions=positions,
             topic=topic,
             error_like=error_like,

@@ -1,11 +1,16 @@
-"""Workers: handlers declared on an App, run on the events of groups until told to stop.
+"""Workers: an App declares handlers and runs them on the events of queues until it is stopped.
 
     app = headwater.App()
 
-    @app.worker("orders", group="mailer", concurrency=10)
+    @app.worker("orders", queue="mailer", concurrency=10)
     async def send(event): ...
 
 Run it with `headwater work module:app`, or `await app.run(dsn)`.
+
+`WorkerProcess` runs the handlers. For each handler, one or more loops (`log/steps.py:work`) claim a lease, handle its
+events and settle it; the lease is extended while handlers run. A lost lease discards the outcomes, since another worker
+may have the events. An isolated event, which may have crashed a worker, runs while no other handler does. No error of a
+handler or of the database ends the process; a schema that is newer than the program does.
 """
 
 from __future__ import annotations
@@ -21,47 +26,100 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 import psycopg
 
-from headwater import aio, calls, client
+from headwater import aio, client
+from headwater.calls import Call
 from headwater.errors import HeadwaterError, InvalidRequest, LeaseLost, SchemaMismatch
-from headwater.log.steps import Handle, Handled, Wait, WorkStep, work
-from headwater.model import ClaimedEvent, Dead, Event, Lease, NewEvent, Outcome, Retry, Snooze
+from headwater.log.model import Event, NewEvent
+from headwater.log.steps import HandleResult, HandleStep, WaitStep, WorkStep, work
 from headwater.observability import tracing
 from headwater.observability.counters import COUNTERS
-from headwater.observability.metrics import ERROR, GROUP, HANDLED, LEASES_LOST, POSITION, WAIT_SECONDS, logger
+from headwater.observability.metrics import ERROR, HANDLED, LEASES_LOST, POSITION, QUEUE, WAIT_SECONDS, logger
+from headwater.queue.model import ClaimedEvent, Dead, Lease, Outcome, Retry, Snooze
 from headwater.sql_subscriptions.reader import (
     DEFAULT_TIMEOUT_SECONDS,
     FIRST_PAUSE_SECONDS,
-    LONGEST_PAUSE_SECONDS,
+    MAX_PAUSE_SECONDS,
     Subscriber,
     SubscriberProcess,
+    error_text,
     is_expected,
-    told,
 )
 from headwater.supervisor import failure_of
 
 Work = ClaimedEvent | Sequence[ClaimedEvent]
-"""What a handler is given: one event, or a batch of them."""
+"""What a handler is called with: one event, or a batch of them."""
 
 Result = Outcome | Mapping[int, Outcome]
-"""What a handler gives back: None is done; a batch handler may say it by position."""
+"""What a handler returns: None means done; a batch handler may return outcomes by position."""
 
 Next = Callable[[Work], Awaitable[Result]]
 Middleware = Callable[[Work, Next], Awaitable[Result]]
+
+# The kinds of handlers, so that type checkers report one with the wrong parameters or result. Each is async or not.
 F = TypeVar("F", bound=Callable[..., Any])
+H = TypeVar("H", bound=Callable[[ClaimedEvent], Awaitable[Outcome]] | Callable[[ClaimedEvent], Outcome])
+BatchH = TypeVar(
+    "BatchH",
+    bound=Callable[[list[ClaimedEvent]], Awaitable[Result]] | Callable[[list[ClaimedEvent]], Result],
+)
+TransactionalH = TypeVar(
+    "TransactionalH",
+    bound=Callable[[ClaimedEvent, psycopg.AsyncConnection[Any]], Awaitable[Outcome]]
+    | Callable[[ClaimedEvent, psycopg.Connection[Any]], Outcome],
+)
+TransactionalBatchH = TypeVar(
+    "TransactionalBatchH",
+    bound=Callable[[list[ClaimedEvent], psycopg.AsyncConnection[Any]], Awaitable[Result]]
+    | Callable[[list[ClaimedEvent], psycopg.Connection[Any]], Result],
+)
+SubscriberH = TypeVar("SubscriberH", bound=Callable[[Event], Awaitable[Outcome]] | Callable[[Event], Outcome])
+SubscriberBatchH = TypeVar(
+    "SubscriberBatchH", bound=Callable[[list[Event]], Awaitable[Result]] | Callable[[list[Event]], Result]
+)
+
+
+class WorkerOptions(TypedDict, total=False):
+    """Options of App.worker that do not change what its handler is called with."""
+
+    concurrency: int
+    prefetch: int | None
+    timeout_seconds: float | None
+    lease_seconds: float | None
+    max_attempts: int | None
+    backoff_seconds: float | None
+    backoff_factor: float | None
+    backoff_max_seconds: float | None
+    backoff_jitter: float | None
+    ordered_keys: bool | None
+    max_in_flight: int | None
+
+
+class SubscriberOptions(TypedDict, total=False):
+    """Options of App.subscriber that do not change what its handler is called with."""
+
+    name: str | None
+    expires_after: timedelta | None
+    batch_size: int
+    timeout_seconds: float
+    retry_delays: Sequence[float] | None
+    concurrency: int
+    split_by: Callable[[Event], Hashable] | None
+    fire_and_forget: bool
+
 
 _OUTCOMES = (Retry, Dead, Snooze)
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One handler and how it is to be run."""
+    """A handler and how it is run."""
 
     handler: Callable[..., Any]
-    group: str
+    queue: str
     topics: tuple[str, ...]
     concurrency: int
     prefetch: int
@@ -69,8 +127,8 @@ class Worker:
     transactional: bool
     timeout_seconds: float | None
     ordered_keys: bool
-    group_settings: Mapping[str, Any]
-    # How many leases are held at a time; None: one is worked on while the next is fetched.
+    queue_settings: Mapping[str, Any]
+    # Leases held at a time; None: one is handled while the next is fetched.
     leases: int | None = None
 
     @property
@@ -83,18 +141,69 @@ class Worker:
 
 
 class App:
-    """What a worker process does: its handlers, its middleware, its periodic events."""
+    """The handlers, middleware and cron schedules of a worker process."""
 
     def __init__(self) -> None:
         self.workers: list[Worker] = []
         self.subscribers: list[Subscriber] = []
         self._middleware: list[Middleware] = []
-        self._periodics: list[dict[str, Any]] = []
+        self._cron_schedules: list[dict[str, Any]] = []
+
+    @overload
+    def worker(
+        self,
+        *topics: str,
+        queue: str,
+        batch: Literal[False] = False,
+        transactional: Literal[False] = False,
+        **options: Unpack[WorkerOptions],
+    ) -> Callable[[H], H]: ...
+
+    @overload
+    def worker(
+        self,
+        *topics: str,
+        queue: str,
+        batch: Literal[True],
+        transactional: Literal[False] = False,
+        **options: Unpack[WorkerOptions],
+    ) -> Callable[[BatchH], BatchH]: ...
+
+    @overload
+    def worker(
+        self,
+        *topics: str,
+        queue: str,
+        batch: Literal[False] = False,
+        transactional: Literal[True],
+        **options: Unpack[WorkerOptions],
+    ) -> Callable[[TransactionalH], TransactionalH]: ...
+
+    @overload
+    def worker(
+        self,
+        *topics: str,
+        queue: str,
+        batch: Literal[True],
+        transactional: Literal[True],
+        **options: Unpack[WorkerOptions],
+    ) -> Callable[[TransactionalBatchH], TransactionalBatchH]: ...
+
+    # The values of batch and transactional are not known to the type checker.
+    @overload
+    def worker(
+        self,
+        *topics: str,
+        queue: str,
+        batch: bool = False,
+        transactional: bool = False,
+        **options: Unpack[WorkerOptions],
+    ) -> Callable[[F], F]: ...
 
     def worker(
         self,
         *topics: str,
-        group: str,
+        queue: str,
         concurrency: int = 1,
         prefetch: int | None = None,
         batch: bool = False,
@@ -109,19 +218,20 @@ class App:
         ordered_keys: bool | None = None,
         max_in_flight: int | None = None,
     ) -> Callable[[F], F]:
-        """Run a function, async or not, on every event of a group.
+        """Run a function, async or not, on every event of a queue.
 
-        The group is made if it is missing, bound to these topics; settings given here are set on it. The handler
-        gets the event and returns None when it is done, or Retry(after), Dead(reason) or Snooze(after); an
-        exception is a failed try. `concurrency` handlers run at a time, on events claimed `prefetch` at a time.
-        `batch`: the handler gets a list of up to `prefetch` events, and may return outcomes by position.
-        `transactional`: it also gets a connection, whose transaction acknowledges the event: what it writes there
-        and the acknowledgement commit together, so each event has its effect exactly once.
+        The queue is created, bound to these topics, if it does not exist; settings given here are set on it. The
+        handler gets the event and returns None when it is done, or Retry(after), Dead(reason) or Snooze(after); an
+        exception is a failed attempt. Events are delivered at least once. Up to `concurrency` handlers run at a time,
+        on events claimed `prefetch` at a time. `batch`: the handler gets a list of up to `prefetch` events, and may
+        return outcomes by position. `transactional`: the handler also gets a connection, whose transaction acknowledges
+        the event: the handler's writes and the acknowledgement commit together, so each event takes effect exactly
+        once.
         """
         if concurrency < 1 or (prefetch is not None and prefetch < 1):
-            raise InvalidRequest("concurrency and prefetch are 1 or more")
+            raise InvalidRequest("concurrency and prefetch must be at least 1")
         if batch and transactional and concurrency != 1:
-            raise InvalidRequest("a transactional batch handler works on one batch at a time: concurrency=1")
+            raise InvalidRequest("a transactional batch handler needs concurrency=1")
         settings = {
             "lease_seconds": lease_seconds,
             "max_attempts": max_attempts,
@@ -136,7 +246,7 @@ class App:
             self.workers.append(
                 Worker(
                     handler=handler,
-                    group=group,
+                    queue=queue,
                     topics=topics,
                     concurrency=concurrency,
                     prefetch=prefetch or (100 if batch else max(concurrency, 10)),
@@ -144,17 +254,51 @@ class App:
                     transactional=transactional,
                     timeout_seconds=timeout_seconds,
                     ordered_keys=bool(ordered_keys),
-                    group_settings=settings,
+                    queue_settings=settings,
                 )
             )
             return handler
 
         return register
 
+    @overload
     def subscriber(
         self,
-        group: str,
-        condition: str,
+        queue: str,
+        filter: str,
+        params: Mapping[str, Any] | None = None,
+        *,
+        batch: Literal[False] = False,
+        **options: Unpack[SubscriberOptions],
+    ) -> Callable[[SubscriberH], SubscriberH]: ...
+
+    @overload
+    def subscriber(
+        self,
+        queue: str,
+        filter: str,
+        params: Mapping[str, Any] | None = None,
+        *,
+        batch: Literal[True],
+        **options: Unpack[SubscriberOptions],
+    ) -> Callable[[SubscriberBatchH], SubscriberBatchH]: ...
+
+    # The value of batch is not known to the type checker.
+    @overload
+    def subscriber(
+        self,
+        queue: str,
+        filter: str,
+        params: Mapping[str, Any] | None = None,
+        *,
+        batch: bool = False,
+        **options: Unpack[SubscriberOptions],
+    ) -> Callable[[F], F]: ...
+
+    def subscriber(
+        self,
+        queue: str,
+        filter: str,
         params: Mapping[str, Any] | None = None,
         *,
         name: str | None = None,
@@ -167,19 +311,19 @@ class App:
         split_by: Callable[[Event], Hashable] | None = None,
         fire_and_forget: bool = False,
     ) -> Callable[[F], F]:
-        """Run a function, async or not, on every event that fulfils a SQL condition over `e` and `s`.
+        """Run a function, async or not, on every event that matches a SQL filter over `e` and `s`.
 
-        One process at a time reads for the group, others stand by. An exception, or Retry(after), has this handler
-        get the event again later; the others go on. It has the group's max_attempts, or, with `retry_delays`, an
-        attempt after each delay in seconds; then the event is a dead letter. A call that takes longer than
-        `timeout_seconds` is a failed attempt.
+        One process at a time reads for the queue; the others stand by. After an exception or Retry(after), only this
+        handler gets the event again. It has the queue's max_attempts or, with `retry_delays`, one retry after each
+        delay in seconds; then the event becomes a dead letter. A call that takes longer than `timeout_seconds` is a
+        failed attempt.
 
-        `batch`: the handler gets a list of up to `batch_size` events, and may return outcomes by position.
-        `split_by`: events for which this function returns equal values form a part; each call gets events of one
-        part, and parts fail independently. `concurrency`: calls at a time; more than one keep the order only within
-        a part. `fire_and_forget`: calls are not waited for, and what fails is logged and not tried again.
+        `batch`: the handler gets a list of up to `batch_size` events, and may return outcomes by position. `split_by`:
+        events for which this function returns equal values form a part; each call gets events of one part, and parts
+        fail independently. `concurrency`: calls at a time; with more than one, order is kept only within a part.
+        `fire_and_forget`: calls are not awaited, and failures are logged and not retried.
 
-        A subscriber that is declared while the app runs is taken up within a second.
+        A subscriber that is declared while the app runs starts within a second.
         """
 
         def register(handler: F) -> F:
@@ -187,8 +331,8 @@ class App:
                 Subscriber(
                     name=name or str(getattr(handler, "__name__", type(handler).__name__)),
                     handler=handler,
-                    group=group,
-                    condition=condition,
+                    queue=queue,
+                    filter=filter,
                     params=params or {},
                     expires_after=expires_after,
                     batch=batch,
@@ -212,9 +356,9 @@ class App:
         self._middleware.append(around)
         return around
 
-    def periodic(self, name: str, cron: str, topic: str, event: NewEvent, *, time_zone: str = "UTC") -> None:
-        """Publish this event at the times of a cron expression, once, whichever process is alive."""
-        self._periodics.append(
+    def cron_schedule(self, name: str, cron: str, topic: str, event: NewEvent, *, time_zone: str = "UTC") -> None:
+        """Publish this event at the times of a cron expression, exactly once each, by any running process."""
+        self._cron_schedules.append(
             {
                 "name": name,
                 "cron": cron,
@@ -240,25 +384,28 @@ class App:
         read_ahead: int = 10,
         application_name: str = "headwater work",
     ) -> None:
-        """Run all workers until `stop` is set. Then running handlers have `grace_seconds` to finish; what was not
-        started, or does not finish, is given back."""
-        if not self.workers and not self.subscribers and not self._periodics:
-            raise InvalidRequest("this app has no workers", hint="Declare one with @app.worker(topic, group=...).")
+        """Run all workers until `stop` is set. Running handlers then have `grace_seconds` to finish; events that were
+        not started or did not finish return to the queue."""
+        if not self.workers and not self.subscribers and not self._cron_schedules:
+            raise InvalidRequest(
+                "this app has no workers, subscribers or cron schedules",
+                hint="Declare one with @app.worker(topic, queue=...).",
+            )
         stopping = stop or asyncio.Event()
         pool_size = pool_size or 4 + len(self.subscribers) + sum(
             w.concurrency if w.transactional else 2 for w in self.workers
         )
         async with await aio.connect(dsn, pool_size=pool_size, application_name=application_name) as log:
-            for settings in self._periodics:
-                await log.set_periodic(**settings)
-            lease_seconds = {one.group: await _prepare_group(log, one) for one in self.workers}
+            for settings in self._cron_schedules:
+                await log.set_cron_schedule(**settings)
+            lease_seconds = {one.queue: await _prepare_queue(log, one) for one in self.workers}
             blocking = (
                 await asyncio.to_thread(client.connect, dsn, pool_size=pool_size, application_name=application_name)
                 if any(w.transactional and not w.is_async for w in self.workers)
                 else None
             )
             try:
-                process = Process(
+                process = WorkerProcess(
                     log=log,
                     blocking=blocking,
                     stopping=stopping,
@@ -275,7 +422,7 @@ class App:
                     grace_seconds=grace_seconds,
                     read_ahead=read_ahead,
                 )
-                # A filter that is refused is an error of the app, told now.
+                # An invalid filter is an error of the app: raise it before the workers start.
                 await reading.prepare()
                 await process.run(self.workers, [reading.run])
             finally:
@@ -283,67 +430,69 @@ class App:
                     await asyncio.to_thread(blocking.close)
 
 
-async def _prepare_group(log: aio.AsyncHeadwater, one: Worker) -> float:
-    """Make the group if it is missing, and set on it what the worker asks for; returns how long its leases are."""
-    group = await log.create_group(
-        one.group, one.topics or None, ordered_keys=one.ordered_keys, if_missing=True, **one.group_settings
+async def _prepare_queue(log: aio.AsyncHeadwater, one: Worker) -> float:
+    """Create the queue if it is missing and apply the worker's settings; returns the length of its leases in
+    seconds."""
+    queue = await log.create_queue(
+        one.queue, one.topics or None, ordered_keys=one.ordered_keys, if_missing=True, **one.queue_settings
     )
-    if group.ordered_keys != one.ordered_keys:
+    if queue.ordered_keys != one.ordered_keys:
         raise InvalidRequest(
-            f'group "{one.group}" has ordered_keys={group.ordered_keys}, its worker {one.name} wants the opposite',
-            hint="Give the worker another group, or delete this one.",
+            f'queue "{one.queue}" has ordered_keys={queue.ordered_keys}, '
+            f"but worker {one.name} has ordered_keys={one.ordered_keys}",
+            hint="ordered_keys cannot be changed: use another queue, or delete this one.",
         )
-    if any(value is not None for value in one.group_settings.values()):
-        group = await log.alter_group(one.group, **one.group_settings)
-    bound = {binding.topic for binding in await log.bindings(one.group) if binding.to_position is None}
+    if any(value is not None for value in one.queue_settings.values()):
+        queue = await log.alter_queue(one.queue, **one.queue_settings)
+    bound = {binding.topic for binding in await log.bindings(one.queue) if binding.to_position is None}
     for topic in one.topics:
         if topic not in bound and None not in bound:
-            await log.bind(one.group, topic=topic)
-    return group.lease_seconds
+            await log.bind(one.queue, topic=topic)
+    return queue.lease_seconds
 
 
 @dataclass(slots=True)
-class _Gate:
-    """Lets handlers run side by side, and one that may kill its process run alone."""
+class _IsolationGate:
+    """Lets handlers run concurrently, but an isolated event run by itself, since it may crash the process."""
 
     running: int = 0
-    alone: bool = False
-    waiting_alone: int = 0
+    isolated: bool = False
+    waiting_isolated: int = 0
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     @asynccontextmanager
-    async def enter(self, *, alone: bool) -> AsyncIterator[None]:
+    async def enter(self, *, isolated: bool) -> AsyncIterator[None]:
         async with self.changed:
-            if alone:
-                self.waiting_alone += 1
+            if isolated:
+                self.waiting_isolated += 1
                 try:
-                    await self.changed.wait_for(lambda: not self.running and not self.alone)
+                    await self.changed.wait_for(lambda: not self.running and not self.isolated)
                 finally:
-                    self.waiting_alone -= 1
+                    self.waiting_isolated -= 1
             else:
-                await self.changed.wait_for(lambda: not self.alone and not self.waiting_alone)
-            self.alone = alone
+                await self.changed.wait_for(lambda: not self.isolated and not self.waiting_isolated)
+            self.isolated = isolated
             self.running += 1
         try:
             yield
         finally:
             async with self.changed:
                 self.running -= 1
-                self.alone = False
+                self.isolated = False
                 self.changed.notify_all()
 
 
 class _NotDone(Exception):
-    """Rolls back a transactional handler that returned something other than done."""
+    """Rolls back a transactional handler that returned another outcome than done."""
 
     def __init__(self, result: Result) -> None:
-        super().__init__("the handler did not finish the event")
+        super().__init__("the handler returned an outcome other than done")
         self.result = result
 
 
 @dataclass(slots=True)
-class Process:
-    """Workers that run: an App's, or what else sends events on."""
+class WorkerProcess:
+    """Runs workers: those of an App, or the deliveries of webhooks."""
 
     log: aio.AsyncHeadwater
     blocking: client.Headwater | None
@@ -354,13 +503,14 @@ class Process:
     lease_seconds: Mapping[str, float]
     poll_seconds: float = 0.01
     look_seconds: float = 0.2
-    gate: _Gate = field(default_factory=_Gate)
+    gate: _IsolationGate = field(default_factory=_IsolationGate)
     out_of_time: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self, workers: Sequence[Worker], others: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> None:
-        """Run workers, and what else ends by itself when it is time to stop. No error of one ends the others."""
+        """Run workers and other loops until they end by themselves after `stopping`. An error of one does not end the
+        others."""
         async with asyncio.TaskGroup() as tasks:
-            upkeep = tasks.create_task(self._keep_up({one.group for one in workers}))
+            maintenance = tasks.create_task(self._maintain({one.queue for one in workers}))
             clock = tasks.create_task(self._count_grace())
             loops = [tasks.create_task(other()) for other in others]
             for one in workers:
@@ -369,7 +519,7 @@ class Process:
                 for number in range(one.leases or leases):
                     steps = partial(
                         work,
-                        one.group,
+                        one.queue,
                         worker=f"{self.name}/{one.name}/{number}",
                         batch_size=one.prefetch,
                         handler_acks=one.transactional,
@@ -378,7 +528,7 @@ class Process:
                     )
                     loops.append(tasks.create_task(self._supervise(one, free, steps)))
             await (asyncio.gather(*loops) if loops else self.stopping.wait())
-            upkeep.cancel()
+            maintenance.cancel()
             clock.cancel()
 
     async def _count_grace(self) -> None:
@@ -386,23 +536,23 @@ class Process:
         await asyncio.sleep(self.grace_seconds)
         self.out_of_time.set()
 
-    async def _keep_up(self, groups: set[str]) -> None:
-        """This process's share of the upkeep, and once a second the leases of its groups that ran out."""
+    async def _maintain(self, queues: set[str]) -> None:
+        """Run this process's share of the maintenance and, once a second, reap the expired leases of its queues."""
         task = asyncio.current_task()
-        # Where Postgres refuses what is being cancelled, the refusal comes instead of the cancellation.
+        # If Postgres rejects a call while it is being cancelled, that error arrives instead of the cancellation.
         while task is not None and not task.cancelling():
-            await self.log.do_upkeep()
-            for group in groups:
+            await self.log.run_maintenance()
+            for queue in queues:
                 try:
-                    await self.log.reap(group)
+                    await self.log.reap(queue)
                 except (HeadwaterError, psycopg.Error) as error:
-                    logger.warning("reaping failed", extra={GROUP: group, ERROR: str(error)})
+                    logger.warning("reaping failed", extra={QUEUE: queue, ERROR: str(error)})
             await asyncio.sleep(1.0)
 
     async def _supervise(
         self, one: Worker, free: asyncio.Semaphore, steps: Callable[[], Generator[WorkStep, Any, None]]
     ) -> None:
-        """Run the loop of a lease, and after an error begin it again: its lease ends by itself."""
+        """Run one worker loop, and restart it after an error; its lease expires by itself."""
         pause = FIRST_PAUSE_SECONDS
         while True:
             began = asyncio.get_running_loop().time()
@@ -410,21 +560,21 @@ class Process:
             if error is None:
                 return
             if isinstance(error, SchemaMismatch):
-                # An upgrade has left this program behind: it must end, and leave its events to others.
+                # The schema is newer than this program, which must end and leave its events to other processes.
                 raise error
-            if asyncio.get_running_loop().time() - began > LONGEST_PAUSE_SECONDS:
+            if asyncio.get_running_loop().time() - began > MAX_PAUSE_SECONDS:
                 pause = FIRST_PAUSE_SECONDS
             logger.warning(
-                "working on a group failed",
-                extra={GROUP: one.group, ERROR: told(error), WAIT_SECONDS: pause},
+                "worker loop failed",
+                extra={QUEUE: one.queue, ERROR: error_text(error), WAIT_SECONDS: pause},
                 exc_info=None if is_expected(error) else error,
             )
             if await self._stops_within(pause):
                 return
-            pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
+            pause = min(pause * 2, MAX_PAUSE_SECONDS)
 
     async def _drive(self, one: Worker, free: asyncio.Semaphore, steps: Generator[WorkStep, Any, None]) -> None:
-        """Carry out the steps of one lease's loop."""
+        """Carry out the steps of one worker loop."""
         outcome: Any = None
         failure: HeadwaterError | None = None
         try:
@@ -435,18 +585,18 @@ class Process:
                     return
                 outcome = failure = None
                 match step:
-                    case Wait():
+                    case WaitStep():
                         outcome = await self._stops_within(step.seconds)
-                    case Handle():
+                    case HandleStep():
                         outcomes = await self._handle(one, free, step.lease)
-                        _count(one.group, step.lease, outcomes)
-                        outcome = Handled(outcomes, stop=self.stopping.is_set())
-                    case calls.Call():
+                        _count(one.queue, step.lease, outcomes)
+                        outcome = HandleResult(outcomes, stop=self.stopping.is_set())
+                    case Call():
                         try:
                             outcome = await self.log.run(step)
                         except LeaseLost as error:
-                            COUNTERS.add(LEASES_LOST, one.group)
-                            logger.warning("lease lost", extra={GROUP: one.group, ERROR: error.message})
+                            COUNTERS.add(LEASES_LOST, one.queue)
+                            logger.warning("lease lost", extra={QUEUE: one.queue, ERROR: error.message})
                             failure = error
         finally:
             steps.close()
@@ -461,24 +611,24 @@ class Process:
         return self.stopping.is_set()
 
     async def _handle(self, one: Worker, free: asyncio.Semaphore, lease: Lease) -> dict[int, Outcome]:
-        """Run the handlers on a lease, keeping it alive; returns the outcomes that are not done."""
+        """Run the handlers on a lease while extending it; returns the outcomes that are not done."""
         lost = asyncio.Event()
         heart = asyncio.create_task(self._keep_alive(lease, lost))
         try:
             if one.batch:
                 return await self._run_batch(one, free, lease, lost)
-            lanes: dict[object, list[ClaimedEvent]] = {}
+            runs: dict[object, list[ClaimedEvent]] = {}
             for event in lease.events:
-                lane: object = event.position if event.key is None or not one.ordered_keys else event.key
-                lanes.setdefault(lane, []).append(event)
-            ended = await asyncio.gather(*(self._run_lane(one, free, lease, lane, lost) for lane in lanes.values()))
-            return {position: outcome for lane in ended for position, outcome in lane.items() if outcome is not None}
+                run: object = event.position if event.key is None or not one.ordered_keys else event.key
+                runs.setdefault(run, []).append(event)
+            ended = await asyncio.gather(*(self._run_in_order(one, free, lease, run, lost) for run in runs.values()))
+            return {position: outcome for run in ended for position, outcome in run.items() if outcome is not None}
         finally:
             heart.cancel()
 
     async def _keep_alive(self, lease: Lease, lost: asyncio.Event) -> None:
-        """Extend the lease at each third of its time, until it is lost."""
-        seconds = self.lease_seconds[lease.group]
+        """Extend the lease at each third of its length, until it is lost."""
+        seconds = self.lease_seconds[lease.queue]
         left = 3
         while left:
             await asyncio.sleep(seconds / 3)
@@ -489,19 +639,19 @@ class Process:
                 left = 0
             except HeadwaterError as error:
                 left -= 1
-                logger.warning("lease not extended", extra={GROUP: lease.group, ERROR: error.message})
+                logger.warning("lease not extended", extra={QUEUE: lease.queue, ERROR: error.message})
         lost.set()
 
-    async def _run_lane(
-        self, one: Worker, free: asyncio.Semaphore, lease: Lease, lane: list[ClaimedEvent], lost: asyncio.Event
+    async def _run_in_order(
+        self, one: Worker, free: asyncio.Semaphore, lease: Lease, run: list[ClaimedEvent], lost: asyncio.Event
     ) -> dict[int, Outcome]:
-        """Events that must follow each other: behind one that failed, the others go back."""
+        """Handle events one after the other: after one that is not done, the others return to the queue."""
         outcomes: dict[int, Outcome] = {}
-        for event in lane:
+        for event in run:
             if any(outcome is not None for outcome in outcomes.values()):
                 outcomes[event.position] = Snooze()
                 continue
-            async with free, self.gate.enter(alone=lease.alone):
+            async with free, self.gate.enter(isolated=lease.isolated):
                 if self.stopping.is_set() or lost.is_set():
                     outcomes[event.position] = Snooze()
                 else:
@@ -512,16 +662,16 @@ class Process:
     async def _run_batch(
         self, one: Worker, free: asyncio.Semaphore, lease: Lease, lost: asyncio.Event
     ) -> dict[int, Outcome]:
-        async with free, self.gate.enter(alone=lease.alone):
+        async with free, self.gate.enter(isolated=lease.isolated):
             if self.stopping.is_set() or lost.is_set():
                 return {event.position: Snooze() for event in lease.events}
-            result = await self._call(one, lease, lease.events)
+            result = await self._call(one, lease, list(lease.events))
         if isinstance(result, Mapping):
             return {position: outcome for position, outcome in result.items() if outcome is not None}
         return {event.position: result for event in lease.events} if result is not None else {}
 
     async def _call(self, one: Worker, lease: Lease, given: Work) -> Result:
-        """Run the handler through the middleware. Whatever it raises is a failed try."""
+        """Run the handler through the middleware. An exception is a failed attempt."""
 
         async def innermost(given: Work) -> Result:
             return await self._invoke(one, lease, given)
@@ -529,7 +679,7 @@ class Process:
         chain: Next = innermost
         for around in reversed(self.middleware):
             chain = _wrapped(around, chain)
-        task = asyncio.ensure_future(_traced(one.group, chain, given))
+        task = asyncio.ensure_future(_traced(one.queue, chain, given))
         late = asyncio.ensure_future(self.out_of_time.wait())
         try:
             await asyncio.wait({task, late}, timeout=one.timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -556,7 +706,7 @@ class Process:
 
     def _failed(self, one: Worker, given: Work, reason: str) -> Retry:
         first = given if isinstance(given, ClaimedEvent) else given[0]
-        logger.warning("handler failed", extra={GROUP: one.group, POSITION: first.position, ERROR: reason})
+        logger.warning("handler failed", extra={QUEUE: one.queue, POSITION: first.position, ERROR: reason})
         return Retry(reason=reason)
 
     async def _invoke(self, one: Worker, lease: Lease, given: Work) -> Result:
@@ -567,7 +717,7 @@ class Process:
         if not one.is_async:
             return await asyncio.to_thread(self._invoke_blocking, one, lease, given, done)
         async with self.log.transaction() as connection:
-            # First: it holds the lease, and fails at once if it is lost.
+            # Settle first: this locks the lease, and fails immediately if it is lost.
             await self.log.settle(lease, done, rest_done=False, connection=connection)
             result = _checked(one, await one.handler(given, connection))
             if result is not None:
@@ -584,12 +734,12 @@ class Process:
         return None
 
 
-def _count(group: str, lease: Lease, outcomes: Mapping[int, Outcome]) -> None:
-    """What became of the events of a lease, for the metrics. What is not named is done."""
+def _count(queue: str, lease: Lease, outcomes: Mapping[int, Outcome]) -> None:
+    """Count the outcomes of a lease's events for the metrics. Events without an outcome are done."""
     kinds = Counter(type(outcome).__name__.lower() for outcome in outcomes.values() if outcome is not None)
     kinds["done"] = len(lease.events) - kinds.total()
     for kind, events in kinds.items():
-        COUNTERS.add(HANDLED, group, kind, by=events)
+        COUNTERS.add(HANDLED, queue, kind, by=events)
 
 
 def _wrapped(around: Middleware, inner: Next) -> Next:
@@ -599,10 +749,10 @@ def _wrapped(around: Middleware, inner: Next) -> Next:
     return call
 
 
-async def _traced(group: str, inner: Next, given: Work) -> Result:
-    """The handler with its middleware, in a span that is linked to the publisher's."""
+async def _traced(queue: str, inner: Next, given: Work) -> Result:
+    """Run the handler with its middleware in a span that is linked to the publisher's."""
     events = [given] if isinstance(given, ClaimedEvent) else given
-    with tracing.consuming(group, events, no_error=(_NotDone, LeaseLost)) as ended:
+    with tracing.consuming(queue, events, no_error=(_NotDone, LeaseLost)) as ended:
         result = await inner(given)
         ended(type(result).__name__.lower() if isinstance(result, _OUTCOMES) else "done")
         return result

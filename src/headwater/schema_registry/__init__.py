@@ -1,1 +1,1 @@
-"""The schema registry: schemas of each type, what may follow what, and registering them."""
+"""The schema registry: schema types, compatibility rules, and registration."""

@@ -1,7 +1,7 @@
-"""Avro: a schema from its JSON, strictly; and whether a payload is what it says, byte by byte. Pure.
+"""Avro: strict parsing of schemas, and validation of payloads. Pure.
 
-Payloads are walked and not decoded: nothing is built, so that neither a count of a trillion nothings nor a list that
-nests a million times can take memory or stack.
+Payloads are validated without decoding: nothing is built, so that neither a count of a trillion empty values nor a list
+that nests a million levels deep can exhaust memory or stack.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from headwater.errors import InvalidSchema
-from headwater.schema_registry.schemas import MAX_DEPTH, Unfit, read_json
-from headwater.schema_registry.work_limit import Work
+from headwater.schema_registry.schemas import MAX_DEPTH, PayloadMismatch, read_json
+from headwater.schema_registry.work_limit import WorkLimit
 
 PRIMITIVES: Final = frozenset(("null", "boolean", "int", "long", "float", "double", "bytes", "string"))
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -25,10 +25,10 @@ MAX_SYMBOLS: Final = 10_000
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A type. Compared by identity: a record may hold itself."""
+    """A type. Compared by identity, since a record may contain itself."""
 
     kind: str
-    # Of a record, an enum or a fixed.
+    # For a record, an enum or a fixed.
     name: str = ""
     aliases: frozenset[str] = frozenset()
     fields: tuple[Field, ...] = ()
@@ -51,7 +51,7 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class AvroSchema:
-    """An Avro schema that was understood."""
+    """A parsed Avro schema."""
 
     root: Node
     canonical: bytes
@@ -61,35 +61,35 @@ class AvroSchema:
         try:
             end = self._walk(payload, 0, MAX_DEPTH)
         except (IndexError, struct.error):
-            raise Unfit("the payload ends too early") from None
+            raise PayloadMismatch("the payload ends too early") from None
         if end != len(payload):
-            raise Unfit(f"{len(payload) - end} bytes follow the payload")
+            raise PayloadMismatch(f"{len(payload) - end} bytes follow the payload")
         return self.root.name or self.root.kind
 
-    def compare(self, written: AvroSchema, work: Work) -> None:
+    def compare(self, written: AvroSchema, work: WorkLimit) -> None:
         from headwater.schema_registry.avro_compatibility import compare
 
         compare(self.root, written.root, work)
 
 
 def parse(text: str, dependencies: Sequence[tuple[str, str]] = ()) -> AvroSchema:
-    """Understand a schema; what it refers to may define names for it."""
+    """Parse a schema; the schemas it refers to may define names for it."""
     names: dict[str, Node] = {}
     for name, other in dependencies:
-        _Parsing(names).type_of(read_json(other, f"the schema {name}"), "", 0)
+        _TypeParser(names).type_of(read_json(other, f"the schema {name}"), "", 0)
     document = _bare_or_json(text)
-    root = _Parsing(names).type_of(document, "", 0)
+    root = _TypeParser(names).type_of(document, "", 0)
     canonical = json.dumps(_plain(document), sort_keys=True, separators=(",", ":")).encode()
     return AvroSchema(root, canonical, _walker(root, {}))
 
 
 def _bare_or_json(text: str) -> Any:
-    # Some clients send a primitive without its quotes.
+    # Some clients send a primitive type without quotes.
     return text.strip() if text.strip() in PRIMITIVES else read_json(text)
 
 
 def _plain(document: Any) -> Any:
-    """Without what can be written in two ways: {"type": "string"} is "string"."""
+    """Normalize equivalent notations: {"type": "string"} is "string"."""
     if isinstance(document, dict):
         if set(document) == {"type"}:
             return _plain(document["type"])
@@ -99,8 +99,8 @@ def _plain(document: Any) -> Any:
     return document
 
 
-class _Parsing:
-    """Turns JSON into nodes, with the names that were defined so far."""
+class _TypeParser:
+    """Converts JSON to nodes, with the names that are defined so far."""
 
     def __init__(self, names: dict[str, Node]) -> None:
         self._names = names
@@ -113,7 +113,9 @@ class _Parsing:
         if isinstance(document, list):
             return self._union(document, namespace, depth)
         if not isinstance(document, dict):
-            raise InvalidSchema(f"a type is a name, an object or a list of types, not {json.dumps(document)}")
+            raise InvalidSchema(
+                f"invalid type {json.dumps(document)[:200]}: expected a name, an object or a list of types"
+            )
         kind = document.get("type")
         if kind in ("record", "error", "enum", "fixed"):
             return self._definition(document, str(kind), namespace, depth)
@@ -132,27 +134,27 @@ class _Parsing:
         full = name if "." in name or not namespace else f"{namespace}.{name}"
         found = self._names.get(full) or self._names.get(name)
         if found is None:
-            raise InvalidSchema(f'there is no type "{full}"', hint="Define it before it is used, or refer to it.")
+            raise InvalidSchema(f'unknown type "{full}"', hint="Define it before it is used, or add a reference.")
         return found
 
     def _union(self, branches: list[Any], namespace: str, depth: int) -> Node:
         if not branches:
-            raise InvalidSchema("a union has at least one type")
+            raise InvalidSchema("a union needs at least one type")
         inner = tuple(self.type_of(branch, namespace, depth + 1) for branch in branches)
         if any(branch.kind == "union" for branch in inner):
-            raise InvalidSchema("a union may not directly hold another")
-        told = [branch.name or branch.kind for branch in inner]
-        if len(set(told)) != len(told):
-            raise InvalidSchema(f"a union has a type twice: {', '.join(told[:10])}")
+            raise InvalidSchema("a union cannot directly contain another union")
+        names = [branch.name or branch.kind for branch in inner]
+        if len(set(names)) != len(names):
+            raise InvalidSchema(f"a union contains a type twice: {', '.join(names[:10])}")
         return Node("union", inner=inner)
 
     def _definition(self, document: Mapping[str, Any], kind: str, namespace: str, depth: int) -> Node:
         name = document.get("name")
         if not isinstance(name, str) or not _FULL_NAME.fullmatch(name):
-            raise InvalidSchema(f"{json.dumps(name)} is no name of a type")
+            raise InvalidSchema(f"invalid type name {json.dumps(name)}")
         given = document.get("namespace", namespace)
         if not isinstance(given, str) or (given and not _FULL_NAME.fullmatch(given)):
-            raise InvalidSchema(f"{json.dumps(given)} is no namespace")
+            raise InvalidSchema(f"invalid namespace {json.dumps(given)}")
         full = name if "." in name or not given else f"{given}.{name}"
         inside = full.rpartition(".")[0]
         if full in self._names or full in PRIMITIVES:
@@ -172,7 +174,7 @@ class _Parsing:
                 raise InvalidSchema(f'enum "{full}" needs "symbols", each once, up to {MAX_SYMBOLS}')
             node.default_symbol = document.get("default")
             if node.default_symbol is not None and node.default_symbol not in node.symbols:
-                raise InvalidSchema(f'the default of enum "{full}" is none of its symbols')
+                raise InvalidSchema(f'the default of enum "{full}" is not one of its symbols')
         else:
             fields = document.get("fields")
             if not isinstance(fields, list):
@@ -184,22 +186,22 @@ class _Parsing:
 
     def _field(self, document: Any, record: str, namespace: str, depth: int) -> Field:
         if not isinstance(document, dict) or "type" not in document or "name" not in document:
-            raise InvalidSchema(f'a field of record "{record}" is an object with "name" and "type"')
+            raise InvalidSchema(f'a field of record "{record}" must be an object with "name" and "type"')
         (name,) = _names([document["name"]], _NAME)
         kind = self.type_of(document["type"], namespace, depth + 1)
         if "default" in document and not _Defaults().fit(document["default"], kind):
-            raise InvalidSchema(f'the default of field "{name}" of record "{record}" does not fit its type')
+            raise InvalidSchema(f'the default of field "{name}" of record "{record}" does not match its type')
         return Field(name, kind, frozenset(_names(document.get("aliases", []), _NAME)), "default" in document)
 
 
 def _names(given: Any, form: re.Pattern[str] = _FULL_NAME) -> tuple[str, ...]:
     if not isinstance(given, list) or not all(isinstance(one, str) and form.fullmatch(one) for one in given):
-        raise InvalidSchema(f"{json.dumps(given)[:100]} should be names of letters, digits and _")
+        raise InvalidSchema(f"invalid names {json.dumps(given)[:100]}: expected letters, digits and _")
     return tuple(given)
 
 
 class _Defaults:
-    """Whether values fit types; what was found is kept, since unions within unions would ask again and again."""
+    """Checks whether values match types. Results are cached, since nested unions would repeat the same checks."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, int], bool] = {}
@@ -207,7 +209,7 @@ class _Defaults:
     def fit(self, value: Any, node: Node) -> bool:
         asked = (id(value), id(node))
         if asked not in self._known:
-            # A type that leads to itself without anything between does not fit by that.
+            # A type that contains itself directly does not match by that.
             self._known[asked] = False
             self._known[asked] = self._fit(value, node)
         return self._known[asked]
@@ -215,7 +217,7 @@ class _Defaults:
     def _fit(self, value: Any, node: Node) -> bool:
         kind = node.kind
         if kind == "union":
-            # Strictly the first; yet clients long wrote others, and none of them minds.
+            # The specification allows only the first type; but clients have long written others, and accept them.
             return any(self.fit(value, branch) for branch in node.inner)
         if kind == "null":
             return value is None
@@ -241,8 +243,8 @@ class _Defaults:
         return all(self.fit(value[one.name], one.type) if one.name in value else one.has_default for one in node.fields)
 
 
-# Walking: each type becomes a function of the payload, a place in it and the depth that is left. It gives the place
-# after the value.
+# Validation: each type becomes a function of the payload, an offset in it and the remaining depth. It returns the
+# offset after the value.
 
 Walk = Callable[[bytes, int, int], int]
 
@@ -257,7 +259,7 @@ def _long(payload: bytes, place: int) -> tuple[int, int]:
             return (value >> 1) ^ -(value & 1), place
         shift += 7
         if shift > 63:
-            raise Unfit("a number is longer than ten bytes")
+            raise PayloadMismatch("a number is longer than ten bytes")
 
 
 def _walk_null(payload: bytes, place: int, depth: int) -> int:
@@ -266,14 +268,14 @@ def _walk_null(payload: bytes, place: int, depth: int) -> int:
 
 def _walk_boolean(payload: bytes, place: int, depth: int) -> int:
     if payload[place] > 1:
-        raise Unfit(f"{payload[place]} is no boolean")
+        raise PayloadMismatch(f"invalid boolean byte {payload[place]}")
     return place + 1
 
 
 def _walk_int(payload: bytes, place: int, depth: int) -> int:
     value, place = _long(payload, place)
     if not -(2**31) <= value < 2**31:
-        raise Unfit(f"{value} is above 32 bits")
+        raise PayloadMismatch(f"{value} exceeds 32 bits")
     return place
 
 
@@ -284,7 +286,7 @@ def _walk_long(payload: bytes, place: int, depth: int) -> int:
 def _sized(payload: bytes, place: int) -> tuple[int, int]:
     size, place = _long(payload, place)
     if size < 0 or size > len(payload) - place:
-        raise Unfit(f"{size} bytes are announced, and {len(payload) - place} are left")
+        raise PayloadMismatch(f"a length of {size} bytes exceeds the remaining {len(payload) - place}")
     return place, place + size
 
 
@@ -297,14 +299,14 @@ def _walk_string(payload: bytes, place: int, depth: int) -> int:
     try:
         payload[begin:end].decode()
     except UnicodeDecodeError:
-        raise Unfit("a string is not UTF-8") from None
+        raise PayloadMismatch("a string is not valid UTF-8") from None
     return end
 
 
 def _fixed(size: int) -> Walk:
     def walk(payload: bytes, place: int, depth: int) -> int:
         if size > len(payload) - place:
-            raise Unfit("the payload ends too early")
+            raise PayloadMismatch("the payload ends too early")
         return place + size
 
     return walk
@@ -323,7 +325,7 @@ _WALKS: Final[Mapping[str, Walk]] = {
 
 
 def _walker(node: Node, known: dict[int, Walk]) -> Walk:
-    """The function that walks over one value of a type."""
+    """The function that validates one value of a type."""
     if node.kind in _WALKS:
         return _WALKS[node.kind]
     if id(node) in known:
@@ -337,20 +339,20 @@ def _walker(node: Node, known: dict[int, Walk]) -> Walk:
 
         def walk_record(payload: bytes, place: int, depth: int) -> int:
             if depth == 0:
-                raise Unfit(f"the payload nests deeper than {MAX_DEPTH} levels")
+                raise PayloadMismatch(f"the payload nests deeper than {MAX_DEPTH} levels")
             number = 0
             try:
                 for walk in walks:
                     place = walk(payload, place, depth - 1)
                     number += 1
-            except Unfit as unfit:
-                told = str(unfit)
-                raise Unfit(f"{node.fields[number].name}{'.' if ': ' in told else ': '}{told}") from None
+            except PayloadMismatch as unfit:
+                reason = str(unfit)
+                raise PayloadMismatch(f"{node.fields[number].name}{'.' if ': ' in reason else ': '}{reason}") from None
             except IndexError:
-                raise Unfit(f"{node.fields[number].name}: the payload ends too early") from None
+                raise PayloadMismatch(f"{node.fields[number].name}: the payload ends too early") from None
             return place
 
-        # Known before its fields are made, one of which may be it.
+        # Registered before its fields are created, one of which may be the type itself.
         known[id(node)] = walk_record
         walks.extend(_walker(one.type, known) for one in node.fields)
         return walk_record
@@ -365,7 +367,7 @@ def _enum(node: Node) -> Walk:
     def walk(payload: bytes, place: int, depth: int) -> int:
         number, place = _long(payload, place)
         if not 0 <= number < count:
-            raise Unfit(f"enum {node.name} has no symbol {number}")
+            raise PayloadMismatch(f"enum {node.name} has no symbol {number}")
         return place
 
     return walk
@@ -375,7 +377,7 @@ def _union(branches: list[Walk]) -> Walk:
     def walk(payload: bytes, place: int, depth: int) -> int:
         number, place = _long(payload, place)
         if not 0 <= number < len(branches):
-            raise Unfit(f"a union of {len(branches)} types has no type {number}")
+            raise PayloadMismatch(f"a union of {len(branches)} types has no type {number}")
         return branches[number](payload, place, depth)
 
     return walk
@@ -384,7 +386,7 @@ def _union(branches: list[Walk]) -> Walk:
 def _blocks(item: Walk, *, keyed: bool, empty: bool) -> Walk:
     def walk(payload: bytes, place: int, depth: int) -> int:
         if depth == 0:
-            raise Unfit(f"the payload nests deeper than {MAX_DEPTH} levels")
+            raise PayloadMismatch(f"the payload nests deeper than {MAX_DEPTH} levels")
         while True:
             count, place = _long(payload, place)
             if count == 0:
@@ -392,7 +394,7 @@ def _blocks(item: Walk, *, keyed: bool, empty: bool) -> Walk:
             if count < 0:
                 count = -count
                 _, place = _long(payload, place)
-            # What takes no byte is not counted: there can be a trillion of it. All else ends with the payload.
+            # Values without bytes are not counted: there can be a trillion of them. All others end with the payload.
             for _ in range(1 if empty and not keyed else count):
                 if keyed:
                     place = _walk_string(payload, place, depth)
@@ -402,7 +404,7 @@ def _blocks(item: Walk, *, keyed: bool, empty: bool) -> Walk:
 
 
 def _takes_no_byte(node: Node, seen: set[int]) -> bool:
-    """Whether every value of the type takes no byte at all."""
+    """Whether every value of the type is encoded in zero bytes."""
     if node.kind == "null":
         return True
     if node.kind == "fixed":

@@ -1,13 +1,13 @@
-"""Whether what was written with one Avro schema can be read with another: Avro's rules of schema resolution. Pure."""
+"""Compatibility of Avro schemas: Avro's rules of schema resolution. Pure."""
 
 from __future__ import annotations
 
 from typing import Final
 
 from headwater.schema_registry.avro import Field, Node
-from headwater.schema_registry.work_limit import Work
+from headwater.schema_registry.work_limit import WorkLimit
 
-# What a reader takes, beside the same.
+# Which other types a reader accepts.
 _PROMOTED: Final = {
     "long": ("int",),
     "float": ("int", "long"),
@@ -17,23 +17,23 @@ _PROMOTED: Final = {
 }
 
 
-def compare(reader: Node, writer: Node, work: Work) -> None:
-    """Find why the reader cannot read what the writer writes."""
+def compare(reader: Node, writer: Node, work: WorkLimit) -> None:
+    """Collect the reasons why the reader cannot read what the writer writes."""
     _Comparison(work).compare(reader, writer, "")
 
 
 class _Comparison:
-    """One reading of one by the other. Pairs that are being compared are taken to fit: records may hold themselves."""
+    """One comparison. Pairs that are being compared are assumed to fit, since records may contain themselves."""
 
-    def __init__(self, work: Work, beside: _Comparison | None = None) -> None:
+    def __init__(self, work: WorkLimit, beside: _Comparison | None = None) -> None:
         self._work = work
         self._known: dict[tuple[int, int], bool] = {} if beside is None else beside._known
-        # Those of the known that are taken to fit, in the order in which they were found.
+        # The known pairs that are assumed to fit, in the order in which they were found.
         self._fitting: list[tuple[int, int]] = [] if beside is None else beside._fitting
 
     def _fits(self, reader: Node, writer: Node) -> bool:
-        """Whether it fits, asked aside: what is found is not kept."""
-        quiet = _Quiet(self._work)
+        """Whether it fits, without recording problems."""
+        quiet = _SeparateLimit(self._work)
         _Comparison(quiet, self).compare(reader, writer, "")
         return not quiet.problems
 
@@ -49,7 +49,7 @@ class _Comparison:
         self._fitting.append(pair)
         self._compare(reader, writer, where)
         if len(self._work.problems) > before[0]:
-            # What was found to fit meanwhile may rest on this pair, which does not.
+            # Pairs that were found to fit meanwhile may depend on this pair, which does not fit.
             for later in self._fitting[before[1] :]:
                 del self._known[later]
             del self._fitting[before[1] :]
@@ -59,15 +59,15 @@ class _Comparison:
         if writer.kind == "union":
             for branch in writer.inner:
                 if not self._fits(reader, branch):
-                    self._work.found(where, f"{_told(branch)} was written and {_told(reader)} is read")
+                    self._work.found(where, f"{_describe(branch)} was written and {_describe(reader)} is read")
             return
         if reader.kind == "union":
             if not any(self._fits(branch, writer) for branch in reader.inner):
-                self._work.found(where, f"{_told(writer)} was written and is none of {_told(reader)}")
+                self._work.found(where, f"{_describe(writer)} was written and is none of {_describe(reader)}")
             return
         if reader.kind != writer.kind:
             if writer.kind not in _PROMOTED.get(reader.kind, ()):
-                self._work.found(where, f"{_told(writer)} was written and {_told(reader)} is read")
+                self._work.found(where, f"{_describe(writer)} was written and {_describe(reader)} is read")
             return
         if reader.kind in ("record", "enum", "fixed") and not _same_name(reader, writer):
             self._work.found(where, f'"{writer.name}" was written and "{reader.name}" is read: give it as an alias')
@@ -93,10 +93,10 @@ class _Comparison:
                 self._work.found(inside, "is read, was not written and has no default")
 
 
-class _Quiet(Work):
-    """Counts with another, and keeps what it found to itself."""
+class _SeparateLimit(WorkLimit):
+    """Shares the step count of another limit, but collects its own problems."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: WorkLimit) -> None:
         super().__init__()
         self._with = work
 
@@ -112,7 +112,7 @@ def _written(wanted: Field, written: dict[str, Field]) -> Field | None:
 
 
 def _same_name(reader: Node, writer: Node) -> bool:
-    # As all implementations do, the namespace may differ: only the last part must be the same, or an alias.
+    # As in other implementations, the namespace may differ: only the last part must be equal, or an alias.
     return (
         reader.name.rpartition(".")[2] == writer.name.rpartition(".")[2]
         or writer.name in reader.aliases
@@ -120,7 +120,7 @@ def _same_name(reader: Node, writer: Node) -> bool:
     )
 
 
-def _told(node: Node) -> str:
+def _describe(node: Node) -> str:
     if node.kind == "union":
-        return f"[{', '.join(_told(branch) for branch in node.inner[:10])}]"
+        return f"[{', '.join(_describe(branch) for branch in node.inner[:10])}]"
     return f'{node.kind} "{node.name}"' if node.name else node.kind

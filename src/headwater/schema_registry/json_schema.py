@@ -1,4 +1,4 @@
-"""JSON Schema: a schema that is one, with nothing fetched from anywhere; and whether a payload fits it. Pure."""
+"""JSON Schema: parsing without fetching anything, and validation of payloads. Pure."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from urllib.parse import unquote, urljoin
 import jsonschema_rs
 
 from headwater.errors import InvalidSchema
-from headwater.schema_registry.schemas import MAX_DEPTH, Unfit, read_json, shortened, too_deep
-from headwater.schema_registry.work_limit import Work
+from headwater.schema_registry.schemas import MAX_DEPTH, PayloadMismatch, read_json, shortened, too_deep
+from headwater.schema_registry.work_limit import WorkLimit
 
-# A pattern that would try for ever does not match; one that would take much memory is none.
+# A pattern that would backtrack without end does not match; one that needs too much memory is rejected.
 _PATTERNS: Final = jsonschema_rs.FancyRegexOptions(
     backtrack_limit=10_000, size_limit=1_000_000, dfa_size_limit=1_000_000
 )
 MAX_CHECKS: Final = 100_000
-"""How often one value may be looked at, when references multiply."""
-# What looks at the same value again.
+"""The number of times that one value may be checked, when references multiply."""
+# Keywords that check the same value again.
 _ONE: Final = ("not", "if", "then", "else")
 _MANY: Final = ("allOf", "anyOf", "oneOf")
 
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """A schema and those it may refer to, by address."""
+    """A schema and the schemas it may refer to, by address."""
 
     root: Any
     others: Mapping[str, Any]
-    # Document -> anchor -> schema; found once, or many references would each look through all.
+    # Document -> anchor -> schema; indexed once, or each reference would search all documents.
     _anchors: dict[int, dict[str, Any]] = field(default_factory=dict, repr=False)
 
     def resolve(self, document: Any, reference: str) -> tuple[Any, Any] | None:
-        """The document that a reference leads to, and the schema in it; None: it leads nowhere that is known here."""
+        """The document that a reference leads to, and the schema in it; None if it is unknown."""
         address, _, fragment = reference.partition("#")
         if address and address != _address(document):
             target = self.others.get(address)
@@ -59,7 +59,7 @@ class Documents:
 
 @dataclass(frozen=True, slots=True)
 class JsonSchema:
-    """A JSON Schema that was understood."""
+    """A parsed JSON Schema."""
 
     documents: Documents
     canonical: bytes
@@ -71,24 +71,24 @@ class JsonSchema:
             self._validator.validate(value)
         except jsonschema_rs.ValidationError as error:
             where = "".join(f"/{step}" for step in error.instance_path)
-            raise Unfit(shortened(f"{where or 'the value'}: {error.message}")) from None
+            raise PayloadMismatch(shortened(f"{where or 'the value'}: {error.message}")) from None
         except ValueError as error:
-            raise Unfit(shortened(str(error))) from None
+            raise PayloadMismatch(shortened(str(error))) from None
         root = self.documents.root
         title = root.get("title") if isinstance(root, dict) else None
         return title if isinstance(title, str) else None
 
-    def compare(self, written: JsonSchema, work: Work) -> None:
+    def compare(self, written: JsonSchema, work: WorkLimit) -> None:
         from headwater.schema_registry.json_schema_compatibility import compare
 
         compare(self.documents, written.documents, work)
 
 
 def parse(text: str, dependencies: Sequence[tuple[str, str]] = ()) -> JsonSchema:
-    """Understand a schema. References lead within it, or to what it was registered with, and nowhere else."""
+    """Parse a schema. References can only lead to the schema itself or to the schemas it was registered with."""
     root = read_json(text)
     if not isinstance(root, dict | bool):
-        raise InvalidSchema("a JSON Schema is an object, or true or false")
+        raise InvalidSchema("a JSON Schema must be an object, true or false")
     others: dict[str, Any] = {}
     for name, other in dependencies:
         document = read_json(other, f"the schema {name}")
@@ -102,30 +102,30 @@ def parse(text: str, dependencies: Sequence[tuple[str, str]] = ()) -> JsonSchema
         validator = jsonschema_rs.validator_for(root, registry=registry, offline=True, pattern_options=_PATTERNS)
     except jsonschema_rs.ValidationError as error:
         where = "".join(f"/{step}" for step in error.instance_path)
-        raise InvalidSchema(shortened(f"no JSON Schema, at {where or 'the root'}: {error.message}", 400)) from None
+        raise InvalidSchema(shortened(f"invalid JSON Schema, at {where or 'the root'}: {error.message}", 400)) from None
     except (ValueError, jsonschema_rs.ReferencingError) as error:
-        raise InvalidSchema(shortened(f"no JSON Schema: {error}", 400)) from None
+        raise InvalidSchema(shortened(f"invalid JSON Schema: {error}", 400)) from None
     canonical = json.dumps(root, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
     return JsonSchema(documents, canonical, validator)
 
 
 def read_payload(payload: bytes) -> Any:
-    """A payload as the JSON that it must be."""
+    """Parse a payload as JSON. Raises PayloadMismatch."""
     try:
         text = payload.decode()
         if too_deep(text):
-            raise Unfit(f"the value nests deeper than {MAX_DEPTH} levels")
+            raise PayloadMismatch(f"the value nests deeper than {MAX_DEPTH} levels")
         return json.loads(text, parse_constant=_refuse_constant)
     except ValueError as error:
-        raise Unfit(shortened(f"the value is not JSON: {error}")) from None
+        raise PayloadMismatch(shortened(f"the value is not JSON: {error}")) from None
 
 
 def _fetch_nothing(address: str) -> Any:
-    raise ValueError(f"{address} is not known: register it, and refer to it by that name")
+    raise ValueError(f"unknown schema {address}: register it, and add a reference with this name")
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _address(document: Any) -> str:
@@ -134,7 +134,7 @@ def _address(document: Any) -> str:
 
 
 def _at(document: Any, pointer: str) -> Any:
-    """What a pointer leads to."""
+    """The value that a JSON pointer leads to."""
     for step in pointer.split("/")[1:]:
         name = step.replace("~1", "/").replace("~0", "~")
         if isinstance(document, dict) and name in document:
@@ -148,7 +148,7 @@ def _at(document: Any, pointer: str) -> Any:
 
 def _note_anchors(document: Any, found: dict[str, Any]) -> None:
     if isinstance(document, dict):
-        # Before draft 2019-09 an anchor was written as the address of a part.
+        # Before draft 2019-09, an anchor was written as the $id of a subschema.
         for anchor in (document.get("$anchor"), document.get("$dynamicAnchor"), document.get("$id")):
             if isinstance(anchor, str):
                 found.setdefault(anchor.removeprefix("#"), document)
@@ -157,7 +157,7 @@ def _note_anchors(document: Any, found: dict[str, Any]) -> None:
 
 
 def _refuse_multiplied(documents: Documents) -> None:
-    """Refuse a schema whose references multiply until one value would be looked at without an end."""
+    """Raise InvalidSchema if references multiply so that one value would be checked too often."""
     counted: dict[int, int] = {}
 
     def checks(document: Any, schema: Any) -> int:
@@ -165,7 +165,7 @@ def _refuse_multiplied(documents: Documents) -> None:
             return 1
         if id(schema) in counted:
             return counted[id(schema)]
-        # One that leads back to itself is stopped by the validator.
+        # The validator stops cycles.
         counted[id(schema)] = 1
         again = [schema[name] for name in _ONE if name in schema]
         for name in _MANY:
@@ -176,7 +176,7 @@ def _refuse_multiplied(documents: Documents) -> None:
             if isinstance(schema.get(name), str) and (found := documents.resolve(document, schema[name])) is not None:
                 total += checks(*found)
         if total > MAX_CHECKS:
-            raise InvalidSchema(f"references multiply: one value would be looked at more than {MAX_CHECKS} times")
+            raise InvalidSchema(f"references multiply: one value would be checked more than {MAX_CHECKS} times")
         counted[id(schema)] = total
         return total
 

@@ -1,4 +1,7 @@
-"""Whether one JSON Schema takes all that another took. Careful: what it cannot tell, it says does not fit. Pure."""
+"""Compatibility of JSON Schemas: whether one accepts everything that another accepted. Pure.
+
+Conservative: what cannot be decided is reported as incompatible.
+"""
 
 from __future__ import annotations
 
@@ -8,37 +11,37 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from headwater.schema_registry.json_schema import Documents
-from headwater.schema_registry.work_limit import Work
+from headwater.schema_registry.work_limit import WorkLimit
 
-# The lower the limit of the reader the more it takes; and the higher.
+# Minimum keywords: a lower value of the reader accepts more. Maximum keywords: a higher value does.
 _AT_LEAST: Final = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties", "minContains")
 _AT_MOST: Final = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties", "maxContains")
-# Compared as they are: nobody can say of two patterns whether one takes all that the other does.
+# Compared literally: it is undecidable here whether one pattern accepts everything that another does.
 _AS_THEY_ARE: Final = (
     "pattern", "format", "uniqueItems", "contains", "propertyNames", "if", "then", "else", "dependentRequired",
     "dependentSchemas", "dependencies", "unevaluatedProperties", "unevaluatedItems", "contentEncoding",
     "contentMediaType", "contentSchema",
 )  # fmt: skip
 _ALL_TYPES: Final = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
-# In this order: to Python a boolean is an integer.
+# In this order, since a boolean is an integer in Python.
 _KINDS: Final = {
     "boolean": bool, "integer": int, "number": float, "string": str, "array": list, "object": dict,
 }  # fmt: skip
 _MISSING: Final = object()
 
 Place = tuple[Any, Any]
-"""A document and a schema in it: what a reference means depends on where it is."""
+"""A document and a schema in it: the meaning of a reference depends on its document."""
 
 
-def compare(reader: Documents, writer: Documents, work: Work) -> None:
-    """Find what the writer's schema takes and the reader's does not."""
+def compare(reader: Documents, writer: Documents, work: WorkLimit) -> None:
+    """Collect what the writer's schema accepts and the reader's does not."""
     _Comparison(reader, writer, work).compare((reader.root, reader.root), (writer.root, writer.root), "")
 
 
 class _Comparison:
-    """One comparison. Pairs that are being compared are taken to fit: schemas may hold themselves."""
+    """One comparison. Pairs that are being compared are assumed to fit, since schemas may contain themselves."""
 
-    def __init__(self, reader: Documents, writer: Documents, work: Work) -> None:
+    def __init__(self, reader: Documents, writer: Documents, work: WorkLimit) -> None:
         self._reader = reader
         self._writer = writer
         self._work = work
@@ -69,7 +72,7 @@ class _Comparison:
             return
         self._open.add(pair)
         try:
-            # What alternatives there were, each must still be taken; this comes first, since each says its own type.
+            # Each alternative of the writer must still be accepted. First, since each alternative has its own type.
             if not self._by_alternatives(reader, (writer[0], of), where):
                 self._compare(to, of, reader[0], writer[0], where)
         finally:
@@ -88,7 +91,7 @@ class _Comparison:
         return place
 
     def _by_alternatives(self, reader: Place, writer: Place, where: str) -> bool:
-        """Whether the writer is but a choice, and each of its alternatives was compared."""
+        """Whether the writer is only a choice, and each of its alternatives was compared."""
         for name in ("anyOf", "oneOf"):
             choice = writer[1].get(name)
             if isinstance(choice, list) and not _beside(writer[1], name):
@@ -139,7 +142,7 @@ class _Comparison:
         for names, takes_all in wider:
             for name in names:
                 now, before = to.get(name), of.get(name)
-                # In drafts up to 4 the exclusive ones are true or false.
+                # Up to draft 4, the exclusive keywords are booleans.
                 if isinstance(now, bool) or isinstance(before, bool):
                     if now and now != before:
                         self._work.found(where, f"{name} was added")
@@ -175,7 +178,7 @@ class _Comparison:
         now, before = _dict(to.get("properties")), _dict(of.get("properties"))
         for name in dict.fromkeys((*now, *before)):
             inside = f"{where}/{name}"
-            # Where a schema is open, a property that it does not name was taken whatever it was.
+            # An open schema accepted any value of a property that it does not name.
             self.compare((to_in, self._property(to, name)), (of_in, self._property(of, name)), inside)
         patterns, were = _dict(to.get("patternProperties")), _dict(of.get("patternProperties"))
         for pattern in dict.fromkeys((*patterns, *were)):
@@ -205,7 +208,7 @@ class _Comparison:
         self.compare((to_in, now_rest), (of_in, before_rest), f"{where}/items")
 
     def _property(self, schema: dict[str, Any], name: str) -> Any:
-        """What a schema says of a property."""
+        """The schema of a property."""
         named = _dict(schema.get("properties"))
         if name in named:
             return named[name]
@@ -218,9 +221,19 @@ class _Comparison:
 
 
 def _beside(schema: dict[str, Any], *names: str) -> set[str]:
-    """What a schema says beside a reference, or a choice, that matters."""
-    told = {"$id", "$schema", "$defs", "definitions", "title", "description", "examples", "default", "$comment"}
-    return set(schema) - told - {"$ref"} - set(names)
+    """The relevant keywords of a schema beside a reference or a choice."""
+    annotations = {
+        "$id",
+        "$schema",
+        "$defs",
+        "definitions",
+        "title",
+        "description",
+        "examples",
+        "default",
+        "$comment",
+    }
+    return set(schema) - annotations - {"$ref"} - set(names)
 
 
 def _without(schema: dict[str, Any], name: str) -> dict[str, Any]:
@@ -251,13 +264,13 @@ def _values(schema: dict[str, Any]) -> set[str] | None:
 
 
 def _is_prefix(pattern: str, name: str) -> bool:
-    # Only of plain texts can it be told without running a pattern that somebody sent; of others it is taken to match.
+    # A pattern is only evaluated if it is plain text, since it comes from users; any other is assumed to match.
     plain = re.fullmatch(r"\^?([\w.-]*)\$?", pattern)
     return plain is None or plain[1] in name
 
 
 def _items(schema: dict[str, Any]) -> tuple[list[Any], Any]:
-    """The schemas of the first items, and that of all others; in the words of any draft."""
+    """The schemas of the first items, and that of all others, in any draft."""
     if isinstance(schema.get("prefixItems"), list):
         return schema["prefixItems"], schema.get("items", True)
     if isinstance(schema.get("items"), list):

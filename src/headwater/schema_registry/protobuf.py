@@ -1,4 +1,4 @@
-"""Protobuf: a schema from a .proto text or a descriptor, linked by the runtime; whether a payload fits it. Pure."""
+"""Protobuf: parsing a .proto text or a descriptor, linked by the runtime, and validation of payloads. Pure."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from google.protobuf.message import DecodeError
 
 from headwater.errors import InvalidSchema
 from headwater.schema_registry import protobuf_parser
-from headwater.schema_registry.schemas import Unfit, shortened
-from headwater.schema_registry.work_limit import Work
+from headwater.schema_registry.schemas import PayloadMismatch, shortened
+from headwater.schema_registry.work_limit import WorkLimit
 
-# What every compiler brings along, so that nobody registers it.
+# Files that every compiler includes, so that they need not be registered.
 _WELL_KNOWN: Final = {
     f"google/protobuf/{name}.proto": f"google.protobuf.{name}_pb2"
     for name in (
@@ -31,7 +31,7 @@ MAX_INDEXES: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class ProtobufSchema:
-    """A Protobuf schema that was understood."""
+    """A parsed Protobuf schema."""
 
     file: FileDescriptorProto
     canonical: bytes
@@ -44,10 +44,10 @@ class ProtobufSchema:
         try:
             message.ParseFromString(payload[place:])
         except DecodeError as error:
-            raise Unfit(shortened(f"no {name}: {error}")) from None
+            raise PayloadMismatch(shortened(f"not a valid {name}: {error}")) from None
         if not message.IsInitialized():
             missing = ", ".join(message.FindInitializationErrors())
-            raise Unfit(shortened(f"{name} has no {missing}, which it requires"))
+            raise PayloadMismatch(shortened(f"{name} lacks the required {missing}"))
         return name
 
     def _message_at(self, indexes: list[int]) -> str:
@@ -55,7 +55,7 @@ class ProtobufSchema:
         path = [self.file.package] if self.file.package else []
         for index in indexes:
             if not 0 <= index < len(holder):
-                raise Unfit(f"the schema has no message {indexes}")
+                raise PayloadMismatch(f"the schema has no message {indexes}")
             found: DescriptorProto = holder[index]
             path.append(found.name)
             holder = found.nested_type
@@ -63,17 +63,17 @@ class ProtobufSchema:
 
     @property
     def serialized(self) -> str:
-        """The descriptor as some clients send and want it."""
+        """The descriptor in base64, as some clients send and expect it."""
         return base64.b64encode(self.file.SerializeToString(deterministic=True)).decode()
 
-    def compare(self, written: ProtobufSchema, work: Work) -> None:
+    def compare(self, written: ProtobufSchema, work: WorkLimit) -> None:
         from headwater.schema_registry.protobuf_compatibility import compare
 
         compare(self.file, written.file, work)
 
 
 def parse(text: str, dependencies: Sequence[tuple[str, str]] = ()) -> ProtobufSchema:
-    """Understand a schema: a .proto text, or a descriptor in base64, as some clients send it."""
+    """Parse a schema: a .proto text, or a descriptor in base64, as some clients send it."""
     pool = descriptor_pool.DescriptorPool()
     added: set[str] = set()
     for name, other in dependencies:
@@ -84,7 +84,7 @@ def parse(text: str, dependencies: Sequence[tuple[str, str]] = ()) -> ProtobufSc
         name = f"_{name}"
     root = _read(text, name)
     if not root.message_type:
-        raise InvalidSchema("a Protobuf schema has at least one message")
+        raise InvalidSchema("a Protobuf schema needs at least one message")
     linked = FileDescriptorProto()
     _link(pool, root, added).CopyToProto(linked)
     linked.ClearField("source_code_info")
@@ -112,10 +112,8 @@ def _link(pool: Any, file: FileDescriptorProto, added: set[str]) -> Any:
         if dependency not in added and dependency in _WELL_KNOWN:
             _link_well_known(pool, dependency, added)
         if dependency not in added:
-            raise InvalidSchema(
-                f"{dependency} is imported and not known", hint="Register it, and refer to it by that name."
-            )
-    # The runtime refuses options that were not resolved; for payloads they mean nothing.
+            raise InvalidSchema(f"unknown import {dependency}", hint="Register it, and add a reference with this name.")
+    # The runtime rejects uninterpreted options; they do not matter for payloads.
     plain = FileDescriptorProto()
     plain.CopyFrom(file)
     _drop_options(plain)
@@ -123,7 +121,7 @@ def _link(pool: Any, file: FileDescriptorProto, added: set[str]) -> Any:
         pool.AddSerializedFile(plain.SerializeToString())
         linked = pool.FindFileByName(file.name)
     except (TypeError, KeyError, ValueError) as error:
-        raise InvalidSchema(shortened(f"no Protobuf schema: {error}", 400)) from None
+        raise InvalidSchema(shortened(f"invalid Protobuf schema: {error}", 400)) from None
     added.add(file.name)
     return linked
 
@@ -135,19 +133,19 @@ def _link_well_known(pool: Any, name: str, added: set[str]) -> None:
 
 
 def _drop_options(holder: Any) -> None:
-    """Take uninterpreted options out of a descriptor and all that it holds."""
+    """Remove uninterpreted options from a descriptor and everything in it."""
     if "uninterpreted_option" in holder.DESCRIPTOR.fields_by_name:
         holder.ClearField("uninterpreted_option")
         return
     for descriptor, value in holder.ListFields():
         if descriptor.message_type is not None:
-            # A list of messages, or one.
+            # A repeated message field, or a single one.
             for one in [value] if hasattr(value, "DESCRIPTOR") else value:
                 _drop_options(one)
 
 
 def _canonical(linked: FileDescriptorProto, written: FileDescriptorProto) -> bytes:
-    """The linked descriptor without its name and what compilers add; options that were not resolved as they are."""
+    """The linked descriptor without its name and what compilers add, and with uninterpreted options unchanged."""
     plain = FileDescriptorProto()
     plain.CopyFrom(linked)
     plain.ClearField("name")
@@ -156,7 +154,7 @@ def _canonical(linked: FileDescriptorProto, written: FileDescriptorProto) -> byt
 
 
 def _tidy(holder: Any) -> None:
-    """Drop what some compilers write and others do not."""
+    """Remove what some compilers write and others do not."""
     for descriptor, value in holder.ListFields():
         if descriptor.name == "json_name":
             holder.ClearField("json_name")
@@ -180,19 +178,19 @@ def _options_of(holder: Any) -> list[bytes]:
 
 
 def _indexes(payload: bytes) -> tuple[list[int], int]:
-    """Which message of the file follows, and where it begins."""
+    """The index path of the message that follows, and its offset."""
     try:
         count, place = _varint(payload, 0)
         if count == 0:
             return [0], place
         if not 0 < count <= MAX_INDEXES:
-            raise Unfit(f"{count} indexes of a message are none")
+            raise PayloadMismatch(f"invalid number of message indexes {count}")
         indexes = []
         for _ in range(count):
             index, place = _varint(payload, place)
             indexes.append(index)
     except IndexError:
-        raise Unfit("the payload ends before the index of its message") from None
+        raise PayloadMismatch("the payload ends before the index of its message") from None
     return indexes, place
 
 
@@ -206,4 +204,4 @@ def _varint(payload: bytes, place: int) -> tuple[int, int]:
             return (value >> 1) ^ -(value & 1), place
         shift += 7
         if shift > 35:
-            raise Unfit("the index of the message is no number")
+            raise PayloadMismatch("the message index is not a valid number")

@@ -1,4 +1,4 @@
-"""Whether what was written with one Protobuf schema can be read with another. Fields are known by number. Pure."""
+"""Compatibility of Protobuf schemas. Fields are identified by number. Pure."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Final
 
 from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto, FileDescriptorProto
 
-from headwater.schema_registry.work_limit import Work
+from headwater.schema_registry.work_limit import WorkLimit
 
 _F: Final = FieldDescriptorProto
-# Types of one group are the same bytes.
+# Types of one group have the same wire format.
 _GROUPS: Final = {
     kind: number
     for number, kinds in enumerate(
@@ -31,8 +31,8 @@ _GROUPS: Final = {
 _IN_MESSAGES: Final = (_F.TYPE_MESSAGE, _F.TYPE_GROUP)
 
 
-def compare(reader: FileDescriptorProto, writer: FileDescriptorProto, work: Work) -> None:
-    """Find why the reader cannot read what the writer writes."""
+def compare(reader: FileDescriptorProto, writer: FileDescriptorProto, work: WorkLimit) -> None:
+    """Collect the reasons why the reader cannot read what the writer writes."""
     packages = (reader.package, writer.package)
     _compare_all(reader.message_type, writer.message_type, "", packages, work)
 
@@ -42,7 +42,7 @@ def _compare_all(
     writer: Iterable[DescriptorProto],
     where: str,
     packages: tuple[str, str],
-    work: Work,
+    work: WorkLimit,
 ) -> None:
     known = {message.name: message for message in reader}
     for message in writer:
@@ -54,7 +54,7 @@ def _compare_all(
 
 
 def _compare(
-    reader: DescriptorProto, writer: DescriptorProto, where: str, packages: tuple[str, str], work: Work
+    reader: DescriptorProto, writer: DescriptorProto, where: str, packages: tuple[str, str], work: WorkLimit
 ) -> None:
     written = {one.number: one for one in writer.field}
     numbers = {one.name: one.number for one in writer.field}
@@ -75,10 +75,10 @@ def _compare(
 
 
 def _compare_fields(
-    one: FieldDescriptorProto, found: FieldDescriptorProto, where: str, packages: tuple[str, str], work: Work
+    one: FieldDescriptorProto, found: FieldDescriptorProto, where: str, packages: tuple[str, str], work: WorkLimit
 ) -> None:
     if _GROUPS[one.type] != _GROUPS[found.type]:
-        work.found(where, f"{_told(found)} was written and {_told(one)} is read")
+        work.found(where, f"{_describe(found)} was written and {_describe(one)} is read")
     elif one.type in _IN_MESSAGES and _relative(one, packages[0]) != _relative(found, packages[1]):
         work.found(where, f"{found.type_name} was written and {one.type_name} is read")
     if one.label == _F.LABEL_REQUIRED and found.label != _F.LABEL_REQUIRED:
@@ -86,10 +86,10 @@ def _compare_fields(
     lists = (one.label == _F.LABEL_REPEATED, found.label == _F.LABEL_REPEATED)
     packable = one.type not in (_F.TYPE_STRING, _F.TYPE_BYTES, *_IN_MESSAGES)
     if lists[0] != lists[1] and packable:
-        work.found(where, "was a list and is none" if lists[1] else "was no list and is one")
+        work.found(where, "was repeated and is not any more" if lists[1] else "is repeated and was not")
 
 
-def _compare_oneofs(reader: DescriptorProto, writer: DescriptorProto, where: str, work: Work) -> None:
+def _compare_oneofs(reader: DescriptorProto, writer: DescriptorProto, where: str, work: WorkLimit) -> None:
     now, before = _oneofs(reader), _oneofs(writer)
     written = {one.number for one in writer.field}
     for name, numbers in now.items():
@@ -115,5 +115,5 @@ def _relative(one: FieldDescriptorProto, package: str) -> str:
     return name.removeprefix(f"{package}.") if package else name
 
 
-def _told(one: FieldDescriptorProto) -> str:
+def _describe(one: FieldDescriptorProto) -> str:
     return str(one.type_name.lstrip(".") or _F.Type.Name(one.type).removeprefix("TYPE_").lower())

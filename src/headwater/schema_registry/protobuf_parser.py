@@ -1,7 +1,7 @@
-"""The language of .proto files: from text to a descriptor that Protobuf's runtime links and checks. Pure.
+"""A parser of .proto files: from text to a descriptor that Protobuf's runtime links and checks. Pure.
 
-The runtime cannot read such texts, and the compiler that can is a program for developers that reads and writes files.
-What can be wrong with names, numbers and types is left to the runtime: here is grammar only, and a bound on it.
+The runtime cannot parse such texts, and the compiler that can is a developer tool that works on files. This module only
+checks the grammar, within limits; the runtime checks names, numbers and types.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ MAX_NUMBER: Final = 536_870_911
 
 
 def parse(text: str, name: str) -> FileDescriptorProto:
-    """The descriptor of a file of that name, or InvalidSchema with the line where it stops being one."""
-    return _Parsing(text).file(name)
+    """Parse a file; returns its descriptor. Raises InvalidSchema with the line of the error."""
+    return _FileParser(text).file(name)
 
 
-class _Parsing(Tokens):
-    """Reads token after token."""
+class _FileParser(Tokens):
+    """A recursive-descent parser."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -53,7 +53,7 @@ class _Parsing(Tokens):
     def _number(self) -> int:
         number = self.whole()
         if not 1 <= number <= MAX_NUMBER or 19_000 <= number <= 19_999:
-            raise self.error(f"a number of a field is 1 to {MAX_NUMBER} without 19000 to 19999, not {number}")
+            raise self.error(f"invalid field number {number}: expected 1 to {MAX_NUMBER}, except 19000 to 19999")
         return number
 
     # The file
@@ -61,12 +61,12 @@ class _Parsing(Tokens):
     def file(self, name: str) -> FileDescriptorProto:
         file = FileDescriptorProto(name=name)
         if self.at("edition"):
-            raise self.error("editions are not offered; syntax is proto2 or proto3")
+            raise self.error("editions are not supported; use syntax proto2 or proto3")
         if self.took("syntax"):
             self.next("=")
             file.syntax = self.plain()
             if file.syntax not in ("proto2", "proto3"):
-                raise self.error(f"syntax is proto2 or proto3, not {file.syntax!r}")
+                raise self.error(f"invalid syntax {file.syntax!r}: expected proto2 or proto3")
             self.next(";")
         self._proto3 = file.syntax == "proto3"
         if not self._proto3:
@@ -95,7 +95,7 @@ class _Parsing(Tokens):
             self._extend(file.extension.add, file.message_type.add)
         elif word != ";":
             self.back()
-            raise self.error(f"{word!r} begins nothing that a file holds")
+            raise self.error(f"unexpected {word!r} at the top level of a file")
 
     def _import(self, file: FileDescriptorProto) -> None:
         kind = self.next() if self.at("public", "weak") else ""
@@ -119,7 +119,7 @@ class _Parsing(Tokens):
             if self.took(";"):
                 continue
             word = self.next()
-            # Each of these words may also be the name of a type: then a name follows where a bracket would.
+            # Each of these words may also be the name of a type: then a name follows instead of a bracket.
             if word in ("message", "enum") and self.ahead(1) == "{":
                 if word == "message":
                     self._message(message.nested_type.add(), depth + 1)
@@ -135,7 +135,7 @@ class _Parsing(Tokens):
             elif word == "extensions" and not self.at("."):
                 self._ranges(message.extension_range.add, last=1)
                 if self.at("["):
-                    self._options(_Nowhere())
+                    self._options(_IgnoredOptions())
                 self.next(";")
             elif word == "extend" and not self.at("."):
                 self._extend(message.extension.add, message.nested_type.add)
@@ -143,17 +143,17 @@ class _Parsing(Tokens):
                 self.back()
                 self._field(message.field.add(), message.nested_type.add, optional, depth)
         self._refuse_reserved(message)
-        # Protobuf wants these behind all that are written out.
+        # Protobuf requires these after all declared ones.
         for field in optional:
             field.oneof_index = len(message.oneof_decl)
             message.oneof_decl.append(OneofDescriptorProto(name=f"_{field.name}"))
 
     def _refuse_reserved(self, message: DescriptorProto) -> None:
-        """Refuse fields that take a number or a name that the message has set aside, as after they were removed."""
+        """Raise InvalidSchema for fields with a reserved number or name."""
         names = set(message.reserved_name)
         ranges = sorted((one.start, one.end) for one in message.reserved_range)
         starts = [start for start, _ in ranges]
-        # Up to where each and all before it reach, since they may overlap.
+        # The highest end up to each range, since ranges may overlap.
         ends = list(accumulate((end for _, end in ranges), max))
         for field in message.field:
             before = bisect_right(starts, field.number)
@@ -172,7 +172,7 @@ class _Parsing(Tokens):
             label = self.next()
             field.label = _LABELS[label]
             if label == "required" and self._proto3:
-                raise self.error("nothing is required in proto3")
+                raise self.error("required is not allowed in proto3")
             if label == "optional" and self._proto3 and optional is not None:
                 field.proto3_optional = True
                 optional.append(field)
@@ -277,7 +277,7 @@ class _Parsing(Tokens):
     def _enum_number(self) -> int:
         number = self.whole()
         if not -(2**31) <= number < 2**31:
-            raise self.error(f"{number} is above 32 bits")
+            raise self.error(f"{number} exceeds 32 bits")
         return number
 
     def _service(self, service: Any) -> None:
@@ -323,19 +323,19 @@ class _Parsing(Tokens):
         self.next(";")
 
     def _ranges(self, add: Callable[..., Any], *, last: int) -> None:
-        # In a message a range ends before its end, in an enum with it.
+        # In a message, the end of a range is exclusive; in an enum, inclusive.
         while True:
             first = self._enum_number()
             end = first
             if self.took("to"):
                 end = (MAX_NUMBER if last else 2**31 - 1) if self.took("max") else self._enum_number()
             if end < first or end + last >= 2**31:
-                raise self.error(f"{first} to {end} is no range")
+                raise self.error(f"invalid range {first} to {end}")
             add(start=first, end=end + last)
             if not self.took(","):
                 break
 
-    # Options: those of the language that matter for payloads are read, the others are kept as they are.
+    # Options: those that matter for payloads are interpreted, the others are kept as they are.
 
     def _field_options(self, field: FieldDescriptorProto) -> None:
         if self.at("["):
@@ -376,7 +376,7 @@ class _Parsing(Tokens):
                 break
         self.next("=")
         self._value(option)
-        if isinstance(options, _Nowhere):
+        if isinstance(options, _IgnoredOptions):
             return
         name = option.name[0].name_part
         if name == "allow_alias" and option.identifier_value in ("true", "false"):
@@ -400,9 +400,9 @@ class _Parsing(Tokens):
                 option.double_value = -float(token) if negative else float(token)
             elif kind != "number":
                 self.back()
-                raise self.error(f"{token!r} where a value should be")
+                raise self.error(f"found {token!r}, expected a value")
             elif len(token) > 40:
-                raise self.error(f"a number of {len(token)} digits")
+                raise self.error(f"a number of {len(token)} digits is too long")
             elif token.isdecimal() and int(token) < 2**63:
                 if negative:
                     option.negative_int_value = -int(token)
@@ -423,8 +423,8 @@ class _Parsing(Tokens):
         return " ".join(tokens[:-1])
 
 
-class _Nowhere:
-    """Options that nobody keeps."""
+class _IgnoredOptions:
+    """Discards options."""
 
 
 def _default_of(option: UninterpretedOption) -> str:

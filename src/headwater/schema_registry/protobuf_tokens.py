@@ -1,4 +1,4 @@
-"""The words of .proto files: a text as tokens that are taken one after the other. Pure."""
+"""The tokenizer of .proto files. Pure."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _ESCAPE: Final = re.compile(r"\\(?:([xX][0-9a-fA-F]{1,2})|([0-7]{1,3})|u([0-9a-f
 
 
 class Tokens:
-    """The tokens of a text, and which of them is next."""
+    """The tokens of a text and the present position among them."""
 
     def __init__(self, text: str) -> None:
-        # Kind, what it is, and where it begins.
+        # Kind, text and offset.
         self._tokens: list[tuple[str, str, int]] = []
         self._text = text
         self._at = 0
@@ -31,20 +31,20 @@ class Tokens:
         while place < len(text):
             found = _TOKEN.match(text, place)
             if found is None:
-                raise self.error(f"{text[place]!r} is not of the language", place)
+                raise self.error(f"unexpected character {text[place]!r}", place)
             if found.lastgroup != "space":
                 self._tokens.append((str(found.lastgroup), found[0], place))
             place = found.end()
-        # As many as are looked ahead, and one.
+        # One more than the lookahead.
         self._tokens += [("end", "the end", place)] * 3
 
     def error(self, message: str, place: int | None = None) -> InvalidSchema:
         where = self._tokens[self._at][2] if place is None else place
-        return InvalidSchema(f"no .proto file, line {self._text.count(chr(10), 0, where) + 1}: {message}")
+        return InvalidSchema(f"invalid .proto file, line {self._text.count(chr(10), 0, where) + 1}: {message}")
 
     @property
     def kind(self) -> str:
-        """What kind of token is next."""
+        """The kind of the next token."""
         return self._tokens[self._at][0]
 
     def ahead(self, count: int = 0) -> str:
@@ -58,7 +58,7 @@ class Tokens:
     def next(self, *wanted: str) -> str:
         kind, token, _ = self._tokens[self._at]
         if wanted and token not in wanted:
-            raise self.error(f"{token!r} where {' or '.join(map(repr, wanted))} should be")
+            raise self.error(f"found {token!r}, expected {' or '.join(map(repr, wanted))}")
         if kind == "end":
             raise self.error("the file ends too early")
         self._at += 1

@@ -1,6 +1,6 @@
-"""What registering, checking and loading a schema asks of the log, and what it decides. No I/O here.
+"""Registering, checking and loading schemas, as generators of calls. No I/O.
 
-Each is a generator of calls that is sent their outcomes: the doors carry them out, and so does the command line.
+Each generator yields calls and is sent their results. The servers and the command line run them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from headwater.calls.call import Call
 from headwater.calls.registry import SchemaVersion, Subject
 from headwater.errors import IncompatibleSchema, InvalidSchema, SchemaNotFound, TransactionAborted
 from headwater.schema_registry import schemas
-from headwater.schema_registry.schemas import Parsed, Schema
-from headwater.schema_registry.work_limit import Work
+from headwater.schema_registry.schemas import ParsedSchema, Schema
+from headwater.schema_registry.work_limit import WorkLimit
 
 LEVELS: Final = (
     "NONE", "BACKWARD", "BACKWARD_TRANSITIVE", "FORWARD", "FORWARD_TRANSITIVE", "FULL", "FULL_TRANSITIVE"
@@ -23,68 +23,70 @@ LEVELS: Final = (
 MAX_REFERENCES: Final = 100
 MAX_REFERENCED_BYTES: Final = 2 * 1024 * 1024
 MAX_COMPARED: Final = 100
-"""With how many earlier versions a new one is compared where all count."""
+"""The number of earlier versions that a new one is compared with at a transitive level."""
 ATTEMPTS: Final = 20
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Act:
-    """A call that changes the registry, on which whoever carries it out tells of it in the log."""
+class Change:
+    """A call that changes the registry, so that the caller records it in the audit log."""
 
     call: Call[Any]
 
 
-Steps = Generator[Call[Any] | Act, Any, T]
+Steps = Generator[Call[Any] | Change, Any, T]
 
 
 @dataclass(frozen=True, slots=True)
-class Registered:
-    """Where a schema is in the registry."""
+class Registration:
+    """The id and version of a registered schema."""
 
     id: int
     version: int
 
 
-def carry_out(steps: Steps[T], run: Callable[[Call[Any]], Any], act: Callable[[Call[Any]], Any] | None = None) -> T:
-    """Do what the steps ask for, with something that runs calls, and something that runs those that change anything."""
+def run_steps(steps: Steps[T], run: Callable[[Call[Any]], Any], act: Callable[[Call[Any]], Any] | None = None) -> T:
+    """Run the steps: calls with `run`, and calls that change the registry with `act`."""
     try:
-        asked = next(steps)
+        step = next(steps)
         while True:
-            asked = steps.send((act or run)(asked.call) if isinstance(asked, Act) else run(asked))
+            step = steps.send((act or run)(step.call) if isinstance(step, Change) else run(step))
     except StopIteration as done:
         result: T = done.value
         return result
 
 
-def register(subject: str, schema: Schema) -> Steps[Registered]:
-    """Register a schema under a subject, unless it may not follow what is there. One that is there is found again."""
+def register(subject: str, schema: Schema) -> Steps[Registration]:
+    """Register a schema under a subject if it is compatible. An already registered schema returns its existing
+    version."""
     parsed, hashed = yield from _understood(schema)
     for reference in schema.references:
-        # What was deleted softly is there for those that refer to it already.
+        # Soft-deleted versions are only available to schemas that already refer to them.
         if (yield calls.find_version(reference.subject, reference.version)) is None:
             raise _unknown(reference)
     for _ in range(ATTEMPTS):
         found: Subject = yield calls.find_subject(subject, latest=MAX_COMPARED)
         same: SchemaVersion | None = yield calls.find_registered(subject, hashed)
         if same is not None:
-            return Registered(same.id, same.version)
+            return Registration(same.id, same.version)
         problems = yield from _conflicts(parsed, found)
         if problems:
             raise IncompatibleSchema(
                 f'the schema is not {found.compatibility.lower()} compatible under subject "{subject}": {problems[0]}',
-                hint="See all with headwater schema check, or change what may follow with headwater schema config.",
+                hint="See all problems with `headwater schema check`, or set the level with `headwater schema config`.",
                 detail={"subject": subject, "compatibility": found.compatibility, "problems": problems},
             )
-        registered = yield Act(calls.register_schema(subject, schema, hashed, revision=found.revision))
+        registered = yield Change(calls.register_schema(subject, schema, hashed, revision=found.revision))
         if registered is not None:
-            return Registered(*registered)
-    raise TransactionAborted(f'subject "{subject}" changes faster than a schema can be compared with it')
+            return Registration(*registered)
+    raise TransactionAborted(f'subject "{subject}" was changed concurrently too often; retry')
 
 
 def check(subject: str, version: int | str | None, schema: Schema) -> Steps[list[str]]:
-    """Why a schema may not follow: a version, the latest, or without one all that the compatibility asks for."""
+    """The reasons why a schema is incompatible with a version or, without one, with all versions that the level
+    requires."""
     parsed, _ = yield from _understood(schema)
     found: Subject = yield calls.find_subject(subject, latest=MAX_COMPARED)
     if version is None:
@@ -96,70 +98,72 @@ def check(subject: str, version: int | str | None, schema: Schema) -> Steps[list
 
 
 def lookup(subject: str, schema: Schema, *, deleted: bool = False) -> Steps[SchemaVersion | None]:
-    """The version of a subject that has this very schema."""
+    """The version of a subject with exactly this schema."""
     _, hashed = yield from _understood(schema)
     found: SchemaVersion | None = yield calls.find_registered(subject, hashed, deleted=deleted)
     return found
 
 
-def load(schema_id: int) -> Steps[Parsed | None]:
-    """The schema with an id, understood; None: there is none."""
+def load(schema_id: int) -> Steps[ParsedSchema | None]:
+    """The parsed schema with an id; None if it does not exist."""
     schema: Schema | None = yield calls.find_schema(schema_id)
     return None if schema is None else (yield from understand(schema))
 
 
-def understand(schema: Schema) -> Steps[Parsed]:
-    """A schema with all that it refers to."""
+def understand(schema: Schema) -> Steps[ParsedSchema]:
+    """Parse a schema with all schemas that it refers to."""
     return schemas.parse(schema, (yield from _dependencies(schema)))
 
 
-def _understood(schema: Schema) -> Steps[tuple[Parsed, bytes]]:
+def _understood(schema: Schema) -> Steps[tuple[ParsedSchema, bytes]]:
     parsed = yield from understand(schema)
     return parsed, schemas.hash_of(schema, parsed)
 
 
 def _dependencies(schema: Schema) -> Steps[list[tuple[str, str]]]:
-    """Name and text of all that a schema refers to, and that refers to in turn: what others need comes first."""
+    """Name and text of all schemas that a schema refers to, directly or not, in order of dependency."""
     found: dict[str, tuple[str, str]] = {}
     seen: set[tuple[str, int]] = set()
     size = 0
-    # Left to do: a reference whose own are not looked at yet, or, second time, one whose own are all there.
+    # The stack: a reference to resolve or, the second time, a reference whose own references are resolved.
     waiting: list[tuple[schemas.Reference, Schema | None]] = [(one, None) for one in reversed(schema.references)]
     while waiting:
         reference, resolved = waiting.pop()
         if resolved is not None:
             kept = found.setdefault(reference.name, (reference.name, resolved.text))
             if kept[1] != resolved.text:
-                raise InvalidSchema(f'two schemas are referred to by one name, "{reference.name}"')
+                raise InvalidSchema(f'two references have the same name "{reference.name}"')
             continue
         if (reference.subject, reference.version) in seen and reference.name in found:
             continue
         seen.add((reference.subject, reference.version))
-        # One that was deleted softly still means what it did to those that refer to it.
+        # Soft-deleted versions remain valid for schemas that refer to them.
         version: SchemaVersion | None = yield calls.find_version(reference.subject, reference.version, deleted=True)
         if version is None:
             raise _unknown(reference)
         if version.schema.type != schema.type:
-            raise InvalidSchema(f'"{reference.name}" is of type {version.schema.type} and not of {schema.type}')
+            raise InvalidSchema(f'"{reference.name}" has type {version.schema.type}, expected {schema.type}')
         size += len(version.schema.text)
         if len(seen) > MAX_REFERENCES or len(waiting) > MAX_REFERENCES or size > MAX_REFERENCED_BYTES:
-            raise InvalidSchema(f"a schema refers to up to {MAX_REFERENCES} others, of {MAX_REFERENCED_BYTES} bytes")
+            raise InvalidSchema(
+                f"too many references: the limit is {MAX_REFERENCES} schemas of {MAX_REFERENCED_BYTES} bytes in all"
+            )
         waiting.append((reference, version.schema))
         waiting += [(one, None) for one in reversed(version.schema.references)]
     return list(found.values())
 
 
-def _conflicts(parsed: Parsed, found: Subject) -> Steps[list[str]]:
+def _conflicts(parsed: ParsedSchema, found: Subject) -> Steps[list[str]]:
     every = found.compatibility.endswith("_TRANSITIVE")
     return (yield from _compared(parsed, found.compatibility, found.versions if every else found.versions[:1]))
 
 
-def _compared(parsed: Parsed, level: str, versions: tuple[SchemaVersion, ...]) -> Steps[list[str]]:
-    """What does not fit between a new schema and earlier ones."""
+def _compared(parsed: ParsedSchema, level: str, versions: tuple[SchemaVersion, ...]) -> Steps[list[str]]:
+    """The incompatibilities between a new schema and earlier ones."""
     found: list[str] = []
     if level == "NONE":
         return found
-    work = Work()
+    work = WorkLimit()
     for version in versions:
         earlier = yield from understand(version.schema)
         if not level.startswith("FORWARD"):
@@ -171,14 +175,14 @@ def _compared(parsed: Parsed, level: str, versions: tuple[SchemaVersion, ...]) -
 
 def _unknown(reference: schemas.Reference) -> InvalidSchema:
     return InvalidSchema(
-        f'"{reference.name}" is version {reference.version} of subject "{reference.subject}", which is not there',
-        hint="Register that one first.",
+        f'"{reference.name}" is version {reference.version} of subject "{reference.subject}", which does not exist',
+        hint="Register that version first.",
     )
 
 
 def _missing(subject: str, version: int | str) -> SchemaNotFound:
     return SchemaNotFound(
         f'subject "{subject}" has no version {version}',
-        hint="See headwater schema list.",
+        hint="List the versions with `headwater schema list`.",
         detail={"subject": subject, "version": version},
     )

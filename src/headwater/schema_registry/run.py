@@ -1,4 +1,4 @@
-"""Carrying out what the registry asks for from an event loop: calls on it, thinking beside it."""
+"""Runs the registry's generators from an event loop: calls in the loop, parsing and comparing in threads."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from typing import Any, Final, TypeVar, cast
 
 from headwater.aio import AsyncHeadwater
 from headwater.calls import Call
-from headwater.schema_registry.registry import Act, Steps
+from headwater.schema_registry.registry import Change, Steps
 
 PATIENCE_SECONDS: Final = 5.0
-# Comparing large schemas takes a while. A few threads: however many ask, the others of this process have their share.
+# Comparing large schemas takes a while. Two threads leave the rest of the process its share of the CPU.
 THINKING: Final = ThreadPoolExecutor(2, thread_name_prefix="headwater schemas")
 _DONE: Final = object()
 T = TypeVar("T")
 
 
-async def carry_out(
+async def run_steps(
     log: AsyncHeadwater, steps: Steps[T], act: Callable[[Call[Any]], Awaitable[Any]] | None = None
 ) -> T:
-    """Do what the steps ask for; what changes anything by `act`, where there is one."""
+    """Run the steps: calls with `log`, and calls that change the registry with `act`, if it is given."""
     loop = asyncio.get_running_loop()
     outcome: Any = None
     while True:
-        asked, result = await loop.run_in_executor(THINKING, partial(_next, steps, outcome))
-        if asked is _DONE:
+        step, result = await loop.run_in_executor(THINKING, partial(_next, steps, outcome))
+        if step is _DONE:
             return cast(T, result)
-        if isinstance(asked, Act):
-            outcome = await (log.run(asked.call, patience_seconds=PATIENCE_SECONDS) if act is None else act(asked.call))
+        if isinstance(step, Change):
+            outcome = await (log.run(step.call, patience_seconds=PATIENCE_SECONDS) if act is None else act(step.call))
         else:
-            outcome = await log.run(cast("Call[Any]", asked), patience_seconds=PATIENCE_SECONDS)
+            outcome = await log.run(cast("Call[Any]", step), patience_seconds=PATIENCE_SECONDS)
 
 
 def _next(steps: Steps[T], outcome: Any) -> tuple[Any, T | None]:
-    # What ends a generator cannot be raised out of a future.
+    # StopIteration cannot be raised out of a future.
     try:
         return steps.send(outcome), None
     except StopIteration as done:

@@ -1,6 +1,7 @@
-"""Schemas of payloads: what one is, whether a payload fits it, whether one may follow another. Pure.
+"""Schemas of payloads: parsing, validation of payloads, and compatibility. Pure.
 
-Parsing is strict and bounded: a text is refused by its size, its depth or the work it would make, and never by a crash.
+Parsing is strict and bounded: a schema is rejected for its size, its depth or the work it would cause, never by a
+crash.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
 from headwater.errors import InvalidRequest, InvalidSchema
-from headwater.schema_registry.work_limit import Work
+from headwater.schema_registry.work_limit import WorkLimit
 
 AVRO, JSON, PROTOBUF = "AVRO", "JSON", "PROTOBUF"
 TYPES: Final = (AVRO, JSON, PROTOBUF)
 MAX_TEXT_BYTES: Final = 524_288
 MAX_DEPTH: Final = 100
-"""How deeply a schema may nest, and a payload of JSON or Avro."""
+"""The maximal nesting of a schema, and of a JSON or Avro payload."""
 
-# A text that does not end goes on to the end, so that this is tried once for each.
+# An unterminated string extends to the end, so that the pattern is tried only once for it.
 _TEXTS: Final = re.compile(r'"(?:[^"\\]+|\\.)*"?', re.DOTALL)
 _OTHERS: Final = re.compile(r"[^\[\]{}]+")
 
@@ -36,37 +37,40 @@ class Reference(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """A schema as it was written."""
+    """A schema as it was submitted."""
 
     type: str
     text: str
     references: tuple[Reference, ...] = ()
 
 
-class Unfit(Exception):
-    """A payload does not fit its schema. The message says where."""
+class PayloadMismatch(Exception):
+    """A payload does not match its schema. The message names the location."""
 
 
-class Parsed(Protocol):
-    """A schema that was understood."""
+class ParsedSchema(Protocol):
+    """A parsed schema."""
 
     @property
     def canonical(self) -> bytes:
-        """Its one form: the same for texts between which there is no difference."""
+        """The canonical form: the same for texts without a relevant difference."""
 
     def check(self, payload: bytes, *, framed: bool) -> str | None:
-        """The name of what the payload is, or Unfit. Framed: it followed an id, as serializers write it."""
+        """Validate a payload; returns the name of its type. Raises PayloadMismatch. `framed`: a schema id precedes it,
+        as serializers write it."""
 
-    def compare(self, written: Any, work: Work) -> None:
-        """Find why a reader with this schema cannot read what was written with that one, of the same type."""
+    def compare(self, written: Any, work: WorkLimit) -> None:
+        """Collect the reasons why a reader with this schema cannot read what was written with that one, of the same
+        type."""
 
 
-def parse(schema: Schema, dependencies: Sequence[tuple[str, str]] = ()) -> Parsed:
-    """Understand a schema, or raise InvalidSchema. Dependencies: name and text of all it refers to, theirs first."""
+def parse(schema: Schema, dependencies: Sequence[tuple[str, str]] = ()) -> ParsedSchema:
+    """Parse a schema. Raises InvalidSchema. `dependencies`: name and text of all schemas it refers to, in order of
+    dependency."""
     if schema.type not in TYPES:
-        raise InvalidSchema(f"{schema.type!r} is no type of schema", hint=f"There are {', '.join(TYPES)}.")
+        raise InvalidSchema(f"invalid schema type {schema.type!r}", hint=f"Expected one of {', '.join(TYPES)}.")
     if len(schema.text.encode(errors="replace")) > MAX_TEXT_BYTES:
-        raise InvalidSchema(f"a schema is up to {MAX_TEXT_BYTES} bytes")
+        raise InvalidSchema(f"the schema is larger than {MAX_TEXT_BYTES} bytes")
     try:
         if schema.type == AVRO:
             from headwater.schema_registry import avro
@@ -80,31 +84,31 @@ def parse(schema: Schema, dependencies: Sequence[tuple[str, str]] = ()) -> Parse
 
         return protobuf.parse(schema.text, dependencies)
     except RecursionError:
-        raise InvalidSchema("the types of the schema hold each other too deeply") from None
+        raise InvalidSchema("the types of the schema are nested too deeply") from None
     except ModuleNotFoundError as error:
         raise InvalidRequest(f"{error.name} is not installed", hint="Run: pip install 'headwater[schemas]'") from error
 
 
-def problems(reader: Parsed, writer: Parsed, work: Work | None = None) -> list[str]:
-    """Why what was written with one schema cannot be read with the other; nothing: it can."""
-    work = work or Work()
+def problems(reader: ParsedSchema, writer: ParsedSchema, work: WorkLimit | None = None) -> list[str]:
+    """The reasons why data written with one schema cannot be read with the other; empty if it can."""
+    work = work or WorkLimit()
     if type(reader) is not type(writer):
-        return ["the root: a schema of another type cannot follow"]
+        return ["the root: the schema type differs"]
     try:
         reader.compare(writer, work)
     except RecursionError:
-        raise InvalidSchema("the types of the schemas hold each other too deeply to be compared") from None
-    return work.told()
+        raise InvalidSchema("the types of the schemas are nested too deeply to be compared") from None
+    return work.take_problems()
 
 
-def hash_of(schema: Schema, parsed: Parsed) -> bytes:
-    """What tells a schema from all others."""
+def hash_of(schema: Schema, parsed: ParsedSchema) -> bytes:
+    """A hash that identifies a schema."""
     known = json.dumps([schema.type, schema.references]).encode()
     return hashlib.sha256(len(known).to_bytes(4, "big") + known + parsed.canonical).digest()
 
 
 def read_json(text: str, what: str = "the schema") -> Any:
-    """JSON that nests no deeper than it may, or InvalidSchema."""
+    """Parse JSON of limited depth. Raises InvalidSchema."""
     if too_deep(text):
         raise InvalidSchema(f"{what} nests deeper than {MAX_DEPTH} levels")
     try:
@@ -114,28 +118,28 @@ def read_json(text: str, what: str = "the schema") -> Any:
 
 
 def too_deep(text: str) -> bool:
-    """Whether the brackets of a JSON text nest deeper than they may; found without recursion."""
+    """Whether the brackets of a JSON text nest deeper than MAX_DEPTH; without recursion."""
     if text.count("[") + text.count("{") <= MAX_DEPTH:
         return False
     left = _OTHERS.sub("", _TEXTS.sub("", text))
     for _ in range(MAX_DEPTH):
-        # Each round takes the innermost away.
+        # Each round removes the innermost brackets.
         left = left.replace("[]", "").replace("{}", "")
-    # What does not close is no JSON, and may be as deep as it is long.
+    # Unbalanced text is not JSON, and may be as deep as it is long.
     return len(left) > MAX_DEPTH or "[]" in left or "{}" in left
 
 
 def shortened(text: str, limit: int = 200) -> str:
-    """A text that fits into an error."""
+    """Truncate a text for an error message."""
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("an object has a name twice")
+        raise ValueError("an object has a duplicate name")
     return found
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")

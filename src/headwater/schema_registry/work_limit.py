@@ -1,4 +1,4 @@
-"""A bound on the work that comparing two schemas may make. Pure."""
+"""A limit on the work of comparing schemas. Pure."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ MAX_STEPS: Final = 100_000
 MAX_PROBLEMS: Final = 50
 
 
-class Work:
-    """Counts the steps of one or more comparisons and collects what was found, up to a limit of both."""
+class WorkLimit:
+    """Counts the steps of one or more comparisons and collects the problems, both up to a limit."""
 
     def __init__(self) -> None:
         self._steps = 0
         self.problems: list[str] = []
 
     def step(self) -> None:
-        """Refuse to go on without an end."""
+        """Count a step. Raises InvalidSchema above the limit."""
         self._steps += 1
         if self._steps > MAX_STEPS:
             raise InvalidSchema(
@@ -26,8 +26,8 @@ class Work:
                 hint="Set the subject's compatibility to one that is not transitive, or to NONE.",
             )
 
-    def told(self) -> list[str]:
-        """What was found since it was last asked."""
+    def take_problems(self) -> list[str]:
+        """Return and clear the collected problems."""
         found, self.problems = self.problems, []
         return found
 

@@ -1,1 +1,1 @@
-"""The servers of the log: HTTP with its console, gRPC and Kafka, and what they share."""
+"""The servers: HTTP with its console, gRPC and Kafka, and what they share."""

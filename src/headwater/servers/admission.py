@@ -1,9 +1,9 @@
-"""Admission of network connections: how many a process takes, and what silent ones may take of that.
+"""Admission of network connections: the limit of one process, and the share of connections that have sent nothing yet.
 
-A connection is *new* until its client has proven itself, by a valid request or by its password. New connections are the
-cheap weapon: they cost an attacker nothing. So each address has a share of new ones, and where the share or the whole
-is full, the oldest new one is closed in favour of the next: an honest client proves itself at once and stays.
-Invariant: a connection that has proven itself is never closed for another.
+A connection is *new* until its client sends a valid request or authenticates. New connections cost an attacker nothing,
+so each address may have only a share of them. When the share or the limit is reached, the oldest new connection is
+closed in favour of the next one; a real client sends its request at once and stays.
+Invariant: a connection that is no longer new is never closed in favour of another.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ T = TypeVar("T")
 
 
 class Admission(Generic[T]):
-    """The connections of one process. `close` closes one; `leave` must be called for every one that ended."""
+    """The connections of one process. `close` closes one; call `leave` for every connection that ends."""
 
     def __init__(self, max_connections: int, close: Callable[[T], None]) -> None:
         self.max_connections = max_connections
         self._close = close
         self._max_new = max(1, max_connections // 8)
         self._addresses: dict[T, str] = {}
-        # Of each address, the oldest first.
+        # New connections by address, the oldest first.
         self._new: dict[str, dict[T, None]] = {}
 
     def __len__(self) -> int:
@@ -35,7 +35,7 @@ class Admission(Generic[T]):
         return connection in self._addresses
 
     def enter(self, connection: T, address: str) -> bool:
-        """A connection comes; False: there are too many, and all of them have proven themselves."""
+        """Admit a connection; False if the limit is reached and no connection is new."""
         if len(self._new.get(address, ())) >= self._max_new:
             self._evict(address)
         elif len(self._addresses) >= self.max_connections:
@@ -47,13 +47,13 @@ class Admission(Generic[T]):
         return True
 
     def prove(self, connection: T) -> None:
-        """The client of a connection has proven itself."""
+        """The client has sent a valid request or authenticated: the connection is no longer new."""
         address = self._addresses.get(connection)
         if address is not None:
             self._remove_new(address, connection)
 
     def leave(self, connection: T) -> None:
-        """A connection has ended, or was never taken."""
+        """Forget a connection that has ended or was not admitted."""
         address = self._addresses.pop(connection, None)
         if address is not None:
             self._remove_new(address, connection)

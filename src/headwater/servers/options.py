@@ -1,4 +1,4 @@
-"""What every door of a server is given, and what it gives."""
+"""Options and limits that every protocol server takes, and the handle that it returns."""
 
 from __future__ import annotations
 
@@ -9,49 +9,49 @@ from headwater.webhooks.addresses import Network
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """How much one process takes of its callers."""
+class ServerLimits:
+    """What one server process accepts from its clients."""
 
     max_body_bytes: int = 16 * 1024 * 1024
-    # Of one account, or of one address where nobody says who they are. 0: no limit.
+    # Per account, or per address for requests without authentication. 0: no limit.
     requests_per_second: float = 5000.0
     connections: int = 10_000
-    # From the first byte of a request to the first of its answer.
+    # From the first byte of a request to the first byte of its response.
     request_seconds: float = 60.0
-    # How long a live stream waits for a client that takes nothing.
+    # How long an SSE stream waits for a client that does not read.
     slow_seconds: float = 30.0
     heartbeat_seconds: float = 15.0
-    # How long what is under way may take to end when the door is closed.
+    # How long requests in progress may take to finish at shutdown.
     grace_seconds: float = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
-    """Where a door listens, and whom it lets in."""
+class ServerOptions:
+    """Where a server listens, and how it authenticates clients."""
 
     host: str
-    # Several processes listen on one port (SO_REUSEPORT), so it is never 0 here: who starts them has reserved it.
+    # Several processes listen on one port (SO_REUSEPORT), so it is never 0 here: the parent process has reserved it.
     port: int
-    # Files in PEM. None: not encrypted.
+    # Paths of PEM files. None: no TLS.
     certificate: str | None
     private_key: str | None
-    # Callers say who they are, and may do what their account may; otherwise everybody may do everything.
+    # If False, every client may do everything.
     authenticate: bool
-    # Nobody but this machine can reach it.
+    # The host is a loopback address: only this machine can connect.
     loopback: bool
-    limits: Limits = Limits()
-    # Where webhooks may be tested, besides the public internet.
+    limits: ServerLimits = ServerLimits()
+    # Networks that webhook tests may reach besides the public internet.
     webhook_networks: tuple[Network, ...] = ()
-    # Addresses and networks of proxies that are believed when they say for whom they ask, and how that one came.
+    # Addresses and networks of proxies whose X-Forwarded-* headers are trusted.
     trusted_proxies: tuple[str, ...] = ()
-    # Where the processes that share the port note what they have counted. None: there is one.
+    # The directory through which the processes of one server share their counters. None: a single process.
     counts_directory: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
-    """A door that is open."""
+class RunningServer:
+    """A running server."""
 
     address: str
-    # Set if something that it cannot do without came to an end.
+    # Set when the server has stopped by itself.
     failed: asyncio.Event = field(default_factory=asyncio.Event)

@@ -1,6 +1,7 @@
-"""Metrics as Prometheus reads them, and whether the log can be worked with. Needs no server: the command line asks too.
+"""Metrics in the Prometheus text format, and readiness checks. Used by the HTTP server and by the command line.
 
-However many ask, the database is asked once a second at most. Without it what this process has counted is still told.
+The database is queried at most once a second, however many scrapes arrive. If it cannot be reached, the counters of the
+server are still returned.
 """
 
 from __future__ import annotations
@@ -16,25 +17,26 @@ from weakref import WeakKeyDictionary
 
 import psycopg
 
-from headwater import calls
 from headwater.aio import AsyncHeadwater
+from headwater.calls import log as log_calls
 from headwater.calls import overview
+from headwater.calls.metrics import LogHealth, Sample
 from headwater.database import schema
 from headwater.errors import HeadwaterError, SchemaMismatch
-from headwater.model import LogFault, LogHealth, Sample
+from headwater.log.model import LogFault
 from headwater.observability.counters import COUNTERS
 from headwater.observability.metrics import ERROR, METRICS, SCRAPES_FAILED, logger
-from headwater.servers.multiprocess_counters import Counts
+from headwater.servers.multiprocess_counters import MultiprocessCounters
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 CACHE_SECONDS: Final = 1.0
-ASK_SECONDS: Final = 5.0
-SOON_SECONDS: Final = 0.5
-# Upkeep runs once a minute wherever anything consumes.
-MAINTENANCE_SECONDS: Final = 600.0
-OLD_PUBLISHER_SECONDS: Final = 60.0
-FEW_POSITIONS: Final = 1_000_000
-# The check that is a warning to a server, since all serve the same log, and a failure to a monitor.
+QUERY_SECONDS: Final = 5.0
+PING_AFTER_SECONDS: Final = 0.5
+# Every consumer runs maintenance once a minute.
+MAX_MAINTENANCE_AGE_SECONDS: Final = 600.0
+MAX_PUBLISHER_SECONDS: Final = 60.0
+MIN_POSITIONS_LEFT: Final = 1_000_000
+# A warning for the server's readiness, because every server has the same log, but a failure for `headwater doctor`.
 POSITIONS: Final = "positions"
 
 
@@ -42,40 +44,42 @@ POSITIONS: Final = "positions"
 
 
 @dataclass(slots=True)
-class _Asked:
-    """What the database said last, and when. The lock lets one ask for all."""
+class _ScrapeCache:
+    """The last samples from the database. The lock lets one scrape query for all that wait."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     at: float = -math.inf
     samples: list[Sample] = field(default_factory=list)
 
 
-_asked: WeakKeyDictionary[AsyncHeadwater, _Asked] = WeakKeyDictionary()
+_caches: WeakKeyDictionary[AsyncHeadwater, _ScrapeCache] = WeakKeyDictionary()
 
 
-async def render(log: AsyncHeadwater, counts: Counts | None = None) -> bytes:
-    """Every metric in Prometheus' text format. `counts`: of whom what was counted is told; else of this process."""
-    asked = await _from_database(log)
-    return in_text_format([*asked, *await (counts or Counts(None)).samples()])
+async def render(log: AsyncHeadwater, counters: MultiprocessCounters | None = None) -> bytes:
+    """Every metric in the Prometheus text format, with these counters; default: those of this process."""
+    samples = await _from_database(log)
+    return in_text_format([*samples, *await (counters or MultiprocessCounters(None)).samples()])
 
 
 async def _from_database(log: AsyncHeadwater) -> list[Sample]:
-    asked = _asked.setdefault(log, _Asked())
-    async with asked.lock:
-        if time.monotonic() - asked.at >= CACHE_SECONDS:
+    cache = _caches.setdefault(log, _ScrapeCache())
+    async with cache.lock:
+        if time.monotonic() - cache.at >= CACHE_SECONDS:
             try:
-                async with asyncio.timeout(ASK_SECONDS):
-                    asked.samples = [Sample("headwater_up", (), 1), *await log.metrics()]
+                async with asyncio.timeout(QUERY_SECONDS):
+                    cache.samples = [Sample("headwater_up", (), 1), *await log.metrics()]
             except (HeadwaterError, psycopg.Error, TimeoutError) as error:
                 COUNTERS.add(SCRAPES_FAILED)
-                logger.warning("no figures from the database", extra={ERROR: str(error) or type(error).__name__})
-                asked.samples = [Sample("headwater_up", (), 0)]
-            asked.at = time.monotonic()
-        return asked.samples
+                logger.warning(
+                    "the metrics could not be read from the database", extra={ERROR: str(error) or type(error).__name__}
+                )
+                cache.samples = [Sample("headwater_up", (), 0)]
+            cache.at = time.monotonic()
+        return cache.samples
 
 
 def in_text_format(samples: Iterable[Sample]) -> bytes:
-    """Samples as text, by metric in the order of their page. A metric that is not on the page is not published."""
+    """Samples as text, in the order of METRICS. A metric that is not in METRICS is left out."""
     by_name: defaultdict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
         by_name[sample.name].append(sample)
@@ -104,7 +108,7 @@ def _number(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What was looked at, and what to do if it is not well. One that is not `required` is a warning only."""
+    """The result of one check, and what to do if it failed. A check that is not `required` is only a warning."""
 
     name: str
     ok: bool
@@ -114,95 +118,101 @@ class Check:
 
 
 def is_ready(checks: Sequence[Check]) -> bool:
-    """Whether requests may be sent here. A warning is no reason to send them elsewhere: it is the same log there."""
+    """Whether this server can take requests. Warnings do not count: every other server has the same log."""
     return all(check.ok for check in checks if check.required)
 
 
 async def readiness(log: AsyncHeadwater) -> list[Check]:
-    """Whether the log can be worked with: each of these in turn, up to the first that the others need.
+    """Run the readiness checks in order. A failure that makes the later ones meaningless ends the list.
 
-    database: it answers in time. schema: it fits this program. primary: it is no standby and takes writes. room:
-    positions are left to draw. storage: the disk is not full. And as warnings: settling (no publisher holds readers up
-    for long), maintenance (somebody does the log's upkeep).
+    database: it answers in time. schema: it matches this program. primary: the server is a primary and accepts writes.
+    room: positions are left to assign. segments, register: the log is intact. storage: the disk is not full. Warnings:
+    publishers (no publishing transaction delays readers for long), maintenance (it runs), positions (no cursor or queue
+    is beyond the head).
     """
     answers = Check("database", True, "the database answers")
     try:
-        async with asyncio.timeout(ASK_SECONDS):
+        async with asyncio.timeout(QUERY_SECONDS):
             health, faults = await _health(log)
     except SchemaMismatch as error:
         return [answers, Check("schema", False, error.message, error.hint)]
     except (HeadwaterError, psycopg.Error, TimeoutError) as error:
         message = error.message if isinstance(error, HeadwaterError) else str(error)
         return [
-            Check("database", False, message or f"no answer within {ASK_SECONDS:g} s", "Start it, or correct the DSN.")
+            Check(
+                "database",
+                False,
+                message or f"no answer within {QUERY_SECONDS:g} s",
+                "Start Postgres, or correct the DSN.",
+            )
         ]
     return [
         answers,
-        Check("schema", True, f"the schema fits Headwater {schema.VERSION}"),
-        *_judged(health),
-        *_faulty(health, faults),
-        await _storage(log),
+        Check("schema", True, f"the schema matches Headwater {schema.VERSION}"),
+        *_check_health(health),
+        *_check_faults(health, faults),
+        await _check_storage(log),
     ]
 
 
-async def _storage(log: AsyncHeadwater) -> Check:
-    """Whether the disk has room. A probe is written only after a call found the disk full, until one succeeds."""
+async def _check_storage(log: AsyncHeadwater) -> Check:
+    """Whether the disk has room. After a call has found the disk full, a probe is written until one succeeds."""
     if log.is_storage_full:
         try:
-            async with asyncio.timeout(ASK_SECONDS):
-                await log.run(calls.probe_storage(), patience_seconds=0)
+            async with asyncio.timeout(QUERY_SECONDS):
+                await log.run(log_calls.probe_storage(), patience_seconds=0)
             log.is_storage_full = False
         except (HeadwaterError, psycopg.Error, TimeoutError) as error:
             message = error.message if isinstance(error, HeadwaterError) else str(error)
-            return Check("storage", False, message or "a probe was not written in time", "Give the disk room.")
-    return Check("storage", True, "the disk takes writes")
+            return Check("storage", False, message or "the probe was not written in time", "Free or add disk space.")
+    return Check("storage", True, "the disk accepts writes")
 
 
 async def _health(log: AsyncHeadwater) -> tuple[LogHealth, list[LogFault]]:
-    async def ask() -> tuple[LogHealth, list[LogFault]]:
-        schema.refuse_misfit(await log.run(calls.installed(), patience_seconds=0))
+    async def query() -> tuple[LogHealth, list[LogFault]]:
+        schema.refuse_misfit(await log.run(log_calls.installed(), patience_seconds=0))
         health = await log.health()
         return health, await log.run(overview.log_faults()) if health.primary_server else []
 
-    asking = asyncio.create_task(ask())
+    task = asyncio.create_task(query())
     try:
-        await asyncio.wait([asking], timeout=SOON_SECONDS)
-        if not asking.done():
-            # A pool waits for a server that is not there as for one that is slow. Whoever knocks is told at once.
-            await log.knock()
-        return await asking
+        await asyncio.wait([task], timeout=PING_AFTER_SECONDS)
+        if not task.done():
+            # A pool waits for a server that is down as it does for a slow one; a direct connection fails at once.
+            await log.ping()
+        return await task
     finally:
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
-def _faulty(health: LogHealth, faults: Sequence[LogFault]) -> list[Check]:
-    """What stops publishing or delivery. Every process serves the same log: a reader that is wrong is a warning."""
+def _check_faults(health: LogHealth, faults: Sequence[LogFault]) -> list[Check]:
+    """Faults that stop publishing or delivery."""
     if not health.primary_server:
         return []
     missing = [fault.name for fault in faults if fault.kind == "segment"]
     register = [fault for fault in faults if fault.kind == "register"]
-    beyond = [f"{fault.kind} {fault.name}" for fault in faults if fault.kind in ("cursor", "group")]
+    beyond = [f"{fault.kind} {fault.name}" for fault in faults if fault.kind in ("cursor", "queue")]
     return [
         Check(
             "segments",
             not missing,
-            f"tables of segments are missing: {_some(missing)}" if missing else "every segment has its table",
-            "Events cannot be published or are gone; restore the database from a backup. See headwater doctor.",
+            f"segment tables are missing: {_some(missing)}" if missing else "every segment has its table",
+            "Events are lost or cannot be published. Restore the database from a backup. See headwater doctor.",
         ),
         Check(
             "register",
             not register,
-            f"the settled position is noted at {register[0].position}, beyond the head at {register[0].head}"
+            f"the stored stable position {register[0].position} is beyond the head {register[0].head}"
             if register
-            else "the settled position is not beyond the head",
+            else "the stable position is not beyond the head",
             "Queues would skip events. Stop all workers, then run headwater migrate.",
         ),
         Check(
             POSITIONS,
             not beyond,
-            f"beyond the head of the log: {_some(beyond)}" if beyond else "no cursor or group is beyond the head",
-            "They get no events until the log has come there; see headwater doctor.",
+            f"beyond the head of the log: {_some(beyond)}" if beyond else "no cursor or queue is beyond the head",
+            "They receive no events until the head reaches them. See headwater doctor.",
             required=False,
         ),
     ]
@@ -213,35 +223,36 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + more
 
 
-def _judged(health: LogHealth) -> list[Check]:
-    """What the log's own figures say."""
+def _check_health(health: LogHealth) -> list[Check]:
+    """Checks on the health figures of the log."""
     if not health.primary_server or not health.writable:
-        what = "takes no writes" if health.primary_server else "is a standby, where order cannot be known"
+        what = "accepts no writes" if health.primary_server else "is a standby, where the order of events is not known"
         return [Check("primary", False, f"this server {what}", "Connect to the primary.")]
     return [
-        Check("primary", True, "this server is a primary and takes writes"),
+        Check("primary", True, "this server is a primary and accepts writes"),
         Check(
             "room",
-            (health.positions_left or 0) > FEW_POSITIONS,
-            f"{health.positions_left} positions are left in the segments that are ready",
-            "Run headwater maintain: publishing stops where no segment is ready.",
+            (health.positions_left or 0) > MIN_POSITIONS_LEFT,
+            f"{health.positions_left} positions are left in the prepared segments",
+            "Run headwater maintain: publishing stops when no prepared segment is left.",
         ),
         Check(
-            "settling",
-            (health.oldest_publisher_seconds or 0.0) < OLD_PUBLISHER_SECONDS,
-            "no publisher is open"
+            "publishers",
+            (health.oldest_publisher_seconds or 0.0) < MAX_PUBLISHER_SECONDS,
+            "no publishing transaction is open"
             if health.oldest_publisher_seconds is None
-            else f"the oldest publisher, process {health.oldest_publisher_pid}, is open for "
-            f"{health.oldest_publisher_seconds:.0f} s; {health.unsettled} positions wait for it",
-            f"Let it commit, or end it: select pg_terminate_backend({health.oldest_publisher_pid})",
+            else f"the publishing transaction of process {health.oldest_publisher_pid} has been open for "
+            f"{health.oldest_publisher_seconds:.0f} s; readers wait for {health.unstable} positions",
+            f"Commit it, or terminate it: select pg_terminate_backend({health.oldest_publisher_pid})",
             required=False,
         ),
         Check(
             "maintenance",
-            (health.maintained_seconds_ago or 0.0) < MAINTENANCE_SECONDS and health.maintained_seconds_ago is not None,
-            "upkeep never ran"
+            (health.maintained_seconds_ago or 0.0) < MAX_MAINTENANCE_AGE_SECONDS
+            and health.maintained_seconds_ago is not None,
+            "maintenance has never run"
             if health.maintained_seconds_ago is None
-            else f"upkeep ran {health.maintained_seconds_ago:.0f} s ago",
+            else f"maintenance ran {health.maintained_seconds_ago:.0f} s ago",
             "Keep a consumer or `headwater maintain --every 60` running.",
             required=False,
         ),

@@ -1,6 +1,6 @@
-"""Spark: the log and its neighbours as formats of PySpark, and a session to use them in.
+"""Spark integration: PySpark data sources for the log, captured changes, tables and NATS, and a local session.
 
-Needs `pip install 'headwater[spark]'`. Importing this starts nothing.
+Requires `pip install 'headwater[spark]'`. Importing this module starts nothing.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ SOURCES = (
 
 
 def register(spark: SparkSession) -> list[str]:
-    """Make Headwater's formats known to a session, and say which: those whose packages are installed."""
-    # A source that takes conditions is refused by a session that does not push them down.
+    """Register the formats whose packages are installed with a session; return their names."""
+    # Without this setting, Spark rejects a Python source that accepts filters.
     spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
     names = []
     for module, name in SOURCES:
         try:
             source = getattr(import_module(module), name)
         except ModuleNotFoundError as missing:
-            # A package of an extra that is not installed. One of our own would be a mistake.
+            # Skip a format whose optional package is not installed. A missing module of Headwater itself is a bug.
             if missing.name != module and (missing.name or "").partition(".")[0] == "headwater":
                 raise
             continue

@@ -1,6 +1,6 @@
-"""Events between Postgres and Spark as Arrow: no Python object per row on the way.
+"""Transfers events between Postgres and Spark as Arrow, without a Python object per row.
 
-Rows come as binary COPY through ADBC, which takes no parameters with it: a call is sent with its values written out.
+Rows come as binary COPY through ADBC, which does not support parameters: values are written into the SQL text.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import psycopg
 import pyarrow as pa
 from adbc_driver_manager import AdbcConnection, AdbcStatement
 
-# Of the plain driver, not of its `dbapi`, whose import takes a second: a worker's first task would wait for it.
+# The plain driver, because importing `dbapi` takes a second, for which a worker's first task would wait.
 from adbc_driver_manager._reader import AdbcRecordBatchReader
 from adbc_driver_postgresql import StatementOptions
 from psycopg import sql
@@ -55,23 +55,23 @@ EVENT = StructType(
         StructField("published_at", TimestampType(), nullable=False),
     ]
 )
-"""An event as a row of Spark. `headers` is JSON; `topic_offset` is null in an open topic."""
+"""The Spark schema of an event. `headers` is JSON; `topic_offset` is null in an open topic."""
 
 
 def text_of(call: Call[Any]) -> str:
-    """A call as SQL text with its values in it, each quoted by Postgres' own rules."""
-    places = call.sql.split("%s")
-    assert len(places) == len(call.params) + 1
-    parts: list[sql.Composable] = [sql.SQL(places[0])]
-    for value, text in zip(call.params, places[1:], strict=True):
+    """A call as SQL text with its values as quoted literals."""
+    texts = call.sql.split("%s")
+    assert len(texts) == len(call.params) + 1
+    parts: list[sql.Composable] = [sql.SQL(texts[0])]
+    for value, text in zip(call.params, texts[1:], strict=True):
         parts += [sql.Literal(value), sql.SQL(text)]
     return sql.Composed(parts).as_string()
 
 
 @contextmanager
 def connect(dsn: str, *, autocommit: bool = True) -> Iterator[AdbcConnection]:
-    """A connection for Arrow, with errors told as ours. What is not committed when it ends is undone."""
-    # ADBC takes conninfo as well as URLs; the name is what `pg_stat_activity` shows.
+    """An ADBC connection that raises Headwater's errors. Uncommitted changes are rolled back at the end."""
+    # ADBC accepts conninfo strings and URLs; `pg_stat_activity` shows the application name.
     given = psycopg.conninfo.conninfo_to_dict(dsn).get("options") or ""
     options = f"{given} -c default_transaction_isolation=read\\ committed".strip()
     conninfo = psycopg.conninfo.make_conninfo(dsn, application_name="headwater spark", options=options)
@@ -80,17 +80,17 @@ def connect(dsn: str, *, autocommit: bool = True) -> Iterator[AdbcConnection]:
             connection.set_autocommit(autocommit)
             yield connection
     except adbc_driver_manager.Error as error:
-        raise translated(error) from error
+        raise translate_error(error) from error
 
 
 def batches(
     connection: AdbcConnection, call: Call[Any], schema: StructType, *, constants: Mapping[str, Any] | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """What a call answers, as batches of exactly the Arrow types that Spark makes of this schema.
+    """Yield the result of a call, as batches with the Arrow types that Spark expects for this schema.
 
-    Columns that are the same in every row are named in `constants`, and not asked for.
+    Columns in `constants` have the same value in every row and are not queried.
     """
-    # Here, since it imports pandas, which planning has no use for.
+    # Imported here because it imports pandas, which planning does not need.
     from pyspark.sql.pandas.types import to_arrow_schema
 
     wanted = to_arrow_schema(schema, timezone="UTC")
@@ -100,24 +100,24 @@ def batches(
         statement.set_sql_query(text_of(call))
         stream, _ = statement.execute_query()
         for batch in AdbcRecordBatchReader._import_from_c(stream.address):
-            answered = iter(batch.columns)
+            queried = iter(batch.columns)
             columns = [
                 pa.repeat(pa.scalar(same[field.name], field.type), batch.num_rows)
                 if field.name in same
-                else fitted(next(answered), field.type)
+                else cast_column(next(queried), field.type)
                 for field in wanted
             ]
-            fitting = pa.RecordBatch.from_arrays(columns, schema=wanted)
-            for start in range(0, fitting.num_rows, BATCH_ROWS):
-                yield fitting.slice(start, BATCH_ROWS)
+            converted = pa.RecordBatch.from_arrays(columns, schema=wanted)
+            for start in range(0, converted.num_rows, BATCH_ROWS):
+                yield converted.slice(start, BATCH_ROWS)
 
 
-def fitted(column: Any, kind: Any) -> Any:
+def cast_column(column: Any, kind: Any) -> Any:
     return column if column.type == kind else column.cast(kind)
 
 
-def answer(connection: AdbcConnection, call: Call[T]) -> T:
-    """What a call with a short answer says, on the same connection as the batches."""
+def fetch(connection: AdbcConnection, call: Call[T]) -> T:
+    """Run a call with a small result, on the same connection as the batches."""
     with AdbcStatement(connection) as statement:
         statement.set_sql_query(text_of(call))
         stream, _ = statement.execute_query()
@@ -143,10 +143,10 @@ def add(connection: AdbcConnection, rows: pa.RecordBatch, *, schema: str, table:
         statement.execute_update()
 
 
-def translated(error: adbc_driver_manager.Error) -> BaseException:
-    """Our error for one of ADBC; one that is not ours to explain passes through."""
+def translate_error(error: adbc_driver_manager.Error) -> BaseException:
+    """Headwater's error for an ADBC error; other errors are returned unchanged."""
     if error.sqlstate is None:
-        return LogUnavailable(f"no connection to Postgres: {error}") if _is_about_connection(error) else error
+        return LogUnavailable(f"cannot connect to Postgres: {error}") if _is_about_connection(error) else error
     return errors.from_sqlstate(error.sqlstate, _first_line(str(error))) or error
 
 
@@ -155,6 +155,6 @@ def _is_about_connection(error: adbc_driver_manager.Error) -> bool:
 
 
 def _first_line(text: str) -> str:
-    """The message of Postgres without what the driver puts around it."""
+    """Postgres' message without the text that the driver adds."""
     line = next((line for line in text.splitlines() if "ERROR:" in line), text)
     return line.partition("ERROR:")[2].strip() or line

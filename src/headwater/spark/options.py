@@ -1,4 +1,4 @@
-"""Refusing options that nobody knows, alike wherever some are taken."""
+"""Rejects unknown options, with the same error for all formats and sinks."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from typing import Any, Final
 from headwater.errors import InvalidRequest
 
 ADDED_BY_SPARK: Final = ("checkpointlocation", "path")
-"""What a write is told beside its own options."""
+"""Options that Spark adds to a write."""
 
 
 def refuse_unknown_options(
     given: Iterable[str], known: Sequence[str], *, purpose: str = "", also: Iterable[str] = ()
 ) -> None:
-    """For a format of Spark, to whom the case of an option is nothing; `also` names those that Spark itself adds."""
+    """Check the options of a Spark format, ignoring case; `also` lists options that Spark itself adds."""
     allowed = {name.lower() for name in (*known, *also)}
     unknown = sorted(name for name in given if name.lower() not in allowed)
     if unknown:
-        raise InvalidRequest(f"unknown options{purpose}: {', '.join(unknown)}", hint=f"Known are {', '.join(known)}.")
+        raise InvalidRequest(
+            f"unknown options{purpose}: {', '.join(unknown)}", hint=f"Known options: {', '.join(known)}."
+        )
 
 
 def refuse_unknown_keys(given: Mapping[Any, Any], known: Sequence[str], what: str) -> None:
-    """For a part of a file of pipelines."""
+    """Check the keys of a part of a pipeline file."""
     unknown = sorted(str(name) for name in given if name not in known)
     if unknown:
-        raise InvalidRequest(f"{what} takes no {', '.join(unknown)}", hint=f"Known are {', '.join(known)}.")
+        raise InvalidRequest(f"{what} has unknown keys: {', '.join(unknown)}", hint=f"Known keys: {', '.join(known)}.")

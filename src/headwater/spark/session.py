@@ -1,4 +1,4 @@
-"""A Spark session on this machine, from wheels alone, with the settings that were measured to matter."""
+"""Starts a local Spark session from installed wheels, with tuned settings."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ FAST_JAVA = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 def settings(
     *, master: str | None, cores: int, task_attempts: int, heap_mb: int, fast_start: bool, java_options: str
 ) -> Mapping[str, str]:
-    """What a session is started with. Any of it can be overruled by the caller."""
+    """The Spark settings of a session. Callers can override each of them."""
     chosen = {
-        # One core more or less is one number; without attempts, one lost worker would end a query.
+        # Several attempts per task, so that one lost worker does not end a query.
         "spark.master": master or f"local[{cores},{task_attempts}]",
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
@@ -31,16 +31,16 @@ def settings(
         "spark.sql.catalogImplementation": "in-memory",
         "spark.sql.shuffle.partitions": str(cores),
         "spark.sql.execution.arrow.maxRecordsPerBatch": "20000",
-        # Sources of ours take conditions; Spark asks only if told so.
+        # Headwater's sources accept filters; Spark pushes them down only with this setting.
         "spark.sql.python.filterPushdown.enabled": "true",
-        # The default one starts fifteen processes for each micro-batch.
+        # The default class starts fifteen processes for each micro-batch.
         "spark.sql.streaming.checkpointFileManagerClass": CHECKPOINT_FILES,
         "spark.sql.streaming.stateStore.providerClass": (
             "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
         ),
     }
     if master is None or master.startswith("local"):
-        # No look-up of the machine's own name, which may not resolve, and nothing open to the network.
+        # Loopback only: the machine's host name may not resolve, and nothing should listen on the network.
         chosen |= {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
     chosen["spark.driver.extraJavaOptions"] = f"{java_options} {FAST_JAVA}" if fast_start else java_options
     return chosen
@@ -56,13 +56,13 @@ def local_session(
     fast_start: bool = False,
     extra_settings: Mapping[str, str] | None = None,
 ) -> SparkSession:
-    """A session in local mode with Headwater's formats registered; needs no Java on the machine.
+    """Start a session in local mode with Headwater's formats registered. Java does not need to be installed.
 
-    With a `master`, such as spark://host:7077, the driver is here and the tasks run there, where `headwater[spark]`
-    has to be installed for the Python of `PYSPARK_PYTHON`, which is this one unless it is set.
+    With a `master`, such as spark://host:7077, the driver runs here and the tasks run there. `headwater[spark]` must be
+    installed there for the Python of `PYSPARK_PYTHON`, by default the path of this interpreter.
 
-    `fast_start` starts in half the time and runs long jobs slower: for tests and short commands. A session that
-    is there already is returned as it is, as Spark does.
+    `fast_start` halves the start time but slows down long jobs: use it for tests and short commands. As in Spark, an
+    existing session is returned unchanged.
     """
     from headwater.spark import register
 
@@ -77,7 +77,7 @@ def local_session(
             java_options=home.java_options,
         )
     )
-    # Where tables without a place of their own would go: never into the directory that somebody happens to be in.
+    # Tables without a path go here instead of the current directory.
     chosen["spark.sql.warehouse.dir"] = str(home.spark_home.parent / "warehouse")
     chosen |= dict(extra_settings or {})
     variables = dict(home.environment(fast_start=fast_start)) | {
@@ -91,7 +91,7 @@ def local_session(
     builder = SparkSession.builder.appName(app_name)
     for name, value in chosen.items():
         builder = builder.config(name, value)
-    # Spark takes these from the environment, and only while it starts: what is started later is none of its business.
+    # Spark reads these variables only while it starts. Processes that are started later must not inherit them.
     with _environment(variables):
         spark = builder.getOrCreate()
     register(spark)

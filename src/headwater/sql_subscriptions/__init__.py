@@ -1,1 +1,1 @@
-"""SQL subscriptions: their API, and the reader that feeds handlers."""
+"""SQL subscriptions: their API, and the reader that passes matched events to handlers."""

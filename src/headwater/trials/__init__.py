@@ -1,1 +1,1 @@
-"""Trials of the log. Never imported by a program that only publishes."""
+"""Fault-injection tests of the log. Only `headwater chaos` and the test suite import this package."""

@@ -1,7 +1,8 @@
-"""Delivers webhooks: the events of each one's group, posted to its URL, until told to stop.
+"""Delivers webhooks: sends the events of each webhook's queue to its URL.
 
-Nothing is kept here: what is to be sent, retried or given up on is in the log. Run as many of it as you like; any may
-be killed at any time, and what it was at is sent again under the same id.
+`Dispatcher` runs one `_WebhookDelivery` for each active webhook and reads the list again every second. All state is in
+the log, so any number of dispatchers can run and any can be killed: delivery is at-least-once, and an event that is
+sent again has the same message id.
 """
 
 from __future__ import annotations
@@ -24,36 +25,38 @@ import psycopg
 
 from headwater import aio
 from headwater.calls import webhooks as calls
-from headwater.errors import GroupNotFound, HeadwaterError
-from headwater.model import ClaimedEvent, Event, Outcome, Retry, Snooze, WebhookRoute, WebhookTest
+from headwater.errors import HeadwaterError, QueueNotFound
+from headwater.log.model import Event
 from headwater.observability.counters import COUNTERS
-from headwater.observability.metrics import ERROR, GROUP, WEBHOOK, WEBHOOK_REQUESTS, logger
-from headwater.queue.worker import Process, Worker
-from headwater.sql_subscriptions.reader import GroupReader, Subscriber
+from headwater.observability.metrics import ERROR, QUEUE, WEBHOOK, WEBHOOK_REQUESTS, logger
+from headwater.queue.model import ClaimedEvent, Outcome, Retry, Snooze
+from headwater.queue.worker import Worker, WorkerProcess
+from headwater.sql_subscriptions.reader import QueueReader, Subscriber
 from headwater.supervisor import supervise
 from headwater.webhooks.addresses import Network
-from headwater.webhooks.requests import Gone, judged, message_id, request_for
+from headwater.webhooks.model import WebhookRoute, WebhookTest
+from headwater.webhooks.requests import ReceiverGone, judge, message_id, request_for
 from headwater.webhooks.sender import Sender
 
-# Packing more than this is left to a thread, so that nobody else waits for it.
+# Larger payloads are encoded in a thread, so that they do not block the event loop.
 LARGE_BYTES: Final = 1_048_576
-# A receiver that asks for a pause is given one for all events, up to so long at a time.
-LONGEST_HOLD_SECONDS: Final = 60.0
+# A Retry-After of the receiver pauses all events of the webhook, for at most this time.
+MAX_HOLD_SECONDS: Final = 60.0
 DEFAULT_CONCURRENCY: Final = 10
-# How its retries and dead letters name the handler of a webhook by filter, and how long one event may take in all:
-# waiting for its turn, and for the receiver, which has a timeout of its own.
+# The handler name in retries and dead letters of a webhook with a filter, and how long one event may take in all:
+# waiting for the rate limit, and for the receiver, which has its own timeout.
 HANDLER: Final = "webhook"
-LONGEST_SECONDS: Final = 3600.0
-# Ended by an error, a route is not taken up again at once.
-REST_SECONDS: Final = 5.0
-# Each webhook asks the log for its events; with many of them each asks less often.
+MAX_DELIVERY_SECONDS: Final = 3600.0
+# How long a webhook waits after its delivery ended with an error.
+RESTART_SECONDS: Final = 5.0
+# Each webhook polls the log; from this number on, each polls less often.
 POLL_SECONDS: Final = 0.05
-UNHURRIED_FROM: Final = 10
+SLOWER_POLL_FROM: Final = 10
 
 
 @dataclass(slots=True, eq=False)
-class _Route:
-    """One webhook that is being delivered."""
+class _WebhookDelivery:
+    """Delivers one webhook until stopped."""
 
     log: aio.AsyncHeadwater
     route: WebhookRoute
@@ -65,10 +68,10 @@ class _Route:
     held_until: float = 0.0
 
     async def run(self) -> None:
-        """Claim, send and settle until told to stop: then what was answered is settled, and the rest given back."""
+        """Claim, send and settle until stopped: then finished events are settled and the others released."""
         webhook = self.route.webhook
         concurrency = webhook.max_concurrency or DEFAULT_CONCURRENCY
-        if self.route.kind == "cursor":
+        if self.route.kind == "subscriptions":
             try:
                 await self._reader(concurrency).run()
             finally:
@@ -76,27 +79,27 @@ class _Route:
             return
         worker = Worker(
             handler=self.deliver,
-            group=webhook.group,
+            queue=webhook.queue,
             topics=(),
             concurrency=concurrency,
-            # Two leases, each of half of what may be under way: a slow answer holds up half of it at most, and neither
-            # waits for room that the other has.
+            # Two leases, each for half of the concurrency: a slow response delays at most half of the events, and
+            # neither lease waits for capacity that the other has.
             prefetch=math.ceil(concurrency / 2),
             leases=min(concurrency, 2),
             batch=False,
             transactional=False,
             timeout_seconds=None,
             ordered_keys=self.route.ordered_keys,
-            group_settings={},
+            queue_settings={},
         )
-        process = Process(
+        process = WorkerProcess(
             log=self.log,
             blocking=None,
             stopping=self.stop,
             grace_seconds=self.grace_seconds,
             name=self.name,
             middleware=(),
-            lease_seconds={webhook.group: self.route.lease_seconds},
+            lease_seconds={webhook.queue: self.route.lease_seconds},
             poll_seconds=self.poll_seconds,
             look_seconds=max(self.poll_seconds, 0.5),
         )
@@ -105,22 +108,22 @@ class _Route:
         finally:
             self.sender.close()
 
-    def _reader(self, concurrency: int) -> GroupReader:
-        """Sends what the subscriptions of the group match."""
+    def _reader(self, concurrency: int) -> QueueReader:
+        """A reader that sends the events that the subscriptions of the queue match."""
         webhook = self.route.webhook
         subscriber = Subscriber(
             name=HANDLER,
             handler=self.send,
-            group=webhook.group,
-            condition="",
+            queue=webhook.queue,
+            filter="",
             params={},
             concurrency=concurrency,
-            timeout_seconds=LONGEST_SECONDS,
+            timeout_seconds=MAX_DELIVERY_SECONDS,
             takes_all=True,
         )
-        return GroupReader(
+        return QueueReader(
             log=self.log,
-            group=webhook.group,
+            queue=webhook.queue,
             subscribers=[subscriber],
             reader=f"{self.name}/{webhook.name}"[:200],
             stopping=self.stop,
@@ -135,33 +138,35 @@ class _Route:
 
     async def send(self, event: Event) -> Outcome:
         webhook = self.route.webhook
-        if not await self._turn():
+        if not await self._wait_for_turn():
             return Snooze()
         now = datetime.now(UTC)
         make = partial(request_for, webhook, event, message_id(webhook, event.position), now=now)
         large = len(event.payload or b"") > LARGE_BYTES
-        answer = await self.sender.send(await asyncio.to_thread(make) if large else make())
-        COUNTERS.add(WEBHOOK_REQUESTS, webhook.name, "none" if answer.status is None else f"{answer.status // 100}xx")
-        outcome = judged(webhook, answer, now=now)
-        if isinstance(outcome, Gone):
+        response = await self.sender.send(await asyncio.to_thread(make) if large else make())
+        COUNTERS.add(
+            WEBHOOK_REQUESTS, webhook.name, "none" if response.status is None else f"{response.status // 100}xx"
+        )
+        outcome = judge(webhook, response, now=now)
+        if isinstance(outcome, ReceiverGone):
             disable = calls.set_webhook_state(
                 webhook.name, "disabled", reason=outcome.reason, seen_version=webhook.version
             )
-            # One that was deleted meanwhile need not be disabled.
-            with suppress(GroupNotFound):
+            # The webhook may have been deleted meanwhile.
+            with suppress(QueueNotFound):
                 await self.log.run(disable)
             logger.warning("webhook disabled", extra={WEBHOOK: webhook.name, ERROR: outcome.reason})
             self.stop.set()
             return Snooze()
         if isinstance(outcome, Retry) and outcome.after is not None:
             seconds = outcome.after.total_seconds()
-            self.held_until = asyncio.get_running_loop().time() + min(seconds, LONGEST_HOLD_SECONDS)
-            # Not all at the very moment that the receiver named.
+            self.held_until = asyncio.get_running_loop().time() + min(seconds, MAX_HOLD_SECONDS)
+            # Jitter: not all events at the exact moment that the receiver named.
             return Retry(after=timedelta(seconds=seconds * random.uniform(1.0, 1.1)), reason=outcome.reason)
         return outcome
 
-    async def _turn(self) -> bool:
-        """Wait until the receiver may be sent something; False: it is time to stop."""
+    async def _wait_for_turn(self) -> bool:
+        """Wait for Retry-After and the rate limit; False if the delivery stops first."""
         loop = asyncio.get_running_loop()
         while (seconds := self.held_until - loop.time()) > 0:
             if await self._stops_within(seconds):
@@ -182,7 +187,7 @@ class _Route:
 
 @dataclass(slots=True, eq=False)
 class Dispatcher:
-    """Delivers every webhook that is active, each by itself."""
+    """Delivers every active webhook, each in its own task."""
 
     log: aio.AsyncHeadwater
     name: str
@@ -190,65 +195,65 @@ class Dispatcher:
     tls: ssl.SSLContext
     grace_seconds: float
     refresh_seconds: float
-    running: dict[int, tuple[_Route, asyncio.Task[None]]] = field(default_factory=dict)
-    resting: dict[int, float] = field(default_factory=dict)
+    running: dict[int, tuple[_WebhookDelivery, asyncio.Task[None]]] = field(default_factory=dict)
+    restart_at: dict[int, float] = field(default_factory=dict)
 
-    async def keep(self) -> None:
-        """Take up webhooks that are new, leave those that are not to be sent any more, until cancelled."""
+    async def run(self) -> None:
+        """Start and stop deliveries as webhooks change, until cancelled."""
         while True:
             try:
                 routes = await self.log.run(calls.webhook_routes())
                 self.refresh({one.webhook.id: one for one in routes})
             except (HeadwaterError, psycopg.Error) as error:
-                logger.warning("webhooks not looked at", extra={ERROR: str(error)})
+                logger.warning("the list of webhooks could not be read", extra={ERROR: str(error)})
             await asyncio.sleep(self.refresh_seconds)
 
     def refresh(self, wanted: Mapping[int, WebhookRoute]) -> None:
         now = asyncio.get_running_loop().time()
-        self.resting = {webhook_id: until for webhook_id, until in self.resting.items() if until > now}
+        self.restart_at = {webhook_id: until for webhook_id, until in self.restart_at.items() if until > now}
         for webhook_id, (route, task) in list(self.running.items()):
             if task.done():
                 del self.running[webhook_id]
-                # That its group was deleted is no failure.
+                # A deleted queue is not a failure.
                 if (error := task.exception()) and webhook_id in wanted:
-                    self.resting[webhook_id] = now + REST_SECONDS
+                    self.restart_at[webhook_id] = now + RESTART_SECONDS
                     logger.warning(
                         "webhook delivery failed",
                         extra={
                             WEBHOOK: route.route.webhook.name,
-                            GROUP: route.route.webhook.group,
-                            ERROR: _told(error),
+                            QUEUE: route.route.webhook.queue,
+                            ERROR: _describe(error),
                         },
                     )
             elif route.route != wanted.get(webhook_id):
                 route.stop.set()
         for one in wanted.values():
-            # One that has changed is taken up again when what it was at is finished.
-            if one.webhook.id not in self.running and one.webhook.id not in self.resting:
-                route = _Route(
+            # A changed webhook is restarted when its requests in progress are finished.
+            if one.webhook.id not in self.running and one.webhook.id not in self.restart_at:
+                route = _WebhookDelivery(
                     log=self.log,
                     route=one,
                     sender=Sender(one.webhook, allowed=self.allowed, tls=self.tls),
                     name=self.name,
                     grace_seconds=self.grace_seconds,
-                    poll_seconds=POLL_SECONDS * max(1.0, len(wanted) / UNHURRIED_FROM),
+                    poll_seconds=POLL_SECONDS * max(1.0, len(wanted) / SLOWER_POLL_FROM),
                 )
                 self.running[one.webhook.id] = (route, asyncio.create_task(route.run()))
 
     async def finish(self) -> None:
-        """Stop all: what runs has its grace, then it is called off."""
+        """Stop all deliveries; those that exceed the grace period are cancelled."""
         for route, _ in self.running.values():
             route.stop.set()
         tasks = [task for _, task in self.running.values()]
         if tasks:
-            # A little longer than its grace, to settle.
+            # A little longer than the grace period, to settle.
             _, late = await asyncio.wait(tasks, timeout=self.grace_seconds + 10.0)
             for task in late:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _told(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}"
@@ -264,10 +269,10 @@ async def dispatching(
     name: str | None = None,
     refresh_seconds: float = 1.0,
 ) -> AsyncIterator[Dispatcher]:
-    """Deliver the webhooks of a log for as long as this is entered.
+    """Deliver the webhooks of a log until the block is left.
 
-    `allowed`: networks besides the public internet that receivers may be in. At the end requests under way have
-    `grace_seconds` for their answer; what has none is given back.
+    `allowed`: networks that receivers may be in besides the public internet. At the end, requests in progress have
+    `grace_seconds` to finish; the events of the others are released.
     """
     dispatcher = Dispatcher(
         log=log,
@@ -277,19 +282,19 @@ async def dispatching(
         grace_seconds=grace_seconds,
         refresh_seconds=refresh_seconds,
     )
-    keeping = supervise("webhooks", dispatcher.keep)
+    task = supervise("webhooks", dispatcher.run)
     try:
         yield dispatcher
     finally:
-        keeping.cancel()
-        await asyncio.gather(keeping, return_exceptions=True)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
         await dispatcher.finish()
 
 
 async def send_test(
     log: aio.AsyncHeadwater, name: str, *, allowed: Sequence[Network] = (), tls: ssl.SSLContext | None = None
 ) -> WebhookTest:
-    """Send a signed event that is in no topic, now and once, whatever the webhook's state; says what came of it."""
+    """Send a signed test event once, whatever the webhook's state, and report the response. It is in no topic."""
     webhook = await log.webhook(name)
     now = datetime.now(UTC)
     test_id = f"{webhook.uid}-test-{secrets.token_hex(8)}"
@@ -310,16 +315,16 @@ async def send_test(
     sender = Sender(webhook, allowed=allowed, tls=tls or ssl.create_default_context())
     began = asyncio.get_running_loop().time()
     try:
-        answer = await sender.send(request_for(webhook, event, test_id, now=now))
+        response = await sender.send(request_for(webhook, event, test_id, now=now))
         latency_ms = (asyncio.get_running_loop().time() - began) * 1000
     finally:
         sender.close()
     return WebhookTest(
         webhook=name,
-        accepted=answer.accepted,
+        accepted=response.accepted,
         message_id=test_id,
-        status=answer.status,
+        status=response.status,
         latency_ms=round(latency_ms, 1),
-        response=answer.excerpt,
-        error=answer.failure,
+        response=response.excerpt,
+        error=response.failure,
     )

@@ -1,6 +1,6 @@
-"""What a webhook sends, and what an answer means for the event. Pure: no I/O, no clock.
+"""The requests that webhooks send, and what a response means for the event. Pure: no I/O, no clock.
 
-Signed as the Standard Webhooks scheme has it: HMAC-SHA256 over `id.timestamp.body`, by every secret of the webhook.
+Signed as specified by Standard Webhooks: HMAC-SHA256 over `id.timestamp.body`, with every secret of the webhook.
 """
 
 from __future__ import annotations
@@ -15,24 +15,26 @@ from email.utils import parsedate_to_datetime
 from typing import Any, Final, NamedTuple, NoReturn
 from urllib.parse import quote
 
-from headwater.calls import JSON_TYPE
-from headwater.model import Dead, Event, Outcome, Retry, Webhook
+from headwater.calls.encoding import JSON_TYPE
+from headwater.log.model import Event
 from headwater.observability import tracing
+from headwater.queue.model import Dead, Outcome, Retry
+from headwater.webhooks.model import Webhook
 
-LONGEST_RETRY_AFTER: Final = timedelta(days=1)
-# Of an answer that was not accepted, so much is kept with the event.
-EXCERPT_CHARACTERS: Final = 500
+MAX_RETRY_AFTER: Final = timedelta(days=1)
+# How much of an error response is stored with the event.
+MAX_EXCERPT_CHARACTERS: Final = 500
 
 
-class Request(NamedTuple):
-    """What is sent: headers and body, as they go over the wire."""
+class WebhookRequest(NamedTuple):
+    """The headers and body of a request, as sent."""
 
     headers: tuple[tuple[str, str], ...]
     body: bytes
 
 
-class Answer(NamedTuple):
-    """What a receiver answered, as far as it matters. Without a status there was no answer: `failure` says why."""
+class WebhookResponse(NamedTuple):
+    """The response of a receiver. Without a status there was none, and `failure` is the reason."""
 
     status: int | None = None
     retry_after: str | None = None
@@ -47,22 +49,22 @@ class Answer(NamedTuple):
     def excerpt(self) -> str:
         """The beginning of the body as text, on one line."""
         text = self.body.decode("utf-8", "replace")
-        return " ".join("".join(c if c.isprintable() else " " for c in text).split())[:EXCERPT_CHARACTERS]
+        return " ".join("".join(c if c.isprintable() else " " for c in text).split())[:MAX_EXCERPT_CHARACTERS]
 
 
-class Gone(NamedTuple):
-    """The receiver wants nothing more: the webhook is to be disabled, for this reason."""
+class ReceiverGone(NamedTuple):
+    """The receiver wants no more events: disable the webhook, for this reason."""
 
     reason: str
 
 
 def message_id(webhook: Webhook, position: int) -> str:
-    """The same for every try of an event, and for no other event of any log."""
+    """The message id: the same for every attempt of an event, and unique across logs."""
     return f"{webhook.uid}-{position}"
 
 
 def signatures(secrets: Sequence[str], message_id: str, timestamp: int, body: bytes) -> str:
-    """The header webhook-signature: one signature for each secret."""
+    """The webhook-signature header: one signature for each secret."""
     signed = f"{message_id}.{timestamp}.".encode() + body
     return " ".join(
         "v1," + base64.b64encode(hmac.digest(_key(secret), signed, "sha256")).decode() for secret in secrets
@@ -73,8 +75,8 @@ def _key(secret: str) -> bytes:
     return base64.b64decode(secret.removeprefix("whsec_"))
 
 
-def request_for(webhook: Webhook, event: Event, message_id: str, *, now: datetime) -> Request:
-    """The request that tells a webhook's receiver of an event."""
+def request_for(webhook: Webhook, event: Event, message_id: str, *, now: datetime) -> WebhookRequest:
+    """The request for an event."""
     if webhook.body == "raw":
         body = event.payload or b""
         content_type = (event.content_type or "").strip()
@@ -99,7 +101,7 @@ def request_for(webhook: Webhook, event: Event, message_id: str, *, now: datetim
         ("webhook-id", message_id),
         ("webhook-timestamp", str(timestamp)),
         ("webhook-signature", signatures(webhook.secrets, message_id, timestamp, body)),
-        # What no header can hold is escaped as in a URL.
+        # Characters that are not allowed in headers are percent-encoded.
         *((name, quote(value, safe=_PLAIN)) for name, value in about if value is not None),
     ]
     own = {name.lower() for name in webhook.headers}
@@ -109,17 +111,17 @@ def request_for(webhook: Webhook, event: Event, message_id: str, *, now: datetim
         headers += tracing.named_by(event.headers).items()
     if webhook.gzip_above_bytes is not None and len(body) > webhook.gzip_above_bytes:
         headers.append(("content-encoding", "gzip"))
-        # Without a time in it, so that each try sends the same bytes.
+        # Without a timestamp, so that each attempt sends the same bytes.
         body = gzip.compress(body, 6, mtime=0)
-    return Request(tuple(headers), body)
+    return WebhookRequest(tuple(headers), body)
 
 
 _PLAIN: Final = "!\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~"
 
 
 def envelope(event: Event, message_id: str) -> bytes:
-    """Everything about an event as JSON. A payload that is JSON is in it to the letter, as `data`; any other as
-    `data_base64`, with its `content_type`."""
+    """Everything about an event as JSON. A JSON payload is included unchanged as `data`, any other as `data_base64`
+    with its `content_type`."""
     key, key_base64 = _text_or_base64(event.key)
     about: dict[str, Any] = {
         "id": message_id,
@@ -139,7 +141,7 @@ def envelope(event: Event, message_id: str) -> bytes:
     if data is None and event.payload is not None:
         about["data_base64"] = base64.b64encode(event.payload).decode()
         return _dumped(about)
-    # Spliced in rather than read and written again, which would change numbers and drop repeated names.
+    # Spliced in: parsing and encoding would change numbers and drop duplicate keys.
     return _dumped(about)[:-1] + b',"data":' + (b"null" if data is None else data) + b"}"
 
 
@@ -160,58 +162,58 @@ def _text_or_base64(value: bytes | None) -> tuple[str | None, str | None]:
         return None, base64.b64encode(value).decode()
 
 
-def _refuse_constant(name: str) -> NoReturn:
+def _reject_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-def _ignored(text: str) -> None:
+def _ignore(text: str) -> None:
     return None
 
 
 def _json_text(event: Event) -> bytes | None:
-    """The payload, if it is JSON and says nothing else."""
+    """The payload, if it is valid JSON and not declared as another type."""
     if event.payload is None or event.content_type not in (None, JSON_TYPE):
         return None
     try:
         text = event.payload.decode()
-        # Numbers are not looked at: one may be longer than Python likes to read.
-        json.loads(text, parse_constant=_refuse_constant, parse_int=_ignored, parse_float=_ignored)
+        # Numbers are not parsed: Python limits the digits of an integer.
+        json.loads(text, parse_constant=_reject_constant, parse_int=_ignore, parse_float=_ignore)
     except (ValueError, RecursionError):
         return None
     return event.payload
 
 
-def judged(webhook: Webhook, answer: Answer, *, now: datetime) -> Outcome | Gone:
-    """What an answer means for the event: done, another try, a dead letter, or that the webhook is to be disabled."""
-    if answer.accepted:
+def judge(webhook: Webhook, response: WebhookResponse, *, now: datetime) -> Outcome | ReceiverGone:
+    """What a response means for the event: done, retry, dead letter, or disable the webhook."""
+    if response.accepted:
         return None
-    if answer.status is None:
-        return Retry(reason=answer.failure or "no answer")
-    reason = f"{answer.status}: {answer.excerpt}" if answer.excerpt else str(answer.status)
-    if 300 <= answer.status < 400:
-        return Retry(reason=f"{reason} (redirects are not followed: give the webhook the new url)"[:2000])
-    if answer.status == 410:
-        return Gone(f"its receiver answered {reason}")
-    if answer.status == 422:
+    if response.status is None:
+        return Retry(reason=response.failure or "no response")
+    reason = f"{response.status}: {response.excerpt}" if response.excerpt else str(response.status)
+    if 300 <= response.status < 400:
+        return Retry(reason=f"{reason} (redirects are not followed: change the url of the webhook)"[:2000])
+    if response.status == 410:
+        return ReceiverGone(f"the receiver responded with {reason}")
+    if response.status == 422:
         return Dead(reason)
-    if 400 <= answer.status < 500 and answer.status not in (408, 425, 429) and webhook.client_errors == "dead":
+    if 400 <= response.status < 500 and response.status not in (408, 425, 429) and webhook.client_errors == "dead":
         return Dead(reason)
-    after = wait_asked_for(answer.retry_after, now=now) if answer.status in (429, 503) else None
+    after = parse_retry_after(response.retry_after, now=now) if response.status in (429, 503) else None
     return Retry(after=after, reason=reason)
 
 
-def wait_asked_for(retry_after: str | None, *, now: datetime) -> timedelta | None:
-    """What a header Retry-After asks for, in seconds or as a date; None where it is neither."""
+def parse_retry_after(retry_after: str | None, *, now: datetime) -> timedelta | None:
+    """The delay in a Retry-After header, in seconds or as a date; None if it is neither."""
     if retry_after is None:
         return None
     text = retry_after.strip()
     if text.isascii() and text.isdecimal():
-        # More digits than a day has seconds are a day.
-        return timedelta(seconds=int(text)) if len(text) <= 5 else LONGEST_RETRY_AFTER
+        # With more digits it is more than a day.
+        return timedelta(seconds=int(text)) if len(text) <= 5 else MAX_RETRY_AFTER
     try:
         until = parsedate_to_datetime(text)
     except ValueError:
         return None
     if until.tzinfo is None:
         until = until.replace(tzinfo=UTC)
-    return min(max(until - now, timedelta(0)), LONGEST_RETRY_AFTER)
+    return min(max(until - now, timedelta(0)), MAX_RETRY_AFTER)

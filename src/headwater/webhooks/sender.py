@@ -1,4 +1,4 @@
-"""Posts to the URL of one webhook: connections that are kept for a while, bounds on everything that comes back."""
+"""Sends requests to the URL of one webhook, with keep-alive connections and limits on the response."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from urllib.parse import urlsplit
 
 import h11
 
-from headwater.model import Webhook
-from headwater.webhooks.addresses import AddressRefused, Lookup, Network
-from headwater.webhooks.requests import Answer, Request
+from headwater.webhooks.addresses import AddressLookup, AddressNotAllowed, Network
+from headwater.webhooks.model import Webhook
+from headwater.webhooks.requests import WebhookRequest, WebhookResponse
 
-# Of an answer's body no more is read, and for no longer: the status has said it all.
-ANSWER_BYTES: Final = 16_384
-ANSWER_BODY_SECONDS: Final = 1.0
-# How long a connection is kept for the next request.
+# Only this much of a response body is read, and only for this long: the status is what counts.
+MAX_RESPONSE_BYTES: Final = 16_384
+MAX_RESPONSE_BODY_SECONDS: Final = 1.0
+# How long an idle connection is kept for the next request.
 IDLE_SECONDS: Final = 15.0
 _READ_BYTES: Final = 16_384
 
-_FAILURES = (OSError, h11.ProtocolError, AddressRefused)
+_FAILURES = (OSError, h11.ProtocolError, AddressNotAllowed)
 
 
 @dataclass(slots=True, eq=False)
-class _Connection:
+class _SenderConnection:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     http: h11.Connection
@@ -40,15 +40,15 @@ class _Connection:
     async def next_event(self) -> object:
         while (event := self.http.next_event()) is h11.NEED_DATA:
             data = await self.reader.read(_READ_BYTES)
-            # The end of what has begun may be the end of a body.
+            # Once the response has begun, the end of the connection may be the end of its body.
             if not data and self.http.their_state is h11.SEND_RESPONSE:
-                raise ConnectionResetError("the receiver closed the connection without an answer")
+                raise ConnectionResetError("the receiver closed the connection without a response")
             self.http.receive_data(data)
         return event
 
-    async def ask(self, request: h11.Request, body: bytes) -> h11.Response:
-        """Send a request and wait for the head of its answer."""
-        # Not waited for: a receiver may answer before it has read everything, and never read the rest.
+    async def send(self, request: h11.Request, body: bytes) -> h11.Response:
+        """Send a request and wait for the head of the response."""
+        # Not drained: a receiver may respond before it has read everything, and never read the rest.
         self.writer.write(
             b"".join(self.http.send(part) or b"" for part in (request, h11.Data(data=body), h11.EndOfMessage()))
         )
@@ -57,7 +57,7 @@ class _Connection:
             if isinstance(event, h11.Response):
                 return event
             if not isinstance(event, h11.InformationalResponse):
-                raise h11.RemoteProtocolError("that is no answer")
+                raise h11.RemoteProtocolError("invalid HTTP response")
 
     async def next_data(self) -> bytes | None:
         """More of the body; None at its end."""
@@ -66,7 +66,7 @@ class _Connection:
 
 
 class Sender:
-    """Sends requests to the URL of one webhook. How many at a time is its caller's to say."""
+    """Sends requests to the URL of one webhook. The caller limits the concurrency."""
 
     def __init__(self, webhook: Webhook, *, allowed: Sequence[Network], tls: ssl.SSLContext) -> None:
         url = urlsplit(webhook.url)
@@ -76,8 +76,8 @@ class Sender:
         self._tls = tls if url.scheme == "https" else None
         self._target = (url.path or "/") + (f"?{url.query}" if url.query else "")
         self._authority = url.netloc
-        self._lookup = Lookup(allowed)
-        self._idle: list[_Connection] = []
+        self._lookup = AddressLookup(allowed)
+        self._idle: list[_SenderConnection] = []
         self._sweep: asyncio.TimerHandle | None = None
 
     def close(self) -> None:
@@ -88,10 +88,10 @@ class Sender:
             connection.writer.close()
         self._idle.clear()
 
-    async def send(self, request: Request) -> Answer:
-        """The receiver's answer, or why there was none, within the webhook's timeout. Redirects are answers."""
-        answer: Answer | None = None
-        connection: _Connection | None = None
+    async def send(self, request: WebhookRequest) -> WebhookResponse:
+        """The response, or the reason why there is none, within the webhook's timeout. Redirects are not followed."""
+        result: WebhookResponse | None = None
+        connection: _SenderConnection | None = None
         try:
             async with asyncio.timeout(self._seconds) as limit:
                 head = h11.Request(
@@ -99,33 +99,35 @@ class Sender:
                     target=self._target,
                     headers=[("host", self._authority), ("content-length", str(len(request.body))), *request.headers],
                 )
-                connection = self._kept() or await self._connect()
+                connection = self._reuse() or await self._connect()
                 try:
-                    response = await connection.ask(head, request.body)
+                    response = await connection.send(head, request.body)
                 except ConnectionError:
-                    # A kept one that was closed just now says nothing about the receiver.
+                    # A reused connection may have just been closed; that says nothing about the receiver.
                     if not connection.used:
                         raise
                     connection.writer.transport.abort()
                     connection = await self._connect()
-                    response = await connection.ask(head, request.body)
+                    response = await connection.send(head, request.body)
                 retry_after = [value for name, value in response.headers if name == b"retry-after"]
-                answer = Answer(response.status_code, retry_after[0].decode("latin-1") if retry_after else None)
-                soon = asyncio.get_running_loop().time() + ANSWER_BODY_SECONDS
+                result = WebhookResponse(
+                    response.status_code, retry_after[0].decode("latin-1") if retry_after else None
+                )
+                soon = asyncio.get_running_loop().time() + MAX_RESPONSE_BODY_SECONDS
                 limit.reschedule(min(limit.when() or soon, soon))
-                while len(answer.body) < ANSWER_BYTES and (data := await connection.next_data()) is not None:
-                    answer = answer._replace(body=(answer.body + data)[:ANSWER_BYTES])
+                while len(result.body) < MAX_RESPONSE_BYTES and (data := await connection.next_data()) is not None:
+                    result = result._replace(body=(result.body + data)[:MAX_RESPONSE_BYTES])
         except TimeoutError:
-            return answer or Answer(failure=f"no answer within {self._seconds:g} s")
+            return result or WebhookResponse(failure=f"no response within {self._seconds:g} s")
         except _FAILURES as error:
-            return answer or Answer(failure=str(error) or type(error).__name__)
+            return result or WebhookResponse(failure=str(error) or type(error).__name__)
         finally:
             if connection is not None:
-                self._leave(connection)
-        return answer
+                self._release(connection)
+        return result
 
-    async def _connect(self) -> _Connection:
-        addresses = await self._lookup.permitted(self._host, self._port)
+    async def _connect(self) -> _SenderConnection:
+        addresses = await self._lookup.resolve(self._host, self._port)
         failure: OSError | None = None
         for address in addresses:
             try:
@@ -135,20 +137,20 @@ class Sender:
                         self._port,
                         limit=_READ_BYTES,
                         ssl=self._tls,
-                        # The certificate is for the name, whatever its address.
+                        # The certificate is checked against the host name.
                         server_hostname=self._host if self._tls is not None else None,
                     )
-                return _Connection(reader, writer, h11.Connection(h11.CLIENT))
+                return _SenderConnection(reader, writer, h11.Connection(h11.CLIENT))
             except TimeoutError:
-                failure = ConnectionError(f"{address} did not answer")
+                failure = ConnectionError(f"{address} did not respond")
             except OSError as error:
                 failure = error
             except ValueError as error:
-                failure = ConnectionError(f"{self._host} cannot be connected to: {error}")
+                failure = ConnectionError(f"cannot connect to {self._host}: {error}")
         assert failure is not None
         raise failure
 
-    def _kept(self) -> _Connection | None:
+    def _reuse(self) -> _SenderConnection | None:
         while self._idle:
             connection = self._idle.pop()
             if connection.is_open:
@@ -156,8 +158,8 @@ class Sender:
             connection.writer.close()
         return None
 
-    def _leave(self, connection: _Connection) -> None:
-        """Keep a connection for the next request, if it can take one."""
+    def _release(self, connection: _SenderConnection) -> None:
+        """Keep a connection for the next request if it is reusable, else close it."""
         http = connection.http
         if http.our_state is not h11.DONE or http.their_state is not h11.DONE or http.trailing_data[0]:
             connection.writer.transport.abort()

@@ -1,2 +1,2 @@
--- Where the server's log is now.
+-- The current LSN of the server.
 select (pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::bigint;

@@ -1,2 +1,2 @@
--- A transaction of our own: snapshots after it list every older one that has not ended.
+-- Assign a transaction id to this transaction: later snapshots list every older transaction that has not ended.
 select pg_current_xact_id()::text;

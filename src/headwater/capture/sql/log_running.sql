@@ -1,2 +1,2 @@
--- Log which transactions run, without which a slot cannot let go of the log before them.
+-- Log the running transactions; without such a record a slot cannot release the WAL before them.
 select pg_log_standby_snapshot();

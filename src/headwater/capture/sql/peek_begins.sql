@@ -1,4 +1,4 @@
--- Whether a transaction that a reader has not seen yet committed with a published change in it.
+-- Whether a transaction with a published change, which the reader has not seen yet, has committed.
 select exists (
     select
     from pg_logical_slot_peek_binary_changes(

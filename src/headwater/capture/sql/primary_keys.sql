@@ -1,4 +1,4 @@
--- The primary keys of published tables. Messages of a table with replica identity FULL do not tell its key.
+-- The primary keys of published tables. Messages of a table with replica identity FULL do not contain its key.
 select
     published.schemaname as schema_name,
     published.tablename as table_name,

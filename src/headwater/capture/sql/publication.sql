@@ -1,4 +1,4 @@
--- A publication: whether it says of changes what was there before.
+-- Whether a publication includes updates or deletes, which need a replica identity.
 select publication.pubupdate or publication.pubdelete as needs_identity
 from pg_publication as publication
 where publication.pubname = %(publication)s;

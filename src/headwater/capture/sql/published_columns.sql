@@ -1,4 +1,4 @@
--- The columns of the tables of a publication, as people and schema documents describe them.
+-- The columns of the tables of a publication, for users and for schema documents.
 select
     published.schemaname::text as schema_name,
     published.tablename::text as table_name,

@@ -1,4 +1,4 @@
--- The tables of a publication, with what identifies their rows. Of a partitioned table, its leaves count.
+-- The tables of a publication, and whether each has a replica identity. For a partitioned table, its leaves count.
 select
     published.schemaname as schema_name,
     published.tablename as table_name,

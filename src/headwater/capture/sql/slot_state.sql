@@ -1,4 +1,4 @@
--- A slot, how far the server's log is ahead of it, and which history that log is. No row if there is no such slot.
+-- The state of a slot, its lag behind the WAL, and the identity of that WAL. No row if the slot does not exist.
 select
     slot.plugin,
     slot.database,
@@ -9,10 +9,11 @@ select
     (pg_current_wal_flush_lsn() - '0/0'::pg_lsn)::bigint as flushed_lsn,
     current_database() as this_database,
     (pg_control_system()).system_identifier as system_identifier,
-    -- The file's name begins with it. pg_control_checkpoint() has the old one until the first checkpoint after a promotion.
+    -- The name of a WAL file begins with its timeline. pg_control_checkpoint() shows the old timeline until the first
+    -- checkpoint after a promotion.
     ('x' || left(pg_walfile_name(pg_current_wal_lsn()), 8))::bit(32)::integer as timeline,
-    -- A failover slot waits for these standbys before it gives a change, so a batch must not end beyond them. Postgres
-    -- before 17 has neither the column nor the setting.
+    -- A failover slot waits for these standbys before it returns a change, so a batch must not end beyond them. Before
+    -- Postgres 17 neither the column nor the setting exists.
     coalesce((
         select min(standby.restart_lsn - '0/0'::pg_lsn)
         from pg_replication_slots as standby

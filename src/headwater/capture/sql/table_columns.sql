@@ -1,4 +1,4 @@
--- The columns of a table as pgoutput would describe them, and how to get at the text that it would send.
+-- The columns of a table as pgoutput describes them, and whether their text output equals what it sends.
 with recursive base (type_oid, name_oid) as (
     select attribute.atttypid, attribute.atttypid
     from pg_attribute as attribute
@@ -15,7 +15,7 @@ select
     type.typname::text as type_name,
     attribute.atttypmod as type_modifier,
     coalesce(attribute.attnum = any (key.indkey::smallint[]), false) as is_key,
-    -- A cast function may give another text than the type's own output: of bool, char(n), inet, ...
+    -- A cast function may return another text than the output function of the type: for bool, char(n), inet, ...
     exists (
         select from pg_cast as conversion
         where conversion.castsource = type.oid and conversion.casttarget = 'text'::regtype

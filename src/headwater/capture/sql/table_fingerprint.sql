@@ -1,4 +1,4 @@
--- What stays the same as long as no row of a table moves but by a change of it: its files, its columns.
+-- A fingerprint of the files and columns of a table: it stays the same as long as rows change only by logged changes.
 select md5(concat_ws(
     ' ',
     (

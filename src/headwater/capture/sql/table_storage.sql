@@ -1,4 +1,5 @@
--- What a table is stored in: itself, or the leaves of its partitions, with their sizes in blocks and about in rows.
+-- The physical tables of a table: itself, or the leaves of its partitions, with their sizes in blocks and about in
+-- rows.
 select
     leaf_namespace.nspname::text as leaf_schema,
     leaf.relname::text as leaf_table,

@@ -1,5 +1,5 @@
--- Tables by their names: what they are, and what identifies their rows. Of a partitioned table, its leaves count, or
--- its own key while it has none.
+-- Tables by their names: their kind, and whether each has a replica identity. For a partitioned table, its leaves
+-- count, or its own key while it has none.
 select
     wanted.name as given_name,
     namespace.nspname as schema_name,

@@ -1,2 +1,2 @@
--- Which transactions can be seen now.
+-- The transactions that are visible now.
 select pg_current_snapshot()::text;

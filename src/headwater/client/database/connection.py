@@ -1,4 +1,4 @@
-"""Connections, transactions, and the carrying out of calls: what every part of the blocking shell stands on."""
+"""Connections, transactions and calls: the base of every part of the blocking API."""
 # Generated from database/connection.py by tools/unasync.py: write there.
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ import psycopg
 from psycopg import Connection
 from psycopg_pool import ConnectionPool, PoolTimeout
 
-from headwater import calls
 from headwater.calls import Call
+from headwater.calls import log as log_calls
+from headwater.calls import reading as reading_calls
 from headwater.database import schema
-from headwater.errors import Deadlocked, HeadwaterError, InvalidRequest, LogUnavailable, StorageFull, translated
-from headwater.log.steps import UpkeepTimes
+from headwater.errors import Deadlocked, HeadwaterError, InvalidRequest, LogUnavailable, StorageFull, translate_error
+from headwater.log.steps import MaintenanceSchedule
 from headwater.observability.counters import COUNTERS
 from headwater.observability.metrics import ERROR, UNAVAILABLE, WAIT_SECONDS, logger
 
@@ -34,31 +35,30 @@ Topics = str | Sequence[str] | None
 """One topic, several, or None for the whole log."""
 
 
-# How often a program that runs looks whether an upgrade has left it behind.
+# How often a running program checks that the schema is not newer than itself.
 LOOK_SECONDS = 30.0
-# How long a connection outside the pool may take to be made.
+# Connect timeout of connections outside the pool.
 CONNECT_SECONDS = 10
-# How often a call is made that Postgres ends to untangle it from another, as an upgrade of the tables may be.
-DEADLOCKED_TRIES = 5
+# How often a call is attempted that Postgres aborts because of a deadlock, for example with an upgrade of the tables.
+MAX_DEADLOCK_TRIES = 5
 
 
 class PooledConnection(Connection[Any]):
-    """A connection of the pool, with a cursor for calls that have it to themselves.
+    """A pooled connection with a reusable cursor for calls outside a transaction.
 
-    A new cursor finds out anew how each type is sent and read, which costs as much as half a round trip.
+    A new cursor looks up the adapters of every type again, which costs as much as half a round trip.
     """
 
-    kept_cursor: psycopg.Cursor[Any] | None = None
+    reusable_cursor: psycopg.Cursor[Any] | None = None
 
 
 def prepare_session(connection: PooledConnection) -> None:
-    """Set what every session of ours needs, whatever the server, the database and the role have as defaults.
+    """Set what every session needs, whatever the defaults of the server, the database and the role are.
 
-    READ COMMITTED, since the log is read and written at no other isolation level. And the server's process for this
-    connection keeps its memory from one call to the next.
-
-    The C library gives it back to the system as soon as 128 KiB are free, and a small transaction takes and frees as
-    much: a sixth of its cost. A process that has let go of a large piece once keeps twice as much from then on.
+    READ COMMITTED, since the log must be read and written at this isolation level. Also make the server process of this
+    connection keep its memory between calls: the C library returns memory to the system as soon as 128 KiB are free,
+    and a small transaction allocates and frees as much, which is a sixth of its cost. A process that has freed one
+    large block keeps twice as much from then on.
     """
     connection.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
     connection.execute(
@@ -67,13 +67,16 @@ def prepare_session(connection: PooledConnection) -> None:
     )
 
 
-class Shell:
-    """A pool of connections to the log, and how calls go through it."""
+class CallRunner:
+    """Connections, transactions and calls.
+
+    Runs calls on a pool of connections. The base class of all parts of the API.
+    """
 
     def __init__(self, pool: ConnectionPool[PooledConnection]) -> None:
         self._pool = pool
-        self._upkeep = UpkeepTimes()
-        # Set when a call found the disk full; readiness looks then whether it still is.
+        self._maintenance = MaintenanceSchedule()
+        # Set when a call found the disk full. The readiness check then tests whether it still is.
         self.is_storage_full = False
         self._look_at = time.monotonic() + LOOK_SECONDS
 
@@ -90,17 +93,17 @@ class Shell:
 
     @contextmanager
     def connection(self) -> Iterator[Connection[Any]]:
-        """A connection of the pool, in autocommit."""
+        """A pooled connection, in autocommit."""
         try:
             with self._pool.connection() as connection:
                 yield connection
         except PoolTimeout as timeout:
-            raise LogUnavailable("no free connection to Postgres in time") from timeout
+            raise LogUnavailable("no pooled connection to Postgres became free in time") from timeout
 
     @contextmanager
     def own_connection(self) -> Iterator[Connection[Any]]:
-        """A connection outside the pool, in autocommit, for a loop that keeps it. That it was lost tells that Postgres
-        may have been, which a connection of the pool does not: another may have noticed it."""
+        """A connection outside the pool, in autocommit, for a loop that keeps it. Losing it means that Postgres may
+        have restarted; with a pooled connection, another user may have noticed the loss first."""
         kwargs = self._pool.kwargs
         given: dict[str, Any] = {"connect_timeout": CONNECT_SECONDS, **(kwargs if isinstance(kwargs, dict) else {})}
         try:
@@ -119,40 +122,40 @@ class Shell:
             with self.connection() as connection, connection.transaction():
                 yield connection
         except psycopg.OperationalError as error:
-            # The caller's own statements and the commit can lose the connection as calls can.
-            ours = translated(error)
+            # The caller's statements and the commit can lose the connection, like calls.
+            ours = translate_error(error)
             if ours is error:
                 raise
             raise ours from error
 
-    def knock(self) -> None:
-        """Raise LogUnavailable, with the reason, if Postgres takes no new connection."""
+    def ping(self) -> None:
+        """Raise LogUnavailable, with the reason, if Postgres does not accept a new connection."""
         try:
             with Connection.connect(str(self._pool.conninfo), application_name="headwater"):
                 pass
         except psycopg.OperationalError as error:
             raise LogUnavailable(f"no connection to Postgres: {error}".strip()) from error
 
-    def _run(self, call: Call[T], connection: Connection[Any] | None = None, *, tries: int = DEADLOCKED_TRIES) -> T:
+    def _run(self, call: Call[T], connection: Connection[Any] | None = None, *, tries: int = MAX_DEADLOCK_TRIES) -> T:
         if time.monotonic() > self._look_at:
             self._refuse_newer(connection)
         if connection is not None:
             with connection.cursor(binary=True) as cursor:
                 return call.decode(self._rows(cursor, call))
-        # What self.connection() does, without its three context managers: they cost more than the call's packing.
+        # Inlines self.connection(): its three context managers cost more than encoding the call.
         try:
             own = self._pool.getconn()
         except PoolTimeout as timeout:
-            raise LogUnavailable("no free connection to Postgres in time") from timeout
+            raise LogUnavailable("no pooled connection to Postgres became free in time") from timeout
         rows = None
         try:
-            kept, own.kept_cursor = own.kept_cursor or own.cursor(binary=True), None
+            kept, own.reusable_cursor = own.reusable_cursor or own.cursor(binary=True), None
             rows = self._rows(kept, call)
             if len(rows) <= 1:
-                # One that holds a large answer is let go with it.
-                own.kept_cursor = kept
+                # A cursor with a large result is dropped together with it.
+                own.reusable_cursor = kept
         except Deadlocked:
-            # A call by itself is a transaction by itself: nothing of it was done.
+            # Outside a transaction, an aborted call has done nothing and can be repeated.
             if tries <= 1:
                 raise
         finally:
@@ -167,13 +170,13 @@ class Shell:
             raise
 
     def _refuse_newer(self, connection: Connection[Any] | None) -> None:
-        # Nobody else needs to look meanwhile, and this call must not.
+        # Other calls need not check meanwhile, and this call must not.
         self._look_at, looked = math.inf, 0.0
         try:
-            schema.refuse_newer(self._run(calls.installed(), connection))
+            schema.refuse_newer(self._run(log_calls.installed(), connection))
             looked = time.monotonic() + LOOK_SECONDS
         finally:
-            # Whoever catches the error and goes on hears it again.
+            # After an error, the next call checks again.
             self._look_at = looked
 
     def run(
@@ -183,7 +186,8 @@ class Shell:
         patience_seconds: float | None = 60.0,
         connection: Connection[Any] | None = None,
     ) -> T:
-        """Carry out a call, waiting for a lost database up to `patience_seconds`; with `connection`, for nothing."""
+        """Run a call. A lost database connection is retried for up to `patience_seconds`; with `connection`, it is
+        not."""
         if connection is not None:
             return self._run(call, connection)
         return self._patiently(partial(self._run, call), patience_seconds)
@@ -191,18 +195,18 @@ class Shell:
     def _start(
         self, topics: Topics, after: int | None, since: datetime | None, from_end: bool, epoch: int | None = None
     ) -> tuple[int | None, int | None]:
-        """Where to start, and of which epoch that position is, if that is known."""
+        """The start position and its epoch, if known."""
         if (after is not None) + (since is not None) + from_end > 1:
-            raise InvalidRequest("say where to start once: after, since or from_end")
+            raise InvalidRequest("give only one of after, since and from_end")
         if since is not None:
-            return self._run(calls.position_before(as_names(topics), since)), None
+            return self._run(reading_calls.position_before(as_names(topics), since)), None
         if from_end:
-            state = self._run(calls.log_state(as_names(topics)))
-            return state.settled, state.epoch
+            state = self._run(log_calls.log_state(as_names(topics)))
+            return state.stable, state.epoch
         return after, epoch
 
     def _patiently(self, act: Callable[[], T], patience_seconds: float | None) -> T:
-        """Do it, again and again while the database cannot be reached or untangles it, until patience ends."""
+        """Retry `act` while the database is unavailable or reports a deadlock, for up to `patience_seconds`."""
         started = time.monotonic()
         wait = 0.05
         while True:
@@ -211,7 +215,7 @@ class Shell:
             except (LogUnavailable, Deadlocked) as error:
                 COUNTERS.add(UNAVAILABLE)
                 if isinstance(error, StorageFull) and patience_seconds is not None:
-                    # It lasts until an operator makes room: the caller decides.
+                    # The disk stays full until an operator frees space: the caller decides what to do.
                     raise
                 if patience_seconds is not None and time.monotonic() - started + wait > patience_seconds:
                     raise
@@ -219,19 +223,19 @@ class Shell:
                 time.sleep(wait * random.uniform(0.5, 1.0))
                 wait = min(wait * 2, 5.0)
 
-    def do_upkeep(self) -> None:
-        """This process's share of the log's upkeep, when it is time for it. Consumers do this by themselves."""
-        call = self._upkeep.next_call(time.monotonic())
+    def run_maintenance(self) -> None:
+        """Run this process's share of the log's maintenance when it is due. Consumers do this automatically."""
+        call = self._maintenance.next_call(time.monotonic())
         if call is None:
             return
         due = [call]
         try:
             while due:
                 answer = self._run(due.pop(0))
-                due += self._upkeep.heard(answer, time.monotonic(), datetime.now(UTC))
+                due += self._maintenance.handle_result(answer, time.monotonic(), datetime.now(UTC))
         except (HeadwaterError, psycopg.Error) as error:
-            # Upkeep is everybody's; whoever can do it next does it.
-            logger.warning("upkeep failed", extra={ERROR: str(error)})
+            # Any other process can run the maintenance.
+            logger.warning("maintenance failed", extra={ERROR: str(error)})
 
 
 def as_names(topics: Topics) -> list[str] | None:
@@ -245,4 +249,4 @@ def rows_of(cursor: psycopg.Cursor[Any], call: Call[Any]) -> list[Any]:
         cursor.execute(call.sql, call.params)
         return cursor.fetchall()
     except psycopg.Error as error:
-        raise translated(error) from error
+        raise translate_error(error) from error

@@ -1,4 +1,4 @@
-"""Read and follow: once, live, with a cursor, and with effects exactly once."""
+"""Reading: single reads, live followers, cursors, and processing with exactly-once effects."""
 # Generated from log/follow.py by tools/unasync.py: write there.
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ from typing import Any
 
 from psycopg import Connection
 
-from headwater import calls
-from headwater.client.database.connection import Shell, Topics, as_names
+from headwater.calls import log as log_calls
+from headwater.calls import reading as reading_calls
+from headwater.client.database.connection import CallRunner, Topics, as_names
 from headwater.errors import HeadwaterError, InvalidRequest
 from headwater.log import steps as log_steps
-from headwater.log.steps import Apply, Deliver, FollowStep, OnEpochChange, Rewound, Wait
-from headwater.model import (
-    Cursor,
-    Event,
-)
+from headwater.log.model import Cursor, Event
+from headwater.log.steps import ApplyStep, DeliverStep, FollowStep, OnEpochChange, RewindStep, WaitStep
 from headwater.observability import tracing
 from headwater.observability.counters import COUNTERS
 from headwater.observability.metrics import EPOCH, EPOCH_CHANGED, POSITION, READ_TO, logger
@@ -32,8 +30,8 @@ from headwater.observability.metrics import EPOCH, EPOCH_CHANGED, POSITION, READ
 Handler = Callable[[Connection[Any], Sequence[Event]], None]
 
 
-class Following(Shell):
-    """The reading side of the log, with its cursors."""
+class FollowApi(CallRunner):
+    """Read and follow events; manage cursors."""
 
     def read(
         self,
@@ -48,19 +46,20 @@ class Following(Shell):
         epoch: int | None = None,
         connection: Connection[Any] | None = None,
     ) -> list[Event]:
-        """Settled events after a position or since a time, in order. Empty: nothing more is settled.
+        """Stable events after a position or since a time, in order. An empty list means that no further event is stable
+        yet.
 
-        Raises PositionExpired if retention took events after the position, unless `skip_expired`. Raises EpochChanged
-        for a position that this log never issued; with `epoch`, the one in which the position was read, also if the
-        log is in another by now.
+        Raises PositionExpired if retention has removed events after the position, unless `skip_expired`. Raises
+        EpochChanged for a position that this log never assigned; with `epoch`, the epoch in which the position was
+        read, also if the log is in another epoch now.
         """
         names = as_names(topics)
         if since is not None:
             if after is not None:
-                raise InvalidRequest("say where to start once: after or since")
-            after = self._run(calls.position_before(names, since), connection)
+                raise InvalidRequest("give only one of after and since")
+            after = self._run(reading_calls.position_before(names, since), connection)
             skip_expired = True
-        call = calls.read(
+        call = reading_calls.read(
             names,
             after=after,
             batch_size=batch_size,
@@ -80,13 +79,13 @@ class Following(Shell):
         max_bytes: int = 16_777_216,
         connection: Connection[Any] | None = None,
     ) -> list[Event]:
-        """Settled events below a position, newest first."""
-        call = calls.read_backwards(as_names(topics), before=before, batch_size=batch_size, max_bytes=max_bytes)
+        """Stable events below a position, newest first."""
+        call = reading_calls.read_backwards(as_names(topics), before=before, batch_size=batch_size, max_bytes=max_bytes)
         return self._run(call, connection)
 
     def position_before(self, at: datetime, topics: Topics = None) -> int:
         """The position to read after in order to get every event published at that time or later."""
-        return self._run(calls.position_before(as_names(topics), at))
+        return self._run(reading_calls.position_before(as_names(topics), at))
 
     def follow(
         self,
@@ -97,7 +96,7 @@ class Following(Shell):
         epoch: int | None = None,
         since: datetime | None = None,
         from_end: bool = False,
-        must_not_lose: bool | None = None,
+        holds_retention: bool | None = None,
         batch_size: int = 1000,
         max_bytes: int = 16_777_216,
         skip_expired: bool = False,
@@ -106,7 +105,7 @@ class Following(Shell):
         on_epoch_change: OnEpochChange = "rewind",
         patience_seconds: float | None = 60.0,
     ) -> Iterator[Event]:
-        """Every event, one by one: catches up, then stays live. See follow_batches."""
+        """Yield every event: existing events first, then new ones as they are published. See follow_batches."""
         for events in self.follow_batches(
             topics,
             cursor=cursor,
@@ -114,7 +113,7 @@ class Following(Shell):
             epoch=epoch,
             since=since,
             from_end=from_end,
-            must_not_lose=must_not_lose,
+            holds_retention=holds_retention,
             batch_size=batch_size,
             max_bytes=max_bytes,
             skip_expired=skip_expired,
@@ -135,7 +134,7 @@ class Following(Shell):
         epoch: int | None = None,
         since: datetime | None = None,
         from_end: bool = False,
-        must_not_lose: bool | None = None,
+        holds_retention: bool | None = None,
         batch_size: int = 1000,
         max_bytes: int = 16_777_216,
         skip_expired: bool = False,
@@ -144,14 +143,15 @@ class Following(Shell):
         on_epoch_change: OnEpochChange = "rewind",
         patience_seconds: float | None = 60.0,
     ) -> Iterator[Sequence[Event]]:
-        """Every event, in batches: catches up, then stays live.
+        """Yield every event, in batches: existing events first, then new ones as they are published.
 
-        A named cursor is where to start if it exists, and is saved when the next batch is asked for: a crash
-        repeats at most the batch in hand. A lost database is waited for, up to `patience_seconds`.
+        If the named cursor exists, reading starts there. The cursor is saved when the next batch is requested, so a
+        crash repeats at most the current batch (at-least-once). A lost database connection is retried for up to
+        `patience_seconds`.
 
-        If positions may have been issued again (Postgres crashed, failed over or was restored), it goes on from the
-        cursor, or without one from the last common position, and skips nothing; with `on_epoch_change="error"` it
-        raises EpochChanged. `epoch` is the one in which the caller got `after`: see LogState.
+        If positions may have been reassigned (Postgres crashed, failed over or was restored), reading continues from
+        the cursor, or without one from the last common position, and skips nothing; with `on_epoch_change="error"` it
+        raises EpochChanged. `epoch` is the epoch in which the caller got `after`: see LogState.
         """
         deliveries = self.follow_deliveries(
             topics,
@@ -160,7 +160,7 @@ class Following(Shell):
             epoch=epoch,
             since=since,
             from_end=from_end,
-            must_not_lose=must_not_lose,
+            holds_retention=holds_retention,
             batch_size=batch_size,
             max_bytes=max_bytes,
             skip_expired=skip_expired,
@@ -181,7 +181,7 @@ class Following(Shell):
         epoch: int | None = None,
         since: datetime | None = None,
         from_end: bool = False,
-        must_not_lose: bool | None = None,
+        holds_retention: bool | None = None,
         batch_size: int = 1000,
         max_bytes: int = 16_777_216,
         skip_expired: bool = False,
@@ -189,15 +189,16 @@ class Following(Shell):
         stop_when_caught_up: bool = False,
         on_epoch_change: OnEpochChange = "rewind",
         patience_seconds: float | None = 60.0,
-    ) -> Iterator[Deliver]:
-        """The same, each batch with the epoch that its positions are of: for readers that remember them themselves."""
+    ) -> Iterator[DeliverStep]:
+        """Like follow_batches, but each batch has the epoch of its positions: for readers that store positions
+        themselves."""
         start_after, epoch = self._start(topics, after, since, from_end, epoch)
         steps = log_steps.follow(
             as_names(topics),
             start_after=start_after,
             epoch=epoch,
             cursor=cursor,
-            must_not_lose=must_not_lose,
+            holds_retention=holds_retention,
             batch_size=batch_size,
             max_bytes=max_bytes,
             skip_expired=skip_expired or since is not None,
@@ -218,7 +219,7 @@ class Following(Shell):
         epoch: int | None = None,
         since: datetime | None = None,
         from_end: bool = False,
-        must_not_lose: bool | None = None,
+        holds_retention: bool | None = None,
         batch_size: int = 1000,
         max_bytes: int = 16_777_216,
         skip_expired: bool = False,
@@ -227,10 +228,10 @@ class Following(Shell):
         on_epoch_change: OnEpochChange = "rewind",
         patience_seconds: float | None = 60.0,
     ) -> None:
-        """Run `handler(connection, events)` on every batch, its transaction moving the cursor too.
+        """Run `handler(connection, events)` on every batch, in the transaction that also moves the cursor.
 
-        What the handler writes on that connection and the position commit together, so each event has its
-        effect exactly once.
+        What the handler writes on that connection and the new position commit together, so each event takes effect
+        exactly once.
         """
         start_after, epoch = self._start(topics, after, since, from_end, epoch)
         steps = log_steps.follow(
@@ -238,7 +239,7 @@ class Following(Shell):
             start_after=start_after,
             epoch=epoch,
             cursor=cursor,
-            must_not_lose=must_not_lose,
+            holds_retention=holds_retention,
             batch_size=batch_size,
             max_bytes=max_bytes,
             skip_expired=skip_expired or since is not None,
@@ -261,8 +262,8 @@ class Following(Shell):
         *,
         patience_seconds: float | None,
         handler: Handler | None = None,
-    ) -> Iterator[Deliver]:
-        """Carry out the steps of a consumer, doing the log's upkeep between them."""
+    ) -> Iterator[DeliverStep]:
+        """Carry out the steps of a consumer, and run the log's maintenance between them."""
         outcome: Any = None
         failure: HeadwaterError | None = None
         try:
@@ -272,10 +273,10 @@ class Following(Shell):
                 except StopIteration:
                     return
                 outcome = failure = None
-                if isinstance(step, Deliver):
+                if isinstance(step, DeliverStep):
                     yield step
                     continue
-                if isinstance(step, Rewound):
+                if isinstance(step, RewindStep):
                     COUNTERS.add(EPOCH_CHANGED)
                     logger.warning(
                         "epoch changed",
@@ -283,10 +284,10 @@ class Following(Shell):
                     )
                     continue
                 try:
-                    self.do_upkeep()
-                    if isinstance(step, Wait):
+                    self.run_maintenance()
+                    if isinstance(step, WaitStep):
                         time.sleep(step.seconds)
-                    elif isinstance(step, Apply):
+                    elif isinstance(step, ApplyStep):
                         assert handler is not None
                         self._patiently(partial(self._apply, step, handler), patience_seconds)
                     else:
@@ -296,7 +297,7 @@ class Following(Shell):
         finally:
             steps.close()
 
-    def _apply(self, step: Apply, handler: Handler) -> None:
+    def _apply(self, step: ApplyStep, handler: Handler) -> None:
         with self.transaction() as connection:
             self._run(step.move, connection)
             handler(connection, step.events)
@@ -307,11 +308,14 @@ class Following(Shell):
         *,
         topics: Topics = None,
         start_after: int | None = None,
-        must_not_lose: bool | None = None,
+        holds_retention: bool | None = None,
         connection: Connection[Any] | None = None,
     ) -> int:
-        """Where a cursor stands; made at `start_after`, or the first event kept, if there is none."""
-        call = calls.open_cursor(name, topics=as_names(topics), start_after=start_after, must_not_lose=must_not_lose)
+        """The position of a cursor. A missing cursor is created at `start_after`, or before the first existing
+        event."""
+        call = reading_calls.open_cursor(
+            name, topics=as_names(topics), start_after=start_after, holds_retention=holds_retention
+        )
         return (self._run(call, connection)).position
 
     def advance_cursor(
@@ -323,11 +327,11 @@ class Following(Shell):
         epoch: int | None = None,
         connection: Connection[Any] | None = None,
     ) -> None:
-        """Move a cursor on from where it was read; CursorMoved if it is elsewhere. For your own transaction.
+        """Move a cursor; raises CursorMoved if it is not at `from_position`. For use in your own transaction.
 
-        With `epoch`, the one in which the events were read, EpochChanged if the log is in another by now.
+        With `epoch`, the epoch in which the events were read, raises EpochChanged if the log is in another epoch now.
         """
-        call = calls.advance_cursor(name, from_position=from_position, to_position=to_position, epoch=epoch)
+        call = reading_calls.advance_cursor(name, from_position=from_position, to_position=to_position, epoch=epoch)
         self._run(call, connection)
 
     def set_cursor(
@@ -337,28 +341,32 @@ class Following(Shell):
         position: int | None = None,
         since: datetime | None = None,
         topics: Topics = None,
-        must_not_lose: bool | None = None,
+        holds_retention: bool | None = None,
         epoch: int | None = None,
         connection: Connection[Any] | None = None,
     ) -> int:
-        """Set a cursor to a position or a time, back or forth, making it if need be; returns the position.
+        """Set a cursor to a position or a time, forwards or backwards, and create it if it is missing; returns the
+        position.
 
-        A position of an older `epoch` is taken back to the last one that both epochs share.
+        A position of an older `epoch` is reduced to the last one that both epochs share.
         """
         if (position is None) == (since is None):
-            raise InvalidRequest("say where to once: position or since")
+            raise InvalidRequest("give exactly one of position and since")
         if since is not None:
-            position = self._run(calls.position_before(as_names(topics), since), connection)
+            position = self._run(reading_calls.position_before(as_names(topics), since), connection)
         assert position is not None
         if epoch is not None:
-            position = self._run(calls.common_position(epoch, position), connection)
-        self._run(calls.set_cursor(name, position, topics=as_names(topics), must_not_lose=must_not_lose), connection)
+            position = self._run(log_calls.common_position(epoch, position), connection)
+        self._run(
+            reading_calls.set_cursor(name, position, topics=as_names(topics), holds_retention=holds_retention),
+            connection,
+        )
         return position
 
     def delete_cursor(self, name: str, *, connection: Connection[Any] | None = None) -> bool:
-        """Forget a cursor; False if there was none."""
-        return self._run(calls.delete_cursor(name), connection)
+        """Delete a cursor; False if it does not exist."""
+        return self._run(reading_calls.delete_cursor(name), connection)
 
     def cursors(self) -> list[Cursor]:
-        """Every cursor with what it has yet to read."""
-        return self._run(calls.cursors())
+        """All cursors with their lag."""
+        return self._run(reading_calls.cursors())

@@ -1,4 +1,4 @@
-"""Publish: one event, a batch, a stream; now, later, and at the times of a cron expression."""
+"""Publishing: single events, batches and streams; immediately, at a later time, or on a cron schedule."""
 # Generated from log/publish.py by tools/unasync.py: write there.
 
 from __future__ import annotations
@@ -16,23 +16,19 @@ from typing import Any
 import psycopg
 from psycopg import Connection
 
-from headwater import calls
-from headwater.client.database.connection import Shell
-from headwater.errors import InvalidRequest, translated
+from headwater.calls import encoding, publishing
+from headwater.calls import log as log_calls
+from headwater.client.database.connection import CallRunner
+from headwater.errors import InvalidRequest, translate_error
 from headwater.log.cron import next_time
-from headwater.model import (
-    NewEvent,
-    Payload,
-    Periodic,
-    Scheduled,
-)
+from headwater.log.model import CronSchedule, NewEvent, Payload, ScheduledEvent
 from headwater.observability import tracing
 from headwater.observability.counters import COUNTERS
 from headwater.observability.metrics import PUBLISHED
 
 
-class Publishing(Shell):
-    """The publishing side of the log."""
+class PublishApi(CallRunner):
+    """Publish and schedule events."""
 
     def publish(
         self,
@@ -49,12 +45,12 @@ class Publishing(Shell):
         delay: timedelta | None = None,
         connection: Connection[Any] | None = None,
     ) -> int | None:
-        """Publish one event; returns its position, or None if it waits for its time.
+        """Publish one event; returns its position, or None if it is scheduled for later.
 
-        With `connection`, it is published when that transaction commits and leaves nothing if it rolls back.
-        With `event_id`, a repeat returns the position of the first.
+        With `connection`, the event is published when that transaction commits, and not at all if it rolls back. With
+        `event_id`, publishing is idempotent: a repeat returns the position of the first event.
         """
-        call = calls.publish(
+        call = publishing.publish(
             topic,
             payload,
             key=key,
@@ -74,7 +70,7 @@ class Publishing(Shell):
         self, topic: str, events: Sequence[NewEvent], *, connection: Connection[Any] | None = None
     ) -> list[int | None]:
         """Publish all of these events or none, in this order; returns their positions."""
-        positions = self._run(calls.publish_batch(topic, tracing.outgoing_batch(events)), connection)
+        positions = self._run(publishing.publish_batch(topic, tracing.outgoing_batch(events)), connection)
         COUNTERS.add(PUBLISHED, topic, by=len(positions))
         return positions
 
@@ -87,14 +83,14 @@ class Publishing(Shell):
         commit_every: int | None = None,
         connection: Connection[Any] | None = None,
     ) -> int:
-        """Publish a stream of events by COPY; returns how many.
+        """Publish a stream of events with COPY; returns their number.
 
-        All of them or none, unless `commit_every` says how many events make a transaction of their own.
-        Readers wait for an open publisher, so a very long stream should commit now and then.
+        The stream is one transaction, unless `commit_every` gives the number of events per transaction. Readers wait
+        for open publishing transactions, so a long stream should set `commit_every`.
         """
         if connection is not None:
             if commit_every is not None:
-                raise InvalidRequest("commit_every cannot be given inside the caller's own transaction")
+                raise InvalidRequest("commit_every cannot be combined with connection")
             return self._publish_stream(topic, tracing.outgoing_stream(events), chunk_size, None, connection)
         remaining = tracing.outgoing_stream(events)
         total = 0
@@ -114,26 +110,26 @@ class Publishing(Shell):
         connection: Connection[Any],
     ) -> int:
         """Publish up to `limit` events of the stream on this connection."""
-        destination = self._run(calls.topic_to_publish(topic), connection)
+        destination = self._run(log_calls.topic_to_publish(topic), connection)
         total = 0
         chunk = list(islice(events, _within(chunk_size, limit, total)))
         while chunk:
-            if not calls.can_copy(destination, chunk) or not self._run(calls.begin_copy(topic), connection):
-                self._run(calls.publish_batch(topic, chunk), connection)
+            if not encoding.can_copy(destination, chunk) or not self._run(publishing.begin_copy(topic), connection):
+                self._run(publishing.publish_batch(topic, chunk), connection)
                 total += len(chunk)
                 chunk = list(islice(events, _within(chunk_size, limit, total)))
                 continue
             try:
-                with connection.cursor() as cursor, cursor.copy(calls.COPY_EVENTS) as copy:
-                    copy.write(calls.COPY_START)
-                    while chunk and calls.can_copy(destination, chunk):
-                        copy.write(calls.copy_rows(destination, chunk))
+                with connection.cursor() as cursor, cursor.copy(encoding.COPY_EVENTS) as copy:
+                    copy.write(encoding.COPY_START)
+                    while chunk and encoding.can_copy(destination, chunk):
+                        copy.write(encoding.copy_rows(destination, chunk))
                         total += len(chunk)
                         chunk = list(islice(events, _within(chunk_size, limit, total)))
-                    copy.write(calls.COPY_END)
+                    copy.write(encoding.COPY_END)
             except psycopg.Error as error:
-                raise translated(error) from error
-            self._run(calls.end_copy(), connection)
+                raise translate_error(error) from error
+            self._run(publishing.end_copy(), connection)
         COUNTERS.add(PUBLISHED, topic, by=total)
         return total
 
@@ -152,14 +148,14 @@ class Publishing(Shell):
         content_type: str | None = None,
         connection: Connection[Any] | None = None,
     ) -> int | None:
-        """Schedule one event, however far ahead; returns its schedule id.
+        """Schedule one event for a later time; returns its schedule id.
 
-        With an `event_id` that is in the log already, nothing is scheduled and the answer is None.
+        If an event with this `event_id` is already in the log, nothing is scheduled and the result is None.
         """
         due = _due(deliver_at, delay)
         if due is None:
-            raise InvalidRequest("say when: deliver_at or delay")
-        call = calls.schedule(
+            raise InvalidRequest("give deliver_at or delay")
+        call = publishing.schedule(
             topic,
             payload,
             due,
@@ -172,21 +168,21 @@ class Publishing(Shell):
         )
         return self._run(call, connection)
 
-    def scheduled(self, topic: str | None = None, *, batch_size: int = 100) -> list[Scheduled]:
-        """The events that wait for their time, the next one first."""
-        return self._run(calls.scheduled(topics=None if topic is None else [topic], batch_size=batch_size))
+    def scheduled(self, topic: str | None = None, *, batch_size: int = 100) -> list[ScheduledEvent]:
+        """Scheduled events, the next one first."""
+        return self._run(publishing.scheduled(topics=None if topic is None else [topic], batch_size=batch_size))
 
     def cancel_scheduled(self, schedule_id: int, *, connection: Connection[Any] | None = None) -> bool:
-        """Take back a scheduled event; False if it is in the log already."""
-        return self._run(calls.cancel_scheduled(schedule_id), connection)
+        """Cancel a scheduled event; False if it has already been published."""
+        return self._run(publishing.cancel_scheduled(schedule_id), connection)
 
     def move_scheduled(
         self, schedule_id: int, deliver_at: datetime, *, connection: Connection[Any] | None = None
     ) -> bool:
-        """Give a scheduled event another time; False if it is in the log already."""
-        return self._run(calls.move_scheduled(schedule_id, deliver_at), connection)
+        """Change the time of a scheduled event; False if it has already been published."""
+        return self._run(publishing.move_scheduled(schedule_id, deliver_at), connection)
 
-    def set_periodic(
+    def set_cron_schedule(
         self,
         name: str,
         cron: str,
@@ -200,8 +196,9 @@ class Publishing(Shell):
         headers: Mapping[str, Any] | None = None,
         content_type: str | None = None,
     ) -> None:
-        """Publish this event at the times of a cron expression: once each, by whichever process is alive."""
-        call = calls.set_periodic(
+        """Create or replace a cron schedule, which publishes this event at the times of a cron expression. Each
+        occurrence is published exactly once, by any running process."""
+        call = publishing.set_cron_schedule(
             name,
             cron,
             topic,
@@ -216,22 +213,22 @@ class Publishing(Shell):
         )
         self._run(call)
 
-    def periodics(self) -> list[Periodic]:
-        """Every periodic event with its next time."""
-        return self._run(calls.periodics())
+    def cron_schedules(self) -> list[CronSchedule]:
+        """All cron schedules with their next time."""
+        return self._run(publishing.cron_schedules())
 
-    def pause_periodic(self, name: str, *, paused: bool = True) -> bool:
-        """Stop a periodic event from being published, or let it go on; False if there is none."""
-        return self._run(calls.pause_periodic(name, paused=paused))
+    def pause_cron_schedule(self, name: str, *, paused: bool = True) -> bool:
+        """Pause or resume a cron schedule; False if it does not exist."""
+        return self._run(publishing.pause_cron_schedule(name, paused=paused))
 
-    def delete_periodic(self, name: str) -> bool:
-        """Forget a periodic event; False if there is none."""
-        return self._run(calls.delete_periodic(name))
+    def delete_cron_schedule(self, name: str) -> bool:
+        """Delete a cron schedule; False if it does not exist."""
+        return self._run(publishing.delete_cron_schedule(name))
 
 
 def _due(deliver_at: datetime | None, delay: timedelta | None) -> datetime | None:
     if deliver_at is not None and delay is not None:
-        raise InvalidRequest("say when once: deliver_at or delay")
+        raise InvalidRequest("give only one of deliver_at and delay")
     if deliver_at is not None and deliver_at.tzinfo is None:
         raise InvalidRequest("deliver_at needs a time zone")
     return deliver_at if delay is None else datetime.now(UTC) + delay

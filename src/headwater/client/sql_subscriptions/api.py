@@ -1,4 +1,4 @@
-"""Subscriptions by SQL condition, and watched tables."""
+"""The API of SQL subscriptions and watched tables."""
 # Generated from sql_subscriptions/api.py by tools/unasync.py: write there.
 
 from __future__ import annotations
@@ -19,21 +19,17 @@ from typing import Any
 import psycopg
 from psycopg import Connection
 
-from headwater import calls
-from headwater.client.database.connection import Shell, Topics, as_names
+from headwater.calls import publishing
+from headwater.calls import subscriptions as subscription_calls
+from headwater.client.database.connection import CallRunner, Topics, as_names
 from headwater.errors import HeadwaterError, LogUnavailable, ReaderBusy
-from headwater.model import (
-    Event,
-    MatchedEvent,
-    NewEvent,
-    Reading,
-    Subscription,
-)
-from headwater.observability.metrics import ERROR, GROUP, logger
+from headwater.log.model import Event, NewEvent
+from headwater.observability.metrics import ERROR, QUEUE, logger
+from headwater.sql_subscriptions.model import MatchedBatch, MatchedEvent, Subscription
 
-# An event with this header goes to the subscription of that id, and to no other.
+# An event with this header goes only to the subscription with that id.
 SUBSCRIPTION_HEADER = "headwater-subscription"
-# How often a reader notes how far it is, tries again to become the reader, and keeps its subscription alive.
+# How often a reader saves its position, retries to become the reader, and keeps its subscription from expiring.
 NOTE_SECONDS = 1.0
 BUSY_SECONDS = 0.5
 KEEP_SECONDS = 5.0
@@ -43,13 +39,13 @@ def _keep_seconds(expires_after: timedelta | None) -> float:
     return KEEP_SECONDS if expires_after is None else min(KEEP_SECONDS, expires_after.total_seconds() / 4)
 
 
-class Subscriptions(Shell):
-    """SQL subscriptions and table events."""
+class SubscriptionApi(CallRunner):
+    """SQL subscriptions and watched tables."""
 
     def subscribe(
         self,
-        group: str,
-        condition: str,
+        queue: str,
+        filter: str,
         params: Mapping[str, Any] | None = None,
         *,
         expires_after: timedelta | None = None,
@@ -57,15 +53,15 @@ class Subscriptions(Shell):
         topics: Topics = None,
         connection: Connection[Any] | None = None,
     ) -> int:
-        """Subscribe a group to the events that fulfil a condition; returns the subscription's id.
+        """Subscribe a queue to the events that match a filter; returns the subscription's id.
 
-        The condition is a boolean SQL expression over the event `e` and the subscription `s`, for example
-        "e.topic = 'orders' and s.params @> jsonb_build_object('user', e.data -> 'user')". Equal subscriptions of
-        a group are one. It ends when it was not in use for `expires_after`.
+        The filter is a boolean SQL expression over the event `e` and the subscription `s`, for example "e.topic =
+        'orders' and s.params @> jsonb_build_object('user', e.data -> 'user')". Equal subscriptions of a queue are one
+        subscription. It expires when it has not been in use for `expires_after`.
         """
-        call = calls.subscribe(
-            group,
-            condition,
+        call = subscription_calls.subscribe(
+            queue,
+            filter,
             params,
             expires_after=expires_after,
             from_position=from_position,
@@ -74,24 +70,24 @@ class Subscriptions(Shell):
         return self._run(call, connection)
 
     def unsubscribe(self, subscription_id: int) -> bool:
-        """End a subscription; False if there was none."""
-        return self._run(calls.unsubscribe(subscription_id))
+        """Remove a subscription; False if it does not exist."""
+        return self._run(subscription_calls.unsubscribe(subscription_id))
 
     def resume_filter(self, subscription_id: int) -> bool:
-        """Try the filter of a subscription again, from where it was stopped; False if it was not stopped."""
-        return self._run(calls.resume_filter(subscription_id))
+        """Resume the stopped filter of a subscription from where it was stopped; False if it was not stopped."""
+        return self._run(subscription_calls.resume_filter(subscription_id))
 
     def keep_subscriptions(self, subscription_ids: Sequence[int]) -> None:
         """Say that these are in use, so that they do not expire."""
-        self._run(calls.keep_subscriptions(subscription_ids))
+        self._run(subscription_calls.keep_subscriptions(subscription_ids))
 
-    def subscriptions(self, group: str | None = None) -> list[Subscription]:
-        """The subscriptions of a group, or all."""
-        return self._run(calls.subscriptions(group))
+    def subscriptions(self, queue: str | None = None) -> list[Subscription]:
+        """The subscriptions of a queue, or of all queues."""
+        return self._run(subscription_calls.subscriptions(queue))
 
     def read_next(
         self,
-        group: str,
+        queue: str,
         *,
         reader: str,
         after: int | None = None,
@@ -101,15 +97,16 @@ class Subscriptions(Shell):
         timeout_seconds: float = 5.0,
         epoch: int | None = None,
         connection: Connection[Any] | None = None,
-    ) -> Reading:
-        """The next events of a group, each once, with the ids of all its subscriptions that match.
+    ) -> MatchedBatch:
+        """The next events of a queue, each once, with the ids of all its subscriptions that match.
 
-        Moves nothing: set_reading does. One reader at a time (ReaderBusy); `peek` reads without being it. After
-        `timeout_seconds` it returns nothing, and the same events come in smaller parts. A filter that takes longer on
-        one event is stopped there; the others go on. `epoch`: that of `after`; EpochChanged if the log is in another.
+        Does not move the queue: commit_reading does. A queue has one reader at a time (ReaderBusy); `peek` reads
+        without becoming the reader. After `timeout_seconds` it returns nothing, and the same events are read in smaller
+        parts. A filter that takes longer than that on one event is stopped there; the others continue. `epoch`: that of
+        `after`; raises EpochChanged if the log is in another epoch.
         """
-        call = calls.read_next(
-            group,
+        call = subscription_calls.read_next(
+            queue,
             reader=reader,
             after=after,
             batch_size=batch_size,
@@ -123,30 +120,31 @@ class Subscriptions(Shell):
             here.execute("select set_config('statement_timeout', %s, true)", (str(int(timeout_seconds * 1000)),))
             return self._run(call, here)
 
-    def set_reading(
-        self, group: str, position: int, *, reader: str, release: bool = False, epoch: int | None = None
+    def commit_reading(
+        self, queue: str, position: int, *, reader: str, release: bool = False, epoch: int | None = None
     ) -> None:
-        """Note how far a group has read; `release` lets another reader take over at once.
+        """Save the position up to which a queue has read; `release` lets another reader take over immediately.
 
-        With `epoch`, the one in which it was read, EpochChanged if the log is in another.
+        With `epoch`, the epoch in which the events were read, raises EpochChanged if the log is in another epoch.
         """
-        self._run(calls.set_reading(group, position, reader=reader, release=release, epoch=epoch))
+        self._run(subscription_calls.commit_reading(queue, position, reader=reader, release=release, epoch=epoch))
 
     def retry_later(
         self,
-        group: str,
+        queue: str,
         matched: MatchedEvent,
         *,
         handler: str,
         delay_seconds: float | None = None,
         error: str | None = None,
     ) -> bool:
-        """Have one handler get this event again; False if its tries are used up: then it is a dead letter."""
+        """Schedule a retry of this event for one handler; False if its attempts are used up, and it is now a dead
+        letter."""
         again = False
         for subscription_id in matched.subscription_ids:
             again = self._run(
-                calls.retry_later(
-                    group,
+                subscription_calls.retry_later(
+                    queue,
                     subscription_id,
                     handler=handler,
                     position=matched.event.position,
@@ -158,13 +156,13 @@ class Subscriptions(Shell):
         return again
 
     def finish_retry(self, retry_id: int) -> bool:
-        """A handler is done with an event that it asked to have again."""
-        return self._run(calls.finish_retry(retry_id))
+        """Record that a handler is done with a retried event."""
+        return self._run(subscription_calls.finish_retry(retry_id))
 
     def subscribed(
         self,
-        group: str,
-        condition: str,
+        queue: str,
+        filter: str,
         params: Mapping[str, Any] | None = None,
         *,
         expires_after: timedelta | None = None,
@@ -176,23 +174,23 @@ class Subscriptions(Shell):
         poll_seconds: float = 0.05,
         patience_seconds: float | None = 60.0,
     ) -> Iterator[Event]:
-        """Subscribe a group and read for it: every event that fulfils the condition, one by one, for ever.
+        """Subscribe a queue and read for it: yields every event that matches the filter, without end.
 
-        Asking for the next event says that the one before is done. Leave the loop, and the group stands behind the last
-        event that was done: the one in hand comes again to the next reader. After a lost connection, and to another
-        process after a crash, what was not noted as done comes again; notes are made about once a second.
+        Requesting the next event marks the one before as done. When the loop is left, the queue's position is behind
+        the last done event; the current event is delivered to the next reader. The position is saved about once a
+        second: after a lost connection or a crash, later events are delivered again (at-least-once).
 
-        A group has one reader at a time: another iterator of it, in any process, waits until this one is left, or took
-        longer than `lease_seconds` with one event. It ends when the subscription is removed or has expired.
+        A queue has one reader at a time: another iterator on it, in any process, waits until this one is closed or has
+        spent more than `lease_seconds` on one event. The iterator ends when the subscription is removed or has expired.
         """
         name = reader or f"{socket.gethostname()}:{os.getpid()}/{secrets.token_hex(4)}"
         wanted = self.subscribe(
-            group, condition, params, expires_after=expires_after, from_position=from_position, topics=topics
+            queue, filter, params, expires_after=expires_after, from_position=from_position, topics=topics
         )
         lost_at: float | None = None
         while True:
             try:
-                # What was read on a connection that was lost counts no more: the database knows how far the group is.
+                # Results of a lost connection do not count: the database has the queue's position.
                 with self.own_connection() as connection:
                     after: int | None = None
                     done_to: int | None = None
@@ -200,15 +198,15 @@ class Subscriptions(Shell):
                     try:
                         while True:
                             if time.monotonic() >= keep_at:
-                                alive = self._run(calls.keep_alive([wanted]), connection)
+                                alive = self._run(subscription_calls.keep_alive([wanted]), connection)
                                 if wanted not in alive:
                                     return
                                 keep_at = time.monotonic() + _keep_seconds(expires_after)
                             if done_to is not None and time.monotonic() >= note_at:
-                                self._run(calls.set_reading(group, done_to, reader=name), connection)
+                                self._run(subscription_calls.commit_reading(queue, done_to, reader=name), connection)
                                 done_to, note_at = None, time.monotonic() + NOTE_SECONDS
                             reading = self.read_next(
-                                group,
+                                queue,
                                 reader=name,
                                 after=after,
                                 batch_size=batch_size,
@@ -227,22 +225,22 @@ class Subscriptions(Shell):
                             else:
                                 done_to = after
                     finally:
-                        # The event in hand is not done: the group stays before it.
+                        # The current event is not done: the queue's position stays before it.
                         with suppress(HeadwaterError, psycopg.Error):
                             if done_to is not None:
-                                move = calls.set_reading(group, done_to, reader=name, release=True)
+                                move = subscription_calls.commit_reading(queue, done_to, reader=name, release=True)
                                 self._run(move, connection)
                             else:
-                                self._run(calls.release_reading(group, reader=name), connection)
+                                self._run(subscription_calls.release_reading(queue, reader=name), connection)
             except ReaderBusy:
-                # Another reads. What this one has not noted, that one reads again.
+                # Another process is the reader. It reads again what this one has not saved as done.
                 time.sleep(BUSY_SECONDS)
             except (LogUnavailable, psycopg.OperationalError) as error:
                 now = time.monotonic()
                 lost_at = now if lost_at is None else lost_at
                 if patience_seconds is not None and now - lost_at > patience_seconds:
                     raise
-                logger.warning("log unavailable", extra={GROUP: group, ERROR: str(error)})
+                logger.warning("log unavailable", extra={QUEUE: queue, ERROR: str(error)})
                 time.sleep(BUSY_SECONDS)
 
     def send_to_subscription(
@@ -257,14 +255,14 @@ class Subscriptions(Shell):
         headers: Mapping[str, Any] | None = None,
         connection: Connection[Any] | None = None,
     ) -> int | None:
-        """Publish an event that, of all SQL subscriptions, goes to this one only, whatever its condition says.
+        """Publish an event that, of all SQL subscriptions, only this one receives, whatever its filter.
 
-        It is an event of the topic like any other: queues, cursors and Kafka consumers of the topic get it too. The
-        group of the subscription must read the topic. Any publisher can do so with the header that this sets.
+        It is an ordinary event of the topic: queues, cursors and Kafka consumers of the topic receive it too. The
+        subscription's queue must read the topic. Any publisher can do this by setting the header that this method sets.
         """
         directed = {**(headers or {}), SUBSCRIPTION_HEADER: str(subscription_id)}
         event = NewEvent(payload, key=key, type=type, routing_key=routing_key, headers=directed)
-        return (self._run(calls.publish_batch(topic, [event]), connection))[0]
+        return (self._run(publishing.publish_batch(topic, [event]), connection))[0]
 
     def watch_table(
         self,
@@ -279,8 +277,8 @@ class Subscriptions(Shell):
         when_changed: Sequence[str] | None = None,
         connection: Connection[Any] | None = None,
     ) -> str:
-        """Publish what happens to a table, in the writer's own transaction; returns the topic."""
-        call = calls.watch_table(
+        """Publish the changes of a table, in the writer's own transaction; returns the topic."""
+        call = subscription_calls.watch_table(
             table,
             topic=topic,
             inserts=inserts,
@@ -293,5 +291,5 @@ class Subscriptions(Shell):
         return self._run(call, connection)
 
     def unwatch_table(self, table: str, *, connection: Connection[Any] | None = None) -> bool:
-        """Publish no more of what happens to a table; False if it was not watched."""
-        return self._run(calls.unwatch_table(table), connection)
+        """Stop publishing the changes of a table; False if it was not watched."""
+        return self._run(subscription_calls.unwatch_table(table), connection)

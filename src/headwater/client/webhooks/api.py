@@ -1,4 +1,4 @@
-"""Webhooks: making them, looking at them, steering them. Sending is the server's part."""
+"""The webhook methods of the client: create, list, change and delete. `headwater serve` sends the requests."""
 # Generated from webhooks/api.py by tools/unasync.py: write there.
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from typing import Any
 
 from psycopg import Connection
 
-from headwater import calls
 from headwater.calls import overview
+from headwater.calls import queues as queue_calls
+from headwater.calls import subscriptions as subscription_calls
 from headwater.calls import webhooks as webhook_calls
-from headwater.client.database.connection import Shell, Topics, as_names
-from headwater.errors import GroupExists, InvalidRequest
-from headwater.model import Webhook
+from headwater.client.database.connection import CallRunner, Topics, as_names
+from headwater.errors import InvalidRequest, QueueExists
+from headwater.webhooks.model import Webhook
 
-# A receiver may be away for a day: tries after 5 s, 20 s, 80 s, ..., at last every 10 hours, 27 hours in all.
+# A receiver may be down for a day: retries after 5 s, 20 s, 80 s, ..., finally every 10 hours, 27 hours in all.
 MAX_ATTEMPTS = 10
 BACKOFF_SECONDS = 5.0
 BACKOFF_FACTOR = 4.0
@@ -28,12 +29,12 @@ MAX_CONCURRENCY = 10
 
 
 def new_secret() -> str:
-    """A secret to sign with, as receivers keep it."""
+    """A new signing secret in the format of Standard Webhooks."""
     return f"whsec_{base64.b64encode(secrets.token_bytes(32)).decode()}"
 
 
-class Webhooks(Shell):
-    """Webhooks: groups whose events are sent to a URL."""
+class WebhookApi(CallRunner):
+    """Webhooks: queues whose events are sent to a URL."""
 
     def create_webhook(
         self,
@@ -41,7 +42,7 @@ class Webhooks(Shell):
         url: str,
         topics: Topics = None,
         *,
-        group: str | None = None,
+        queue: str | None = None,
         filter: str | None = None,
         params: Mapping[str, Any] | None = None,
         after: int | None = None,
@@ -61,41 +62,44 @@ class Webhooks(Shell):
         ordered_keys: bool | None = None,
         connection: Connection[Any] | None = None,
     ) -> Webhook:
-        """Send the events of topics to a URL: a group of the webhook's name is made for it, at the beginning of the
-        log, after a position, since a time, or at the end. Or send those of a group that is there. Or send those that
-        a SQL filter with its parameters matches (see subscribe): from now on, after a position, or since a time.
+        """Send events to a URL. There are three sources:
 
-        `secret` (made if not given) signs what is sent. `body`: 'envelope' is JSON with everything about the event,
-        'raw' is its payload alone. `client_errors`: whether an answer of 4xx means 'retry' or 'dead'.
+        - topics: a queue with the webhook's name is created, at the beginning of the log, after a position, since a
+          time, or at the end;
+        - an existing queue;
+        - a SQL filter with parameters (see subscribe): from now on, after a position, or since a time.
+
+        `secret` (generated if not given) signs the requests. `body`: 'envelope' is JSON with everything about the
+        event, 'raw' is only its payload. `client_errors`: whether a 4xx response means 'retry' or 'dead'.
         """
-        ours = group is None
-        if not ours and (topics is not None or after is not None or since is not None or from_end or ordered_keys):
+        own_queue = queue is None
+        if not own_queue and (topics is not None or after is not None or since is not None or from_end or ordered_keys):
             raise InvalidRequest(
-                "a group that is there has its topics and its place already",
-                hint="Leave out the group to have one made, or bind the group itself.",
+                "topics, start position and ordered_keys cannot be combined with an existing queue",
+                hint="Leave out queue to create one, or change the bindings of the queue.",
             )
-        if filter is not None and (not ours or ordered_keys):
+        if filter is not None and (not own_queue or ordered_keys):
             raise InvalidRequest(
-                "a webhook by filter has a group of its own, without ordered keys",
-                hint="Leave out group and ordered_keys, or bind a queue.",
+                "filter cannot be combined with queue or ordered_keys",
+                hint="Leave out queue and ordered_keys, or use a queue with bindings instead of a filter.",
             )
         if filter is None and params is not None:
-            raise InvalidRequest("params belong to a filter: give one")
+            raise InvalidRequest("params require a filter")
         start_position, _ = self._start(topics, after, since, from_end)
         with self.transaction() if connection is None else nullcontext(connection) as inside:
             if filter is not None:
-                self._make_filter_group(name, filter, params, as_names(topics), start_position, inside)
-                made = calls.alter_group(
+                self._create_filter_queue(name, filter, params, as_names(topics), start_position, inside)
+                prepare = queue_calls.alter_queue(
                     name,
                     max_attempts=MAX_ATTEMPTS if max_attempts is None else max_attempts,
                     backoff_seconds=BACKOFF_SECONDS if backoff_seconds is None else backoff_seconds,
                     backoff_factor=BACKOFF_FACTOR,
                     backoff_max_seconds=BACKOFF_MAX_SECONDS if backoff_max_seconds is None else backoff_max_seconds,
                     max_in_flight=MAX_CONCURRENCY if max_concurrency is None else max_concurrency,
-                    must_not_lose=True,
+                    holds_retention=True,
                 )
-            elif ours:
-                made = calls.create_group(
+            elif own_queue:
+                prepare = queue_calls.create_queue(
                     name,
                     topics=as_names(topics),
                     start_position=start_position,
@@ -107,17 +111,17 @@ class Webhooks(Shell):
                     max_in_flight=MAX_CONCURRENCY if max_concurrency is None else max_concurrency,
                 )
             else:
-                made = calls.alter_group(
-                    group or name,
+                prepare = queue_calls.alter_queue(
+                    queue or name,
                     max_attempts=max_attempts,
                     backoff_seconds=backoff_seconds,
                     backoff_max_seconds=backoff_max_seconds,
                     max_in_flight=max_concurrency,
                 )
-            self._run(made, inside)
+            self._run(prepare, inside)
             call = webhook_calls.create_webhook(
                 name,
-                group=group or name,
+                queue=queue or name,
                 url=url,
                 secret=new_secret() if secret is None else secret,
                 headers=headers,
@@ -129,7 +133,7 @@ class Webhooks(Shell):
             )
             return self._run(call, inside)
 
-    def _make_filter_group(
+    def _create_filter_queue(
         self,
         name: str,
         filter: str,
@@ -138,15 +142,15 @@ class Webhooks(Shell):
         start_position: int | None,
         connection: Connection[Any],
     ) -> None:
-        """A group that reads for one subscription, from now on or after a position."""
-        if self._run(overview.group_exists(name), connection):
-            raise GroupExists(
-                f'there is a group "{name}" already', hint="Give the webhook another name: it has a group of its own."
+        """Create a queue with one subscription, from now on or after a position."""
+        if self._run(overview.queue_exists(name), connection):
+            raise QueueExists(
+                f'queue "{name}" already exists', hint="Choose another name: the webhook creates a queue with its name."
             )
-        subscribed = calls.subscribe(name, filter, params, from_position=start_position, topics=topics)
+        subscribed = subscription_calls.subscribe(name, filter, params, from_position=start_position, topics=topics)
         self._run(subscribed, connection)
         if start_position is not None:
-            move = calls.set_reading(name, start_position, reader="headwater webhook", release=True)
+            move = subscription_calls.commit_reading(name, start_position, reader="headwater webhook", release=True)
             self._run(move, connection)
 
     def alter_webhook(
@@ -163,12 +167,12 @@ class Webhooks(Shell):
         client_errors: str | None = None,
         connection: Connection[Any] | None = None,
     ) -> Webhook:
-        """Change settings; None leaves one as it is, 0 removes the rate and turns compression off. Whoever delivers
-        notices within seconds. Retries are the group's: see alter_group."""
+        """Change settings. None leaves a setting unchanged; 0 removes the rate limit or turns compression off. Changes
+        take effect within seconds. Retries are settings of the queue: see alter_queue."""
         with self.transaction() if connection is None else nullcontext(connection) as inside:
             if max_concurrency is not None:
                 found = self._run(webhook_calls.find_webhook(name), inside)
-                self._run(calls.alter_group(found.group, max_in_flight=max_concurrency), inside)
+                self._run(queue_calls.alter_queue(found.queue, max_in_flight=max_concurrency), inside)
             call = webhook_calls.alter_webhook(
                 name,
                 url=url,
@@ -182,29 +186,29 @@ class Webhooks(Shell):
             return self._run(call, inside)
 
     def webhook(self, name: str) -> Webhook:
-        """One webhook, secrets included."""
+        """One webhook, including its secrets."""
         return self._run(webhook_calls.find_webhook(name))
 
     def webhooks(self) -> list[Webhook]:
-        """Every webhook, secrets included. How far each has come its group says."""
+        """All webhooks, including their secrets. Their progress is that of their queues."""
         return self._run(webhook_calls.webhooks())
 
     def pause_webhook(self, name: str, *, reason: str | None = None) -> Webhook:
-        """Send nothing until resumed. What is under way is finished."""
+        """Pause a webhook. Requests in progress are finished."""
         return self._run(webhook_calls.set_webhook_state(name, "paused", reason=reason))
 
     def resume_webhook(self, name: str) -> Webhook:
-        """Send again, from where it was; also after its receiver had it disabled."""
+        """Resume a paused or disabled webhook where it stopped."""
         return self._run(webhook_calls.set_webhook_state(name, "active"))
 
     def rotate_webhook_secret(self, name: str, *, secret: str | None = None, keep: int = 1) -> Webhook:
-        """Sign with another secret (made if not given), and with the `keep` newest of those before it too."""
+        """Replace the signing secret (generated if not given). The `keep` newest previous secrets sign as well."""
         call = webhook_calls.rotate_webhook_secret(name, new_secret() if secret is None else secret, keep=keep)
         return self._run(call)
 
-    def delete_webhook(self, name: str, *, with_group: bool = False) -> bool:
-        """Forget a webhook, and with `with_group` its group and what was not sent; False if there was none."""
-        if with_group:
+    def delete_webhook(self, name: str, *, with_queue: bool = False) -> bool:
+        """Delete a webhook, and with `with_queue` also its queue and unsent events; False if it does not exist."""
+        if with_queue:
             found = [one for one in self.webhooks() if one.name == name]
-            return bool(found) and self._run(calls.delete_group(found[0].group))
+            return bool(found) and self._run(queue_calls.delete_queue(found[0].queue))
         return self._run(webhook_calls.delete_webhook(name))

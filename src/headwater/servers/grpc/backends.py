@@ -1,4 +1,4 @@
-"""Where the event stores are that are served: in Postgres, or in a directory of SQLite files."""
+"""Backends of the event store services: Postgres, or a directory of SQLite files."""
 
 from __future__ import annotations
 
@@ -6,45 +6,46 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from headwater import calls
 from headwater.aio import AsyncHeadwater
+from headwater.calls import log as log_calls
+from headwater.calls import store as store_calls
 from headwater.errors import TopicNotFound
 from headwater.eventstore import AsyncSqliteEventStore, AsyncSqliteStores
 from headwater.eventstore.postgres import EventStore
-from headwater.servers.grpc.subscriber_names import Names, SharedNames
+from headwater.servers.grpc.subscriber_names import SharedSubscriberNames, SubscriberNames
 
 Store = EventStore | AsyncSqliteEventStore
 
 
 class Backend(ABC):
-    """Event stores, and what is beside them."""
+    """Access to event stores, their subscriber names and dead letters."""
 
     kind: str
-    names: Names
+    names: SubscriberNames
 
     @abstractmethod
     async def store(self, name: str) -> Store:
-        """An event store that exists; TopicNotFound if it does not."""
+        """Return an event store. Raises TopicNotFound if it does not exist."""
 
     @abstractmethod
     async def create(self, name: str, *, if_missing: bool) -> None:
-        """Make an event store."""
+        """Create an event store."""
 
     @abstractmethod
     async def stores(self) -> list[str]:
         """The names of all event stores."""
 
     @abstractmethod
-    async def redrive(self, name: str, group: str, positions: Sequence[int] | None, account: str | None) -> int:
-        """Give dead letters of a group a fresh set of tries, all or those named, and note for whom; how many."""
+    async def redrive(self, name: str, queue: str, positions: Sequence[int] | None, account: str | None) -> int:
+        """Redrive dead letters of a queue (None: all), audited for the account; returns their number."""
 
     @abstractmethod
     async def ping(self) -> None:
-        """Raise LogUnavailable, unless the stores can be reached."""
+        """Raise LogUnavailable if the stores cannot be reached."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Let go of what was taken for serving."""
+        """Release the resources of the server."""
 
 
 class PostgresBackend(Backend):
@@ -54,15 +55,15 @@ class PostgresBackend(Backend):
 
     def __init__(self, log: AsyncHeadwater) -> None:
         self.log = log
-        self.names: SharedNames = SharedNames(log)
+        self.names: SharedSubscriberNames = SharedSubscriberNames(log)
         self._known: set[str] = set()
 
     async def store(self, name: str) -> EventStore:
         if name not in self._known:
-            # Only what exists is kept in memory, whatever callers may name.
+            # Only existing stores are remembered, so that clients cannot fill the memory.
             if name not in await self.stores():
                 raise TopicNotFound(
-                    f'there is no event store "{name}"', hint="Create it: CreateStore.", detail={"topic": name}
+                    f'event store "{name}" does not exist', hint="Create it with CreateStore.", detail={"topic": name}
                 )
             self._known.add(name)
         return self.log.store(name)
@@ -71,30 +72,30 @@ class PostgresBackend(Backend):
         await self.log.create_store(name, if_missing=if_missing)
 
     async def stores(self) -> list[str]:
-        return await self.log._run(calls.event_stores())
+        return await self.log._run(store_calls.event_stores())
 
-    async def redrive(self, name: str, group: str, positions: Sequence[int] | None, account: str | None) -> int:
+    async def redrive(self, name: str, queue: str, positions: Sequence[int] | None, account: str | None) -> int:
         store = await self.store(name)
-        told: dict[str, Any] = {"positions": "all" if positions is None else positions[:1000]}
-        async with self.log.audited(account, "group.redrive", group, told) as connection:
-            told["count"] = count = await store.redrive(group, positions=positions, connection=connection)
+        details: dict[str, Any] = {"positions": "all" if positions is None else positions[:1000]}
+        async with self.log.audited(account, "queue.redrive", queue, details) as connection:
+            details["count"] = count = await store.redrive(queue, positions=positions, connection=connection)
         return count
 
     async def ping(self) -> None:
-        await self.log._run(calls.head())
+        await self.log._run(log_calls.head())
 
     async def close(self) -> None:
         await self.names.close()
 
 
 class SqliteBackend(Backend):
-    """The event stores of a directory, which this process has for itself."""
+    """The event stores of a directory, which this process uses exclusively."""
 
     kind = "sqlite"
 
     def __init__(self, stores: AsyncSqliteStores) -> None:
         self._stores = stores
-        self.names = Names()
+        self.names = SubscriberNames()
 
     async def store(self, name: str) -> AsyncSqliteEventStore:
         return self._stores.store(name)
@@ -105,12 +106,12 @@ class SqliteBackend(Backend):
     async def stores(self) -> list[str]:
         return self._stores.stores()
 
-    async def redrive(self, name: str, group: str, positions: Sequence[int] | None, account: str | None) -> int:
-        # Nobody has an account here.
-        return await (await self.store(name)).redrive(group, positions=positions)
+    async def redrive(self, name: str, queue: str, positions: Sequence[int] | None, account: str | None) -> int:
+        # No audit: there are no accounts.
+        return await (await self.store(name)).redrive(queue, positions=positions)
 
     async def ping(self) -> None:
         self._stores.stores()
 
     async def close(self) -> None:
-        """Whoever opened the directory closes it."""
+        """Nothing to release: the caller that opened the directory closes it."""

@@ -1,4 +1,4 @@
-"""What a client of the door calls: the methods of its services on a channel, blocking or of asyncio."""
+"""A minimal client: the methods of a service on a blocking or asyncio channel."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _FILES: Final = {"headwater.v1": headwater_pb2.DESCRIPTOR, "orisun": eventstore_
 
 
 def service(channel: Any, name: str) -> Any:
-    """The methods of a service, as `headwater.v1.EventStore`, each under its name in the protocol."""
-    package, _, own = name.rpartition(".")
+    """The methods of a service, for example `headwater.v1.EventStore`, under their names in the proto file."""
+    package, _, short_name = name.rpartition(".")
     methods = SimpleNamespace()
-    for method in _FILES[package].services_by_name[own].methods:
-        asked = "stream" if method.client_streaming else "unary"
-        answered = "stream" if method.server_streaming else "unary"
-        call = getattr(channel, f"{asked}_{answered}")(
+    for method in _FILES[package].services_by_name[short_name].methods:
+        request_kind = "stream" if method.client_streaming else "unary"
+        response_kind = "stream" if method.server_streaming else "unary"
+        call = getattr(channel, f"{request_kind}_{response_kind}")(
             f"/{name}/{method.name}",
             request_serializer=GetMessageClass(method.input_type).SerializeToString,
             response_deserializer=GetMessageClass(method.output_type).FromString,

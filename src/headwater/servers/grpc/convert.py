@@ -1,4 +1,4 @@
-"""Our own messages: events, queries and conditions, from values and to values. No I/O here."""
+"""Conversion between the messages of headwater.v1 and values: events, queries, conditions, leases. No I/O."""
 
 from __future__ import annotations
 
@@ -20,54 +20,55 @@ from headwater.eventstore.query import (
     Query,
     StoreEvent,
 )
-from headwater.model import Dead, DeadLetter, Event, Lease, NewEvent, Outcome, Retry, Snooze
+from headwater.log.model import Event, NewEvent
+from headwater.queue.model import Dead, DeadLetter, Lease, Outcome, Retry, Snooze
 from headwater.servers.grpc.errors import code_for
 from headwater.servers.grpc.generated import headwater_pb2 as pb
 
 M = TypeVar("M", pb.Event, pb.StoreEvent)
 
 MAX_READ: Final = 10_000
-MAX_STREAMED: Final = 1000
+MAX_STREAM_BATCH: Final = 1000
 MAX_READ_BYTES: Final = 16_777_216
-# As much of the log is in hand for a follower, who may be slow to take it.
-FOLLOWED_BYTES: Final = 4_194_304
-# A message of a stream is as large as this, or has one event. So much is in hand for each subscriber of an event store:
-# there are many, and what one does not take comes from the log again.
-PARCEL_BYTES: Final = 1_048_576
+# Maximum bytes that the server buffers for each Follow stream, whose client may be slow.
+MAX_FOLLOW_BYTES: Final = 4_194_304
+# Maximum size of a message of a stream, unless a single event is larger. Also the bytes that the server buffers for
+# each subscriber of an event store: there may be many subscribers, and events can be read again.
+MAX_CHUNK_BYTES: Final = 1_048_576
 EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-def _refuse_constant(text: str) -> Any:
-    raise ValueError(f"{text} is no number of JSON")
+def _reject_constant(text: str) -> Any:
+    raise ValueError(f"invalid JSON number {text}")
 
 
 _encode = json.JSONEncoder(ensure_ascii=False).encode
-_decode = json.JSONDecoder(parse_constant=_refuse_constant).decode
+_decode = json.JSONDecoder(parse_constant=_reject_constant).decode
 
 
-def within(asked: int, default: int, most: int, what: str) -> int:
-    """A number of a request that has a limit; 0 is not said."""
-    if not 0 <= asked <= most:
-        raise InvalidRequest(f"{what} is 1 to {most}, not {asked}")
-    return asked or default
+def check_range(value: int, default: int, maximum: int, what: str) -> int:
+    """Check a number of a request against its limit; 0 means the default."""
+    if not 0 <= value <= maximum:
+        raise InvalidRequest(f"invalid {what} {value}: expected 1 to {maximum}, or 0 for the default")
+    return value or default
 
 
 def json_object(text: str, what: str) -> dict[str, Any]:
-    """A JSON object of a request."""
+    """Parse a JSON object of a request."""
     try:
         found = _decode(text)
         if "\\u" in text:
-            # Half of a pair of surrogates is text to Python, and to nobody else.
+            # Python accepts lone surrogates, which are not valid Unicode: encoding fails on them.
             _encode(found).encode()
     except (ValueError, RecursionError) as error:
-        raise InvalidEvent(f"{what} is no JSON: {error}") from None
+        raise InvalidEvent(f"invalid JSON in {what}: {error}") from None
     if not isinstance(found, dict):
-        raise InvalidEvent(f"{what} is a JSON object, not {text[:40]!r}")
+        raise InvalidEvent(f"invalid {what} {text[:40]!r}: expected a JSON object")
     return found
 
 
 def timestamp(at: datetime) -> Timestamp:
-    """A time. Protocol buffers can do this themselves, in four times the time."""
+    """Convert a time. Four times as fast as Timestamp.FromDatetime."""
     since = at - EPOCH
     return Timestamp(seconds=since.days * 86400 + since.seconds, nanos=since.microseconds * 1000)
 
@@ -104,11 +105,11 @@ def event_message(event: Event) -> pb.Event:
 
 def lease_message(lease: Lease) -> pb.Lease:
     return pb.Lease(
-        group=lease.group,
+        queue=lease.queue,
         token=lease.token,
         expires_at=lease.expires_at,
         events=[pb.ClaimedEvent(event=event_message(one.event), attempt=one.attempt) for one in lease.events],
-        alone=lease.alone,
+        isolated=lease.isolated,
     )
 
 
@@ -128,11 +129,13 @@ def _outcome(message: pb.Outcome) -> Outcome:
         case "release":
             return Snooze(timedelta(seconds=message.release.after_seconds))
         case _:
-            raise InvalidRequest(f"how the event at {message.position} ended is not said: done, retry, dead or release")
+            raise InvalidRequest(
+                f"the outcome of event {message.position} is missing: expected done, retry, dead or release"
+            )
 
 
 def new_store_event(message: pb.NewStoreEvent) -> NewStoreEvent:
-    # A type that is left out is told of as every other event without one.
+    # A missing type is reported by the same check as for all other events.
     kind: Any = message.type if message.HasField("type") else None
     return NewStoreEvent(
         kind,
@@ -165,14 +168,14 @@ def query(message: pb.Query) -> Query:
 def condition(message: pb.AppendRequest | pb.NumberedAppend) -> Condition | None:
     if not message.HasField("condition"):
         return None
-    asked = message.condition
-    match asked.WhichOneof("holds"):
+    sent = message.condition
+    match sent.WhichOneof("holds"):
         case "no_match_after":
-            return NoMatchAfter(query(asked.query), asked.no_match_after, asked.epoch or None)
+            return NoMatchAfter(query(sent.query), sent.no_match_after, sent.epoch or None)
         case "latest_match_is":
-            return LatestMatchIs(query(asked.query), asked.latest_match_is or None, asked.epoch or None)
+            return LatestMatchIs(query(sent.query), sent.latest_match_is or None, sent.epoch or None)
         case _:
-            raise InvalidRequest("a condition says what holds: no_match_after or latest_match_is")
+            raise InvalidRequest("invalid condition: expected no_match_after or latest_match_is")
 
 
 def dead_letter_message(letter: DeadLetter) -> pb.DeadLetter:
@@ -200,19 +203,19 @@ def refusal(error: HeadwaterError) -> pb.Refusal:
     )
 
 
-def parcels(events: Iterable[M]) -> Iterator[list[M]]:
-    """Events that are messages already, in parcels that fit into a message."""
-    parcel: list[M] = []
+def split_into_chunks(events: Iterable[M]) -> Iterator[list[M]]:
+    """Split events into lists that fit into a message."""
+    chunk: list[M] = []
     size = 0
     for event in events:
-        # Of a message within a message, its tag and its length come beside it.
+        # A nested message also takes its tag and its length.
         own = event.ByteSize() + 6
-        if parcel and size + own > PARCEL_BYTES:
-            yield parcel
-            parcel, size = [], 0
-        parcel.append(event)
+        if chunk and size + own > MAX_CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(event)
         size += own
-    yield parcel
+    yield chunk
 
 
 def _text(value: Mapping[str, Any] | None) -> str | None:

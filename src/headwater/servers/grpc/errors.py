@@ -1,4 +1,4 @@
-"""What gRPC is told of an error: one table, and the error itself beside the status."""
+"""Status codes of errors in gRPC. The error itself is sent as JSON in the trailing metadata."""
 
 from __future__ import annotations
 
@@ -12,47 +12,47 @@ from headwater import errors
 from headwater.errors import HeadwaterError
 from headwater.servers.authentication import AccountExists, NotAuthenticated, TooManyRequests
 
-# Beside the status: the error as JSON in UTF-8, which any text fits into.
+# Trailing metadata: the error as JSON in UTF-8. Binary, since text metadata is limited to ASCII.
 DETAIL_KEY: Final = "headwater-error-bin"
-# Headers and trailers are small; most programs refuse more than eight thousand bytes of them.
+# Most implementations reject more than 8 KiB of headers or trailers.
 MAX_DETAIL_BYTES: Final = 4096
 MAX_MESSAGE_CHARACTERS: Final = 1000
 
 
-class NotOffered(HeadwaterError):
-    """The protocol knows it, and this server does not do it."""
+class NotSupported(HeadwaterError):
+    """The protocol has this operation, but this server does not support it."""
 
 
-class NotThere(HeadwaterError):
-    """What was named is not there: an index, an account."""
+class ResourceNotFound(HeadwaterError):
+    """An index or an account does not exist."""
 
 
-class NameTaken(HeadwaterError):
-    """Another subscriber has that name now: choose another, or wait until it has gone."""
+class SubscriberNameInUse(HeadwaterError):
+    """Another subscriber is connected under this name."""
 
 
-class Refused(HeadwaterError):
-    """Right as it is, and not possible as things are."""
+class PreconditionFailed(HeadwaterError):
+    """The request is valid but not possible in the current state."""
 
 
-class TooMuch(HeadwaterError):
-    """The answer would be larger than a message: ask for less."""
+class ResponseTooLarge(HeadwaterError):
+    """The response would exceed the maximum message size."""
 
 
 # The nearest class in an error's ancestry decides.
 BY_ERROR: Final[Mapping[type[HeadwaterError], grpc.StatusCode]] = {
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     errors.EventTooLarge: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    TooMuch: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ResponseTooLarge: grpc.StatusCode.RESOURCE_EXHAUSTED,
     TooManyRequests: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.TopicNotFound: grpc.StatusCode.NOT_FOUND,
-    errors.GroupNotFound: grpc.StatusCode.NOT_FOUND,
-    NotThere: grpc.StatusCode.NOT_FOUND,
+    errors.QueueNotFound: grpc.StatusCode.NOT_FOUND,
+    ResourceNotFound: grpc.StatusCode.NOT_FOUND,
     errors.TopicExists: grpc.StatusCode.ALREADY_EXISTS,
-    errors.GroupExists: grpc.StatusCode.ALREADY_EXISTS,
+    errors.QueueExists: grpc.StatusCode.ALREADY_EXISTS,
     errors.AppendConflict: grpc.StatusCode.ALREADY_EXISTS,
     AccountExists: grpc.StatusCode.ALREADY_EXISTS,
-    NameTaken: grpc.StatusCode.ALREADY_EXISTS,
+    SubscriberNameInUse: grpc.StatusCode.ALREADY_EXISTS,
     errors.CursorMoved: grpc.StatusCode.ABORTED,
     errors.TransactionAborted: grpc.StatusCode.ABORTED,
     errors.PositionExpired: grpc.StatusCode.OUT_OF_RANGE,
@@ -60,27 +60,27 @@ BY_ERROR: Final[Mapping[type[HeadwaterError], grpc.StatusCode]] = {
     errors.LeaseLost: grpc.StatusCode.FAILED_PRECONDITION,
     errors.SchemaMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     errors.WrongTransaction: grpc.StatusCode.FAILED_PRECONDITION,
-    Refused: grpc.StatusCode.FAILED_PRECONDITION,
+    PreconditionFailed: grpc.StatusCode.FAILED_PRECONDITION,
     errors.NotAllowed: grpc.StatusCode.PERMISSION_DENIED,
     NotAuthenticated: grpc.StatusCode.UNAUTHENTICATED,
     errors.StorageFull: grpc.StatusCode.UNAVAILABLE,
     errors.LogUnavailable: grpc.StatusCode.UNAVAILABLE,
     errors.ReaderBusy: grpc.StatusCode.UNAVAILABLE,
     errors.StoreBusy: grpc.StatusCode.UNAVAILABLE,
-    NotOffered: grpc.StatusCode.UNIMPLEMENTED,
+    NotSupported: grpc.StatusCode.UNIMPLEMENTED,
 }
 
 
 def code_for(error: type[HeadwaterError]) -> grpc.StatusCode:
-    """The status of a kind of error."""
+    """The status code of an error class."""
     for kind in error.__mro__:
         if kind in BY_ERROR:
             return BY_ERROR[kind]
     return grpc.StatusCode.INTERNAL
 
 
-def described(error: HeadwaterError) -> dict[str, Any]:
-    """An error as JSON has it."""
+def error_json(error: HeadwaterError) -> dict[str, Any]:
+    """An error as a JSON object."""
     return {
         "error": type(error).__name__,
         "message": error.message,
@@ -90,20 +90,20 @@ def described(error: HeadwaterError) -> dict[str, Any]:
 
 
 def detail_bytes(error: HeadwaterError) -> bytes:
-    """What comes beside the status; without its larger parts where they are too large."""
-    whole = described(error)
+    """Encode an error for the trailing metadata; large parts are dropped if it exceeds the limit."""
+    whole = error_json(error)
     for left_out in ((), ("detail",), ("detail", "hint", "message")):
-        told = {name: value for name, value in whole.items() if name not in left_out}
-        encoded = json.dumps(told, ensure_ascii=False, default=str).encode()
+        fields = {name: value for name, value in whole.items() if name not in left_out}
+        encoded = json.dumps(fields, ensure_ascii=False, default=str).encode()
         if len(encoded) <= MAX_DETAIL_BYTES:
             break
     return encoded
 
 
-async def refuse(context: Any, error: HeadwaterError) -> NoReturn:
-    """End a call with the status of an error."""
-    told = error.message if error.hint is None else f"{error.message} ({error.hint})"
+async def abort_with(context: Any, error: HeadwaterError) -> NoReturn:
+    """Abort a call with the status of an error."""
+    message = error.message if error.hint is None else f"{error.message} ({error.hint})"
     await context.abort(
-        code_for(type(error)), told[:MAX_MESSAGE_CHARACTERS], trailing_metadata=((DETAIL_KEY, detail_bytes(error)),)
+        code_for(type(error)), message[:MAX_MESSAGE_CHARACTERS], trailing_metadata=((DETAIL_KEY, detail_bytes(error)),)
     )
-    raise AssertionError("an aborted call does not go on")
+    raise AssertionError("unreachable: context.abort raises")

@@ -1,4 +1,9 @@
-"""How a method of ours becomes one of gRPC: who calls, what they are answered, and how a stream ends."""
+"""Turns the methods of our services into gRPC handlers.
+
+Each handler authenticates the call, runs the method and converts errors to a status. `CallAuthenticator` also tracks
+open streams, so that the server can end them when it stops: a stream ends after the message that is being written,
+since no status can be sent in between.
+"""
 
 from __future__ import annotations
 
@@ -20,56 +25,56 @@ from google.protobuf.message_factory import GetMessageClass
 
 from headwater.errors import HeadwaterError, LogUnavailable
 from headwater.observability.metrics import ERROR, logger
-from headwater.servers.authentication import Caller, Callers, NotAuthenticated
-from headwater.servers.grpc.errors import refuse
+from headwater.servers.authentication import Authenticator, NotAuthenticated, Principal
+from headwater.servers.grpc.errors import abort_with
 
-# How long a call waits for a lost database, if its own deadline does not come first.
+# How long a call waits for an unavailable database, unless its deadline is earlier.
 PATIENCE_SECONDS: Final = 30.0
 TOKEN_KEY: Final = "x-auth-token"
-# For how long who comes with a password again and again is told of the same session.
+# How long clients that authenticate by password repeatedly get the same session token.
 SESSION_SECONDS: Final = 3600.0
 MAX_SESSIONS: Final = 1000
-_EVERYBODY: Final = Caller(None, None)
+_UNAUTHENTICATED: Final = Principal(None, None)
 _CAPITAL: Final = re.compile(r"(?<!^)(?=[A-Z])")
 
 
-class Call:
-    """One call that is under way."""
+class GrpcCall:
+    """One call in progress."""
 
-    __slots__ = ("_callers", "_context", "_task", "_writing", "caller", "ended_by")
+    __slots__ = ("_authenticator", "_context", "_task", "_writing", "ended_by", "principal")
 
-    def __init__(self, caller: Caller, context: Any, callers: Callers | None) -> None:
-        self.caller = caller
+    def __init__(self, principal: Principal, context: Any, authenticator: Authenticator | None) -> None:
+        self.principal = principal
         self._context = context
-        self._callers = callers
+        self._authenticator = authenticator
         self._task: asyncio.Task[Any] | None = None
         self._writing = False
         self.ended_by: HeadwaterError | None = None
 
-    def need(self, action: str, kind: str, name: str) -> None:
-        """Raise NotAllowed, unless the caller may do this."""
-        self.caller.need(action, kind, name)
+    def require(self, action: str, kind: str, name: str) -> None:
+        """Raise NotAllowed unless the principal has the permission."""
+        self.principal.need(action, kind, name)
 
-    def need_still(self, action: str, kind: str, name: str) -> None:
-        """The same, as rights are by now: in a call that goes on."""
-        if self._callers is not None:
-            self.caller = self._callers.still(self.caller)
-        self.caller.need(action, kind, name)
+    def require_now(self, action: str, kind: str, name: str) -> None:
+        """The same with the current permissions, for streams, whose permissions may change while they run."""
+        if self._authenticator is not None:
+            self.principal = self._authenticator.revalidate(self.principal)
+        self.principal.need(action, kind, name)
 
     def patience_seconds(self) -> float:
-        """How long it is worth to wait for a lost database. Where the call has a deadline, that comes first, always."""
+        """How long to wait for an unavailable database: past the deadline of the call, so that the deadline ends it."""
         left = self._context.time_remaining()
         return PATIENCE_SECONDS if left is None or left > PATIENCE_SECONDS else left + 1.0
 
     def end(self, error: HeadwaterError) -> None:
-        """End a stream from our side, after the message that is on its way: no status can be told beside it."""
+        """End a stream from the server, after the message that is being written: no status can be sent in between."""
         if self._task is not None and self.ended_by is None:
             self.ended_by = error
             if not self._writing:
                 self._task.cancel()
 
     async def write(self, message: Any) -> None:
-        """Send a message of a stream, and wait until it is on its way: what is slow is waited for, not kept."""
+        """Send a message of a stream and wait until it is written, so that slow clients do not fill the memory."""
         self._writing = True
         try:
             await self._context.write(message)
@@ -79,34 +84,34 @@ class Call:
             raise self.ended_by
 
 
-Unary = Callable[[Any, Call], Awaitable[Any]]
-Streaming = Callable[[Any, Call], AsyncIterator[Any]]
+Unary = Callable[[Any, GrpcCall], Awaitable[Any]]
+Streaming = Callable[[Any, GrpcCall], AsyncIterator[Any]]
 
 
-class Gate:
-    """Lets callers in, and knows the streams that are under way. Without `callers` nobody is asked."""
+class CallAuthenticator:
+    """Authenticates calls and tracks open streams. Without `authenticator`, authentication is off."""
 
-    def __init__(self, callers: Callers | None) -> None:
-        self._callers = callers
+    def __init__(self, authenticator: Authenticator | None) -> None:
+        self._authenticator = authenticator
         self._secret = secrets.token_bytes(32)
-        # The name and password that somebody came with, hashed -> the key of their session and how long it is told.
+        # Hash of name and password -> session token, and until when it is reused.
         self._sessions: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
-        self._streams: set[Call] = set()
+        self._streams: set[GrpcCall] = set()
         self._stopping = False
 
-    async def call(self, context: Any) -> Call:
-        """A call of somebody who may come in."""
-        if self._callers is None:
-            return Call(_EVERYBODY, context, None)
-        return Call(await self._caller(self._callers, context), context, self._callers)
+    async def call(self, context: Any) -> GrpcCall:
+        """Authenticate a call."""
+        if self._authenticator is None:
+            return GrpcCall(_UNAUTHENTICATED, context, None)
+        return GrpcCall(await self._principal(self._authenticator, context), context, self._authenticator)
 
     @contextmanager
-    def streaming(self, call: Call) -> Iterator[None]:
-        """Around a stream, which ends when the server stops."""
+    def streaming(self, call: GrpcCall) -> Iterator[None]:
+        """Register a stream, so that it ends when the server stops."""
         call._task = asyncio.current_task()
         self._streams.add(call)
-        if self._callers is not None:
-            self._callers.watch(call.caller)
+        if self._authenticator is not None:
+            self._authenticator.watch(call.principal)
         try:
             if self._stopping:
                 call.end(_stopping())
@@ -116,7 +121,7 @@ class Gate:
             call._task = None
 
     async def stop(self, seconds: float) -> None:
-        """End all streams, which would never end by themselves, and wait for them to have told so."""
+        """End all streams and wait until their status is sent."""
         self._stopping = True
         tasks = [call._task for call in self._streams if call._task is not None]
         for call in tuple(self._streams):
@@ -124,7 +129,7 @@ class Gate:
         if tasks:
             await asyncio.wait(tasks, timeout=seconds)
 
-    async def _caller(self, callers: Callers, context: Any) -> Caller:
+    async def _principal(self, authenticator: Authenticator, context: Any) -> Principal:
         token = authorization = None
         for key, value in context.invocation_metadata():
             if key == TOKEN_KEY:
@@ -133,33 +138,35 @@ class Gate:
                 authorization = value
         if token is not None:
             try:
-                return await callers.by_key(token)
+                return await authenticator.by_key(token)
             except NotAuthenticated:
                 if authorization is None:
                     raise
         if authorization is None:
-            return callers.everybody()
-        scheme, _, shown = authorization.partition(" ")
+            return authenticator.anonymous()
+        scheme, _, credentials = authorization.partition(" ")
         if scheme.lower() == "bearer":
-            return await callers.by_key(shown.strip())
+            return await authenticator.by_key(credentials.strip())
         if scheme.lower() != "basic":
-            raise NotAuthenticated("authorization is Basic, with a name and a password, or Bearer, with an API key")
-        name, password = _decoded(shown)
-        # Of "ipv4:127.0.0.1:1234" all but the port, which is another for each connection.
+            raise NotAuthenticated("unsupported authorization: expected Basic (name and password) or Bearer (API key)")
+        name, password = _decoded(credentials)
+        # "ipv4:127.0.0.1:1234" without the port, which differs for each connection.
         address = context.peer().rpartition(":")[0]
-        caller = await callers.by_password(name, password, address=address)
-        # Whoever shows a token that does not hold needs another one.
-        session = await self._session(callers, caller, f"{name}\0{password}", renew=token is not None)
+        principal = await authenticator.by_password(name, password, address=address)
+        # A client with an invalid token needs a new one.
+        session = await self._session(authenticator, principal, f"{name}\0{password}", renew=token is not None)
         if session is not None:
             await context.send_initial_metadata(((TOKEN_KEY, session),))
-        return caller
+        return principal
 
-    async def _session(self, callers: Callers, caller: Caller, shown: str, *, renew: bool) -> str | None:
-        hashed = hmac.digest(self._secret, shown.encode(), "sha256")
+    async def _session(
+        self, authenticator: Authenticator, principal: Principal, credentials: str, *, renew: bool
+    ) -> str | None:
+        hashed = hmac.digest(self._secret, credentials.encode(), "sha256")
         known, until = self._sessions.get(hashed, ("", 0.0))
         if known and not renew and time.monotonic() < until:
             return known
-        session = await callers.open_session(caller)
+        session = await authenticator.open_session(principal)
         if session is not None:
             self._sessions[hashed] = (session, time.monotonic() + SESSION_SECONDS)
             self._sessions.move_to_end(hashed)
@@ -168,34 +175,34 @@ class Gate:
         return session
 
 
-def _decoded(shown: str) -> tuple[str, str]:
+def _decoded(credentials: str) -> tuple[str, str]:
     try:
-        name, colon, password = base64.b64decode(shown.strip(), validate=True).decode().partition(":")
+        name, colon, password = base64.b64decode(credentials.strip(), validate=True).decode().partition(":")
     except (binascii.Error, UnicodeDecodeError):
         colon = ""
     if not colon:
-        raise NotAuthenticated("after Basic comes name:password in base64")
+        raise NotAuthenticated("invalid Basic authorization: expected name:password in base64")
     return name, password
 
 
 def _stopping() -> HeadwaterError:
-    return LogUnavailable("the server is stopping", hint="Go on with another one, or with the next.")
+    return LogUnavailable("the server is stopping", hint="Retry with another server, or when it is back.")
 
 
-def handlers(file: FileDescriptor, services: Mapping[str, object], gate: Gate) -> list[Any]:
-    """The services of a file; each method is the one of ours that has its name, in small letters."""
-    made = []
+def make_handlers(file: FileDescriptor, services: Mapping[str, object], authenticator: CallAuthenticator) -> list[Any]:
+    """The handlers of the services of a proto file. Each method maps to the Python method of its name in snake_case."""
+    generic = []
     for name, service in services.items():
         descriptor = file.services_by_name[name]
         methods = {
-            method.name: _handler(method, getattr(service, _CAPITAL.sub("_", method.name).lower()), gate)
+            method.name: _handler(method, getattr(service, _CAPITAL.sub("_", method.name).lower()), authenticator)
             for method in descriptor.methods
         }
-        made.append(grpc.method_handlers_generic_handler(descriptor.full_name, methods))
-    return made
+        generic.append(grpc.method_handlers_generic_handler(descriptor.full_name, methods))
+    return generic
 
 
-def _handler(method: MethodDescriptor, function: Any, gate: Gate) -> Any:
+def _handler(method: MethodDescriptor, function: Any, authenticator: CallAuthenticator) -> Any:
     kinds: dict[tuple[bool, bool], tuple[Any, Any]] = {
         (False, False): (grpc.unary_unary_rpc_method_handler, _unary),
         (False, True): (grpc.unary_stream_rpc_method_handler, _streaming),
@@ -203,42 +210,42 @@ def _handler(method: MethodDescriptor, function: Any, gate: Gate) -> Any:
     }
     make, around = kinds[method.client_streaming, method.server_streaming]
     return make(
-        around(gate, function),
+        around(authenticator, function),
         request_deserializer=GetMessageClass(method.input_type).FromString,
         response_serializer=GetMessageClass(method.output_type).SerializeToString,
     )
 
 
-def _unary(gate: Gate, function: Unary) -> Callable[[Any, Any], Awaitable[Any]]:
+def _unary(authenticator: CallAuthenticator, function: Unary) -> Callable[[Any, Any], Awaitable[Any]]:
     async def handle(request: Any, context: Any) -> Any:
         try:
-            return await function(request, await gate.call(context))
+            return await function(request, await authenticator.call(context))
         except HeadwaterError as error:
-            await refuse(context, error)
+            await abort_with(context, error)
         except BaseException as error:
-            await _refuse_unknown(context, error)
+            await _abort_internal(context, error)
             raise
 
     return handle
 
 
-def _streaming(gate: Gate, function: Streaming) -> Callable[[Any, Any], Awaitable[None]]:
+def _streaming(authenticator: CallAuthenticator, function: Streaming) -> Callable[[Any, Any], Awaitable[None]]:
     async def handle(request: Any, context: Any) -> None:
         try:
-            call = await gate.call(context)
-            await _stream(gate, function, request, call)
+            call = await authenticator.call(context)
+            await _stream(authenticator, function, request, call)
         except HeadwaterError as error:
-            await refuse(context, error)
+            await abort_with(context, error)
         except BaseException as error:
-            await _refuse_unknown(context, error)
+            await _abort_internal(context, error)
             raise
 
     return handle
 
 
-async def _stream(gate: Gate, function: Streaming, request: Any, call: Call) -> None:
+async def _stream(authenticator: CallAuthenticator, function: Streaming, request: Any, call: GrpcCall) -> None:
     try:
-        with gate.streaming(call):
+        with authenticator.streaming(call):
             async with aclosing(function(request, call)) as messages:  # type: ignore[type-var]
                 async for message in messages:
                     await call.write(message)
@@ -251,9 +258,9 @@ async def _stream(gate: Gate, function: Streaming, request: Any, call: Call) -> 
         raise call.ended_by from None
 
 
-async def _refuse_unknown(context: Any, error: BaseException) -> None:
-    """Tell of a bug of ours that it is one. What only ends the task is none."""
+async def _abort_internal(context: Any, error: BaseException) -> None:
+    """Log an unexpected exception and abort with INTERNAL. Cancellation and aborts are passed on."""
     if not isinstance(error, Exception) or isinstance(error, grpc.aio.AbortError):
         return
-    logger.error("a call failed", extra={ERROR: str(error)}, exc_info=error)
-    await context.abort(grpc.StatusCode.INTERNAL, "something unexpected; it is in the server's log")
+    logger.error("grpc call failed", extra={ERROR: str(error)}, exc_info=error)
+    await context.abort(grpc.StatusCode.INTERNAL, "internal error; see the log of the server")

@@ -1,7 +1,7 @@
-"""Orisun's messages: positions, criteria and events, as the event stores of the log have them. No I/O here.
+"""Conversion between Orisun's messages and values of the event store: positions, criteria, events. No I/O.
 
-A position of the log P is {P, P}, so that pairs are in the order of the log. {0, 0} is before every event, {-1, -1} is
-no event. The type of an event is not in its data: the key `eventType` of a criterion asks for it.
+A position P of the log is {P, P}, so that pairs sort in the order of the log. {0, 0} is before every event, {-1, -1}
+means no event. The type of an event is not part of its data: the key `eventType` of a criterion matches it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from json.decoder import scanstring  # type: ignore[attr-defined]
 from typing import Any, Final
 
 from headwater.errors import AppendConflict, InvalidEvent, InvalidRequest
-from headwater.eventstore.field_index import FieldIndex, IndexCondition, Kind, defined
+from headwater.eventstore.field_index import FieldIndex, IndexCondition, Kind, define_index
 from headwater.eventstore.query import (
     EVERYTHING,
     JSON_TYPE,
@@ -30,9 +30,9 @@ from headwater.servers.grpc.convert import json_object, timestamp
 from headwater.servers.grpc.generated import eventstore_pb2 as pb
 
 TYPE_KEY: Final = "eventType"
-# No event is there, so whoever expects it is told where the latest match is.
-NOWHERE: Final = (1 << 62) - 1
-# Where an event's payload goes that is no JSON: other doors can append those.
+# Beyond every event, so an append that expects it fails with the position of the latest match.
+MAX_POSITION: Final = (1 << 62) - 1
+# The key for payloads that are not JSON, which other protocols can append.
 BYTES_KEY: Final = "payload_base64"
 KINDS: Final[Mapping[pb.ValueType, Kind]] = {
     pb.TEXT: "text",
@@ -47,50 +47,50 @@ _encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
 def position(of: int) -> pb.Position:
-    """Where an event is; 0: there is none."""
+    """The position of an event; 0: no event."""
     return pb.Position(commit_position=of or -1, prepare_position=of or -1)
 
 
-def first_from(asked: pb.Position) -> int:
-    """What to read after, to read from a position on."""
-    commit, prepare = asked.commit_position, asked.prepare_position
-    return _within(commit - 1 if prepare <= commit else commit)
+def first_from(of: pb.Position) -> int:
+    """The position to read after, to read from a position (inclusive)."""
+    commit, prepare = of.commit_position, of.prepare_position
+    return _clamp(commit - 1 if prepare <= commit else commit)
 
 
-def last_before(asked: pb.Position) -> int:
-    """What to read before, to read backwards from a position on."""
-    commit, prepare = asked.commit_position, asked.prepare_position
-    return _within(commit + 1 if prepare >= commit else commit)
+def last_before(of: pb.Position) -> int:
+    """The position to read before, to read backwards from a position (inclusive)."""
+    commit, prepare = of.commit_position, of.prepare_position
+    return _clamp(commit + 1 if prepare >= commit else commit)
 
 
-def first_after(asked: pb.Position) -> int:
-    """What to read after, to read on from a position, which is not included."""
-    commit, prepare = asked.commit_position, asked.prepare_position
-    return _within(commit if prepare >= commit else commit - 1)
+def first_after(of: pb.Position) -> int:
+    """The position to read after, to read from a position (exclusive)."""
+    commit, prepare = of.commit_position, of.prepare_position
+    return _clamp(commit if prepare >= commit else commit - 1)
 
 
-def _within(place: int) -> int:
-    """A place of the log, whatever was asked for: all that is beyond is as far as it goes."""
-    return min(max(place, 0), NOWHERE)
+def _clamp(position: int) -> int:
+    """Limit a position to the valid range."""
+    return min(max(position, 0), MAX_POSITION)
 
 
 def item(criterion: pb.Criterion) -> Item | None:
-    """A criterion as an item of a query. None: nothing can match it."""
-    asked: dict[str, str] = {}
+    """Convert a criterion to an item of a query. None: no event can match it."""
+    fields: dict[str, str] = {}
     for tag in criterion.tags:
-        if asked.setdefault(tag.key, tag.value) != tag.value:
+        if fields.setdefault(tag.key, tag.value) != tag.value:
             return None
-    kind = asked.pop(TYPE_KEY, None)
+    kind = fields.pop(TYPE_KEY, None)
     if kind is None:
-        return Item(fields=asked)
+        return Item(fields=fields)
     if not 1 <= len(kind) <= MAX_TYPE_CHARACTERS:
         return None
-    return Item((kind,), fields=asked)
+    return Item((kind,), fields=fields)
 
 
-def query(asked: pb.Query) -> Query | None:
-    """A query. None: nothing can match it."""
-    items = [item(criterion) for criterion in asked.criteria]
+def query(message: pb.Query) -> Query | None:
+    """Convert a query. None: no event can match it."""
+    items = [item(criterion) for criterion in message.criteria]
     possible = tuple(one for one in items if one is not None)
     if items and not possible:
         return None
@@ -98,35 +98,35 @@ def query(asked: pb.Query) -> Query | None:
 
 
 def latest_query(criteria: Sequence[pb.Criterion]) -> tuple[Query, list[int]]:
-    """Criteria as a query, and for each of its items the place of its criterion."""
+    """Convert criteria to a query, with the index of the criterion of each item."""
     if not criteria:
-        raise InvalidRequest("at least one criterion is needed")
-    for place, criterion in enumerate(criteria):
+        raise InvalidRequest("criteria are missing: expected at least one")
+    for index, criterion in enumerate(criteria):
         if not criterion.tags:
-            raise InvalidRequest(f"criterion {place} has no tags")
-    items = [(place, one) for place, one in enumerate(map(item, criteria)) if one is not None]
-    return Query(tuple(one for _, one in items)), [place for place, _ in items]
+            raise InvalidRequest(f"criterion {index} has no tags")
+    items = [(index, one) for index, one in enumerate(map(item, criteria)) if one is not None]
+    return Query(tuple(one for _, one in items)), [index for index, _ in items]
 
 
 def latest_response(
-    criteria: Sequence[pb.Criterion], places: Sequence[int], latest: Latest
+    criteria: Sequence[pb.Criterion], indexes: Sequence[int], latest: Latest
 ) -> pb.GetLatestByCriteriaResponse:
-    found = dict(zip(places, latest.events, strict=True))
+    found = dict(zip(indexes, latest.events, strict=True))
     results = []
-    for place, criterion in enumerate(criteria):
-        one = found.get(place)
+    for index, criterion in enumerate(criteria):
+        one = found.get(index)
         results.append(pb.LatestCriterionResult(criterion=criterion, event=None if one is None else event(one)))
     return pb.GetLatestByCriteriaResponse(results=results, context_position=position(latest.position))
 
 
 def condition(request: pb.SaveEventsRequest) -> Condition | None:
-    """Under which condition events are saved. None: under none, or nothing can be in its way."""
+    """The append condition of a request. None: no condition, or one that always holds."""
     if not request.query.HasField("subsetQuery"):
         return None
-    asked = query(request.query.subsetQuery)
+    subset = query(request.query.subsetQuery)
     expected = _expected(request)
-    if asked is not None:
-        return LatestMatchIs(asked, expected)
+    if subset is not None:
+        return LatestMatchIs(subset, expected)
     if expected is not None:
         raise conflict(request, 0)
     return None
@@ -138,11 +138,11 @@ def _expected(request: pb.SaveEventsRequest) -> int | None:
     commit, prepare = request.query.expected_position.commit_position, request.query.expected_position.prepare_position
     if (commit, prepare) == (-1, -1):
         return None
-    return commit if commit == prepare and 0 < commit < NOWHERE else NOWHERE
+    return commit if commit == prepare and 0 < commit < MAX_POSITION else MAX_POSITION
 
 
 def conflict(request: pb.SaveEventsRequest, actual: int) -> AppendConflict:
-    """What Orisun's clients are told, and then once more as those among them read it that look for two numbers."""
+    """The conflict, in a text that Orisun's clients parse: some look for pairs of numbers, others for single ones."""
     expected = request.query.expected_position if request.query.HasField("expected_position") else position(0)
     found = position(actual)
     return AppendConflict(
@@ -155,18 +155,18 @@ def conflict(request: pb.SaveEventsRequest, actual: int) -> AppendConflict:
 
 
 def new_events(messages: Iterable[pb.EventToSave]) -> list[NewStoreEvent]:
-    """Events to save, checked."""
-    return [_new_event(message, place) for place, message in enumerate(messages)]
+    """Convert and check events to save."""
+    return [_new_event(message, index) for index, message in enumerate(messages)]
 
 
-def _new_event(message: pb.EventToSave, place: int) -> NewStoreEvent:
+def _new_event(message: pb.EventToSave, index: int) -> NewStoreEvent:
     if not message.event_type:
-        raise InvalidEvent(f"event {place} has no event_type")
+        raise InvalidEvent(f"event {index} has no event_type")
     data = message.data
-    if TYPE_KEY in json_object(data, f"the data of event {place}"):
+    if TYPE_KEY in json_object(data, f"the data of event {index}"):
         data = without_member(data, TYPE_KEY)
-    # Clients leave it out where there is none.
-    metadata = json_object(message.metadata or "{}", f"the metadata of event {place}")
+    # Clients omit empty metadata.
+    metadata = json_object(message.metadata or "{}", f"the metadata of event {index}")
     return NewStoreEvent(
         message.event_type, data.encode(), metadata=metadata, event_id=message.event_id or None, content_type=JSON_TYPE
     )
@@ -199,7 +199,7 @@ def _data(stored: StoreEvent) -> str:
 
 
 def without_member(text: str, name: str) -> str:
-    """A JSON object without the members of a name, and to the letter what it was otherwise."""
+    """Remove the members with a name from a JSON object, and leave the rest of the text unchanged."""
     kept: list[str] = []
     at = _past_space(text, text.index("{") + 1)
     while text[at] != "}":
@@ -221,25 +221,25 @@ def _past_space(text: str, at: int) -> int:
     return at
 
 
-def known_number(kind: Any, number: int, what: str) -> None:
-    """Refuse a number that the protocol does not know: who sends it means something that is not done here."""
+def check_enum(kind: Any, number: int, what: str) -> None:
+    """Reject an unknown enum value: a newer client may mean something that is not supported."""
     if number not in kind.values():
-        raise InvalidRequest(f"{what} is one of {', '.join(kind.keys())}, not {number}")
+        raise InvalidRequest(f"invalid {what} {number}: expected one of {', '.join(kind.keys())}")
 
 
 def index(request: pb.CreateIndexRequest) -> FieldIndex:
-    """An index as it is kept. Events are always found by their type, so that is left out: the index has more events."""
+    """Convert an index. Types are always indexed, so `eventType` is left out and the index covers more events."""
     for value_type in (field.value_type for field in request.fields):
-        known_number(pb.ValueType, value_type, "value_type")
-    known_number(pb.ConditionCombinator, request.condition_combinator, "condition_combinator")
+        check_enum(pb.ValueType, value_type, "value_type")
+    check_enum(pb.ConditionCombinator, request.condition_combinator, "condition_combinator")
     fields = {field.json_key: KINDS[field.value_type] for field in request.fields}
     conditions = [one for one in request.conditions if one.key != TYPE_KEY]
     either = request.condition_combinator == pb.OR
     if either and len(conditions) < len(request.conditions):
-        # Of the events of a type it would have all.
+        # With OR and a condition on the type, the index would contain all events of that type.
         conditions = []
     operators: Any = [one.operator for one in conditions]
-    return defined(
+    return define_index(
         request.name,
         {name: kind for name, kind in fields.items() if name != TYPE_KEY} or fields,
         [IndexCondition(one.key, operator, one.value) for one, operator in zip(conditions, operators, strict=True)],

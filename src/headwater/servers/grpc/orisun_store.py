@@ -13,30 +13,30 @@ from headwater.errors import AppendConflict, InvalidRequest
 from headwater.eventstore.query import EVERYTHING, size_of
 from headwater.servers.grpc import orisun_convert as messages
 from headwater.servers.grpc.backends import Backend, Store
-from headwater.servers.grpc.convert import PARCEL_BYTES
-from headwater.servers.grpc.errors import NotThere, TooMuch
+from headwater.servers.grpc.convert import MAX_CHUNK_BYTES
+from headwater.servers.grpc.errors import ResourceNotFound, ResponseTooLarge
 from headwater.servers.grpc.generated import eventstore_pb2 as pb
-from headwater.servers.grpc.interceptor import Call
+from headwater.servers.grpc.interceptor import GrpcCall
 
 MAX_COUNT: Final = 10_000
-# A page has all that was asked for, or its reader would take it for the last; so it can only be refused.
+# A shorter page would look like the last one to the client, so a larger page is an error.
 MAX_PAGE_BYTES: Final = 60_000_000
-STREAMED: Final = 500
+MAX_STREAM_BATCH: Final = 500
 BACKENDS: Final = {"postgres": pb.STORAGE_BACKEND_POSTGRES, "sqlite": pb.STORAGE_BACKEND_SQLITE}
 
 
 class OrisunEventStore:
-    """Every method is one of the protocol; its promise is there."""
+    """The methods of the service; the proto file documents each."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._version = f"headwater {version('headwater')}"
         self._node = f"{socket.gethostname()}-{os.getpid()}"
 
-    async def save_events(self, request: pb.SaveEventsRequest, call: Call) -> pb.WriteResult:
+    async def save_events(self, request: pb.SaveEventsRequest, call: GrpcCall) -> pb.WriteResult:
         store = await self._boundary(request.boundary, "write", call)
         if not request.events:
-            raise InvalidRequest("no events are given")
+            raise InvalidRequest("events are missing: expected at least one")
         events, condition = messages.new_events(request.events), messages.condition(request)
         try:
             appended = await store.append(events, condition, patience_seconds=call.patience_seconds())
@@ -44,13 +44,13 @@ class OrisunEventStore:
             raise messages.conflict(request, conflict.actual_position) from None
         return pb.WriteResult(log_position=messages.position(appended.position))
 
-    async def get_events(self, request: pb.GetEventsRequest, call: Call) -> pb.GetEventsResponse:
+    async def get_events(self, request: pb.GetEventsRequest, call: GrpcCall) -> pb.GetEventsResponse:
         store = await self._boundary(request.boundary, "read", call)
         if not 1 <= request.count <= MAX_COUNT:
-            raise InvalidRequest(f"a count is 1 to {MAX_COUNT}, not {request.count}")
-        messages.known_number(pb.Direction, request.direction, "direction")
-        asked = messages.query(request.query)
-        if asked is None:
+            raise InvalidRequest(f"invalid count {request.count}: expected 1 to {MAX_COUNT}")
+        messages.check_enum(pb.Direction, request.direction, "direction")
+        query = messages.query(request.query)
+        if query is None:
             return pb.GetEventsResponse()
         backwards = request.direction == pb.DESC
         after, before = 0, None
@@ -60,7 +60,7 @@ class OrisunEventStore:
             else:
                 after = messages.first_from(request.from_position)
         events = await store.read(
-            asked,
+            query,
             after=after,
             before=before,
             backwards=backwards,
@@ -68,50 +68,50 @@ class OrisunEventStore:
             max_bytes=MAX_PAGE_BYTES,
         )
         page = pb.GetEventsResponse(events=map(messages.event, events))
-        # What is no JSON grows by a third on its way.
+        # Payloads that are not JSON grow by a third (base64).
         if (len(events) < request.count and sum(map(size_of, events)) >= MAX_PAGE_BYTES) or (
             len(events) > 1 and page.ByteSize() > MAX_PAGE_BYTES
         ):
-            raise TooMuch(
-                f"{request.count} events are more than fit into a message",
-                hint=f"Ask for {max(len(events) // 2, 1)} at once.",
+            raise ResponseTooLarge(
+                f"{request.count} events exceed the maximum message size",
+                hint=f"Request at most {max(len(events) // 2, 1)} events.",
             )
         return page
 
     async def get_latest_by_criteria(
-        self, request: pb.GetLatestByCriteriaRequest, call: Call
+        self, request: pb.GetLatestByCriteriaRequest, call: GrpcCall
     ) -> pb.GetLatestByCriteriaResponse:
         store = await self._boundary(request.boundary, "read", call)
-        asked, places = messages.latest_query(request.criteria)
-        return messages.latest_response(request.criteria, places, await store.latest(asked))
+        query, indexes = messages.latest_query(request.criteria)
+        return messages.latest_response(request.criteria, indexes, await store.latest(query))
 
     async def catch_up_subscribe_to_events(
-        self, request: pb.CatchUpSubscribeToEventStoreRequest, call: Call
+        self, request: pb.CatchUpSubscribeToEventStoreRequest, call: GrpcCall
     ) -> AsyncIterator[pb.Event]:
         store = await self._boundary(request.boundary, "read", call)
-        asked = messages.query(request.query)
+        query = messages.query(request.query)
         from_end = not request.HasField("after_position")
-        async with self._backend.names.holding(request.boundary, request.subscriber_name, call):
+        async with self._backend.names.hold(request.boundary, request.subscriber_name, call):
             batches = store.subscribe_batches(
-                EVERYTHING if asked is None else asked,
+                EVERYTHING if query is None else query,
                 after=None if from_end else messages.first_after(request.after_position),
                 from_end=from_end,
-                batch_size=STREAMED,
-                max_bytes=PARCEL_BYTES,
+                batch_size=MAX_STREAM_BATCH,
+                max_bytes=MAX_CHUNK_BYTES,
             )
             async with aclosing(batches):  # type: ignore[type-var]
                 async for events in batches:
-                    call.need_still("read", "topic", request.boundary)
-                    if asked is None:
+                    call.require_now("read", "topic", request.boundary)
+                    if query is None:
                         continue
                     for event in events:
                         yield messages.event(event)
 
-    async def ping(self, request: pb.PingRequest, call: Call) -> pb.PingResponse:
+    async def ping(self, request: pb.PingRequest, call: GrpcCall) -> pb.PingResponse:
         await self._backend.ping()
         return pb.PingResponse()
 
-    async def get_server_info(self, request: pb.GetServerInfoRequest, call: Call) -> pb.GetServerInfoResponse:
+    async def get_server_info(self, request: pb.GetServerInfoRequest, call: GrpcCall) -> pb.GetServerInfoResponse:
         return pb.GetServerInfoResponse(
             version=self._version,
             backend=BACKENDS[self._backend.kind],
@@ -125,9 +125,9 @@ class OrisunEventStore:
             ],
         )
 
-    async def create_index(self, request: pb.CreateIndexRequest, call: Call) -> pb.CreateIndexResponse:
+    async def create_index(self, request: pb.CreateIndexRequest, call: GrpcCall) -> pb.CreateIndexResponse:
         if not request.name or not request.fields or not all(field.json_key for field in request.fields):
-            raise InvalidRequest("an index has a name, and at least one field, each with its json_key")
+            raise InvalidRequest("invalid index: expected a name, and at least one field with a json_key")
         store = await self._boundary(request.boundary, "alter", call)
         wanted = messages.index(request)
         await store.create_index(
@@ -138,29 +138,31 @@ class OrisunEventStore:
         )
         return pb.CreateIndexResponse()
 
-    async def drop_index(self, request: pb.DropIndexRequest, call: Call) -> pb.DropIndexResponse:
+    async def drop_index(self, request: pb.DropIndexRequest, call: GrpcCall) -> pb.DropIndexResponse:
         store = await self._boundary(request.boundary, "alter", call)
         if not await store.drop_index(request.name):
             raise _no_index(request.boundary, request.name)
         return pb.DropIndexResponse()
 
-    async def list_indexes(self, request: pb.ListIndexesRequest, call: Call) -> pb.ListIndexesResponse:
+    async def list_indexes(self, request: pb.ListIndexesRequest, call: GrpcCall) -> pb.ListIndexesResponse:
         store = await self._boundary(request.boundary, "describe", call)
         return pb.ListIndexesResponse(indexes=map(messages.index_definition, await store.indexes()))
 
-    async def get_index(self, request: pb.GetIndexRequest, call: Call) -> pb.GetIndexResponse:
+    async def get_index(self, request: pb.GetIndexRequest, call: GrpcCall) -> pb.GetIndexResponse:
         store = await self._boundary(request.boundary, "describe", call)
         for index in await store.indexes():
             if index.name == request.name:
                 return pb.GetIndexResponse(index=messages.index_definition(index))
         raise _no_index(request.boundary, request.name)
 
-    async def _boundary(self, name: str, action: str, call: Call) -> Store:
+    async def _boundary(self, name: str, action: str, call: GrpcCall) -> Store:
         if not name:
-            raise InvalidRequest("a boundary is needed")
-        call.need(action, "topic", name)
+            raise InvalidRequest("boundary is missing")
+        call.require(action, "topic", name)
         return await self._backend.store(name)
 
 
-def _no_index(boundary: str, name: str) -> NotThere:
-    return NotThere(f'the boundary "{boundary}" has no index "{name}"', hint="See ListIndexes.", detail={"index": name})
+def _no_index(boundary: str, name: str) -> ResourceNotFound:
+    return ResourceNotFound(
+        f'index "{name}" of boundary "{boundary}" does not exist', hint="See ListIndexes.", detail={"index": name}
+    )

@@ -9,32 +9,32 @@ from typing import Final
 
 from headwater.aio import AsyncHeadwater
 from headwater.errors import InvalidRequest
-from headwater.model import Lease
+from headwater.queue.model import Lease
 from headwater.servers.grpc import convert
 from headwater.servers.grpc.generated import headwater_pb2 as pb
-from headwater.servers.grpc.interceptor import Call
+from headwater.servers.grpc.interceptor import GrpcCall
 
 MAX_WAIT_SECONDS: Final = 60.0
-SHORTEST_WAIT_SECONDS: Final = 0.005
-LONGEST_WAIT_SECONDS: Final = 0.1
+MIN_POLL_SECONDS: Final = 0.005
+MAX_POLL_SECONDS: Final = 0.1
 REAP_SECONDS: Final = 1.0
 
 
 class QueueService:
-    """Every method is one of the protocol; its promise is there."""
+    """The methods of the service; the proto file documents each."""
 
     def __init__(self, log: AsyncHeadwater) -> None:
         self._log = log
-        # When the leases of a group that ran out were last given to others by this process.
+        # Queue -> when this process last returned the events of its expired leases.
         self._reaped: dict[str, float] = {}
 
-    async def create_group(self, request: pb.CreateGroupRequest, call: Call) -> pb.CreateGroupResponse:
-        # What a group is bound to, all who may read the group get.
-        call.need("create", "group", request.group)
+    async def create_queue(self, request: pb.CreateQueueRequest, call: GrpcCall) -> pb.CreateQueueResponse:
+        # All who may read the queue get the events of its topics, so the creator must be able to read those.
+        call.require("create", "consumer", request.queue)
         for topic in request.topics:
-            call.need("read", "topic", topic)
-        await self._log.create_group(
-            request.group,
+            call.require("read", "topic", topic)
+        await self._log.create_queue(
+            request.queue,
             list(request.topics) or None,
             after=request.after if request.HasField("after") else None,
             from_end=request.from_end,
@@ -43,17 +43,17 @@ class QueueService:
             ordered_keys=request.ordered_keys if request.HasField("ordered_keys") else None,
             if_missing=request.if_missing,
         )
-        return pb.CreateGroupResponse()
+        return pb.CreateQueueResponse()
 
-    async def claim(self, request: pb.ClaimRequest, call: Call) -> pb.ClaimResponse:
-        call.need("read", "group", request.group)
-        _refuse_bad_claim(request)
+    async def claim(self, request: pb.ClaimRequest, call: GrpcCall) -> pb.ClaimResponse:
+        call.require("read", "consumer", request.queue)
+        _check_claim(request)
         deadline = time.monotonic() + request.wait_seconds
-        wait = SHORTEST_WAIT_SECONDS
+        wait = MIN_POLL_SECONDS
         while True:
-            await self._do_upkeep(request.group)
+            await self._run_maintenance(request.queue)
             lease = await self._log.claim(
-                request.group,
+                request.queue,
                 worker=request.worker,
                 batch_size=request.batch_size or 1,
                 lease_seconds=request.lease_seconds if request.HasField("lease_seconds") else None,
@@ -62,54 +62,54 @@ class QueueService:
             if lease is not None or left <= 0:
                 return pb.ClaimResponse(lease=None if lease is None else convert.lease_message(lease))
             await asyncio.sleep(min(wait, left))
-            wait = min(wait * 2, LONGEST_WAIT_SECONDS)
+            wait = min(wait * 2, MAX_POLL_SECONDS)
 
-    async def settle(self, request: pb.SettleRequest, call: Call) -> pb.SettleResponse:
-        call.need("read", "group", request.group)
-        lease = _lease(request.group, request.token)
-        ends = convert.outcomes(request.outcomes)
+    async def settle(self, request: pb.SettleRequest, call: GrpcCall) -> pb.SettleResponse:
+        call.require("read", "consumer", request.queue)
+        lease = _lease(request.queue, request.token)
+        outcomes = convert.outcomes(request.outcomes)
         if not request.HasField("next"):
-            await self._log.settle(lease, ends, rest_done=request.rest_done)
+            await self._log.settle(lease, outcomes, rest_done=request.rest_done)
             return pb.SettleResponse()
         following = request.next
         if not request.rest_done:
-            raise InvalidRequest("the next batch can be claimed once the lease ends: say rest_done")
-        if following.group not in ("", request.group):
-            raise InvalidRequest("the next batch is of the same group")
-        _refuse_bad_claim(following)
+            raise InvalidRequest("next requires rest_done: the lease must end before the next batch is claimed")
+        if following.queue not in ("", request.queue):
+            raise InvalidRequest("invalid next.queue: expected the same queue")
+        _check_claim(following)
         claimed = await self._log.settle_and_claim(
             lease,
-            ends,
+            outcomes,
             worker=following.worker,
             batch_size=following.batch_size or 1,
             lease_seconds=following.lease_seconds if following.HasField("lease_seconds") else None,
         )
         return pb.SettleResponse(next=None if claimed is None else convert.lease_message(claimed))
 
-    async def extend(self, request: pb.ExtendRequest, call: Call) -> pb.ExtendResponse:
-        call.need("read", "group", request.group)
+    async def extend(self, request: pb.ExtendRequest, call: GrpcCall) -> pb.ExtendResponse:
+        call.require("read", "consumer", request.queue)
         expires_at = await self._log.extend(
-            _lease(request.group, request.token),
+            _lease(request.queue, request.token),
             lease_seconds=request.lease_seconds if request.HasField("lease_seconds") else None,
         )
         return pb.ExtendResponse(expires_at=expires_at)
 
-    async def _do_upkeep(self, group: str) -> None:
-        """What the dead have left goes to the living, once a second whoever asks."""
-        await self._log.do_upkeep()
+    async def _run_maintenance(self, queue: str) -> None:
+        """Return the events of expired leases to the queue, at most once a second."""
+        await self._log.run_maintenance()
         now = time.monotonic()
-        if now - self._reaped.get(group, 0.0) < REAP_SECONDS:
+        if now - self._reaped.get(queue, 0.0) < REAP_SECONDS:
             return
-        await self._log.reap(group)
-        self._reaped = {one: at for one, at in self._reaped.items() if now - at < REAP_SECONDS} | {group: now}
+        await self._log.reap(queue)
+        self._reaped = {one: at for one, at in self._reaped.items() if now - at < REAP_SECONDS} | {queue: now}
 
 
-def _refuse_bad_claim(request: pb.ClaimRequest) -> None:
-    convert.within(request.batch_size, 1, convert.MAX_READ, "a batch")
+def _check_claim(request: pb.ClaimRequest) -> None:
+    convert.check_range(request.batch_size, 1, convert.MAX_READ, "batch_size")
     if not 0 <= request.wait_seconds <= MAX_WAIT_SECONDS:
-        raise InvalidRequest(f"a claim waits for 0 to {MAX_WAIT_SECONDS:g} seconds, not {request.wait_seconds:g}")
+        raise InvalidRequest(f"invalid wait_seconds {request.wait_seconds:g}: expected 0 to {MAX_WAIT_SECONDS:g}")
 
 
-def _lease(group: str, token: int) -> Lease:
-    """As much of a lease as proves it."""
-    return Lease(group, token, datetime.fromtimestamp(0, UTC), ())
+def _lease(queue: str, token: int) -> Lease:
+    """A lease with only its queue and token, which is enough to settle or extend it."""
+    return Lease(queue, token, datetime.fromtimestamp(0, UTC), ())

@@ -1,4 +1,4 @@
-"""The service EventStore: append one by one or in a stream, read by query, subscribe, compete."""
+"""The service EventStore: appends (unary or streaming), queries, subscriptions and competing consumers."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from headwater.observability.metrics import ERROR, logger
 from headwater.servers.grpc import convert
 from headwater.servers.grpc.backends import Backend, Store
 from headwater.servers.grpc.generated import headwater_pb2 as pb
-from headwater.servers.grpc.interceptor import Call
+from headwater.servers.grpc.interceptor import GrpcCall
 
-# So many appends of one stream are under way at most, and so many bytes; what comes then waits with its sender.
-WINDOW_APPENDS: Final = 256
-WINDOW_BYTES: Final = 16_777_216
+# Limits of pending appends of one stream. Above them the server stops reading from the stream.
+MAX_PENDING_APPENDS: Final = 256
+MAX_PENDING_BYTES: Final = 16_777_216
 
 
 class EventStoreService:
-    """Every method is one of the protocol; its promise is there."""
+    """The methods of the service; the proto file documents each."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
-    async def create_store(self, request: pb.CreateStoreRequest, call: Call) -> pb.CreateStoreResponse:
-        call.need("create", "topic", request.store)
+    async def create_store(self, request: pb.CreateStoreRequest, call: GrpcCall) -> pb.CreateStoreResponse:
+        call.require("create", "topic", request.store)
         await self._backend.create(request.store, if_missing=request.if_missing)
         return pb.CreateStoreResponse()
 
-    async def list_stores(self, request: pb.ListStoresRequest, call: Call) -> pb.ListStoresResponse:
+    async def list_stores(self, request: pb.ListStoresRequest, call: GrpcCall) -> pb.ListStoresResponse:
         names = await self._backend.stores()
-        return pb.ListStoresResponse(stores=[name for name in names if call.caller.may("describe", "topic", name)])
+        return pb.ListStoresResponse(stores=[name for name in names if call.principal.may("describe", "topic", name)])
 
-    async def append(self, request: pb.AppendRequest, call: Call) -> pb.AppendResponse:
-        call.need("write", "topic", request.store)
+    async def append(self, request: pb.AppendRequest, call: GrpcCall) -> pb.AppendResponse:
+        call.require("write", "topic", request.store)
         store = await self._backend.store(request.store)
         appended = await store.append(
             [convert.new_store_event(event) for event in request.events],
@@ -48,52 +48,58 @@ class EventStoreService:
         return convert.append_response(appended)
 
     async def append_stream(
-        self, requests: AsyncIterator[pb.AppendStreamRequest], call: Call
+        self, requests: AsyncIterator[pb.AppendStreamRequest], call: GrpcCall
     ) -> AsyncIterator[pb.AppendStreamResponse]:
-        window = Window()
-        reader = asyncio.create_task(self._take(requests, call, window))
+        window = AppendWindow()
+        reader = asyncio.create_task(self._start_appends(requests, call, window))
         try:
             while verdicts := await window.next_verdicts():
                 yield pb.AppendStreamResponse(verdicts=verdicts)
-            # Why no more are taken, if it is not that there are none.
+            # Raise the error that ended the reading of the stream, if any.
             await reader
         finally:
-            await window.give_up(reader)
+            await window.cancel(reader)
 
-    async def _take(self, requests: AsyncIterator[pb.AppendStreamRequest], call: Call, window: Window) -> None:
-        """Begin every append of the stream, as far as there is room."""
+    async def _start_appends(
+        self, requests: AsyncIterator[pb.AppendStreamRequest], call: GrpcCall, window: AppendWindow
+    ) -> None:
+        """Start the appends of the stream, within the limits."""
         name = ""
         store: Store | None = None
         try:
             async for request in requests:
                 if request.store and name and request.store != name:
-                    raise InvalidRequest("a stream appends to one event store", hint="Open another stream for another.")
+                    raise InvalidRequest(
+                        "all appends of a stream must be to the same event store", hint="Open another stream."
+                    )
                 name = name or request.store
-                call.need_still("write", "topic", name)
+                call.require_now("write", "topic", name)
                 store = store or await self._backend.store(name)
                 share = request.ByteSize() // max(len(request.appends), 1)
                 for append in request.appends:
-                    await window.room_for(share)
+                    await window.wait_for_room(share)
                     window.begin(_verdict(store, append, call), share)
         finally:
-            window.begin_no_more()
+            window.close()
 
-    async def read_matching(self, request: pb.ReadMatchingRequest, call: Call) -> pb.ReadMatchingResponse:
-        call.need("read", "topic", request.store)
+    async def read_matching(self, request: pb.ReadMatchingRequest, call: GrpcCall) -> pb.ReadMatchingResponse:
+        call.require("read", "topic", request.store)
         store = await self._backend.store(request.store)
         page = await store.read_page(
             convert.query(request.query),
             after=request.after,
             before=request.before if request.HasField("before") else None,
             backwards=request.backwards,
-            batch_size=convert.within(request.batch_size, 100, convert.MAX_READ, "a batch"),
-            max_bytes=convert.within(request.max_bytes, convert.MAX_READ_BYTES, convert.MAX_READ_BYTES, "max_bytes"),
+            batch_size=convert.check_range(request.batch_size, 100, convert.MAX_READ, "batch_size"),
+            max_bytes=convert.check_range(
+                request.max_bytes, convert.MAX_READ_BYTES, convert.MAX_READ_BYTES, "max_bytes"
+            ),
             epoch=request.epoch or None,
         )
         return pb.ReadMatchingResponse(events=map(convert.store_event_message, page.events), epoch=page.epoch)
 
-    async def latest(self, request: pb.LatestRequest, call: Call) -> pb.LatestResponse:
-        call.need("read", "topic", request.store)
+    async def latest(self, request: pb.LatestRequest, call: GrpcCall) -> pb.LatestResponse:
+        call.require("read", "topic", request.store)
         store = await self._backend.store(request.store)
         latest = await store.latest(convert.query(request.query))
         return pb.LatestResponse(
@@ -105,113 +111,119 @@ class EventStoreService:
             epoch=latest.epoch,
         )
 
-    async def count(self, request: pb.CountRequest, call: Call) -> pb.CountResponse:
-        call.need("read", "topic", request.store)
+    async def count(self, request: pb.CountRequest, call: GrpcCall) -> pb.CountResponse:
+        call.require("read", "topic", request.store)
         store = await self._backend.store(request.store)
         before = request.before if request.HasField("before") else None
         return pb.CountResponse(
             count=await store.count(convert.query(request.query), after=request.after, before=before)
         )
 
-    async def head(self, request: pb.HeadRequest, call: Call) -> pb.HeadResponse:
-        call.need("read", "topic", request.store)
+    async def head(self, request: pb.HeadRequest, call: GrpcCall) -> pb.HeadResponse:
+        call.require("read", "topic", request.store)
         position, epoch = await (await self._backend.store(request.store))._end()
         return pb.HeadResponse(position=position, epoch=epoch)
 
-    async def subscribe(self, request: pb.SubscribeRequest, call: Call) -> AsyncIterator[pb.SubscribeResponse]:
-        call.need("read", "topic", request.store)
+    async def subscribe(self, request: pb.SubscribeRequest, call: GrpcCall) -> AsyncIterator[pb.SubscribeResponse]:
+        call.require("read", "topic", request.store)
         store = await self._backend.store(request.store)
-        async with self._backend.names.holding(request.store, request.subscriber_name, call):
+        async with self._backend.names.hold(request.store, request.subscriber_name, call):
             pages = store.subscribe_pages(
                 convert.query(request.query),
                 after=request.after if request.HasField("after") else None,
                 epoch=request.epoch or None,
                 from_end=request.from_end,
-                batch_size=convert.within(request.batch_size, convert.MAX_STREAMED, convert.MAX_STREAMED, "a batch"),
-                max_bytes=convert.PARCEL_BYTES,
+                batch_size=convert.check_range(
+                    request.batch_size, convert.MAX_STREAM_BATCH, convert.MAX_STREAM_BATCH, "batch_size"
+                ),
+                max_bytes=convert.MAX_CHUNK_BYTES,
                 stop_when_caught_up=request.stop_when_caught_up,
             )
             async with aclosing(pages):  # type: ignore[type-var]
                 async for page in pages:
-                    call.need_still("read", "topic", request.store)
-                    for parcel in convert.parcels(map(convert.store_event_message, page.events)):
-                        yield pb.SubscribeResponse(events=parcel, epoch=page.epoch)
+                    call.require_now("read", "topic", request.store)
+                    for chunk in convert.split_into_chunks(map(convert.store_event_message, page.events)):
+                        yield pb.SubscribeResponse(events=chunk, epoch=page.epoch)
 
     async def compete(
-        self, requests: AsyncIterator[pb.CompeteRequest], call: Call
+        self, requests: AsyncIterator[pb.CompeteRequest], call: GrpcCall
     ) -> AsyncIterator[pb.CompeteResponse]:
-        asked = aiter(requests)
-        first = await anext(asked, None)
+        incoming = aiter(requests)
+        first = await anext(incoming, None)
         if first is None:
             return
-        _need_to_compete(first, call)
+        _require_compete(first, call)
         store = await self._backend.store(first.store)
-        if not await store._has_group(first.group):
-            call.need("create", "group", first.group)
+        if not await store._has_queue(first.queue):
+            call.require("create", "consumer", first.queue)
         batches = store.compete(
-            first.group,
+            first.queue,
             convert.query(first.query),
             worker=first.worker,
-            batch_size=convert.within(first.batch_size, 100, convert.MAX_STREAMED, "a batch"),
+            batch_size=convert.check_range(first.batch_size, 100, convert.MAX_STREAM_BATCH, "batch_size"),
             lease_seconds=first.lease_seconds if first.HasField("lease_seconds") else None,
             stop_when_caught_up=first.stop_when_caught_up,
         )
         async with aclosing(batches):  # type: ignore[type-var]
             async for events in batches:
-                for parcel in convert.parcels(map(convert.store_event_message, events)):
-                    # It may have taken long until there was something to give, and as long until more is asked for.
-                    _need_to_compete(first, call)
-                    yield pb.CompeteResponse(events=parcel)
-                    request = await anext(asked, None)
+                for chunk in convert.split_into_chunks(map(convert.store_event_message, events)):
+                    # Check again: permissions may have changed while the stream waited for events or for the client.
+                    _require_compete(first, call)
+                    yield pb.CompeteResponse(events=chunk)
+                    request = await anext(incoming, None)
                     if request is None:
-                        # Nothing is said of what was given: it is another's when its lease ends.
+                        # The events were not acknowledged: they are redelivered when the lease expires.
                         return
-                    _refuse_another(first, request)
-                    _need_to_compete(first, call)
+                    _check_same_queue(first, request)
+                    _require_compete(first, call)
 
-    async def dead_letters(self, request: pb.DeadLettersRequest, call: Call) -> pb.DeadLettersResponse:
-        call.need("read", "group", request.group)
+    async def dead_letters(self, request: pb.DeadLettersRequest, call: GrpcCall) -> pb.DeadLettersResponse:
+        call.require("read", "consumer", request.queue)
         store = await self._backend.store(request.store)
         letters = await store.dead_letters(
-            request.group,
+            request.queue,
             positions=list(request.positions) or None,
             after=request.after,
-            batch_size=convert.within(request.batch_size, 100, convert.MAX_STREAMED, "a batch"),
+            batch_size=convert.check_range(request.batch_size, 100, convert.MAX_STREAM_BATCH, "batch_size"),
         )
         return pb.DeadLettersResponse(letters=map(convert.dead_letter_message, letters))
 
-    async def redrive(self, request: pb.RedriveRequest, call: Call) -> pb.RedriveResponse:
-        call.need("alter", "group", request.group)
+    async def redrive(self, request: pb.RedriveRequest, call: GrpcCall) -> pb.RedriveResponse:
+        call.require("alter", "consumer", request.queue)
         if request.all == bool(request.positions):
-            raise InvalidRequest("say which dead letters: positions, or all")
+            raise InvalidRequest("give exactly one of positions and all")
         positions = None if request.all else list(request.positions)
-        count = await self._backend.redrive(request.store, request.group, positions, call.caller.account)
+        count = await self._backend.redrive(request.store, request.queue, positions, call.principal.account)
         return pb.RedriveResponse(count=count)
 
-    async def open_store_cursor(self, request: pb.OpenStoreCursorRequest, call: Call) -> pb.OpenCursorResponse:
-        call.need("read", "group", request.cursor)
+    async def open_store_cursor(self, request: pb.OpenStoreCursorRequest, call: GrpcCall) -> pb.OpenCursorResponse:
+        call.require("read", "consumer", request.cursor)
         store = await self._backend.store(request.store)
         start_after, epoch = await store._resume(request.epoch or None, request.start_after)
         return pb.OpenCursorResponse(position=await store._open_cursor(request.cursor, start_after), epoch=epoch)
 
-    async def advance_store_cursor(self, request: pb.AdvanceStoreCursorRequest, call: Call) -> pb.AdvanceCursorResponse:
-        call.need("read", "group", request.cursor)
+    async def advance_store_cursor(
+        self, request: pb.AdvanceStoreCursorRequest, call: GrpcCall
+    ) -> pb.AdvanceCursorResponse:
+        call.require("read", "consumer", request.cursor)
         store = await self._backend.store(request.store)
         await store._move_cursor(request.cursor, request.from_position, request.to_position, request.epoch or None)
         return pb.AdvanceCursorResponse()
 
 
-def _need_to_compete(request: pb.CompeteRequest, call: Call) -> None:
-    call.need_still("read", "topic", request.store)
-    call.need_still("read", "group", request.group)
+def _require_compete(request: pb.CompeteRequest, call: GrpcCall) -> None:
+    call.require_now("read", "topic", request.store)
+    call.require_now("read", "consumer", request.queue)
 
 
-def _refuse_another(first: pb.CompeteRequest, request: pb.CompeteRequest) -> None:
-    if request.store not in ("", first.store) or request.group not in ("", first.group):
-        raise InvalidRequest("a stream competes in one group of one event store", hint="Open another stream.")
+def _check_same_queue(first: pb.CompeteRequest, request: pb.CompeteRequest) -> None:
+    if request.store not in ("", first.store) or request.queue not in ("", first.queue):
+        raise InvalidRequest(
+            "all messages of a stream must name the same event store and queue", hint="Open another stream."
+        )
 
 
-async def _verdict(store: Store, append: pb.NumberedAppend, call: Call) -> pb.Verdict:
+async def _verdict(store: Store, append: pb.NumberedAppend, call: GrpcCall) -> pb.Verdict:
     try:
         appended = await store.append(
             [convert.new_store_event(event) for event in append.events],
@@ -221,55 +233,57 @@ async def _verdict(store: Store, append: pb.NumberedAppend, call: Call) -> pb.Ve
     except HeadwaterError as error:
         return pb.Verdict(number=append.number, refused=convert.refusal(error))
     except psycopg.Error as error:
-        logger.error("an append failed", extra={ERROR: str(error)}, exc_info=error)
-        return pb.Verdict(number=append.number, refused=convert.refusal(HeadwaterError("something unexpected")))
+        logger.error("append failed", extra={ERROR: str(error)}, exc_info=error)
+        return pb.Verdict(
+            number=append.number, refused=convert.refusal(HeadwaterError("internal error; see the log of the server"))
+        )
     return pb.Verdict(number=append.number, appended=convert.append_response(appended))
 
 
-class Window:
-    """The appends of one stream that are under way, in the order in which they came."""
+class AppendWindow:
+    """The pending appends of one stream, in the order of arrival."""
 
     def __init__(self) -> None:
-        self._under_way: deque[tuple[asyncio.Task[pb.Verdict], int]] = deque()
+        self._pending: deque[tuple[asyncio.Task[pb.Verdict], int]] = deque()
         self._bytes = 0
-        self._complete = False
-        self._came = asyncio.Event()
-        self._went = asyncio.Event()
+        self._closed = False
+        self._added = asyncio.Event()
+        self._removed = asyncio.Event()
 
-    async def room_for(self, size: int) -> None:
-        """Wait until one more may be under way. One alone always may, however large."""
-        while self._under_way and (len(self._under_way) >= WINDOW_APPENDS or self._bytes + size > WINDOW_BYTES):
-            self._went.clear()
-            await self._went.wait()
+    async def wait_for_room(self, size: int) -> None:
+        """Wait until an append of this size may start. A single one may always start, however large."""
+        while self._pending and (len(self._pending) >= MAX_PENDING_APPENDS or self._bytes + size > MAX_PENDING_BYTES):
+            self._removed.clear()
+            await self._removed.wait()
 
     def begin(self, append: Any, size: int) -> None:
-        self._under_way.append((asyncio.create_task(append), size))
+        self._pending.append((asyncio.create_task(append), size))
         self._bytes += size
-        self._came.set()
+        self._added.set()
 
-    def begin_no_more(self) -> None:
-        self._complete = True
-        self._came.set()
+    def close(self) -> None:
+        self._closed = True
+        self._added.set()
 
     async def next_verdicts(self) -> list[pb.Verdict]:
-        """The next verdicts, as many as there are; none: all were told."""
-        while not self._under_way:
-            if self._complete:
+        """Wait for the next verdicts and return all that are complete; none: the stream has ended."""
+        while not self._pending:
+            if self._closed:
                 return []
-            self._came.clear()
-            await self._came.wait()
-        await asyncio.wait([self._under_way[0][0]])
+            self._added.clear()
+            await self._added.wait()
+        await asyncio.wait([self._pending[0][0]])
         verdicts = []
-        while self._under_way and self._under_way[0][0].done():
-            task, size = self._under_way.popleft()
+        while self._pending and self._pending[0][0].done():
+            task, size = self._pending.popleft()
             self._bytes -= size
             verdicts.append(task.result())
-        self._went.set()
+        self._removed.set()
         return verdicts
 
-    async def give_up(self, reader: asyncio.Task[None]) -> None:
-        """Nobody waits for verdicts any more."""
-        tasks = [reader, *(task for task, _ in self._under_way)]
+    async def cancel(self, reader: asyncio.Task[None]) -> None:
+        """Cancel all pending appends and the reader."""
+        tasks = [reader, *(task for task, _ in self._pending)]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,4 +1,8 @@
-"""Names of subscribers: one at a time has a name, among all servers on one Postgres."""
+"""Exclusive names of subscribers: at most one subscriber of an event store is connected under a name.
+
+With Postgres this holds among all servers: a name is an advisory lock of one dedicated session. If that session is
+lost, another server may grant the names, so the subscribers that hold them here are ended.
+"""
 
 from __future__ import annotations
 
@@ -9,128 +13,130 @@ from typing import Any, Final
 
 import psycopg
 
-from headwater import calls
 from headwater.aio import AsyncHeadwater
+from headwater.calls import Call as DatabaseCall
+from headwater.calls import log as log_calls
+from headwater.calls import store as store_calls
 from headwater.errors import HeadwaterError, LogUnavailable
 from headwater.observability.metrics import ERROR, logger
-from headwater.servers.grpc.errors import NameTaken
-from headwater.servers.grpc.interceptor import Call
+from headwater.servers.grpc.errors import SubscriberNameInUse
+from headwater.servers.grpc.interceptor import GrpcCall
 from headwater.supervisor import supervise
 
-# How often it is seen whether the session that has the names still lives.
+# How often the session that holds the names is checked.
 WATCH_SECONDS: Final = 1.0
 
 
-class Names:
-    """The names that subscribers of this process have."""
+class SubscriberNames:
+    """The names that subscribers of this process hold."""
 
     def __init__(self) -> None:
-        self._taken: dict[tuple[str, str], Call] = {}
+        self._taken: dict[tuple[str, str], GrpcCall] = {}
 
     @asynccontextmanager
-    async def holding(self, store: str, name: str, call: Call) -> AsyncIterator[None]:
-        """Have a name as long as the block lasts. NameTaken: somebody has it. An empty name is none."""
+    async def hold(self, store: str, name: str, call: GrpcCall) -> AsyncIterator[None]:
+        """Hold a name during the block. Raises SubscriberNameInUse. An empty name is not exclusive."""
         if not name:
             yield
             return
         key = (store, name)
         if key in self._taken:
-            raise _taken(store, name)
+            raise _name_in_use(store, name)
         self._taken[key] = call
         try:
-            async with self._among_all(store, name):
+            async with self._hold_globally(store, name):
                 yield
         finally:
             del self._taken[key]
 
     @asynccontextmanager
-    async def _among_all(self, store: str, name: str) -> AsyncIterator[None]:
-        """This process is the only one."""
+    async def _hold_globally(self, store: str, name: str) -> AsyncIterator[None]:
+        """Nothing to do: this is the only process."""
         yield
 
 
-class SharedNames(Names):
-    """The same among all who serve one Postgres: the names are locks of one session, which end with it."""
+class SharedSubscriberNames(SubscriberNames):
+    """Names that are exclusive among all servers on one Postgres: locks of one session, which end with it."""
 
     def __init__(self, log: AsyncHeadwater) -> None:
         super().__init__()
         self._log = log
-        self._one_by_one = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._stack: AsyncExitStack | None = None
         self._connection: psycopg.AsyncConnection[Any] | None = None
         self._watch: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
-        """Give the session back."""
+        """Release the session."""
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
-        await self._let_go()
+        await self._release_session()
 
     @asynccontextmanager
-    async def _among_all(self, store: str, name: str) -> AsyncIterator[None]:
-        if not await self._ask(calls.take_subscriber_name(store, name)):
-            raise _taken(store, name)
+    async def _hold_globally(self, store: str, name: str) -> AsyncIterator[None]:
+        if not await self._run(store_calls.take_subscriber_name(store, name)):
+            raise _name_in_use(store, name)
         session = self._connection
         try:
             yield
         finally:
-            # With its session the name is gone already.
+            # If the session was lost, the name was released with it.
             if self._connection is session and session is not None:
-                giving = asyncio.ensure_future(self._give(store, name))
-                await asyncio.shield(giving)
+                release = asyncio.ensure_future(self._release_name(store, name))
+                await asyncio.shield(release)
 
-    async def _give(self, store: str, name: str) -> None:
+    async def _release_name(self, store: str, name: str) -> None:
         try:
-            await self._ask(calls.give_subscriber_name(store, name))
+            await self._run(store_calls.give_subscriber_name(store, name))
         except HeadwaterError as error:
-            # A session that is lost has no names; the store may be gone with its name, too.
-            logger.warning("a subscriber's name could not be given back", extra={ERROR: error.message})
+            # The session may be lost, or the store deleted: both have released the name.
+            logger.warning("subscriber name not released", extra={ERROR: error.message})
 
-    async def _ask(self, call: calls.Call[bool]) -> bool:
-        async with self._one_by_one:
+    async def _run(self, call: DatabaseCall[bool]) -> bool:
+        async with self._lock:
             if self._connection is None:
                 stack = AsyncExitStack()
                 self._connection = await stack.enter_async_context(self._log.connection())
                 self._stack = stack
-                self._watch = self._watch or supervise("grpc subscriber names", self._watching)
+                self._watch = self._watch or supervise("grpc subscriber names", self._watch_session)
             try:
                 return await self._log._run(call, self._connection)
             except LogUnavailable:
-                await self._lost()
+                await self._end_holders()
                 raise
 
-    async def _watching(self) -> None:
+    async def _watch_session(self) -> None:
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             if self._connection is None:
                 continue
             try:
-                async with self._one_by_one:
+                async with self._lock:
                     if self._connection is not None:
-                        await self._log._run(calls.head(), self._connection)
+                        await self._log._run(log_calls.head(), self._connection)
             except HeadwaterError as error:
-                logger.warning("the session with the names of subscribers is lost", extra={ERROR: error.message})
-                await self._lost()
+                logger.warning("session with subscriber names lost", extra={ERROR: error.message})
+                await self._end_holders()
 
-    async def _lost(self) -> None:
-        """Another server may give the names away by now, so those who had them here end."""
+    async def _end_holders(self) -> None:
+        """End the subscribers that hold names: another server may grant the names now."""
         for call in tuple(self._taken.values()):
-            call.end(LogUnavailable("the subscriber's name is lost with the connection to Postgres: subscribe again"))
-        await self._let_go()
+            call.end(LogUnavailable("connection to Postgres lost: subscribe again"))
+        await self._release_session()
 
-    async def _let_go(self) -> None:
+    async def _release_session(self) -> None:
         stack, self._stack, connection, self._connection = self._stack, None, self._connection, None
         if connection is not None:
-            # Closed, not lent to others: they would have the locks.
+            # Closed and not returned to the pool, since it holds locks.
             await connection.close()
         if stack is not None:
             await stack.aclose()
 
 
-def _taken(store: str, name: str) -> NameTaken:
-    return NameTaken(
-        f'the subscriber "{name}" of "{store}" is connected already',
-        hint="Choose another name, or wait until it has gone.",
+def _name_in_use(store: str, name: str) -> SubscriberNameInUse:
+    return SubscriberNameInUse(
+        f'subscriber "{name}" of "{store}" is already connected',
+        hint="Choose another name, or wait until it disconnects.",
         detail={"store": store, "subscriber": name},
     )

@@ -1,4 +1,4 @@
-"""The application: every router in one list, how errors are told, the description of it all."""
+"""The ASGI application: all routers, the error handlers and the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -17,48 +17,51 @@ from headwater.database.schema import VERSION
 from headwater.errors import HeadwaterError, InvalidRequest
 from headwater.servers.http import (
     accounts,
-    cursors_and_subscriptions,
+    cursors,
     events,
-    groups,
+    health,
     overview,
+    queues,
     schedules,
     schema_registry,
+    sql_subscriptions,
     sse,
-    static_and_health,
+    static,
     stores,
     topics,
     webhooks,
 )
-from headwater.servers.http.authorization import right_of
-from headwater.servers.http.dependencies import MEANS, Served
-from headwater.servers.http.errors import NotThere, WrongMethod, from_postgres, invalid, problem_response, unexpected
-from headwater.servers.http.middleware import Gate
+from headwater.servers.http.authorization import permission_of
+from headwater.servers.http.dependencies import STATUS_MEANINGS, ServerContext
+from headwater.servers.http.errors import NotFound, WrongMethod, from_postgres, invalid, problem_response, unexpected
+from headwater.servers.http.middleware import RequestGuard
 
-# A router of another module is one line here. Its routes state their rights as all others do.
+# Every route of these routers declares the permission that it requires.
 ROUTERS: Final[tuple[APIRouter, ...]] = (
     events.routes,
     sse.routes,
     topics.routes,
-    groups.routes,
-    cursors_and_subscriptions.routes,
+    queues.routes,
+    cursors.routes,
+    sql_subscriptions.routes,
     schedules.routes,
     stores.routes,
     webhooks.routes,
     accounts.routes,
     overview.routes,
-    static_and_health.routes,
+    health.routes,
 )
-# Served to everybody, beside the console's files.
+# Need no authentication, like the files of the console.
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/openapi.json", "/docs", "/v1/sessions"})
 
 _ABOUT: Final = (
-    "One event log in your Postgres, over HTTP. Errors are application/problem+json. "
-    "Callers say who they are by Basic, or by Bearer with an API key, where the server asks."
+    "The HTTP API of Headwater, an event log in Postgres. Errors are application/problem+json (RFC 9457). "
+    "If authentication is on, send Basic credentials, or Bearer with an API key."
 )
 
 
-def described() -> FastAPI:
-    """The application without a log: enough to describe it."""
+def create_api() -> FastAPI:
+    """The API without a log, for its OpenAPI document."""
     app = FastAPI(
         title="Headwater", version=VERSION, description=_ABOUT, openapi_url=None, docs_url=None, redoc_url=None
     )
@@ -67,96 +70,96 @@ def described() -> FastAPI:
     return app
 
 
-def document(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document, with the right that each route needs."""
-    found = app.openapi()
+def openapi_document(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI document, with the permission that each route requires."""
+    document = app.openapi()
     for router in ROUTERS:
         for route in router.routes:
             if not isinstance(route, APIRoute):
                 continue
-            right = str(right_of(route))
+            permission = str(permission_of(route))
             for method in route.methods or ():
-                described_route = found["paths"][route.path][method.lower()]
-                described_route["x-headwater-right"] = right
-                if "requestBody" in described_route:
-                    # The gate reads every body, and bounds it.
-                    described_route["responses"] |= {
-                        str(status): {**described_route["responses"]["400"], "description": MEANS[status]}
+                operation = document["paths"][route.path][method.lower()]
+                operation["x-headwater-permission"] = permission
+                if "requestBody" in operation:
+                    # The middleware checks the size and type of every body.
+                    operation["responses"] |= {
+                        str(status): {**operation["responses"]["400"], "description": STATUS_MEANINGS[status]}
                         for status in (413, 415)
                     }
-                described_route["operationId"] = route.name
-    found["components"]["securitySchemes"] = {
+                operation["operationId"] = route.name
+    document["components"]["securitySchemes"] = {
         "password": {"type": "http", "scheme": "basic"},
         "key": {"type": "http", "scheme": "bearer"},
     }
-    found["security"] = [{}, {"password": []}, {"key": []}]
-    return found
+    document["security"] = [{}, {"password": []}, {"key": []}]
+    return document
 
 
-def application(served: Served) -> ASGIApp:
-    """All that one server offers, behind its gate."""
-    app = described()
-    app.state.served = served
-    app.state.pace = overview.Pace()
-    # The registry has a shape of its own, which others describe. It asks for rights by itself.
+def create_application(context: ServerContext) -> ASGIApp:
+    """The whole application of one server: API, schema registry, console and documentation."""
+    app = create_api()
+    app.state.context = context
+    app.state.publish_rate = overview.PublishRate()
+    # The schema registry has its own request and error format, documented by Confluent. It checks permissions itself.
     app.include_router(schema_registry.router, prefix="/registry")
-    _tell_errors(app)
-    described_as = document(app)
-    body = json.dumps(described_as, indent=1).encode()
-    console = static_and_health.console_pages()
-    about = static_and_health.description_page(described_as)
+    _add_error_handlers(app)
+    document = openapi_document(app)
+    body = json.dumps(document, indent=1).encode()
+    console = static.console_files()
+    description = static.description_page(document)
 
     async def openapi(request: Request) -> Response:
         return Response(body, media_type="application/json", headers={"cache-control": "no-cache"})
 
     async def docs(request: Request) -> Response:
-        return about.sent(request)
+        return description.respond(request)
 
     async def page(request: Request) -> Response:
-        found = console.get(request.url.path)
-        if found is None:
-            raise NotThere(f"there is nothing at {request.url.path}", hint="See /docs.")
-        return found.sent(request)
+        file = console.get(request.url.path)
+        if file is None:
+            raise NotFound(f"no such path: {request.url.path}", hint="See /docs.")
+        return file.respond(request)
 
     app.add_route("/openapi.json", openapi, methods=["GET"])
     app.add_route("/docs", docs, methods=["GET"])
     for path in console:
         app.add_route(path, page, methods=["GET"])
-    return Gate(app, served.callers, served.opening, OPEN_PATHS | console.keys())
+    return RequestGuard(app, context.authenticator, context.options, OPEN_PATHS | console.keys())
 
 
-def _tell_errors(app: FastAPI) -> None:
-    async def ours(request: Request, error: Exception) -> Response:
+def _add_error_handlers(app: FastAPI) -> None:
+    async def headwater_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HeadwaterError)
         return problem_response(error)
 
-    async def of_postgres(request: Request, error: Exception) -> Response:
+    async def postgres_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, psycopg.Error)
         return problem_response(from_postgres(error))
 
-    async def of_shape(request: Request, error: Exception) -> Response:
+    async def validation_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         return problem_response(invalid(error.errors()))
 
-    async def of_routing(request: Request, error: Exception) -> Response:
+    async def routing_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if error.status_code == 404:
-            return problem_response(NotThere(f"there is nothing at {request.url.path}", hint="See /docs."))
+            return problem_response(NotFound(f"no such path: {request.url.path}", hint="See /docs."))
         if error.status_code == 405:
-            response = problem_response(WrongMethod(f"{request.method} is not for {request.url.path}"))
+            response = problem_response(WrongMethod(f"method {request.method} is not allowed for {request.url.path}"))
             response.headers.update(error.headers or {})
             return response
         return problem_response(InvalidRequest(str(error.detail)))
 
-    async def of_text(request: Request, error: Exception) -> Response:
-        return problem_response(InvalidRequest("a text of the request is not text that UTF-8 can hold"))
+    async def encoding_error(request: Request, error: Exception) -> Response:
+        return problem_response(InvalidRequest("the request contains text that cannot be encoded as UTF-8"))
 
-    async def unforeseen(request: Request, error: Exception) -> Response:
+    async def unexpected_error(request: Request, error: Exception) -> Response:
         return problem_response(unexpected(error))
 
-    app.add_exception_handler(HeadwaterError, ours)
-    app.add_exception_handler(psycopg.Error, of_postgres)
-    app.add_exception_handler(RequestValidationError, of_shape)
-    app.add_exception_handler(HTTPException, of_routing)
-    app.add_exception_handler(UnicodeEncodeError, of_text)
-    app.add_exception_handler(Exception, unforeseen)
+    app.add_exception_handler(HeadwaterError, headwater_error)
+    app.add_exception_handler(psycopg.Error, postgres_error)
+    app.add_exception_handler(RequestValidationError, validation_error)
+    app.add_exception_handler(HTTPException, routing_error)
+    app.add_exception_handler(UnicodeEncodeError, encoding_error)
+    app.add_exception_handler(Exception, unexpected_error)

@@ -1,4 +1,4 @@
-"""Who calls, and which right a route needs: said once, where the route is declared."""
+"""The principal of a request, and the permission that each route requires, declared with the route."""
 
 from __future__ import annotations
 
@@ -7,61 +7,65 @@ from typing import Any, Final
 
 from fastapi import Depends, Request
 
-from headwater.servers.authentication import Caller
+from headwater.servers.authentication import Principal
 
-CALLER: Final = "headwater.caller"
+PRINCIPAL: Final = "headwater.principal"
 
 
-def caller_of(request: Request) -> Caller:
-    """Who sent this request; found out before anything of it was read."""
-    caller: Caller = request.scope[CALLER]
-    return caller
+def principal_of(request: Request) -> Principal:
+    """The principal that sent this request. The middleware authenticates it before it reads the body."""
+    principal: Principal = request.scope[PRINCIPAL]
+    return principal
 
 
 @dataclass(frozen=True)
-class Right:
-    """What a route needs: an action on something that its path names, or on the log as a whole."""
+class RequiredPermission:
+    """The permission that a route requires: an action on a resource named in its path, or on the log as a whole."""
 
     action: str
     kind: str
-    # The parameter of the path that holds the name; None: all of them.
+    # The path parameter that holds the name; None: the name is *.
     parameter: str | None
 
     async def __call__(self, request: Request) -> None:
         name = "*" if self.parameter is None else request.path_params[self.parameter]
-        caller_of(request).need(self.action, self.kind, name)
+        principal_of(request).need(self.action, self.kind, name)
 
     def __str__(self) -> str:
         return f"{self.action} {self.kind}" + ("" if self.parameter is None else f" {{{self.parameter}}}")
 
 
 @dataclass(frozen=True)
-class Decided:
-    """For a route that finds out what it needs from what it is asked for. The text says what that is."""
+class RouteCheckedPermission:
+    """For a route that checks permissions itself, because they depend on the request. The text documents them."""
 
     text: str
 
     async def __call__(self) -> None:
-        """The route itself asks."""
+        """Nothing to check here: the route does it."""
 
     def __str__(self) -> str:
         return self.text
 
 
-def needs(action: str, kind: str, parameter: str | None = None) -> Any:
-    """Let only those in who have this right."""
-    return Depends(Right(action, kind, parameter))
+def requires(action: str, kind: str, parameter: str | None = None) -> Any:
+    """Require a permission before the route runs."""
+    return Depends(RequiredPermission(action, kind, parameter))
 
 
-def decides(text: str) -> Any:
-    """The route asks for rights by itself: these."""
-    return Depends(Decided(text))
+def checked_in_route(text: str) -> Any:
+    """Document the permissions that the route checks itself."""
+    return Depends(RouteCheckedPermission(text))
 
 
-def right_of(route: Any) -> Right | Decided:
-    """The right that a route states. Every route states one."""
-    stated = [one.dependency for one in route.dependencies if isinstance(one.dependency, (Right, Decided))]
-    if len(stated) != 1:
-        raise AssertionError(f"{route.path} must state one right, not {len(stated)}")
-    found: Right | Decided = stated[0]
-    return found
+def permission_of(route: Any) -> RequiredPermission | RouteCheckedPermission:
+    """The permission that a route declares. Every route declares exactly one."""
+    declared = [
+        one.dependency
+        for one in route.dependencies
+        if isinstance(one.dependency, (RequiredPermission, RouteCheckedPermission))
+    ]
+    if len(declared) != 1:
+        raise AssertionError(f"{route.path} must declare one permission, not {len(declared)}")
+    permission: RequiredPermission | RouteCheckedPermission = declared[0]
+    return permission

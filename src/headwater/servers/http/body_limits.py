@@ -1,7 +1,7 @@
-"""Bounds on the bodies of requests, by route, checked before anything parses them. Pure.
+"""Limits on request bodies by route, checked before the body is parsed. Pure.
 
-A parsed body takes many times its bytes, and a validator lists every problem that it finds: so what a body may hold is
-bounded by what its route needs, in bytes and in elements. How deep it nests is bounded by the parser.
+A parsed body takes many times its size in memory, and a validator lists every problem that it finds. So each route
+limits the bytes and the JSON elements of its body to what it needs. The parser limits the nesting depth.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ MIB: Final = 1024 * KIB
 
 
 class BodyLimit(NamedTuple):
-    """What the body of a route may hold. `max_bytes` None: as much as the server takes at all."""
+    """The limit of a request body. `max_bytes` None: only the server-wide limit applies."""
 
     max_bytes: int | None
     max_elements: int
 
 
-# Signing in is open to everybody. A name and a password of the largest size fit, whatever is escaped.
+# Signing in needs no authentication. The longest name and password fit, even if every character is escaped.
 SIGN_IN: Final = BodyLimit(16 * KIB, 100)
 OTHER: Final = BodyLimit(1 * MIB, 25_000)
-# The registry bounds its bodies itself, and refuses them in the shape that its clients know.
+# The schema registry has its own lower limit, with the error format that its clients expect.
 SCHEMAS: Final = BodyLimit(4 * MIB, 500_000)
 EVENTS: Final = BodyLimit(None, 500_000)
 
@@ -32,24 +32,24 @@ _BY_PATH: Final = (
     (re.compile(r"/registry/.*"), SCHEMAS),
     (
         re.compile(
-            r"/v1/topics/[^/]+/events|/v1/stores/[^/]+/append|/dcb/[^/]+/append|/v1/(schedules|periodics)(/.*)?"
+            r"/v1/topics/[^/]+/events|/v1/stores/[^/]+/append|/dcb/[^/]+/append|/v1/(schedules|cron-schedules)(/.*)?"
         ),
         EVENTS,
     ),
-    # With the reason of each event that failed.
-    (re.compile(r"/v1/groups/[^/]+/settle"), EVENTS),
+    # Contains an error text for each failed event.
+    (re.compile(r"/v1/queues/[^/]+/settle"), EVENTS),
 )
 _STRING: Final = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 
 
 def limit_for(path: str) -> BodyLimit:
-    """What a body that is sent to this path may hold."""
+    """The limit of a body sent to this path."""
     return next((limit for pattern, limit in _BY_PATH if pattern.fullmatch(path)), OTHER)
 
 
 def has_more_elements(body: bytes, max_elements: int) -> bool:
-    """Whether JSON has more elements (members of objects and of arrays, and these themselves) than this."""
-    # Never fewer than there are; texts are looked at only where they decide.
+    """Whether JSON text has more elements than this: objects, arrays and their members."""
+    # The count never underestimates. Strings are removed only if the cheap count is above the limit.
     return _elements(body) > max_elements and _elements(_STRING.sub(b"", body)) > max_elements
 
 

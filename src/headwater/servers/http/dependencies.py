@@ -1,4 +1,4 @@
-"""What routes stand on: the log and who else is there for one server; how they answer."""
+"""Request dependencies and response helpers shared by all routes."""
 
 from __future__ import annotations
 
@@ -13,92 +13,92 @@ from fastapi.routing import APIRoute
 from starlette.responses import Response
 
 from headwater.aio import AsyncHeadwater
-from headwater.calls.overview import Contents
-from headwater.servers.authentication import Callers
+from headwater.calls.overview import EventRange
+from headwater.servers.authentication import Authenticator
 from headwater.servers.http.errors import PROBLEM, Problem
-from headwater.servers.http.requests import NotReadable, read_json
-from headwater.servers.http.sse_hub import Live
-from headwater.servers.multiprocess_counters import Counts
-from headwater.servers.options import Opening
+from headwater.servers.http.requests import UnreadableJson, read_json
+from headwater.servers.http.sse_hub import SseHub
+from headwater.servers.multiprocess_counters import MultiprocessCounters
+from headwater.servers.options import ServerOptions
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    """One server."""
+class ServerContext:
+    """What the routes of one server process share."""
 
     log: AsyncHeadwater
-    callers: Callers
-    live: Live
-    opening: Opening
-    counts: Counts
+    authenticator: Authenticator
+    sse: SseHub
+    options: ServerOptions
+    counters: MultiprocessCounters
 
 
-def served(request: Request) -> Served:
-    """The server that a request came to."""
-    found: Served = request.app.state.served
-    return found
+def context_of(request: Request) -> ServerContext:
+    """The context of the server that received a request."""
+    context: ServerContext = request.app.state.context
+    return context
 
 
 class _StrictRequest(Request):
-    """Its JSON is what the log could keep."""
+    """A request whose body must be strict JSON."""
 
     async def json(self) -> Any:
         if not hasattr(self, "_json"):
             try:
                 self._json = read_json(await self.body())
-            except (NotReadable, UnicodeDecodeError) as error:
+            except (UnreadableJson, UnicodeDecodeError) as error:
                 raise json.JSONDecodeError(str(error), "", 0) from None
             except json.JSONDecodeError:
                 raise
             except ValueError as error:
-                # A number of more digits than Python reads.
+                # An integer with more digits than Python parses.
                 raise json.JSONDecodeError(str(error).partition(";")[0], "", 0) from None
         return self._json
 
 
 class StrictRoute(APIRoute):
-    """A route whose body is read strictly."""
+    """A route whose body must be strict JSON: no NaN or Infinity."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
-        async def strictly(request: Request) -> Response:
+        async def handle_strictly(request: Request) -> Response:
             return await handle(_StrictRequest(request.scope, request.receive))
 
-        return strictly
+        return handle_strictly
 
 
-MEANS: Final = {
-    400: "What was asked cannot be: fix the caller.",
-    401: "Say who you are: Basic, or Bearer with an API key.",
-    403: "The account lacks the right.",
-    404: "What was named is not there.",
-    409: "It is there already, it was moved meanwhile, or a position is of another epoch (EpochChanged).",
-    410: "Retention took it.",
-    413: "Too much at once.",
-    415: "The body is not said to be JSON.",
-    422: "The request is not of the shape that is described here.",
-    429: "Slow down.",
-    503: "The database cannot be reached now, or does not fit. Trying again may help.",
-    504: "Not done in time.",
-    507: "The disk of the database is full. Trying again helps once it has room.",
+STATUS_MEANINGS: Final = {
+    400: "The request is invalid.",
+    401: "Authentication is required: Basic, or Bearer with an API key.",
+    403: "The account lacks the permission.",
+    404: "The resource does not exist.",
+    409: "The resource already exists, was changed meanwhile, or a position belongs to another epoch (EpochChanged).",
+    410: "The events were removed by retention.",
+    413: "The body or an event is too large.",
+    415: "The content type of the body is not JSON.",
+    422: "The request does not match its schema.",
+    429: "The rate limit is exceeded: slow down and retry.",
+    503: "The database cannot be reached, or its schema does not match. A retry may succeed.",
+    504: "The request timed out.",
+    507: "The disk of the database is full. Retry when it has space again.",
 }
 
 
 def problems(*more: int) -> dict[int | str, dict[str, Any]]:
-    """The answers of a route that are problems: those of all, and more."""
+    """The problem responses of a route: those common to all routes, and more."""
     return {
-        status: {"description": MEANS[status], "model": Problem, "content": {PROBLEM: {}}}
+        status: {"description": STATUS_MEANINGS[status], "model": Problem, "content": {PROBLEM: {}}}
         for status in sorted({400, 401, 403, 422, 429, 503, 504, 507, *more})
     }
 
 
 def router(tag: str) -> APIRouter:
-    """A place for routes of one subject."""
+    """A router for the routes of one subject."""
     return APIRouter(route_class=StrictRoute, tags=[tag])
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if isinstance(value, datetime):
         return value.isoformat()
     if isinstance(value, timedelta):
@@ -107,37 +107,37 @@ def _plain(value: Any) -> Any:
         return sorted(value)
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
-    raise TypeError(f"{type(value).__name__} is not written as JSON")
+    raise TypeError(f"{type(value).__name__} cannot be encoded as JSON")
 
 
-def answer(value: Any, *, status: int = 200) -> Response:
-    """A value as JSON: times in UTC, time spans in seconds."""
-    return raw_answer(as_json(value), status=status)
+def json_response(value: Any, *, status: int = 200) -> Response:
+    """Respond with a value as JSON: times in UTC, durations in seconds."""
+    return raw_json_response(to_json(value), status=status)
 
 
-def as_json(value: Any) -> str:
-    """A value as answers write it."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_plain)
+def to_json(value: Any) -> str:
+    """Encode a value as responses do."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_to_plain)
 
 
-def some(contents: Contents) -> dict[str, Any]:
-    """Some events, as answers tell of them."""
+def event_range(counted: EventRange) -> dict[str, Any]:
+    """A counted range of events, as responses contain it."""
     return {
-        "events": contents.events,
-        "events_is_more": contents.events_is_more,
-        "first": contents.first_position,
-        "last": contents.last_position,
+        "events": counted.events,
+        "events_is_more": counted.events_is_more,
+        "first": counted.first_position,
+        "last": counted.last_position,
     }
 
 
-def raw_answer(body: str, *, status: int = 200) -> Response:
-    """JSON that is written already."""
+def raw_json_response(body: str, *, status: int = 200) -> Response:
+    """Respond with JSON text."""
     return Response(
         body.encode(), status_code=status, media_type="application/json", headers={"cache-control": "no-store"}
     )
 
 
-def listed(name: str, rows: Iterable[str], **more: Any) -> Response:
-    """A list of what is written already, with what is said beside it."""
-    rest = as_json(more)[1:]
-    return raw_answer(f'{{"{name}":[{",".join(rows)}]{"," if more else ""}{rest}')
+def list_response(name: str, rows: Iterable[str], **more: Any) -> Response:
+    """Respond with a list of JSON texts under `name`, and with more fields."""
+    rest = to_json(more)[1:]
+    return raw_json_response(f'{{"{name}":[{",".join(rows)}]{"," if more else ""}{rest}')

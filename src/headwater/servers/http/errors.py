@@ -1,4 +1,4 @@
-"""How an error is told by HTTP: one table from class to status, one shape (RFC 9457)."""
+"""Errors as HTTP responses: a table from error class to status, and the problem format of RFC 9457."""
 
 from __future__ import annotations
 
@@ -19,59 +19,59 @@ from headwater.servers.authentication import AccountExists, NotAuthenticated, To
 PROBLEM: Final = "application/problem+json"
 
 
-class NotThere(HeadwaterError):
-    """What was named is not there."""
+class NotFound(HeadwaterError):
+    """The resource does not exist."""
 
 
 class TooManyConnections(HeadwaterError):
-    """The server has as many connections as it takes: try again in a moment, or another one."""
+    """The server has reached its connection limit: retry in a moment, or use another server."""
 
 
 class WrongMethod(InvalidRequest):
-    """The method is not for that path."""
+    """The path does not support this method."""
 
 
 class BodyTooLarge(InvalidRequest):
-    """The body of the request is above the server's limit: send less at once."""
+    """The request body exceeds the server's limit: send less at once."""
 
 
 class NotJson(InvalidRequest):
-    """The body of a request is JSON, and its content type says so."""
+    """The request body must be JSON, with a JSON content type."""
 
 
 class Unprocessable(InvalidRequest):
-    """The request is not of the shape that is described at /openapi.json."""
+    """The request does not match its schema in /openapi.json."""
 
 
 class ForeignOrigin(HeadwaterError):
-    """Another site asked in the name of whoever is signed in here."""
+    """A page of another site sent the request with the session of this one."""
 
 
 class Misdirected(HeadwaterError):
-    """The request names a host that this server is not."""
+    """The Host header names another server."""
 
 
-class TookTooLong(HeadwaterError):
-    """The request was not done in time, and whether it took effect is not known."""
+class RequestTimeout(HeadwaterError):
+    """The request timed out; whether it took effect is unknown."""
 
 
 class KeyReused(InvalidRequest):
-    """The idempotency key belongs to another request: use a new one for each."""
+    """The idempotency key was used for another request: use a new key for each request."""
 
 
-# The nearest class in an error's ancestry decides, so a new kind of InvalidRequest needs no line here.
+# The nearest base class of an error counts, so a new subclass of InvalidRequest needs no entry.
 STATUS: Final[Mapping[type[HeadwaterError], int]] = {
     InvalidRequest: 400,
     NotAuthenticated: 401,
     errors.NotAllowed: 403,
     ForeignOrigin: 403,
-    NotThere: 404,
+    NotFound: 404,
     errors.TopicNotFound: 404,
-    errors.GroupNotFound: 404,
+    errors.QueueNotFound: 404,
     errors.PipelineNotFound: 404,
     WrongMethod: 405,
     errors.TopicExists: 409,
-    errors.GroupExists: 409,
+    errors.QueueExists: 409,
     AccountExists: 409,
     errors.CursorMoved: 409,
     errors.EpochChanged: 409,
@@ -93,14 +93,14 @@ STATUS: Final[Mapping[type[HeadwaterError], int]] = {
     errors.SchemaMismatch: 503,
     LogUnavailable: 503,
     errors.StorageFull: 507,
-    TookTooLong: 504,
+    RequestTimeout: 504,
 }
-# Beside the shape of the answer: headers that some answers must have, or that help.
-_RETRY: Final = {429: "1", 503: "1", 507: "5"}
+# The Retry-After header by status, in seconds.
+_RETRY_AFTER: Final = {429: "1", 503: "1", 507: "5"}
 
 
 class Problem(BaseModel):
-    """What went wrong, and what to do next. More fields carry what a program needs to go on."""
+    """An error: what is wrong and what to do next. Further fields contain details for programs."""
 
     model_config = ConfigDict(
         extra="allow",
@@ -118,10 +118,10 @@ class Problem(BaseModel):
         },
     )
 
-    type: str = Field(description="urn:headwater:error: and the name of the error")
-    title: str = Field(description="what the kind of error means")
+    type: str = Field(description="urn:headwater:error: followed by the name of the error class")
+    title: str = Field(description="the meaning of this class of error")
     status: int
-    detail: str = Field(description="what happened this time")
+    detail: str = Field(description="what went wrong in this request")
     hint: str | None = Field(default=None, description="what to do next")
 
 
@@ -133,7 +133,7 @@ def status_of(kind: type[HeadwaterError]) -> int:
 
 
 def as_problem(error: HeadwaterError) -> dict[str, Any]:
-    """The fields of an error of ours."""
+    """The problem fields of an error."""
     kind = type(error)
     fields: dict[str, Any] = {
         "type": f"urn:headwater:error:{kind.__name__}",
@@ -147,50 +147,50 @@ def as_problem(error: HeadwaterError) -> dict[str, Any]:
 
 
 def from_postgres(error: psycopg.Error) -> HeadwaterError:
-    """An error of Postgres that nobody explains: what the caller sent, or something of ours."""
+    """Map a Postgres error that the log did not translate: an invalid value, a timeout, a lost connection, or a bug."""
     state = error.sqlstate or ""
     if state.startswith(("22", "54")):
-        return InvalidRequest("the database cannot hold a value of this request", detail={"sqlstate": state})
+        return InvalidRequest("the database cannot store a value of this request", detail={"sqlstate": state})
     if state == "57014":
-        return TookTooLong("the database did not finish in time")
+        return RequestTimeout("the database did not finish in time")
     if error.sqlstate is None and isinstance(error, psycopg.OperationalError):
-        return LogUnavailable("the connection to Postgres is lost")
+        return LogUnavailable("lost the connection to Postgres")
     return unexpected(error)
 
 
 def unexpected(error: BaseException) -> HeadwaterError:
-    """For what nobody foresaw: logged here, and no word of it to the caller."""
-    logger.error("a request failed unexpectedly", exc_info=error, extra={ERROR: str(error)})
-    return HeadwaterError("something unexpected happened; it is in the server's log")
+    """For an unexpected error: log it, and reveal nothing to the client."""
+    logger.error("request failed with an unexpected error", exc_info=error, extra={ERROR: str(error)})
+    return HeadwaterError("internal error; see the server's log")
 
 
 def invalid(problems: Sequence[Any]) -> HeadwaterError:
-    """For a request that does not fit its description."""
+    """For a request that does not match its schema."""
     first = [
         {"at": [str(step) for step in problem["loc"]], "problem": problem["msg"]} for problem in list(problems)[:20]
     ]
     if any(problem["type"] == "json_invalid" for problem in problems):
         text = next(str(p.get("ctx", {}).get("error", "")) for p in problems if p["type"] == "json_invalid")
-        return InvalidRequest(f"the body is not JSON: {text}")
+        return InvalidRequest(f"the body is not valid JSON: {text}")
     where = ".".join(first[0]["at"]) if first else "the request"
     return Unprocessable(
-        f"{where}: {first[0]['problem']}" if first else "the request does not fit",
-        hint="What fits is described at /openapi.json.",
+        f"{where}: {first[0]['problem']}" if first else "the request does not match its schema",
+        hint="The schema is at /openapi.json.",
         detail={"problems": first},
     )
 
 
 def problem_response(error: HeadwaterError) -> Response:
-    """An error as an answer."""
+    """Respond with an error."""
     fields = as_problem(error)
     if type(error) is HeadwaterError:
-        fields["title"] = "A bug of ours."
+        fields["title"] = "Internal server error."
     status = int(fields["status"])
     headers = {"cache-control": "no-store"}
-    if status in _RETRY:
-        headers["retry-after"] = _RETRY[status]
+    if status in _RETRY_AFTER:
+        headers["retry-after"] = _RETRY_AFTER[status]
     if status == 401:
-        # Not Basic, which makes browsers ask by themselves, over the console's own page.
+        # Not Basic: browsers would show their own password dialog over the console's sign-in page.
         headers["www-authenticate"] = 'Bearer realm="headwater"'
     body = json.dumps(fields, default=str).encode()
     return Response(body, status_code=status, media_type=PROBLEM, headers=headers)

@@ -1,4 +1,4 @@
-"""How events look in JSON and in a live stream. Pure."""
+"""Events as JSON and as parts of an SSE stream. Pure."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from headwater.eventstore.query import StoreEvent
-from headwater.model import Event
+from headwater.log.model import Event
 
 JSON_TYPE: Final = "application/json"
-# Names that mean something else to who reads a live stream.
+# Event names with another meaning in an SSE stream.
 _RESERVED: Final = frozenset({"end", "error", "open", "message"})
 _encode: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
@@ -25,7 +25,7 @@ _decode: Final = json.JSONDecoder(parse_constant=_refuse_constant).decode
 
 
 def content(payload: bytes | None, content_type: str | None) -> str:
-    """The payload as the last member of an object: data, text or base64. JSON stays as it was published."""
+    """The payload as the last member of an object: data, text or base64. JSON is passed through unchanged."""
     if payload is None:
         return '"data":null'
     try:
@@ -38,13 +38,13 @@ def content(payload: bytes | None, content_type: str | None) -> str:
         except (ValueError, RecursionError):
             pass
         else:
-            # Between the tokens of JSON only: inside a text they could not be.
+            # Valid JSON has line breaks only between tokens; SSE data must be one line.
             return f'"data":{text.replace(chr(10), " ").replace(chr(13), " ")}'
     return f'"text":{_encode(text)}'
 
 
-def key_of(key: bytes | None) -> dict[str, str | None]:
-    """A key as text; in base64 where it is none."""
+def key_json(key: bytes | None) -> dict[str, str | None]:
+    """A key as text, or as base64 if it is not UTF-8."""
     if key is None:
         return {"key": None}
     try:
@@ -61,7 +61,7 @@ def event_json(event: Event, more: Mapping[str, Any] | None = None) -> str:
         "partition": event.partition,
         "offset": event.topic_offset,
         "type": event.type,
-        **key_of(event.key),
+        **key_json(event.key),
         "routing_key": event.routing_key,
         "headers": event.headers or {},
         "content_type": event.content_type,
@@ -73,7 +73,7 @@ def event_json(event: Event, more: Mapping[str, Any] | None = None) -> str:
 
 
 def store_event_json(topic: str, event: StoreEvent) -> str:
-    """An event of an event store."""
+    """An event of an event store as one line of JSON."""
     parts = {
         "position": event.position,
         "topic": topic,
@@ -90,21 +90,21 @@ def store_event_json(topic: str, event: StoreEvent) -> str:
 
 
 def frame(event: Event, *, named: bool, epoch: int | None = None) -> bytes:
-    """An event as a part of a live stream. `epoch` is the one that its position is of."""
+    """An event as an SSE frame. `epoch` is the epoch of its position."""
     kind = ""
     if named:
         plain = event.type is not None and event.type not in _RESERVED and not {"\n", "\r"} & set(event.type)
         kind = f"event: {event.type if plain else 'event'}\n"
-    return chunk(f"id: {Mark(event.position, epoch=epoch)}\n{kind}data: {event_json(event)}\n\n".encode())
+    return chunk(f"id: {ResumePoint(event.position, epoch=epoch)}\n{kind}data: {event_json(event)}\n\n".encode())
 
 
-class Mark(NamedTuple):
-    """Where a stream may be resumed: the `id:` of an SSE stream, and its Last-Event-ID.
+class ResumePoint(NamedTuple):
+    """Where an SSE stream can be resumed: its `id:` and the client's Last-Event-ID.
 
-    `position` is the last event that the stream delivered, or the last before it began; a stream is resumed after it.
-    `seen` is how far the log was looked through for this stream without finding more: it only says that what retention
-    took up to there is not missing. It may lie beyond what survives a crash, so nothing is ever read from it on.
-    `epoch` is the one that both are of; None: not known, as of a position that somebody typed.
+    `position` is the last event that the stream delivered, or the last one before it began; the stream resumes after
+    it. `seen` is how far the log was searched for this stream without another match: events up to there that retention
+    removed are not missing. It may be beyond what survives a crash, so reading never resumes from it.
+    `epoch` is the epoch of both; None: unknown, as for a position that a user typed.
 
     Written `17.28150123`, or `17.28150123/90` with `seen`.
     """
@@ -114,39 +114,39 @@ class Mark(NamedTuple):
     epoch: int | None = None
 
     def __str__(self) -> str:
-        place = str(self.position) if self.epoch is None else f"{self.position}.{self.epoch}"
-        return f"{place}/{self.seen}" if self.seen > self.position else place
+        text = str(self.position) if self.epoch is None else f"{self.position}.{self.epoch}"
+        return f"{text}/{self.seen}" if self.seen > self.position else text
 
     @classmethod
-    def parsed(cls, text: str) -> Mark | None:
-        """None: that is no id of a stream."""
-        found = _MARK.fullmatch(text)
-        if found is None:
+    def parse(cls, text: str) -> ResumePoint | None:
+        """Parse an id of a stream; None if it is invalid."""
+        match = _RESUME_POINT.fullmatch(text)
+        if match is None:
             return None
-        position, epoch, seen = found.groups()
+        position, epoch, seen = match.groups()
         return cls(int(position), int(seen or 0), None if epoch is None else int(epoch))
 
 
-MARK_PATTERN: Final = r"^([0-9]{1,19})(?:\.([0-9]{1,9}))?(?:/([0-9]{1,19}))?$"
-_MARK: Final = re.compile(MARK_PATTERN)
+RESUME_POINT_PATTERN: Final = r"^([0-9]{1,19})(?:\.([0-9]{1,9}))?(?:/([0-9]{1,19}))?$"
+_RESUME_POINT: Final = re.compile(RESUME_POINT_PATTERN)
 
 
-def beginning(mark: Mark, *, retry_ms: int) -> bytes:
-    """The first part of a stream: a client that gets no event before it is cut off resumes where it began."""
-    return f"retry: {retry_ms}\nid: {mark}\n\n".encode()
+def opening_frame(point: ResumePoint, *, retry_ms: int) -> bytes:
+    """The first frame: a client that is disconnected before its first event resumes where it began."""
+    return f"retry: {retry_ms}\nid: {point}\n\n".encode()
 
 
-def heartbeat(mark: Mark | None) -> bytes:
-    """A comment; for a stream that selects little also how far it has looked, for Last-Event-ID."""
-    return chunk(b":\n\n" if mark is None else f":\nid: {mark}\n\n".encode())
+def heartbeat_frame(point: ResumePoint | None) -> bytes:
+    """A keep-alive comment, with the resume point if it has moved, for streams whose filter rarely matches."""
+    return chunk(b":\n\n" if point is None else f":\nid: {point}\n\n".encode())
 
 
-def ending(reason: str, mark: Mark, *, retry_ms: int) -> bytes:
-    """The last part of a stream: why it ends, and where it may be taken up again."""
-    told = _encode({"reason": reason, "after": mark.position, "epoch": mark.epoch})
-    return chunk(f"id: {mark}\nevent: end\nretry: {retry_ms}\ndata: {told}\n\n".encode()) + b"0\r\n\r\n"
+def closing_frame(reason: str, point: ResumePoint, *, retry_ms: int) -> bytes:
+    """The last frame: why the stream ends, and where it can be resumed."""
+    data = _encode({"reason": reason, "after": point.position, "epoch": point.epoch})
+    return chunk(f"id: {point}\nevent: end\nretry: {retry_ms}\ndata: {data}\n\n".encode()) + b"0\r\n\r\n"
 
 
 def chunk(data: bytes) -> bytes:
-    """As HTTP sends a part of something whose length it does not know."""
+    """Data in HTTP chunked transfer encoding."""
     return b"%x\r\n%s\r\n" % (len(data), data)

@@ -1,4 +1,4 @@
-"""Routes of events: publish and read."""
+"""Event routes: publish and read."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from fastapi import Path, Query, Request
 from psycopg import AsyncConnection
 from starlette.responses import Response
 
-from headwater import calls
 from headwater.aio import AsyncHeadwater
+from headwater.calls import log as log_calls
 from headwater.calls import overview
-from headwater.errors import InvalidRequest, epoch_changed
-from headwater.model import Event, NewEvent
+from headwater.calls import reading as reading_calls
+from headwater.errors import InvalidRequest, epoch_changed_error
+from headwater.log.model import Event, NewEvent
 from headwater.observability import tracing
 from headwater.servers.http import responses
-from headwater.servers.http.authorization import caller_of, decides, needs
-from headwater.servers.http.dependencies import listed, problems, raw_answer, router, served
-from headwater.servers.http.errors import NotThere
+from headwater.servers.http.authorization import checked_in_route, principal_of, requires
+from headwater.servers.http.dependencies import context_of, list_response, problems, raw_json_response, router
+from headwater.servers.http.errors import NotFound
 from headwater.servers.http.event_json import event_json
-from headwater.servers.http.idempotency import IdempotencyKey, once
+from headwater.servers.http.idempotency import IdempotencyKey, run_once
 from headwater.servers.http.requests import (
     MAX_POSITION,
     AfterQuery,
@@ -38,8 +39,8 @@ from headwater.servers.http.sse_client import Selection
 
 routes = router("events")
 
-# How many events one request looks at in order to find some that fit.
-MAX_LOOKED_AT: Final = 20_000
+# How many events one request reads to find matching ones.
+MAX_EXAMINED: Final = 20_000
 BATCH_SIZE: Final = 1000
 BATCH_BYTES: Final = 8 * 1024 * 1024
 
@@ -49,35 +50,35 @@ KeyQuery = Annotated[str | None, Query(max_length=10_000, description="only even
 
 @routes.post(
     "/v1/topics/{topic}/events",
-    dependencies=[needs("write", "topic", "topic")],
-    response_model=responses.Published,
+    dependencies=[requires("write", "topic", "topic")],
+    response_model=responses.PublishResult,
     responses=problems(404, 413),
 )
 async def publish_events(
     request: Request, topic: TopicName, body: Publish, idempotency_key: IdempotencyKey = None
 ) -> Response:
-    """Publish one event, or several: all of them or none, in this order."""
-    log = served(request).log
+    """Publish one event, or several atomically and in order."""
+    log = context_of(request).log
     given = [body] if isinstance(body, EventToPublish) else body.events
     trace = tracing.named_by(request.headers)
     events = [one.new_event()._replace(headers=tracing.joined(one.headers or None, trace)) for one in given]
-    later = any(one.deliver_at is not None for one in given)
-    if later and any(one.partition is not None for one in given):
-        raise InvalidRequest("an event for later cannot choose its partition")
+    is_scheduled = any(one.deliver_at is not None for one in given)
+    if is_scheduled and any(one.partition is not None for one in given):
+        raise InvalidRequest("partition cannot be combined with deliver_at")
 
     async def publish(connection: AsyncConnection[Any] | None) -> dict[str, Any]:
         positions: list[int | None] = []
-        if later or (len(events) == 1 and events[0].partition is None):
-            # One by one, each at its time.
-            whole = log.transaction() if connection is None and len(events) > 1 else nullcontext(connection)
-            async with whole as used:
+        if is_scheduled or (len(events) == 1 and events[0].partition is None):
+            # publish_batch takes no deliver_at: one call per event, in one transaction.
+            transaction = log.transaction() if connection is None and len(events) > 1 else nullcontext(connection)
+            async with transaction as used:
                 for event, one in zip(events, given, strict=True):
                     positions.append(await _publish(log, topic, event, one.deliver_at, used))
         else:
             positions = await log.publish_batch(topic, events, connection=connection)
         return {"positions": positions}
 
-    return await once(request, idempotency_key, publish)
+    return await run_once(request, idempotency_key, publish)
 
 
 async def _publish(
@@ -103,7 +104,7 @@ async def _publish(
 
 @routes.get(
     "/v1/topics/{topic}/events",
-    dependencies=[needs("read", "topic", "topic")],
+    dependencies=[requires("read", "topic", "topic")],
     response_model=responses.EventPage,
     responses=problems(404, 409, 410),
 )
@@ -120,13 +121,13 @@ async def read_topic(
     until: Time | None = None,
     epoch: EpochQuery = None,
 ) -> Response:
-    """Events of a topic, in order or newest first. `header.NAME=VALUE` selects by a header."""
+    """Read a topic, in order or newest first. `header.NAME=VALUE` selects events by a header."""
     return await _page(request, [topic], after, before, limit, order, type, key, since, until, epoch)
 
 
 @routes.get(
     "/v1/events",
-    dependencies=[decides("read topic, of each that is named; without any, read topic *")],
+    dependencies=[checked_in_route("read topic, for each topic given; read topic * if none is given")],
     response_model=responses.EventPage,
     responses=problems(404, 409, 410),
 )
@@ -143,26 +144,26 @@ async def read_events(
     until: Time | None = None,
     epoch: EpochQuery = None,
 ) -> Response:
-    """Events of several topics, or of the whole log. `header.NAME=VALUE` selects by a header."""
+    """Read several topics, or the whole log. `header.NAME=VALUE` selects events by a header."""
     need_topics(request, topic)
     return await _page(request, topic, after, before, limit, order, type, key, since, until, epoch)
 
 
 def need_topics(request: Request, topics: Sequence[str] | None) -> None:
-    """Who reads topics may read each; who names none, all."""
+    """Require permission to read each of these topics; None: every topic."""
     for name in topics or ("*",):
-        caller_of(request).need("read", "topic", name)
+        principal_of(request).need("read", "topic", name)
 
 
 def selection_of(request: Request, topics: Sequence[str] | None, type: str | None, key: str | None) -> Selection:
-    """What a query string selects."""
+    """The selection in a query string."""
     headers = tuple(
         (name.removeprefix("header."), value)
         for name, value in request.query_params.multi_items()
         if name.startswith("header.")
     )
     if len(headers) > 20:
-        raise InvalidRequest("up to 20 headers select events")
+        raise InvalidRequest("too many header.NAME parameters: at most 20 are allowed")
     return Selection(
         None if topics is None else frozenset(topics), type, None if key is None else key.encode(), headers
     )
@@ -181,30 +182,30 @@ async def _page(
     until: datetime | None,
     epoch: int | None,
 ) -> Response:
-    log = served(request).log
+    log = context_of(request).log
     names = None if topics is None else list(dict.fromkeys(topics))
     selection = selection_of(request, names, type, key)
     skip_expired = after is None
     if since is not None:
-        after = max(after or 0, await log.run(calls.position_before(names, since), patience_seconds=5))
+        after = max(after or 0, await log.run(reading_calls.position_before(names, since), patience_seconds=5))
     if until is not None:
-        last = await log.run(calls.position_before(names, until), patience_seconds=5)
+        last = await log.run(reading_calls.position_before(names, until), patience_seconds=5)
         before = last + 1 if before is None else min(before, last + 1)
-    state = await log.run(calls.log_state(names), patience_seconds=5)
-    settled = state.settled
-    if (epoch is not None and epoch != state.epoch) or (after or 0) > state.drawn:
-        # Says which position both epochs share, or that there was no such position.
-        asked = (after or 0) if order == "asc" or before is None else before - 1
-        common, _ = await log.run(calls.resume(epoch, asked), patience_seconds=5)
+    state = await log.run(log_calls.log_state(names), patience_seconds=5)
+    stable = state.stable
+    if (epoch is not None and epoch != state.epoch) or (after or 0) > state.head:
+        # Raises an error if the position never existed; else finds the last position that both epochs share.
+        requested = (after or 0) if order == "asc" or before is None else before - 1
+        common, _ = await log.run(log_calls.resume(epoch, requested), patience_seconds=5)
         if epoch is not None and epoch != state.epoch:
-            raise epoch_changed(epoch, asked, state.epoch, common)
-    low, high = after or 0, settled + 1 if before is None else min(before, settled + 1)
+            raise epoch_changed_error(epoch, requested, state.epoch, common)
+    low, high = after or 0, stable + 1 if before is None else min(before, stable + 1)
     size = min(limit, BATCH_SIZE) if selection.takes_everything else BATCH_SIZE
     found: list[Event] = []
-    looked_at, ended = 0, False
-    while len(found) < limit and looked_at < MAX_LOOKED_AT and not ended:
+    examined, ended = 0, False
+    while len(found) < limit and examined < MAX_EXAMINED and not ended:
         call = (
-            calls.read(
+            reading_calls.read(
                 names,
                 after=low,
                 up_to=high - 1,
@@ -214,11 +215,11 @@ async def _page(
                 epoch=state.epoch,
             )
             if order == "asc"
-            else calls.read_backwards(names, before=high, batch_size=size, max_bytes=BATCH_BYTES)
+            else reading_calls.read_backwards(names, before=high, batch_size=size, max_bytes=BATCH_BYTES)
         )
         events = await log.run(call, patience_seconds=5) if high > low + 1 else []
         ended = not events
-        looked_at += len(events) + 1
+        examined += len(events) + 1
         for event in events:
             if order == "desc" and event.position <= low:
                 ended = True
@@ -227,13 +228,13 @@ async def _page(
                 low = event.position
             else:
                 high = event.position
-            if selection.fits(event) and (since is None or event.published_at >= since):
+            if selection.matches(event) and (since is None or event.published_at >= since):
                 found.append(event)
                 if len(found) == limit:
                     break
-    if order == "desc" and (present := await log.run(calls.current_epoch(), patience_seconds=5)) != state.epoch:
-        raise epoch_changed(state.epoch, high - 1, present, low)
-    following = None
+    if order == "desc" and (present := await log.run(log_calls.current_epoch(), patience_seconds=5)) != state.epoch:
+        raise epoch_changed_error(state.epoch, high - 1, present, low)
+    next_page = None
     if not ended:
         own = ("after", "before", "epoch")
         given = [(name, value) for name, value in request.query_params.multi_items() if name not in own]
@@ -243,21 +244,21 @@ async def _page(
             bounds.append(("before", request.query_params["before"]))
         if order == "desc" and request.query_params.get("after"):
             bounds.append(("after", request.query_params["after"]))
-        following = "?" + urlencode(given + bounds)
-    return listed("events", map(event_json, found), next=following, settled=settled, epoch=state.epoch)
+        next_page = "?" + urlencode(given + bounds)
+    return list_response("events", map(event_json, found), next=next_page, stable=stable, epoch=state.epoch)
 
 
 @routes.get(
     "/v1/events/{position}",
-    dependencies=[decides("read topic, of the event's topic")],
+    dependencies=[checked_in_route("read topic, for the event's topic")],
     response_model=responses.Event,
     responses=problems(404),
 )
 async def show_event(request: Request, position: Annotated[int, Path(ge=1, le=MAX_POSITION)]) -> Response:
-    """The event at a position."""
-    log = served(request).log
+    """Show the event at a position."""
+    log = context_of(request).log
     for event in await log.run(overview.events_at([position]), patience_seconds=5):
-        stable = (await log.run(calls.log_state([event.topic]), patience_seconds=5)).settled
-        if position <= stable and caller_of(request).may("read", "topic", event.topic):
-            return raw_answer(event_json(event))
-    raise NotThere(f"there is no event at position {position}", detail={"position": position})
+        stable = (await log.run(log_calls.log_state([event.topic]), patience_seconds=5)).stable
+        if position <= stable and principal_of(request).may("read", "topic", event.topic):
+            return raw_json_response(event_json(event))
+    raise NotFound(f"no event at position {position}", detail={"position": position})

@@ -1,4 +1,4 @@
-"""Routes of who looks at the whole: the log at a glance, pipelines, consumer groups of Kafka's clients."""
+"""Overview routes: log state, pipelines, Kafka consumer groups."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ from typing import Annotated, Any
 from fastapi import Path, Request
 from starlette.responses import Response
 
-from headwater import calls
-from headwater.calls import overview
+from headwater.calls import log as log_calls
+from headwater.calls import overview, pipeline_runs
 from headwater.calls.overview import KafkaGroupOverview
+from headwater.calls.pipeline_runs import PipelineStatus
 from headwater.errors import PipelineNotFound
-from headwater.model import PipelineStatus
 from headwater.servers.http import responses
-from headwater.servers.http.authorization import caller_of, decides, needs
-from headwater.servers.http.cursors_and_subscriptions import shown_cursor
-from headwater.servers.http.dependencies import answer, problems, router, served
-from headwater.servers.http.errors import NotThere
+from headwater.servers.http.authorization import checked_in_route, principal_of, requires
+from headwater.servers.http.cursors import cursor_json
+from headwater.servers.http.dependencies import context_of, json_response, problems, router
+from headwater.servers.http.errors import NotFound
 
 routes = router("overview")
 
 PipelineName = Annotated[str, Path(min_length=1, max_length=200, description="the pipeline's name")]
 
 
-class Pace:
-    """How many positions are drawn a second, from one look at the head to the next."""
+class PublishRate:
+    """Positions assigned per second, measured between two readings of the head."""
 
     def __init__(self) -> None:
-        self._seen: tuple[int, float] | None = None
+        self._last: tuple[int, float] | None = None
         self._rate: float | None = None
 
-    def at(self, head: int, now: float) -> float | None:
-        """As of now. Looks that are less than half a second apart are one."""
-        if self._seen is None:
-            self._seen = (head, now)
-        elif now - self._seen[1] >= 0.5:
-            before, then = self._seen
+    def update(self, head: int, now: float) -> float | None:
+        """The rate with this reading. Readings less than half a second after the last are ignored."""
+        if self._last is None:
+            self._last = (head, now)
+        elif now - self._last[1] >= 0.5:
+            before, then = self._last
             self._rate = max(0.0, (head - before) / (now - then))
-            self._seen = (head, now)
+            self._last = (head, now)
         return self._rate
 
 
-def _kafka(one: KafkaGroupOverview) -> dict[str, Any]:
+def _group_json(one: KafkaGroupOverview) -> dict[str, Any]:
     return {
         "name": one.name,
         "active": one.active,
@@ -56,101 +56,108 @@ def _kafka(one: KafkaGroupOverview) -> dict[str, Any]:
 
 
 @routes.get(
-    "/v1/overview", dependencies=[needs("describe", "log")], response_model=responses.Overview, responses=problems()
+    "/v1/overview", dependencies=[requires("describe", "log")], response_model=responses.Overview, responses=problems()
 )
 async def show_overview(request: Request) -> Response:
-    """The log at a glance."""
-    log = served(request).log
-    state = await log.run(calls.log_state(), patience_seconds=5)
-    publishers = await log.run(calls.publishers_in_flight(), patience_seconds=5)
+    """An overview of the log and its consumers."""
+    log = context_of(request).log
+    state = await log.run(log_calls.log_state(), patience_seconds=5)
+    publishers = await log.run(log_calls.publishers_in_flight(), patience_seconds=5)
     size = await log.run(overview.log_size(), patience_seconds=5)
     oldest = publishers[0] if publishers else None
-    pace: Pace = request.app.state.pace
-    return answer(
+    publish_rate: PublishRate = request.app.state.publish_rate
+    return json_response(
         {
-            "head": state.drawn,
-            "settled": state.settled,
+            "head": state.head,
+            "stable": state.stable,
             "epoch": state.epoch,
             "oldest_publisher": None
             if oldest is None
             else {"pid": oldest.pid, "age_seconds": None if oldest.age is None else oldest.age.total_seconds()},
             "topics": await log.run(overview.topic_count(), patience_seconds=5),
             "events_estimate": size.events_estimate,
-            "rates": {"published_per_s": pace.at(state.drawn, time.monotonic())},
-            "groups": [asdict(one) for one in await log.run(overview.group_lags(), patience_seconds=5)],
-            "cursors": [shown_cursor(one) for one in await log.cursors()],
-            "pipelines": [asdict(one) for one in await log.run(calls.pipeline_statuses(), patience_seconds=5)],
-            "kafka_groups": [_kafka(one) for one in await log.run(overview.kafka_group_overview(), patience_seconds=5)],
+            "rates": {"published_per_s": publish_rate.update(state.head, time.monotonic())},
+            "queues": [asdict(one) for one in await log.run(overview.queue_lags(), patience_seconds=5)],
+            "cursors": [cursor_json(one) for one in await log.cursors()],
+            "pipelines": [asdict(one) for one in await log.run(pipeline_runs.pipeline_statuses(), patience_seconds=5)],
+            "kafka_groups": [
+                _group_json(one) for one in await log.run(overview.kafka_group_overview(), patience_seconds=5)
+            ],
             "segments": size.segments,
             "bytes": size.bytes,
             "retention": {"oldest": size.oldest},
-            "streams": len(served(request).live.streams()),
+            "streams": len(context_of(request).sse.streams()),
         }
     )
 
 
 @routes.get(
-    "/v1/pipelines", dependencies=[needs("describe", "log")], response_model=responses.Pipelines, responses=problems()
+    "/v1/pipelines",
+    dependencies=[requires("describe", "log")],
+    response_model=responses.Pipelines,
+    responses=problems(),
 )
 async def list_pipelines(request: Request) -> Response:
-    """Every pipeline that has run, as it stands."""
-    found = await served(request).log.run(calls.pipeline_statuses(), patience_seconds=5)
-    return answer({"pipelines": [asdict(one) for one in found]})
+    """List the pipelines that have run, with their state."""
+    found = await context_of(request).log.run(pipeline_runs.pipeline_statuses(), patience_seconds=5)
+    return json_response({"pipelines": [asdict(one) for one in found]})
 
 
 @routes.get(
     "/v1/pipelines/{name}",
-    dependencies=[needs("describe", "log")],
+    dependencies=[requires("describe", "log")],
     response_model=responses.Pipeline,
     responses=problems(404),
 )
 async def show_pipeline(request: Request, name: PipelineName) -> Response:
-    """One pipeline as it stands."""
-    return answer(asdict(await _pipeline(request, name)))
+    """Show the state of a pipeline."""
+    return json_response(asdict(await _pipeline(request, name)))
 
 
 @routes.get(
     "/v1/pipelines/{name}/batches",
-    dependencies=[needs("describe", "log")],
+    dependencies=[requires("describe", "log")],
     response_model=responses.PipelineBatches,
     responses=problems(404),
 )
 async def list_batches(request: Request, name: PipelineName) -> Response:
-    """The last 20 batches of a pipeline and tries that failed, the newest first."""
+    """List the last 20 batches and failed attempts of a pipeline, newest first."""
     await _pipeline(request, name)
-    found = await served(request).log.run(calls.pipeline_batches(name), patience_seconds=5)
-    return answer({"batches": [{**asdict(one), "seconds": (one.details or {}).get("seconds")} for one in found]})
+    found = await context_of(request).log.run(pipeline_runs.pipeline_batches(name), patience_seconds=5)
+    return json_response({"batches": [{**asdict(one), "seconds": (one.details or {}).get("seconds")} for one in found]})
 
 
 async def _pipeline(request: Request, name: str) -> PipelineStatus:
-    for one in await served(request).log.run(calls.pipeline_statuses(), patience_seconds=5):
+    for one in await context_of(request).log.run(pipeline_runs.pipeline_statuses(), patience_seconds=5):
         if one.name == name:
             return one
-    raise PipelineNotFound(f'no pipeline "{name}" ever ran here', hint="See GET /v1/pipelines.")
+    raise PipelineNotFound(f'no pipeline "{name}" has run on this log', hint="See GET /v1/pipelines.")
 
 
 @routes.get(
     "/v1/kafka/groups",
-    dependencies=[decides("describe group, of each that is shown")],
+    dependencies=[checked_in_route("describe consumer, for each group in the list")],
     response_model=responses.KafkaGroups,
     responses=problems(),
 )
 async def list_kafka_groups(request: Request) -> Response:
-    """Consumer groups of Kafka's clients, and how far behind they are."""
-    caller = caller_of(request)
-    found = await served(request).log.run(overview.kafka_group_overview(), patience_seconds=5)
-    return answer({"groups": [_kafka(one) for one in found if caller.may("describe", "group", one.name)]})
+    """List the Kafka consumer groups with their lag."""
+    principal = principal_of(request)
+    found = await context_of(request).log.run(overview.kafka_group_overview(), patience_seconds=5)
+    return json_response(
+        {"groups": [_group_json(one) for one in found if principal.may("describe", "consumer", one.name)]}
+    )
 
 
 @routes.get(
     "/v1/kafka/groups/{group}",
-    dependencies=[needs("describe", "group", "group")],
+    dependencies=[requires("describe", "consumer", "group")],
     response_model=responses.KafkaOffsets,
     responses=problems(404),
 )
 async def show_kafka_group(request: Request, group: Annotated[str, Path(min_length=1, max_length=1000)]) -> Response:
-    """How far a consumer group is in each partition."""
-    found = await served(request).log.run(overview.kafka_group_offsets(group), patience_seconds=5)
+    """Show the committed offsets of a Kafka consumer group."""
+    found = await context_of(request).log.run(overview.kafka_group_offsets(group), patience_seconds=5)
     if found is None:
-        raise NotThere(f'no client of Kafka has used the group "{group}"', detail={"group": group})
-    return answer({"name": group, "offsets": [asdict(one) for one in found]})
+        raise NotFound(f'consumer group "{group}" does not exist', detail={"group": group})
+    return json_response({"name": group, "offsets": [asdict(one) for one in found]})

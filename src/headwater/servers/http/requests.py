@@ -1,4 +1,4 @@
-"""What requests are made of, and their bounds. What only the database can say is left to it."""
+"""Request models with their limits. What depends on stored data is validated by the database."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from pydantic import (
 
 from headwater.access import permissions
 from headwater.errors import InvalidEvent, InvalidRequest
-from headwater.model import NewEvent
+from headwater.log.model import NewEvent
 
-# Above every position there can be, and whole in every language's numbers.
+# Above every possible position, and exact as a double.
 MAX_POSITION: Final = (1 << 53) - 1
 MAX_TOKEN: Final = (1 << 63) - 1
 MAX_EVENTS: Final = 1000
@@ -38,25 +38,25 @@ _DATE: Final = re.compile(r"\d{4}-\d\d-\d\d[Tt ]")
 LATEST: Final = datetime(9000, 1, 1, tzinfo=UTC)
 
 
-class NotReadable(ValueError):
-    """A body that is no JSON that the log could keep."""
+class UnreadableJson(ValueError):
+    """The body is not strict JSON."""
 
 
 def read_json(body: bytes) -> Any:
-    """JSON without what is none, such as NaN. What else the log cannot keep is refused where it is kept."""
+    """Parse strict JSON: NaN and Infinity are rejected."""
 
-    def refuse(text: str) -> Any:
-        raise NotReadable(f"{text} is not JSON")
+    def reject(text: str) -> Any:
+        raise UnreadableJson(f"{text} is not JSON")
 
     try:
-        return json.loads(body, parse_constant=refuse)
+        return json.loads(body, parse_constant=reject)
     except RecursionError:
-        raise NotReadable("nested too deeply") from None
+        raise UnreadableJson("nested too deeply") from None
 
 
 def _text_only(value: Any) -> Any:
     if not isinstance(value, str) or not _DATE.match(value):
-        raise ValueError("a time is a text as in RFC 3339: 2026-03-01T12:00:00Z")
+        raise ValueError("invalid time: expected RFC 3339 text such as 2026-03-01T12:00:00Z")
     return value
 
 
@@ -64,9 +64,9 @@ def _in_range(value: datetime) -> datetime:
     try:
         moment = value.astimezone(UTC)
     except OverflowError:
-        raise ValueError("a time is from 1970 to 9000") from None
+        raise ValueError("invalid time: expected a year from 1970 to 9000") from None
     if not EARLIEST <= moment <= LATEST:
-        raise ValueError("a time is from 1970 to 9000")
+        raise ValueError("invalid time: expected a year from 1970 to 9000")
     return moment
 
 
@@ -80,52 +80,54 @@ Time = Annotated[AwareDatetime, BeforeValidator(_text_only), AfterValidator(_in_
 Object = dict[str, Any]
 
 TopicName = Annotated[str, Path(min_length=1, max_length=249, description="the topic's name", examples=["orders"])]
-GroupName = Annotated[str, Path(min_length=1, max_length=200, description="the group's name", examples=["mailer"])]
-DryRun = Annotated[bool, Query(description="only say what would be deleted")]
+QueueName = Annotated[str, Path(min_length=1, max_length=200, description="the queue's name", examples=["mailer"])]
+DryRun = Annotated[bool, Query(description="delete nothing; report what would be deleted")]
 BeforeQuery = Annotated[int | None, Query(ge=0, le=MAX_POSITION, description="only events before this position")]
 EpochQuery = Annotated[
     int | None,
-    Query(ge=0, le=2_147_483_647, description="the epoch that the positions are of; 409 if the log is in another"),
+    Query(ge=0, le=2_147_483_647, description="the epoch of the positions; 409 if the log has another epoch"),
 ]
 AfterQuery = Annotated[int | None, Query(ge=0, le=MAX_POSITION, description="only events after this position")]
 
 
-class Shape(BaseModel):
-    """A part of a request: nothing that is not named, so that a slip of the pen is not silence."""
+class RequestModel(BaseModel):
+    """The base of all request models. Unknown fields are rejected, so that typos do not pass silently."""
 
     model_config = ConfigDict(extra="forbid")
 
     @model_validator(mode="before")
     @classmethod
-    def _is_small(cls, given: Any) -> Any:
-        # Every key that is not known is a problem, and all problems are listed before the first is told.
+    def _has_few_keys(cls, given: Any) -> Any:
+        # The validator lists every unknown key before it reports the first: bound their number.
         if isinstance(given, dict) and len(given) > len(cls.model_fields) + MAX_UNKNOWN_KEYS:
-            raise ValueError(f"{len(given)} keys, where there are {len(cls.model_fields)}")
+            raise ValueError(f"too many keys: {len(given)}, expected at most {len(cls.model_fields)}")
         return given
 
 
 # --- events ---
 
 
-class EventContent(Shape):
-    """What an event holds: one of data, text and base64, or nothing."""
+class EventContent(RequestModel):
+    """The content of an event. At most one of data, text and base64 may be given."""
 
     type: str | None = Field(default=None, min_length=1, max_length=200, examples=["order.placed"])
-    key: str | None = Field(default=None, max_length=65_535, description="events of one key stay in order")
-    key_base64: str | None = Field(default=None, max_length=90_000, description="the same, for a key that is no text")
+    key: str | None = Field(default=None, max_length=65_535, description="events with the same key stay in order")
+    key_base64: str | None = Field(
+        default=None, max_length=90_000, description="the key as base64, if it is not UTF-8 text"
+    )
     routing_key: str | None = Field(default=None, min_length=1, max_length=255)
     headers: Object | None = None
     content_type: str | None = Field(default=None, min_length=1, max_length=200)
-    data: Any = Field(default=None, description="JSON. Numbers are kept as a double or a whole number can hold them")
-    text: str | None = Field(default=None, description="kept to the letter")
-    base64: str | None = Field(default=None, description="bytes")
+    data: Any = Field(default=None, description="JSON. Numbers are stored as integers or doubles")
+    text: str | None = Field(default=None, description="text, stored unchanged")
+    base64: str | None = Field(default=None, description="binary data as base64")
 
     @model_validator(mode="after")
-    def _says_it_once(self) -> EventContent:
+    def _has_one_payload(self) -> EventContent:
         if len({"data", "text", "base64"} & self.model_fields_set) > 1:
-            raise ValueError("one of data, text and base64")
+            raise ValueError("give only one of data, text and base64")
         if self.key is not None and self.key_base64 is not None:
-            raise ValueError("one of key and key_base64")
+            raise ValueError("give only one of key and key_base64")
         return self
 
     def payload(self) -> tuple[Any, str | None]:
@@ -134,7 +136,7 @@ class EventContent(Shape):
             try:
                 return self.text.encode(), self.content_type or "text/plain"
             except UnicodeEncodeError:
-                raise InvalidEvent("the text is not text that UTF-8 can hold") from None
+                raise InvalidEvent("the text cannot be encoded as UTF-8") from None
         if self.base64 is not None:
             return from_base64(self.base64, "base64"), self.content_type or "application/octet-stream"
         return self.data, self.content_type
@@ -144,7 +146,7 @@ class EventContent(Shape):
 
 
 class EventToPublish(EventContent):
-    """An event that is to be published."""
+    """An event to publish."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -152,10 +154,13 @@ class EventToPublish(EventContent):
     )
 
     event_id: str | None = Field(
-        default=None, min_length=1, max_length=255, description="an event with an id that is there is not repeated"
+        default=None,
+        min_length=1,
+        max_length=255,
+        description="makes publishing idempotent: an event with an existing id is not published again",
     )
     partition: Annotated[int, Field(strict=True, ge=0, le=1023)] | None = None
-    deliver_at: Time | None = Field(default=None, description="not before this time")
+    deliver_at: Time | None = Field(default=None, description="deliver not before this time")
 
     def new_event(self) -> NewEvent:
         payload, content_type = self.payload()
@@ -171,8 +176,8 @@ class EventToPublish(EventContent):
         )
 
 
-class EventsToPublish(Shape):
-    """Events that are published together or not at all, in this order."""
+class EventsToPublish(RequestModel):
+    """Events to publish atomically, in this order."""
 
     events: Annotated[list[EventToPublish], FailFast()] = Field(min_length=1, max_length=MAX_EVENTS)
 
@@ -190,20 +195,22 @@ def from_base64(text: str, what: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
-        raise InvalidEvent(f"{what} is not base64") from None
+        raise InvalidEvent(f"{what} is not valid base64") from None
 
 
 # --- topics ---
 
 
-class TopicToCreate(Shape):
-    """A topic that is to be made."""
+class TopicCreate(RequestModel):
+    """A topic to create."""
 
     model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"name": "orders", "kind": "open"}]})
 
     name: Name
     kind: Literal["open", "sequenced"] = "open"
-    event_store: Flag = Field(default=False, description="a sequenced topic of one partition, appended to by condition")
+    event_store: Flag = Field(
+        default=False, description="create an event store: a sequenced topic with one partition and append conditions"
+    )
     partitions: Annotated[int, Field(strict=True, ge=1, le=1024)] = 1
     retention_seconds: Annotated[float, Field(strict=True, gt=0, le=1e9, allow_inf_nan=False)] | None = None
     max_payload_bytes: Number | None = None
@@ -211,25 +218,27 @@ class TopicToCreate(Shape):
     if_missing: Flag = False
 
 
-class TopicChanges(Shape):
-    """Settings of a topic that are to change. What is not named stays."""
+class TopicUpdate(RequestModel):
+    """Topic settings to change. Omitted settings stay unchanged."""
 
     model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"retention_seconds": 604800}]})
 
     partitions: Annotated[int, Field(strict=True, ge=1, le=1024)] | None = None
     retention_seconds: Annotated[float, Field(strict=True, gt=0, le=1e9, allow_inf_nan=False)] | None = Field(
-        default=None, description="null: events are kept for ever"
+        default=None, description="null: events are kept forever"
     )
     max_payload_bytes: Number | None = None
     max_header_bytes: Number | None = None
-    dry_run: Flag = Field(default=False, description="change nothing, only say which events a new retention takes")
+    dry_run: Flag = Field(
+        default=False, description="change nothing; report which events the new retention would remove"
+    )
 
 
-# --- groups ---
+# --- queues ---
 
 
-class BindingToMake(Shape):
-    """Which events a group is to get: those that fit every part given."""
+class BindingCreate(RequestModel):
+    """Selects the events for a queue: those that match every given field."""
 
     topic: Name | None = None
     type: str | None = Field(default=None, min_length=1, max_length=200)
@@ -238,8 +247,8 @@ class BindingToMake(Shape):
     from_position: Position | None = None
 
 
-class GroupSettings(Shape):
-    """Settings of a group."""
+class QueueSettings(RequestModel):
+    """Settings of a queue."""
 
     lease_seconds: Seconds | None = None
     max_attempts: Number | None = None
@@ -248,33 +257,35 @@ class GroupSettings(Shape):
     backoff_max_seconds: Seconds | None = None
     backoff_jitter: Seconds | None = None
     max_in_flight: Number | None = None
-    must_not_lose: Flag | None = None
+    holds_retention: Flag | None = None
 
 
-class GroupToCreate(GroupSettings):
-    """A queue group that is to be made."""
+class QueueCreate(QueueSettings):
+    """A queue to create."""
 
     model_config = ConfigDict(
         extra="forbid", json_schema_extra={"examples": [{"name": "mailer", "bindings": [{"topic": "orders"}]}]}
     )
 
     name: Annotated[str, Field(min_length=1, max_length=200)]
-    bindings: list[BindingToMake] = Field(default_factory=list, max_length=100)
+    bindings: list[BindingCreate] = Field(default_factory=list, max_length=100)
     ordered_keys: Flag | None = None
-    after: Position | None = Field(default=None, description="begin after this position; default: at the beginning")
+    after: Position | None = Field(
+        default=None, description="start after this position; default: the beginning of the log"
+    )
     since: Time | None = None
     from_end: Flag = False
     if_missing: Flag = False
 
 
-class GroupChanges(GroupSettings):
-    """Settings of a group that are to change. What is not named stays; max_in_flight 0 removes the limit."""
+class QueueUpdate(QueueSettings):
+    """Queue settings to change. Omitted settings stay unchanged; max_in_flight 0 removes the limit."""
 
     model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"lease_seconds": 60}]})
 
 
-class Claim(Shape):
-    """Asks for events to work on."""
+class ClaimRequest(RequestModel):
+    """A worker's request for events."""
 
     model_config = ConfigDict(
         extra="forbid", json_schema_extra={"examples": [{"worker": "mailer-1", "batch_size": 10, "wait_seconds": 5}]}
@@ -284,7 +295,7 @@ class Claim(Shape):
     batch_size: Annotated[int, Field(strict=True, ge=1, le=1000)] = 1
     lease_seconds: Annotated[float, Field(strict=True, ge=0.1, le=86_400, allow_inf_nan=False)] | None = None
     wait_seconds: Annotated[float, Field(strict=True, ge=0, le=30, allow_inf_nan=False)] = Field(
-        default=0, description="how long to wait for something to do"
+        default=0, description="how long to wait for events"
     )
 
 
@@ -297,50 +308,56 @@ def _token(value: Any) -> Any:
 Token = Annotated[
     int,
     BeforeValidator(_token, json_schema_input_type=str | int),
-    Field(strict=True, ge=0, le=MAX_TOKEN, description="proves the lease; a text, since it is too long for JavaScript"),
+    Field(
+        strict=True,
+        ge=0,
+        le=MAX_TOKEN,
+        description="identifies the lease; a string, because it exceeds the integers of JavaScript",
+    ),
 ]
 
 
-class FailedEvent(Shape):
-    """An event that did not succeed."""
+class FailedEvent(RequestModel):
+    """An event whose processing failed."""
 
     position: Position
     error: str = Field(default="failed", max_length=10_000)
     retry_in_seconds: Annotated[float, Field(strict=True, ge=0, le=31_536_000, allow_inf_nan=False)] | None = Field(
-        default=None, description="default: the group's backoff"
+        default=None, description="default: the queue's backoff"
     )
-    dead: Flag = Field(default=False, description="never again: a dead letter at once")
+    dead: Flag = Field(default=False, description="do not retry: make it a dead letter now")
 
 
-class ReleasedEvent(Shape):
-    """An event that is given back, not counted as a try."""
+class ReleasedEvent(RequestModel):
+    """An event returned to the queue without counting an attempt."""
 
     position: Position
     after_seconds: Annotated[float, Field(strict=True, ge=0, le=31_536_000, allow_inf_nan=False)] = 0
 
 
-class Settle(Shape):
-    """Says how events of a lease ended."""
+class SettleRequest(RequestModel):
+    """The outcomes of the events of a lease."""
 
     model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"token": "123", "done": "all"}]})
 
     token: Token
     done: Literal["all"] | Annotated[list[Position], Field(max_length=1000)] = Field(
-        default_factory=list, description='positions, or "all" that are not named otherwise'
+        default_factory=list,
+        description='positions, or "all": every event of the lease that is not listed as failed or released',
     )
     failed: list[FailedEvent] = Field(default_factory=list, max_length=1000)
     released: list[ReleasedEvent] = Field(default_factory=list, max_length=1000)
 
 
-class Extend(Shape):
-    """Keeps a lease for longer."""
+class ExtendRequest(RequestModel):
+    """Extends a lease."""
 
     token: Token
     lease_seconds: Annotated[float, Field(strict=True, ge=0.1, le=86_400, allow_inf_nan=False)] | None = None
 
 
-class Rewind(Shape):
-    """Lets a group begin anew, after a position or since a time."""
+class RewindRequest(RequestModel):
+    """Moves a queue to a position or a time."""
 
     model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"to": 0, "dry_run": True}]})
 
@@ -349,54 +366,56 @@ class Rewind(Shape):
     dry_run: Flag = False
 
 
-class Letters(Shape):
-    """Which dead letters are meant."""
+class DeadLetterSelection(RequestModel):
+    """Selects dead letters of a queue."""
 
     model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"all": True, "dry_run": True}]})
 
     positions: list[Position] | None = Field(default=None, max_length=10_000)
     all: Flag = False
-    handler: str | None = Field(default=None, max_length=200, description="only of this handler of a subscriber")
-    subscription: Position | None = Field(default=None, description="only of this SQL subscription")
+    handler: str | None = Field(
+        default=None, max_length=200, description="only dead letters of this subscriber's handler"
+    )
+    subscription: Position | None = Field(default=None, description="only dead letters of this SQL subscription")
     dry_run: Flag = False
 
-    def meant(self) -> list[int] | None:
-        """Positions; None: all."""
+    def selected(self) -> list[int] | None:
+        """The selected positions; None: all."""
         if self.all == (self.positions is not None):
-            raise InvalidRequest("say which: positions, or all")
+            raise InvalidRequest("give exactly one of positions and all")
         return self.positions
 
 
 # --- cursors, subscriptions, schedules ---
 
 
-class CursorToSet(Shape):
-    """Where a cursor is to stand."""
+class CursorUpdate(RequestModel):
+    """The new position of a cursor."""
 
     model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"position": 0, "topics": ["orders"]}]})
 
     position: Position | None = None
     epoch: Number | None = Field(
         default=None,
-        description="the epoch of the position; in another, the last common position is taken",
+        description="the epoch of the position; if the log has another, the last common position is used",
     )
     since: Time | None = None
     topics: list[Name] | None = Field(default=None, max_length=1000)
-    must_not_lose: Flag | None = None
+    holds_retention: Flag | None = None
 
 
-class SubscriptionToMake(Shape):
-    """A SQL condition with parameters, for a group."""
+class SubscriptionCreate(RequestModel):
+    """A SQL subscription to create: a queue, a filter and its parameters."""
 
     model_config = ConfigDict(
         extra="forbid",
         json_schema_extra={
-            "examples": [{"group": "alerts", "condition": "e.topic = 'orders' and (e.data ->> 'total')::numeric > 100"}]
+            "examples": [{"queue": "alerts", "filter": "e.topic = 'orders' and (e.data ->> 'total')::numeric > 100"}]
         },
     )
 
-    group: Annotated[str, Field(min_length=1, max_length=200)]
-    condition: str = Field(min_length=1, max_length=10_000)
+    queue: Annotated[str, Field(min_length=1, max_length=200)]
+    filter: str = Field(min_length=1, max_length=10_000)
     params: Object = Field(default_factory=dict)
     expires_after_seconds: Annotated[float, Field(strict=True, gt=0, le=1e9, allow_inf_nan=False)] | None = None
     from_position: Position | None = None
@@ -404,21 +423,21 @@ class SubscriptionToMake(Shape):
 
 
 class EventToSchedule(EventContent):
-    """An event for later."""
+    """An event to deliver at a later time."""
 
     topic: Name
     deliver_at: Time
     event_id: str | None = Field(default=None, min_length=1, max_length=255)
 
 
-class ScheduleChange(Shape):
-    """Another time for a scheduled event."""
+class ScheduleUpdate(RequestModel):
+    """The new delivery time of a scheduled event."""
 
     deliver_at: Time
 
 
-class PeriodicToSet(EventContent):
-    """An event that is published at the times of a cron expression."""
+class CronScheduleCreate(EventContent):
+    """A cron schedule: an event that is published at the times of a cron expression."""
 
     name: Annotated[str, Field(min_length=1, max_length=200)]
     cron: str = Field(min_length=1, max_length=200, examples=["*/5 * * * *"])
@@ -426,8 +445,8 @@ class PeriodicToSet(EventContent):
     topic: Name
 
 
-class PeriodicChange(Shape):
-    """Stops a periodic event, or lets it go on."""
+class CronScheduleUpdate(RequestModel):
+    """Pauses or resumes a cron schedule."""
 
     paused: Flag
 
@@ -435,29 +454,29 @@ class PeriodicChange(Shape):
 # --- accounts ---
 
 Action = Literal["read", "write", "create", "delete", "alter", "describe", "all"]
-Kind = Literal["topic", "group", "transaction", "log"]
+Kind = Literal["topic", "consumer", "transaction", "log"]
 assert Action.__args__ == permissions.ACTIONS  # type: ignore[attr-defined]
 assert Kind.__args__ == permissions.KINDS  # type: ignore[attr-defined]
 AccountName = Annotated[str, Field(min_length=1, max_length=200)]
 
 
-class AccountToCreate(Shape):
-    """An account that is to be made."""
+class AccountCreate(RequestModel):
+    """An account to create."""
 
     name: AccountName
     password: str = Field(min_length=1, max_length=1000)
     administrator: Flag = False
 
 
-class AccountChanges(Shape):
-    """A new password, and whether the account administers. What is not named stays."""
+class AccountUpdate(RequestModel):
+    """Changes to an account. Omitted fields stay unchanged."""
 
     password: str | None = Field(default=None, min_length=1, max_length=1000)
     administrator: Flag | None = None
 
 
-class PermissionToGive(Shape):
-    """Something that an account may do."""
+class PermissionCreate(RequestModel):
+    """A permission to grant."""
 
     action: Action
     kind: Kind
@@ -465,20 +484,20 @@ class PermissionToGive(Shape):
     prefix: Flag = False
 
 
-class KeyToMake(Shape):
-    """An API key that is to be made."""
+class ApiKeyCreate(RequestModel):
+    """An API key to create."""
 
     label: str = Field(default="", max_length=200)
     expires_in_seconds: Annotated[float, Field(strict=True, gt=0, le=1e9, allow_inf_nan=False)] | None = None
 
 
-class SignIn(Shape):
-    """Who wants a session."""
+class SignInRequest(RequestModel):
+    """Account name and password for a session."""
 
     name: AccountName
     password: str = Field(max_length=1000)
 
 
 def seconds(value: float | None) -> timedelta | None:
-    """A time span of a request."""
+    """A duration of a request."""
     return None if value is None else timedelta(seconds=value)

@@ -1,4 +1,4 @@
-"""What answers are made of, for the description of the API. Answers are written by hand, and tested against these."""
+"""Response models for the OpenAPI document. Routes build responses by hand; tests check them against these models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Time = datetime
 
 
 class Event(BaseModel):
-    """An event: its place, what it is about, and one of data, text and base64."""
+    """An event: its position, its metadata, and one of data, text and base64."""
 
     position: int
     topic: str
@@ -22,8 +22,8 @@ class Event(BaseModel):
     key_base64: str | None = None
     routing_key: str | None = None
     headers: dict[str, Any] = {}
-    tags: list[str] | None = Field(default=None, description="of an event of an event store")
-    metadata: dict[str, Any] | None = Field(default=None, description="of an event of an event store")
+    tags: list[str] | None = Field(default=None, description="only for events of an event store")
+    metadata: dict[str, Any] | None = Field(default=None, description="only for events of an event store")
     content_type: str | None
     event_id: str | None
     published_at: Time
@@ -33,22 +33,23 @@ class Event(BaseModel):
 
 
 class EventPage(BaseModel):
-    """Events, and the query string of the next page; null: there is none. A page may be empty and not the last."""
+    """A page of events. `next` is the query string of the next page, null on the last one. A page may be empty without
+    being the last."""
 
     events: list[Event]
     next: str | None
-    settled: int
-    epoch: int = Field(description="the epoch that the positions are of: give it back with them")
+    stable: int
+    epoch: int = Field(description="the epoch of the positions; send it with them in later requests")
 
 
-class Published(BaseModel):
-    """Where events are; null for one that waits for its time."""
+class PublishResult(BaseModel):
+    """The positions of the published events; null for a scheduled one."""
 
     positions: list[int | None]
 
 
 class Topic(BaseModel):
-    """A topic with what it holds."""
+    """A topic with its settings and contents."""
 
     name: str
     kind: Literal["open", "sequenced"]
@@ -68,61 +69,61 @@ class Topics(BaseModel):
     topics: list[Topic]
 
 
-class Some(BaseModel):
-    """Some events: how many, counted up to 10,000, and between which positions."""
+class EventRange(BaseModel):
+    """A range of events: their number, counted up to 10,000, and the first and last position."""
 
     events: int
-    events_is_more: bool = Field(description="there are more than were counted")
+    events_is_more: bool = Field(description="the count stopped at its bound; there are more")
     first: int | None
     last: int | None
 
 
-class ChangedTopic(Topic, Some):
-    """A topic as it is now, and its events that are older than the retention asked for: those that go with it."""
+class TopicUpdateResult(Topic, EventRange):
+    """A topic after the change, and the range of events that are older than the given retention and will be removed."""
 
     dry_run: bool
 
 
-class Deleted(Some):
-    """What was deleted, or would be: the events of a topic; of a group or a webhook, those it has yet to be done with;
-    of a subscription, those it has yet to get, among the next 10,000 that its group reads."""
+class DeleteResult(EventRange):
+    """The events affected by a deletion: all events of a topic, the unfinished events of a queue or webhook, or the
+    events that a subscription has not received, among the next 10,000 that its queue reads."""
 
     deleted: bool
 
 
-class Group(BaseModel):
-    """A queue group with its settings and how far it has come."""
+class Queue(BaseModel):
+    """A queue with its settings, state and lag."""
 
     name: str
-    kind: Literal["queue", "cursor"]
+    kind: Literal["bindings", "subscriptions"]
     state: Literal["running", "paused", "no_workers", "stalled", "no_reader"]
     paused: bool
-    frontier: int
+    claimed_position: int
     ready: int
-    ready_is_more: bool = Field(description="there are more: new events are counted up to 1000")
-    lag_events: int = Field(description="what it has not finished: ready, processing and retrying")
-    lag_is_more: bool = Field(description="there are more: new events are counted up to 1000")
-    lag_seconds: float | None = Field(description="age of the oldest event that it has not claimed; null: none")
-    unfinished_seconds: float | None = Field(description="age of the oldest event that it has not finished; null: none")
+    ready_is_more: bool = Field(description="the count is a lower bound: new events are counted up to 1000")
+    lag_events: int = Field(description="unfinished events: ready, processing and retrying")
+    lag_is_more: bool = Field(description="the count is a lower bound: new events are counted up to 1000")
+    lag_seconds: float | None = Field(description="age of the oldest unclaimed event; null: none")
+    unfinished_seconds: float | None = Field(description="age of the oldest unfinished event; null: none")
     processing: int
     retrying: int
     dead: int
     done: int
-    last_claimed_at: Time | None = Field(description="when a worker last asked for events, within 10 seconds")
-    last_worker: str | None = Field(description="the worker that asked then")
+    last_claimed_at: Time | None = Field(description="time of the last claim, accurate to 10 seconds")
+    last_worker: str | None = Field(description="the worker of the last claim")
     ordered_keys: bool
     max_attempts: int
     lease_seconds: float
     max_in_flight: int | None
-    must_not_lose: bool
+    holds_retention: bool
     created_at: Time
 
 
-class Groups(BaseModel):
-    groups: list[Group]
+class Queues(BaseModel):
+    queues: list[Queue]
 
 
-class GroupDetail(Group):
+class QueueDetail(Queue):
     start_position: int
     backoff_seconds: float
     backoff_factor: float
@@ -130,7 +131,7 @@ class GroupDetail(Group):
     backoff_jitter: float
 
 
-class DeletedGroup(Deleted):
+class QueueDeleteResult(DeleteResult):
     ready: int
     ready_is_more: bool
     processing: int
@@ -139,7 +140,7 @@ class DeletedGroup(Deleted):
 
 class Binding(BaseModel):
     id: int
-    group: str
+    queue: str
     topic: str | None
     type: str | None
     pattern: str | None
@@ -152,8 +153,8 @@ class Bindings(BaseModel):
     bindings: list[Binding]
 
 
-class Unbound(Some):
-    """The last position that the binding still takes, and the events after it that no other binding selects."""
+class UnbindResult(EventRange):
+    """The last position that the binding selects, and the events after it that no other binding selects."""
 
     to_position: int
     dry_run: bool
@@ -164,23 +165,23 @@ class ClaimedEvent(Event):
 
 
 class Lease(BaseModel):
-    """A worker's right to events until it ends. Without events there is nothing to do now."""
+    """Events leased to a worker until `expires_at`. Without events, none are ready."""
 
     token: str | None
     expires_at: Time | None
-    alone: bool = Field(description="its one event may be what kills workers: run it with nothing beside it")
+    isolated: bool = Field(description="its single event may have crashed a worker; process it separately")
     events: list[ClaimedEvent]
 
 
-class Settled(BaseModel):
+class SettleResult(BaseModel):
     settled: bool
 
 
-class Extended(BaseModel):
+class ExtendResult(BaseModel):
     expires_at: Time
 
 
-class HeldLease(BaseModel):
+class LeaseInfo(BaseModel):
     token: str
     worker: str
     first_position: int
@@ -190,17 +191,17 @@ class HeldLease(BaseModel):
 
 
 class Leases(BaseModel):
-    leases: list[HeldLease]
+    leases: list[LeaseInfo]
 
 
-class Rewound(BaseModel):
-    """Where a group begins anew, and how many events come after that."""
+class RewindResult(BaseModel):
+    """The new position of a queue, and how many events follow it."""
 
     to: int
     events: int
     events_is_more: bool
-    again: Some = Field(description="those that it had claimed, and gets once more")
-    skipped: Some = Field(description="those that it had not claimed, and never gets")
+    again: EventRange = Field(description="claimed events that are delivered again")
+    skipped: EventRange = Field(description="unclaimed events that are skipped")
     dry_run: bool
 
 
@@ -211,9 +212,9 @@ class DeadLetter(BaseModel):
     error: str | None
     history: list[dict[str, Any]]
     died_at: Time
-    subscription: int | None = Field(description="the SQL subscription; null: the group is a queue")
-    handler: str | None = Field(description="the subscriber's handler that gave up; null: the group is a queue")
-    event: Event | None = Field(description="null: retention took it, or its topic is gone")
+    subscription: int | None = Field(description="the SQL subscription; null for a queue with bindings")
+    handler: str | None = Field(description="the subscriber's handler; null for a queue with bindings")
+    event: Event | None = Field(description="null: removed by retention, or the topic was deleted")
 
 
 class DeadLetters(BaseModel):
@@ -221,14 +222,14 @@ class DeadLetters(BaseModel):
     next: str | None
 
 
-class Counted(BaseModel):
+class DeadLetterCount(BaseModel):
     count: int
     first: int | None
     last: int | None
     dry_run: bool
 
 
-class Paused(BaseModel):
+class PauseState(BaseModel):
     paused: bool
 
 
@@ -236,10 +237,10 @@ class Cursor(BaseModel):
     name: str
     position: int
     topics: list[str] | None
-    must_not_lose: bool
+    holds_retention: bool
     updated_at: Time
     lag_events: int
-    lag_is_more: bool = Field(description="there are more: events are counted up to 1000")
+    lag_is_more: bool = Field(description="the count is a lower bound: events are counted up to 1000")
     lag_seconds: float | None
 
 
@@ -250,17 +251,17 @@ class Cursors(BaseModel):
 class CursorSet(BaseModel):
     name: str
     position: int
-    epoch: int = Field(description="the epoch that the positions are of: give it back with them")
+    epoch: int = Field(description="the epoch of the positions; send it with them in later requests")
 
 
-class Gone(BaseModel):
+class DeleteConfirmation(BaseModel):
     deleted: bool
 
 
 class Subscription(BaseModel):
     id: int
-    group: str
-    condition: str
+    queue: str
+    filter: str
     params: dict[str, Any]
     from_position: int
     expires_after_seconds: float | None
@@ -277,11 +278,11 @@ class Subscriptions(BaseModel):
     subscriptions: list[Subscription]
 
 
-class Made(BaseModel):
+class CreatedId(BaseModel):
     id: int | None
 
 
-class Scheduled(BaseModel):
+class ScheduledEvent(BaseModel):
     id: int
     deliver_at: Time
     topic: str
@@ -292,10 +293,10 @@ class Scheduled(BaseModel):
 
 
 class Schedules(BaseModel):
-    schedules: list[Scheduled]
+    schedules: list[ScheduledEvent]
 
 
-class Periodic(BaseModel):
+class CronSchedule(BaseModel):
     name: str
     cron: str
     time_zone: str
@@ -305,37 +306,37 @@ class Periodic(BaseModel):
     paused: bool
 
 
-class Periodics(BaseModel):
-    periodics: list[Periodic]
+class CronSchedules(BaseModel):
+    cron_schedules: list[CronSchedule]
 
 
-class Named(BaseModel):
+class CronScheduleName(BaseModel):
     name: str
 
 
-class Appended(BaseModel):
-    """Where the events are. `repeated`: they were there already, from an earlier try."""
+class AppendResult(BaseModel):
+    """The positions of the appended events. `repeated`: they already exist from an earlier attempt."""
 
     positions: list[int]
     repeated: bool
-    epoch: int = Field(description="the epoch that the positions are of: give it back with them")
+    epoch: int = Field(description="the epoch of the positions; send it with them in later requests")
 
 
-class StoreEvents(BaseModel):
+class StoreEventPage(BaseModel):
     events: list[Event]
-    epoch: int = Field(description="the epoch that the positions are of: give it back with them")
+    epoch: int = Field(description="the epoch of the positions; send it with them in later requests")
 
 
-class Count(BaseModel):
+class StoreEventCount(BaseModel):
     count: int
 
 
 class LatestEvents(BaseModel):
-    """The latest event of each item of the query, null where there is none, and the position of the latest of all."""
+    """The latest event of each item of the query, null if there is none, and the position of the latest of all."""
 
     events: list[Event | None]
     position: int
-    epoch: int = Field(description="the epoch that the positions are of: give it back with them")
+    epoch: int = Field(description="the epoch of the positions; send it with them in later requests")
 
 
 class Permission(BaseModel):
@@ -346,7 +347,7 @@ class Permission(BaseModel):
     prefix: bool
 
 
-class Me(BaseModel):
+class CurrentPrincipal(BaseModel):
     account: str | None
     administrator: bool
     authenticated: bool
@@ -363,19 +364,19 @@ class Accounts(BaseModel):
     permissions: list[Permission]
 
 
-class Key(BaseModel):
+class ApiKeyInfo(BaseModel):
     hash: str
     label: str
     created_at: Time
     expires_at: Time | None
 
 
-class Keys(BaseModel):
-    keys: list[Key]
+class ApiKeys(BaseModel):
+    keys: list[ApiKeyInfo]
 
 
-class NewKey(BaseModel):
-    """The key, which is shown this once, and the hash by which it is named."""
+class NewApiKey(BaseModel):
+    """The new API key, which is shown only here, and its hash."""
 
     key: str
     hash: str
@@ -389,8 +390,8 @@ class Pipeline(BaseModel):
     leased_until: Time | None
     started_at: Time | None
     place: int | None
-    behind: int | None = Field(description="events of its own topics, or bytes of WAL; null: not known yet")
-    behind_is_more: bool = Field(description="there are more: events are counted up to 1000")
+    behind: int | None = Field(description="lag in events of its topics, or in bytes of WAL; null: not known yet")
+    behind_is_more: bool = Field(description="the count is a lower bound: events are counted up to 1000")
     batches: int
     rows: int
     last_batch: dict[str, Any] | None
@@ -406,7 +407,7 @@ class Pipelines(BaseModel):
 
 
 class PipelineBatch(BaseModel):
-    """A batch as its runner told of it; with an error, a try that failed."""
+    """A batch as reported by the runner; a failed attempt has an error."""
 
     ended_at: Time
     rows: int
@@ -425,7 +426,9 @@ class KafkaGroup(BaseModel):
     generation: int
     partitions: int
     lag: int
-    lag_is_more: bool = Field(description="there are more: in an open topic records are counted up to 1000")
+    lag_is_more: bool = Field(
+        description="the count is a lower bound: in an open topic, records are counted up to 1000"
+    )
     committed_at: Time
 
 
@@ -439,7 +442,9 @@ class KafkaOffset(BaseModel):
     committed_offset: int
     end_offset: int
     lag: int
-    lag_is_more: bool = Field(description="there are more: in an open topic records are counted up to 1000")
+    lag_is_more: bool = Field(
+        description="the count is a lower bound: in an open topic, records are counted up to 1000"
+    )
     committed_at: Time
 
 
@@ -453,14 +458,14 @@ class OldestPublisher(BaseModel):
     age_seconds: float | None
 
 
-class GroupLag(BaseModel):
+class QueueLag(BaseModel):
     name: str
     kind: str
     state: Literal["running", "paused", "no_workers", "stalled", "no_reader"]
     paused: bool
     position: int
     lag_events: int
-    lag_is_more: bool = Field(description="there are more: new events are counted up to 1000")
+    lag_is_more: bool = Field(description="the count is a lower bound: new events are counted up to 1000")
     lag_seconds: float | None
     leased: int
     redeliveries: int
@@ -476,31 +481,31 @@ class Retention(BaseModel):
 
 
 class Overview(BaseModel):
-    """The log at a glance."""
+    """An overview of the log and its consumers."""
 
     head: int
-    settled: int
+    stable: int
     epoch: int
     oldest_publisher: OldestPublisher | None
     topics: int
     events_estimate: int
     rates: Rates
-    groups: list[GroupLag]
+    queues: list[QueueLag]
     cursors: list[Cursor]
     pipelines: list[Pipeline]
     kafka_groups: list[KafkaGroup]
     segments: int
     bytes: int
     retention: Retention
-    streams: int = Field(description="live streams of this process")
+    streams: int = Field(description="open SSE streams of this process")
 
 
 class Health(BaseModel):
     status: Literal["alive"]
 
 
-class Check(BaseModel):
-    """What was looked at, and what to do if it is not well. One that is not `required` is a warning only."""
+class ReadinessCheck(BaseModel):
+    """The result of a check, and what to do if it failed. A check that is not `required` is only a warning."""
 
     name: str
     ok: bool
@@ -509,13 +514,13 @@ class Check(BaseModel):
     required: bool
 
 
-class Ready(BaseModel):
+class Readiness(BaseModel):
     ready: bool
-    checks: list[Check]
+    checks: list[ReadinessCheck]
 
 
 class DcbEvent(BaseModel):
-    """An event in the shape of dcb.events."""
+    """An event in the format of dcb.events."""
 
     id: str | None
     type: str
@@ -524,11 +529,11 @@ class DcbEvent(BaseModel):
     position: int
 
 
-class DcbAppended(BaseModel):
+class DcbAppendResult(BaseModel):
     durationInMicroseconds: int
     appendConditionFailed: bool
 
 
-class DcbCounted(BaseModel):
+class DcbReadResult(BaseModel):
     durationInMicroseconds: int
     numberOfMatchingEvents: int

@@ -1,4 +1,4 @@
-"""Routes of events for later: once, and at the times of a cron expression."""
+"""Routes for scheduled events and cron schedules."""
 
 from __future__ import annotations
 
@@ -9,30 +9,36 @@ from fastapi import Path, Query, Request
 from psycopg import AsyncConnection
 from starlette.responses import Response
 
-from headwater import calls, model
-from headwater.calls import overview
+from headwater.calls import overview, publishing
 from headwater.log.cron import next_time
+from headwater.log.model import ScheduledEvent
 from headwater.observability import tracing
 from headwater.servers.http import responses
-from headwater.servers.http.authorization import caller_of, decides
-from headwater.servers.http.dependencies import answer, problems, router, served
-from headwater.servers.http.errors import NotThere
-from headwater.servers.http.event_json import key_of
-from headwater.servers.http.idempotency import IdempotencyKey, once
-from headwater.servers.http.requests import MAX_POSITION, EventToSchedule, PeriodicChange, PeriodicToSet, ScheduleChange
+from headwater.servers.http.authorization import checked_in_route, principal_of
+from headwater.servers.http.dependencies import context_of, json_response, problems, router
+from headwater.servers.http.errors import NotFound
+from headwater.servers.http.event_json import key_json
+from headwater.servers.http.idempotency import IdempotencyKey, run_once
+from headwater.servers.http.requests import (
+    MAX_POSITION,
+    CronScheduleCreate,
+    CronScheduleUpdate,
+    EventToSchedule,
+    ScheduleUpdate,
+)
 
 routes = router("schedules")
 
 ScheduleId = Annotated[int, Path(ge=1, le=MAX_POSITION)]
-PeriodicName = Annotated[str, Path(min_length=1, max_length=200)]
+CronScheduleName = Annotated[str, Path(min_length=1, max_length=200)]
 
 
-def _shown(one: model.Scheduled) -> dict[str, Any]:
+def _scheduled_json(one: ScheduledEvent) -> dict[str, Any]:
     return {
         "id": one.id,
         "deliver_at": one.due_at,
         "topic": one.topic,
-        **key_of(one.key),
+        **key_json(one.key),
         "type": one.type,
         "event_id": one.event_id,
     }
@@ -40,7 +46,7 @@ def _shown(one: model.Scheduled) -> dict[str, Any]:
 
 @routes.get(
     "/v1/schedules",
-    dependencies=[decides("describe topic, of each whose events are shown")],
+    dependencies=[checked_in_route("describe topic, for each topic in the list")],
     response_model=responses.Schedules,
     responses=problems(),
 )
@@ -49,29 +55,29 @@ async def list_schedules(
     topic: Annotated[str | None, Query(min_length=1, max_length=249)] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> Response:
-    """The events that wait for their time, the next one first."""
-    log, caller = served(request).log, caller_of(request)
-    asked = [one.name for one in await log.topics()] if topic is None else [topic]
-    # Before the limit: who may see few must not get an empty list because others have many.
-    topics = [name for name in asked if caller.may("describe", "topic", name)]
-    found = await log.run(calls.scheduled(topics=topics, batch_size=limit), patience_seconds=5)
-    return answer({"schedules": [_shown(one) for one in found]})
+    """List the scheduled events, the next one first."""
+    log, principal = context_of(request).log, principal_of(request)
+    names = [one.name for one in await log.topics()] if topic is None else [topic]
+    # Filtered before the limit applies; otherwise topics that are hidden could fill the page.
+    topics = [name for name in names if principal.may("describe", "topic", name)]
+    found = await log.run(publishing.scheduled(topics=topics, batch_size=limit), patience_seconds=5)
+    return json_response({"schedules": [_scheduled_json(one) for one in found]})
 
 
 @routes.post(
     "/v1/schedules",
     status_code=201,
-    dependencies=[decides("write topic {topic}")],
-    response_model=responses.Made,
+    dependencies=[checked_in_route("write topic {topic}")],
+    response_model=responses.CreatedId,
     responses=problems(404, 413),
 )
 async def schedule(request: Request, body: EventToSchedule, idempotency_key: IdempotencyKey = None) -> Response:
-    """Schedule one event, however far ahead. With an `event_id` that is in the log, the id is null."""
-    caller_of(request).need("write", "topic", body.topic)
+    """Schedule an event. The id is null if the log already contains its `event_id`."""
+    principal_of(request).need("write", "topic", body.topic)
     payload, content_type = body.payload()
 
     async def act(connection: AsyncConnection[Any] | None) -> dict[str, Any]:
-        made = await served(request).log.schedule(
+        schedule_id = await context_of(request).log.schedule(
             body.topic,
             payload,
             deliver_at=body.deliver_at,
@@ -83,76 +89,80 @@ async def schedule(request: Request, body: EventToSchedule, idempotency_key: Ide
             content_type=content_type,
             connection=connection,
         )
-        return {"id": made}
+        return {"id": schedule_id}
 
-    return await once(request, idempotency_key, act, status=201)
+    return await run_once(request, idempotency_key, act, status=201)
 
 
-async def _found(request: Request, id: int) -> model.Scheduled:
-    found = await served(request).log.run(overview.find_scheduled(id), patience_seconds=5)
-    if found is None or not caller_of(request).may("describe", "topic", found.topic):
-        raise NotThere(f"no event waits under {id}", hint="See GET /v1/schedules.", detail={"id": id})
-    caller_of(request).need("write", "topic", found.topic)
+async def _find(request: Request, id: int) -> ScheduledEvent:
+    found = await context_of(request).log.run(overview.find_scheduled(id), patience_seconds=5)
+    if found is None or not principal_of(request).may("describe", "topic", found.topic):
+        raise NotFound(f"scheduled event {id} does not exist", hint="See GET /v1/schedules.", detail={"id": id})
+    principal_of(request).need("write", "topic", found.topic)
     return found
 
 
 @routes.patch(
     "/v1/schedules/{id}",
-    dependencies=[decides("write topic, of the event's topic")],
-    response_model=responses.Scheduled,
+    dependencies=[checked_in_route("write topic, for the event's topic")],
+    response_model=responses.ScheduledEvent,
     responses=problems(404),
 )
-async def move_schedule(request: Request, id: ScheduleId, body: ScheduleChange) -> Response:
-    """Give a scheduled event another time."""
-    found = await _found(request, id)
-    if not await served(request).log.run(calls.move_scheduled(id, body.deliver_at), patience_seconds=5):
-        raise NotThere(f"no event waits under {id}: it is in the log", detail={"id": id})
-    return answer({**_shown(found), "deliver_at": body.deliver_at})
+async def move_schedule(request: Request, id: ScheduleId, body: ScheduleUpdate) -> Response:
+    """Change the time of a scheduled event."""
+    found = await _find(request, id)
+    if not await context_of(request).log.run(publishing.move_scheduled(id, body.deliver_at), patience_seconds=5):
+        raise NotFound(f"scheduled event {id} has already been published", detail={"id": id})
+    return json_response({**_scheduled_json(found), "deliver_at": body.deliver_at})
 
 
 @routes.delete(
     "/v1/schedules/{id}",
-    dependencies=[decides("write topic, of the event's topic")],
-    response_model=responses.Gone,
+    dependencies=[checked_in_route("write topic, for the event's topic")],
+    response_model=responses.DeleteConfirmation,
     responses=problems(404),
 )
 async def cancel_schedule(request: Request, id: ScheduleId) -> Response:
-    """Take back a scheduled event."""
-    await _found(request, id)
-    if not await served(request).log.run(calls.cancel_scheduled(id), patience_seconds=5):
-        raise NotThere(f"no event waits under {id}: it is in the log", detail={"id": id})
-    return answer({"deleted": True})
+    """Cancel a scheduled event."""
+    await _find(request, id)
+    if not await context_of(request).log.run(publishing.cancel_scheduled(id), patience_seconds=5):
+        raise NotFound(f"scheduled event {id} has already been published", detail={"id": id})
+    return json_response({"deleted": True})
 
 
 @routes.get(
-    "/v1/periodics",
-    dependencies=[decides("describe topic, of each whose events are shown")],
-    response_model=responses.Periodics,
+    "/v1/cron-schedules",
+    dependencies=[checked_in_route("describe topic, for each topic in the list")],
+    response_model=responses.CronSchedules,
     responses=problems(),
 )
-async def list_periodics(request: Request) -> Response:
-    """Every periodic event with its next time."""
-    caller = caller_of(request)
-    found = [one for one in await served(request).log.periodics() if caller.may("describe", "topic", one.topic)]
-    return answer({"periodics": found})
+async def list_cron_schedules(request: Request) -> Response:
+    """List the cron schedules with their next time."""
+    principal = principal_of(request)
+    found = [
+        one for one in await context_of(request).log.cron_schedules() if principal.may("describe", "topic", one.topic)
+    ]
+    return json_response({"cron_schedules": found})
 
 
 @routes.post(
-    "/v1/periodics",
+    "/v1/cron-schedules",
     status_code=201,
-    dependencies=[decides("write topic {topic}, and of the topic that the one of that name had")],
-    response_model=responses.Named,
+    dependencies=[
+        checked_in_route("write topic {topic}, and write topic for the previous topic of a schedule that is replaced")
+    ],
+    response_model=responses.CronScheduleName,
     responses=problems(404, 413),
 )
-async def set_periodic(request: Request, body: PeriodicToSet) -> Response:
-    """Publish an event at the times of a cron expression; one of that name is changed."""
-    log, caller = served(request).log, caller_of(request)
-    caller.need("write", "topic", body.topic)
-    for one in await log.periodics():
+async def set_cron_schedule(request: Request, body: CronScheduleCreate) -> Response:
+    """Create a cron schedule, or replace the one with this name."""
+    log, principal = context_of(request).log, principal_of(request)
+    principal.need("write", "topic", body.topic)
+    for one in await log.cron_schedules():
         if one.name == body.name:
-            caller.need("write", "topic", one.topic)
+            principal.need("write", "topic", one.topic)
     payload, content_type = body.payload()
-    call = calls.set_periodic(
+    call = publishing.set_cron_schedule(
         body.name,
         body.cron,
         body.topic,
@@ -166,45 +176,45 @@ async def set_periodic(request: Request, body: PeriodicToSet) -> Response:
         content_type=content_type,
     )
     detail = body.model_dump(include={"cron", "time_zone", "topic", "type"})
-    async with log.audited(caller.account, "periodic.set", body.name, detail) as connection:
+    async with log.audited(principal.account, "cron.set", body.name, detail) as connection:
         await log.run(call, connection=connection)
-    return answer({"name": body.name}, status=201)
+    return json_response({"name": body.name}, status=201)
 
 
-async def _need_periodic(request: Request, name: str) -> None:
-    for one in await served(request).log.periodics():
-        if one.name == name and caller_of(request).may("describe", "topic", one.topic):
-            caller_of(request).need("write", "topic", one.topic)
+async def _need_cron_schedule(request: Request, name: str) -> None:
+    for one in await context_of(request).log.cron_schedules():
+        if one.name == name and principal_of(request).may("describe", "topic", one.topic):
+            principal_of(request).need("write", "topic", one.topic)
             return
-    raise NotThere(f'there is no periodic event "{name}"', hint="See GET /v1/periodics.", detail={"name": name})
+    raise NotFound(f'cron schedule "{name}" does not exist', hint="See GET /v1/cron-schedules.", detail={"name": name})
 
 
 @routes.patch(
-    "/v1/periodics/{name}",
-    dependencies=[decides("write topic, of the event's topic")],
-    response_model=responses.Paused,
+    "/v1/cron-schedules/{name}",
+    dependencies=[checked_in_route("write topic, for the event's topic")],
+    response_model=responses.PauseState,
     responses=problems(404),
 )
-async def pause_periodic(request: Request, name: PeriodicName, body: PeriodicChange) -> Response:
-    """Stop a periodic event from being published, or let it go on."""
-    log = served(request).log
-    await _need_periodic(request, name)
-    action = "periodic.pause" if body.paused else "periodic.resume"
-    async with log.audited(caller_of(request).account, action, name, {}) as connection:
-        await log.run(calls.pause_periodic(name, paused=body.paused), connection=connection)
-    return answer({"paused": body.paused})
+async def pause_cron_schedule(request: Request, name: CronScheduleName, body: CronScheduleUpdate) -> Response:
+    """Pause or resume a cron schedule."""
+    log = context_of(request).log
+    await _need_cron_schedule(request, name)
+    action = "cron.pause" if body.paused else "cron.resume"
+    async with log.audited(principal_of(request).account, action, name, {}) as connection:
+        await log.run(publishing.pause_cron_schedule(name, paused=body.paused), connection=connection)
+    return json_response({"paused": body.paused})
 
 
 @routes.delete(
-    "/v1/periodics/{name}",
-    dependencies=[decides("write topic, of the event's topic")],
-    response_model=responses.Gone,
+    "/v1/cron-schedules/{name}",
+    dependencies=[checked_in_route("write topic, for the event's topic")],
+    response_model=responses.DeleteConfirmation,
     responses=problems(404),
 )
-async def delete_periodic(request: Request, name: PeriodicName) -> Response:
-    """Forget a periodic event."""
-    log = served(request).log
-    await _need_periodic(request, name)
-    async with log.audited(caller_of(request).account, "periodic.delete", name, {}) as connection:
-        await log.run(calls.delete_periodic(name), connection=connection)
-    return answer({"deleted": True})
+async def delete_cron_schedule(request: Request, name: CronScheduleName) -> Response:
+    """Delete a cron schedule."""
+    log = context_of(request).log
+    await _need_cron_schedule(request, name)
+    async with log.audited(principal_of(request).account, "cron.delete", name, {}) as connection:
+        await log.run(publishing.delete_cron_schedule(name), connection=connection)
+    return json_response({"deleted": True})

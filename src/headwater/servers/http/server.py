@@ -1,4 +1,4 @@
-"""The HTTP door: the API, live streams, and the console, on one port."""
+"""The HTTP server: the API, SSE streams, and the console, on one port."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from headwater.access.password_checks import PasswordChecks
 from headwater.aio import AsyncHeadwater
 from headwater.errors import InvalidRequest
 from headwater.servers.admission import Admission
-from headwater.servers.authentication import Callers
-from headwater.servers.http.app import application
-from headwater.servers.http.dependencies import Served
-from headwater.servers.http.sse_hub import Live
-from headwater.servers.http.uvicorn_protocol import Connection
-from headwater.servers.multiprocess_counters import Counts
-from headwater.servers.options import Door, Opening
+from headwater.servers.authentication import Authenticator
+from headwater.servers.http.app import create_application
+from headwater.servers.http.dependencies import ServerContext
+from headwater.servers.http.sse_hub import SseHub
+from headwater.servers.http.uvicorn_protocol import HttpConnection
+from headwater.servers.multiprocess_counters import MultiprocessCounters
+from headwater.servers.options import RunningServer, ServerOptions
 
 BACKLOG: Final = 4096
 KEEP_ALIVE_SECONDS: Final = 20
-# What was called off at the end of the grace may clear up for so long.
-LATE_SECONDS: Final = 5.0
+# How long requests that were cancelled at the end of the grace period may take to clean up.
+CLEANUP_SECONDS: Final = 5.0
 
 
 class _Server(uvicorn.Server):
-    """One that leaves signals to whoever runs it, and tells when it listens."""
+    """A uvicorn server that leaves signals to its process and signals when it listening."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self.listens = asyncio.Event()
+        self.listening = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self.listens.set()
+        self.listening.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -49,56 +49,56 @@ class _Server(uvicorn.Server):
 
 @asynccontextmanager
 async def serving(
-    log: AsyncHeadwater, opening: Opening, *, passwords: PasswordChecks | None = None
-) -> AsyncIterator[Door]:
-    """Serve HTTP until the block is left; requests under way are finished then, and live streams told the end."""
-    callers = Callers(log, authenticate=opening.authenticate, passwords=passwords)
-    live = Live(log, opening.limits)
-    counts = Counts(opening.counts_directory)
-    listener = _listener(opening)
-    # It warns of every request that is no HTTP, which anybody can send without end.
+    log: AsyncHeadwater, options: ServerOptions, *, passwords: PasswordChecks | None = None
+) -> AsyncIterator[RunningServer]:
+    """Serve HTTP until the block is left. Then requests in progress are finished and SSE streams are closed."""
+    authenticator = Authenticator(log, authenticate=options.authenticate, passwords=passwords)
+    sse = SseHub(log, options.limits)
+    counters = MultiprocessCounters(options.counts_directory)
+    listener = _listener(options)
+    # It logs a warning for every invalid request, and any client can send those without end.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-    async with callers.kept_current(), live.running(), counts.kept_current():
+    async with authenticator.keep_current(), sse.running(), counters.keep_current():
         config = uvicorn.Config(
-            application(Served(log, callers, live, opening, counts)),
-            # A class for uvicorn: what makes a connection.
-            http=partial(Connection, room=Admission(opening.limits.connections, Connection.evict)),  # type: ignore[arg-type]
+            create_application(ServerContext(log, authenticator, sse, options, counters)),
+            # uvicorn expects a protocol class; any factory works.
+            http=partial(HttpConnection, admission=Admission(options.limits.connections, HttpConnection.evict)),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
-            proxy_headers=bool(opening.trusted_proxies),
-            forwarded_allow_ips=list(opening.trusted_proxies),
+            proxy_headers=bool(options.trusted_proxies),
+            forwarded_allow_ips=list(options.trusted_proxies),
             server_header=False,
             backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=opening.limits.grace_seconds,  # type: ignore[arg-type]
-            ssl_certfile=opening.certificate,
-            ssl_keyfile=opening.private_key,
+            timeout_graceful_shutdown=options.limits.grace_seconds,  # type: ignore[arg-type]
+            ssl_certfile=options.certificate,
+            ssl_keyfile=options.private_key,
         )
         server = _Server(config)
-        scheme = "http" if opening.certificate is None else "https"
-        host = f"[{opening.host}]" if ":" in opening.host else opening.host
-        door = Door(f"{scheme}://{host}:{opening.port}")
+        scheme = "http" if options.certificate is None else "https"
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        running = RunningServer(f"{scheme}://{host}:{options.port}")
         task = asyncio.create_task(server.serve(sockets=[listener]))
-        task.add_done_callback(lambda _: door.failed.set())
+        task.add_done_callback(lambda _: running.failed.set())
         try:
-            await server.listens.wait()
-            yield door
+            await server.listening.wait()
+            yield running
         finally:
             server.should_exit = True
-            await asyncio.wait([task], timeout=opening.limits.grace_seconds + LATE_SECONDS)
+            await asyncio.wait([task], timeout=options.limits.grace_seconds + CLEANUP_SECONDS)
             if not task.done():
                 task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            if called_off := set(server.server_state.tasks):
-                await asyncio.wait(called_off, timeout=LATE_SECONDS)
+            if cancelled := set(server.server_state.tasks):
+                await asyncio.wait(cancelled, timeout=CLEANUP_SECONDS)
 
 
-def _listener(opening: Opening) -> socket.socket:
-    """A socket of this process's own on a port that others of this server share."""
+def _listener(options: ServerOptions) -> socket.socket:
+    """This process's own socket on the port that the processes of the server share (SO_REUSEPORT)."""
     family, *_, address = socket.getaddrinfo(
-        opening.host, opening.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -109,6 +109,7 @@ def _listener(opening: Opening) -> socket.socket:
     except OSError as error:
         listener.close()
         raise InvalidRequest(
-            f"{opening.host}:{opening.port} cannot be listened on: {error}", hint="Choose another port, or 0 for any."
+            f"cannot listen on {options.host}:{options.port}: {error}",
+            hint="Choose another port, or 0 for any free port.",
         ) from error
     return listener

@@ -1,4 +1,4 @@
-"""Routes of live streams: server-sent events of topics, of a queue's bindings, of a SQL subscription."""
+"""SSE routes: follow topics, the bindings of a queue, or a SQL subscription."""
 
 from __future__ import annotations
 
@@ -9,40 +9,43 @@ from typing import Annotated, Any, Final
 from fastapi import Header, Path, Query, Request
 from starlette.responses import Response
 
-from headwater import calls
 from headwater.calls import overview
-from headwater.errors import GroupNotFound, InvalidRequest, PositionExpired
+from headwater.calls import reading as reading_calls
+from headwater.calls import subscriptions as subscription_calls
+from headwater.errors import InvalidRequest, PositionExpired, QueueNotFound
 from headwater.servers.authentication import NotAuthenticated
-from headwater.servers.http.authorization import caller_of, decides, needs
-from headwater.servers.http.dependencies import problems, router, served
-from headwater.servers.http.event_json import MARK_PATTERN, Mark
+from headwater.servers.http.authorization import checked_in_route, principal_of, requires
+from headwater.servers.http.dependencies import context_of, problems, router
+from headwater.servers.http.event_json import RESUME_POINT_PATTERN, ResumePoint
 from headwater.servers.http.events import KeyQuery, TypeQuery, need_topics, selection_of
-from headwater.servers.http.requests import MAX_POSITION, GroupName, TopicName
-from headwater.servers.http.sse_client import EventStream, Selection, Stream
+from headwater.servers.http.requests import MAX_POSITION, QueueName, TopicName
+from headwater.servers.http.sse_client import Selection, SseResponse, SseStream
 
-routes = router("live streams")
+routes = router("SSE streams")
 
-# After that long a client of an account has to come again, with a key or a session that is still good.
-LONGEST_SECONDS: Final = 3600.0
+# After this time an authenticated client must reconnect and authenticate again.
+MAX_STREAM_SECONDS: Final = 3600.0
 
 LastEventId = Annotated[
     str | None,
-    Header(max_length=60, description="the last id of the stream, to resume after it; browsers send it by themselves"),
+    Header(max_length=60, description="the last id of the stream, to resume after it; browsers send it automatically"),
 ]
 After = Annotated[
     str | None,
     Query(
         max_length=60,
-        pattern=MARK_PATTERN,
+        pattern=RESUME_POINT_PATTERN,
         description="only events after this position, or after an id of a stream: position.epoch",
         examples=["17", "17.28150123"],
     ),
 ]
-Named = Annotated[bool, Query(description="false: no event: lines, so that a browser's onmessage gets every event")]
-SkipExpired = Annotated[bool, Query(description="go on behind what retention took, and do not refuse")]
+Named = Annotated[
+    bool, Query(description="false: omit the event: lines, so that a browser's onmessage receives every event")
+]
+SkipExpired = Annotated[bool, Query(description="skip events removed by retention instead of failing with 410")]
 _STREAM: Final[dict[int | str, dict[str, Any]]] = {
     200: {
-        "description": "id: is position.epoch, event: the type, data: the event as JSON",
+        "description": "id: position.epoch; event: the event type; data: the event as JSON",
         "content": {"text/event-stream": {"schema": {"type": "string"}}},
     }
 }
@@ -50,7 +53,7 @@ _STREAM: Final[dict[int | str, dict[str, Any]]] = {
 
 @routes.get(
     "/v1/topics/{topic}/follow",
-    dependencies=[needs("read", "topic", "topic")],
+    dependencies=[requires("read", "topic", "topic")],
     response_class=Response,
     responses=_STREAM | problems(404, 409, 410),
 )
@@ -64,13 +67,13 @@ async def follow_topic(
     skip_expired: SkipExpired = False,
     last_event_id: LastEventId = None,
 ) -> Response:
-    """Follow a topic: what comes after a position, or from now on. `header.NAME=VALUE` selects by a header."""
+    """Follow a topic after a position, or from now on. `header.NAME=VALUE` selects events by a header."""
     return await _follow_topics(request, [topic], after, type, key, named, skip_expired, last_event_id)
 
 
 @routes.get(
     "/v1/follow",
-    dependencies=[decides("read topic, of each that is named; without any, read topic *")],
+    dependencies=[checked_in_route("read topic, for each topic given; read topic * if none is given")],
     response_class=Response,
     responses=_STREAM | problems(404, 409, 410),
 )
@@ -90,67 +93,67 @@ async def follow_topics(
 
 
 @routes.get(
-    "/v1/groups/{group}/follow",
-    dependencies=[needs("read", "group", "group")],
+    "/v1/queues/{queue}/follow",
+    dependencies=[requires("read", "consumer", "queue")],
     response_class=Response,
     responses=_STREAM | problems(404, 409, 410),
 )
-async def follow_group(
+async def follow_queue(
     request: Request,
-    group: GroupName,
+    queue: QueueName,
     after: After = None,
     named: Named = True,
     last_event_id: LastEventId = None,
 ) -> Response:
-    """Follow what a queue's bindings select, without claiming it."""
-    live = served(request).live
+    """Follow the events that a queue's bindings select, without claiming them."""
+    sse = context_of(request).sse
     start = _start(after, last_event_id)
-    mark = await live.begin(None, start)
+    point = await sse.begin(None, start)
     try:
-        # Says that there is no such queue, or that retention took what is asked for.
-        await _look(request, group, mark.position)
+        # Fails if the queue does not exist, or if events were removed by retention.
+        await _check_readable(request, queue, point.position)
     except PositionExpired as expired:
-        # Unless the stream has looked beyond it already, and found nothing that it would have got.
+        # Not an error if the stream has already searched beyond them without a match.
         earliest = expired.detail.get("earliest_position")
-        if mark.seen <= mark.position or earliest is None:
+        if point.seen <= point.position or earliest is None:
             raise
-        await _look(request, group, mark.seen)
-        mark = mark._replace(position=max(mark.position, min(mark.seen, earliest - 1)))
-    return _stream(request, ("group", group), Selection(), mark, named, ("read", "group", [group]))
+        await _check_readable(request, queue, point.seen)
+        point = point._replace(position=max(point.position, min(point.seen, earliest - 1)))
+    return _stream(request, ("queue", queue), Selection(), point, named, ("read", "consumer", [queue]))
 
 
 @routes.get(
-    "/v1/subscriptions/{group}/{id}/follow",
-    dependencies=[needs("read", "group", "group")],
+    "/v1/subscriptions/{queue}/{id}/follow",
+    dependencies=[requires("read", "consumer", "queue")],
     response_class=Response,
     responses=_STREAM | problems(404, 409),
 )
 async def follow_subscription(
     request: Request,
-    group: GroupName,
+    queue: QueueName,
     id: Annotated[int, Path(ge=1, le=MAX_POSITION)],
     after: After = None,
     named: Named = True,
     last_event_id: LastEventId = None,
 ) -> Response:
-    """Follow what a SQL subscription matches. What retention took is passed over."""
-    log, live = served(request).log, served(request).live
+    """Follow the events that a SQL subscription matches. Events removed by retention are skipped."""
+    log, sse = context_of(request).log, context_of(request).sse
     found = await log.run(overview.find_subscription(id), patience_seconds=5)
-    if found is None or found.group != group:
-        raise GroupNotFound(f'group "{group}" has no subscription {id}', hint="See GET /v1/subscriptions.")
+    if found is None or found.queue != queue:
+        raise QueueNotFound(f'queue "{queue}" has no subscription {id}', hint="See GET /v1/subscriptions.")
     start = _start(after, last_event_id)
-    mark = await live.begin(None, start)
-    # From now on the stream keeps it from expiring.
-    await log.run(calls.keep_alive([id]), patience_seconds=5)
+    point = await sse.begin(None, start)
+    # From now on the stream keeps the subscription from expiring.
+    await log.run(subscription_calls.keep_alive([id]), patience_seconds=5)
     return _stream(
-        request, ("subscriptions", group), Selection(subscription=id), mark, named, ("read", "group", [group])
+        request, ("subscriptions", queue), Selection(subscription=id), point, named, ("read", "consumer", [queue])
     )
 
 
-async def _look(request: Request, group: str, after: int) -> None:
-    """PositionExpired, if retention took something after a position that the queue would have got."""
-    call = overview.read_bound(group, after=after, up_to=after, batch_size=1)
-    await served(request).log.run(call, patience_seconds=5)
+async def _check_readable(request: Request, queue: str, after: int) -> None:
+    """Raise PositionExpired if retention removed events after a position that the queue would have received."""
+    call = overview.read_bound(queue, after=after, up_to=after, batch_size=1)
+    await context_of(request).log.run(call, patience_seconds=5)
 
 
 async def _follow_topics(
@@ -163,71 +166,71 @@ async def _follow_topics(
     skip_expired: bool,
     last_event_id: str | None,
 ) -> Response:
-    log, live = served(request).log, served(request).live
+    log, sse = context_of(request).log, context_of(request).sse
     names = None if topics is None else list(dict.fromkeys(topics))
     selection = selection_of(request, names, type, key)
     start = _start(after, last_event_id)
-    # Says which topic is missing.
-    gone_to = await log.run(calls.expired_to(names), patience_seconds=5)
-    mark = await live.begin(names, start)
-    if gone_to > max(mark.position, mark.seen) and not skip_expired:
-        # Says what is the first that is there.
-        await log.run(calls.read(names, after=mark.position, batch_size=1), patience_seconds=5)
-    return _stream(request, ("topics",), selection, mark, named, ("read", "topic", names or ["*"]), gone_to)
+    # Fails if a topic does not exist.
+    expired_to = await log.run(reading_calls.expired_to(names), patience_seconds=5)
+    point = await sse.begin(names, start)
+    if expired_to > max(point.position, point.seen) and not skip_expired:
+        # Raises PositionExpired, with the first position that still exists.
+        await log.run(reading_calls.read(names, after=point.position, batch_size=1), patience_seconds=5)
+    return _stream(request, ("topics",), selection, point, named, ("read", "topic", names or ["*"]), expired_to)
 
 
-def _start(after: str | None, last_event_id: str | None) -> Mark | None:
-    """Where to begin. A client that comes again knows better than the address that it was once given."""
+def _start(after: str | None, last_event_id: str | None) -> ResumePoint | None:
+    """Where to start. On a reconnect, Last-Event-ID takes precedence over `after` in the URL."""
     given = last_event_id or after
     if given is None or given == "":
         return None
-    mark = Mark.parsed(given)
-    if mark is None or max(mark.position, mark.seen) > MAX_POSITION:
+    point = ResumePoint.parse(given)
+    if point is None or max(point.position, point.seen) > MAX_POSITION:
         raise InvalidRequest(
             f"invalid {'Last-Event-ID' if last_event_id else 'after'}: expected an id of the stream, or a position",
-            hint="An id is written as its id: lines have it: position.epoch.",
+            hint="Send an id: value of the stream unchanged: position.epoch.",
         )
-    return mark
+    return point
 
 
 def _stream(
     request: Request,
     key: tuple[str, ...],
     selection: Selection,
-    mark: Mark,
+    point: ResumePoint,
     named: bool,
-    right: tuple[str, str, list[str]],
-    gone_to: int = 0,
+    permission: tuple[str, str, list[str]],
+    expired_to: int = 0,
 ) -> Response:
-    here = served(request)
-    here.live.refuse_too_many()
-    known = here.opening.authenticate
-    stream = Stream(
+    context = context_of(request)
+    context.sse.check_feed_limit()
+    authenticated = context.options.authenticate
+    stream = SseStream(
         selection,
-        mark,
+        point,
         named=named,
-        allowed=_still_allowed(request, right) if known else _always,
-        ends_at=time.monotonic() + LONGEST_SECONDS if known else None,
+        allowed=_still_allowed(request, permission) if authenticated else _always,
+        ends_at=time.monotonic() + MAX_STREAM_SECONDS if authenticated else None,
         selective=key != ("topics",) or not selection.takes_everything,
-        gone_to=gone_to,
+        expired_to=expired_to,
     )
-    return EventStream(here.live, key, stream)
+    return SseResponse(context.sse, key, stream)
 
 
 def _always() -> bool:
     return True
 
 
-def _still_allowed(request: Request, right: tuple[str, str, list[str]]) -> Callable[[], bool]:
-    callers, came = served(request).callers, caller_of(request)
-    action, kind, names = right
-    callers.watch(came)
+def _still_allowed(request: Request, permission: tuple[str, str, list[str]]) -> Callable[[], bool]:
+    authenticator, original = context_of(request).authenticator, principal_of(request)
+    action, kind, names = permission
+    authenticator.watch(original)
 
     def allowed() -> bool:
         try:
-            caller = callers.still(came)
+            principal = authenticator.revalidate(original)
         except NotAuthenticated:
             return False
-        return all(caller.may(action, kind, name) for name in names)
+        return all(principal.may(action, kind, name) for name in names)
 
     return allowed

@@ -1,4 +1,4 @@
-"""What requests to event stores are made of."""
+"""Request models of event stores."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from pydantic import ConfigDict, FailFast, Field, model_validator
 
 from headwater.eventstore import query
 from headwater.eventstore.query import Condition, LatestMatchIs, NewStoreEvent, NoMatchAfter
-from headwater.servers.http.requests import MAX_EVENTS, Flag, Number, Object, Position, Shape, from_base64
+from headwater.servers.http.requests import MAX_EVENTS, Flag, Number, Object, Position, RequestModel, from_base64
 
-Tagged = Annotated[str, Field(min_length=1, max_length=255)]
-Typed = Annotated[str, Field(min_length=1, max_length=200)]
+TagText = Annotated[str, Field(min_length=1, max_length=255)]
+TypeText = Annotated[str, Field(min_length=1, max_length=200)]
 Scalar = str | Annotated[bool, Field(strict=True)] | Annotated[int, Field(strict=True)] | float
 
 
-class QueryItem(Shape):
-    """One of these types, all of these tags, all of these fields of the data."""
+class QueryItem(RequestModel):
+    """Matches events with one of these types, all of these tags, and all of these fields in their data."""
 
-    types: list[Typed] = Field(default_factory=list, max_length=100)
-    tags: list[Tagged] = Field(default_factory=list, max_length=100)
+    types: list[TypeText] = Field(default_factory=list, max_length=100)
+    tags: list[TagText] = Field(default_factory=list, max_length=100)
     fields: dict[str, Scalar] = Field(default_factory=dict)
 
 
-class StoreQuery(Shape):
-    """Matches what any of its items matches; without items, every event."""
+class StoreQuery(RequestModel):
+    """Matches events that match any item; without items, every event."""
 
     model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"items": [{"tags": ["course:c1"]}]}]})
 
@@ -34,20 +34,22 @@ class StoreQuery(Shape):
         return query.Query([query.Item(item.types, item.tags, item.fields) for item in self.items])
 
 
-class StoreCondition(Shape):
-    """What must hold for an append: nothing after a position matches, or the latest match is at one."""
+class StoreCondition(RequestModel):
+    """An append condition: no event after a position matches, or the latest match is at a position."""
 
     query: StoreQuery
     after: Position | None = Field(default=None, description="no match after this position; default: no match at all")
-    latest: Position | None = Field(default=None, description="the latest match is here; 0: there is none")
+    latest: Position | None = Field(
+        default=None, description="the latest match is at this position; 0: no event matches"
+    )
     epoch: Number | None = Field(
-        default=None, description="the epoch that the position was read in; 409 EpochChanged if the log is in another"
+        default=None, description="the epoch of the position; 409 EpochChanged if the log has another epoch"
     )
 
     @model_validator(mode="after")
-    def _says_it_once(self) -> StoreCondition:
+    def _has_one_position(self) -> StoreCondition:
         if self.after is not None and self.latest is not None:
-            raise ValueError("one of after and latest")
+            raise ValueError("give only one of after and latest")
         return self
 
     def condition(self) -> Condition:
@@ -56,12 +58,12 @@ class StoreCondition(Shape):
         return NoMatchAfter(self.query.query(), self.after or 0, self.epoch)
 
 
-class EventToAppend(Shape):
-    """An event for an event store."""
+class EventToAppend(RequestModel):
+    """An event to append."""
 
-    type: Typed
+    type: TypeText
     data: Any = None
-    tags: list[Tagged] = Field(default_factory=list, max_length=100)
+    tags: list[TagText] = Field(default_factory=list, max_length=100)
     metadata: Object | None = None
     event_id: str | None = Field(default=None, min_length=1, max_length=255)
     content_type: str | None = Field(default=None, min_length=1, max_length=200)
@@ -69,9 +71,9 @@ class EventToAppend(Shape):
     base64: str | None = None
 
     @model_validator(mode="after")
-    def _says_it_once(self) -> EventToAppend:
+    def _has_one_payload(self) -> EventToAppend:
         if len({"data", "text", "base64"} & self.model_fields_set) > 1:
-            raise ValueError("one of data, text and base64")
+            raise ValueError("give only one of data, text and base64")
         return self
 
     def new_event(self) -> NewStoreEvent:
@@ -83,8 +85,8 @@ class EventToAppend(Shape):
         return NewStoreEvent(self.type, data, self.tags, self.metadata, self.event_id, content_type)
 
 
-class Append(Shape):
-    """Events that are appended together or not at all, if the condition holds."""
+class AppendRequest(RequestModel):
+    """Events to append atomically if the condition holds."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -102,26 +104,28 @@ class Append(Shape):
     condition: StoreCondition | None = None
 
 
-class StoreRead(Shape):
-    """Which events of an event store are asked for."""
+class StoreRead(RequestModel):
+    """Which events of an event store to read."""
 
     query: StoreQuery = Field(default_factory=StoreQuery)
     after: Position = 0
     before: Position | None = None
     backwards: Flag = False
     limit: Annotated[int, Field(strict=True, ge=1, le=1000)] = 100
-    epoch: Number | None = Field(default=None, description="the epoch that the positions are of; 409 in another")
+    epoch: Number | None = Field(
+        default=None, description="the epoch of the positions; 409 if the log has another epoch"
+    )
 
 
-class StoreCount(Shape):
-    """Which events of an event store are counted."""
+class StoreCount(RequestModel):
+    """Which events of an event store to count."""
 
     query: StoreQuery = Field(default_factory=StoreQuery)
     after: Position = 0
     before: Position | None = None
 
 
-class StoreLatest(Shape):
-    """Of which items of a query the latest event is asked for."""
+class StoreLatest(RequestModel):
+    """The query whose items' latest events to read."""
 
     query: StoreQuery

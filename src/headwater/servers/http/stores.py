@@ -1,4 +1,4 @@
-"""Routes of event stores, in our shape, and in that of dcb.events so that outside suites can run."""
+"""Event store routes, and the same in the format of dcb.events, for its conformance tests."""
 
 from __future__ import annotations
 
@@ -10,54 +10,64 @@ from psycopg import AsyncConnection
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.responses import Response
 
-from headwater import calls
+from headwater.calls import log as log_calls
 from headwater.errors import AppendConflict
 from headwater.eventstore.query import NewStoreEvent, NoMatchAfter, StoreEvent
 from headwater.servers.http import responses
-from headwater.servers.http.authorization import needs
-from headwater.servers.http.dependencies import answer, listed, problems, router, served
+from headwater.servers.http.authorization import requires
+from headwater.servers.http.dependencies import context_of, json_response, list_response, problems, router
 from headwater.servers.http.errors import invalid
 from headwater.servers.http.event_json import store_event_json
-from headwater.servers.http.idempotency import IdempotencyKey, once
-from headwater.servers.http.requests import MAX_EVENTS, Position, Shape, TopicName, read_json
-from headwater.servers.http.store_requests import Append, StoreCount, StoreLatest, StoreQuery, StoreRead, Tagged, Typed
+from headwater.servers.http.idempotency import IdempotencyKey, run_once
+from headwater.servers.http.requests import MAX_EVENTS, Position, RequestModel, TopicName, read_json
+from headwater.servers.http.store_requests import (
+    AppendRequest,
+    StoreCount,
+    StoreLatest,
+    StoreQuery,
+    StoreRead,
+    TagText,
+    TypeText,
+)
 
 routes = router("event stores")
 
-# How many events the routes of dcb.events, which know no pages, answer with at most.
+# The dcb.events routes have no pages: the maximum number of events in one response.
 MAX_DCB_EVENTS: Final = 10_000
 
 
 @routes.post(
     "/v1/stores/{topic}/append",
-    dependencies=[needs("write", "topic", "topic")],
-    response_model=responses.Appended,
+    dependencies=[requires("write", "topic", "topic")],
+    response_model=responses.AppendResult,
     responses=problems(404, 409, 413),
 )
-async def append(request: Request, topic: TopicName, body: Append, idempotency_key: IdempotencyKey = None) -> Response:
-    """Append events, all of them or none, if the condition holds. A conflict is 409: read, decide, append again."""
-    store = served(request).log.store(topic)
+async def append(
+    request: Request, topic: TopicName, body: AppendRequest, idempotency_key: IdempotencyKey = None
+) -> Response:
+    """Append events atomically if the append condition holds. On a conflict (409), read, decide and append again."""
+    store = context_of(request).log.store(topic)
     condition = None if body.condition is None else body.condition.condition()
     events = [one.new_event() for one in body.events]
 
     async def act(connection: AsyncConnection[Any] | None) -> dict[str, Any]:
-        # Asked for before: an epoch that has ended since then is refused when it comes back.
-        epoch = await served(request).log.run(calls.current_epoch(), connection=connection, patience_seconds=10)
-        done = await store.append(events, condition, connection=connection, patience_seconds=10)
-        return {"positions": done.positions, "repeated": done.repeated, "epoch": epoch}
+        # Read before the append: if the epoch changes in between, the client's next request with it is rejected.
+        epoch = await context_of(request).log.run(log_calls.current_epoch(), connection=connection, patience_seconds=10)
+        result = await store.append(events, condition, connection=connection, patience_seconds=10)
+        return {"positions": result.positions, "repeated": result.repeated, "epoch": epoch}
 
-    return await once(request, idempotency_key, act)
+    return await run_once(request, idempotency_key, act)
 
 
 @routes.post(
     "/v1/stores/{topic}/read",
-    dependencies=[needs("read", "topic", "topic")],
-    response_model=responses.StoreEvents,
+    dependencies=[requires("read", "topic", "topic")],
+    response_model=responses.StoreEventPage,
     responses=problems(404, 409),
 )
 async def read(request: Request, topic: TopicName, body: StoreRead) -> Response:
-    """Events that match, after one position and before another; backwards: the newest first."""
-    store = served(request).log.store(topic)
+    """Read the matching events between two positions; backwards: newest first."""
+    store = context_of(request).log.store(topic)
     found = await store.read_page(
         body.query.query(),
         after=body.after,
@@ -66,44 +76,44 @@ async def read(request: Request, topic: TopicName, body: StoreRead) -> Response:
         batch_size=body.limit,
         epoch=body.epoch,
     )
-    return listed("events", (store_event_json(topic, event) for event in found.events), epoch=found.epoch)
+    return list_response("events", (store_event_json(topic, event) for event in found.events), epoch=found.epoch)
 
 
 @routes.post(
     "/v1/stores/{topic}/count",
-    dependencies=[needs("read", "topic", "topic")],
-    response_model=responses.Count,
+    dependencies=[requires("read", "topic", "topic")],
+    response_model=responses.StoreEventCount,
     responses=problems(404),
 )
 async def count(request: Request, topic: TopicName, body: StoreCount) -> Response:
-    """How many events match."""
-    store = served(request).log.store(topic)
-    return answer({"count": await store.count(body.query.query(), after=body.after, before=body.before)})
+    """Count the matching events."""
+    store = context_of(request).log.store(topic)
+    return json_response({"count": await store.count(body.query.query(), after=body.after, before=body.before)})
 
 
 @routes.post(
     "/v1/stores/{topic}/latest",
-    dependencies=[needs("read", "topic", "topic")],
+    dependencies=[requires("read", "topic", "topic")],
     response_model=responses.LatestEvents,
     responses=problems(404),
 )
 async def latest(request: Request, topic: TopicName, body: StoreLatest) -> Response:
-    """The latest event of each item of the query, and the position of the latest of all."""
-    found = await served(request).log.store(topic).latest(body.query.query())
+    """Read the latest event of each item of the query, and the position of the latest of all."""
+    found = await context_of(request).log.store(topic).latest(body.query.query())
     rows = ("null" if event is None else store_event_json(topic, event) for event in found.events)
-    return listed("events", rows, position=found.position, epoch=found.epoch)
+    return list_response("events", rows, position=found.position, epoch=found.epoch)
 
 
 # --- dcb.events ---
 
 
-class DcbNewEvent(Shape):
-    """An event in the shape of dcb.events: its data is a text."""
+class DcbNewEvent(RequestModel):
+    """An event in the format of dcb.events: its data is text."""
 
     id: str | None = Field(default=None, min_length=1, max_length=255)
-    type: Typed
+    type: TypeText
     data: str = ""
-    tags: list[Tagged] = Field(default_factory=list, max_length=100)
+    tags: list[TagText] = Field(default_factory=list, max_length=100)
 
     def new_event(self) -> NewStoreEvent:
         payload = self.data.encode()
@@ -115,24 +125,24 @@ class DcbNewEvent(Shape):
         return NewStoreEvent(self.type, payload, self.tags, None, self.id, content_type)
 
 
-class DcbCondition(Shape):
-    """No event after this one may match."""
+class DcbCondition(RequestModel):
+    """The append condition: no event after this position may match."""
 
     failIfEventsMatch: StoreQuery
     after: Position | None = None
 
 
-class DcbAppend(Shape):
-    """One event or several, and a condition."""
+class DcbAppend(RequestModel):
+    """One or more events and an append condition."""
 
     events: DcbNewEvent | Annotated[list[DcbNewEvent], Field(fail_fast=True)] = Field(
-        description=f"one, or 1 to {MAX_EVENTS}"
+        description=f"one event, or a list of 1 to {MAX_EVENTS}"
     )
     condition: DcbCondition | None = None
 
 
 class DcbOptions(BaseModel):
-    """Where to begin, that one included, which way, and how many."""
+    """The first position (inclusive), the direction, and the limit."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -141,8 +151,8 @@ class DcbOptions(BaseModel):
     limit: Annotated[int, Field(strict=True, ge=1, le=MAX_DCB_EVENTS)] | None = None
 
 
-class DcbRead(Shape):
-    """What is asked for."""
+class DcbRead(RequestModel):
+    """A query and its options."""
 
     query: StoreQuery = Field(default_factory=StoreQuery)
     options: DcbOptions | None = None
@@ -150,7 +160,7 @@ class DcbRead(Shape):
 
 @routes.get(
     "/dcb/{topic}/read",
-    dependencies=[needs("read", "topic", "topic")],
+    dependencies=[requires("read", "topic", "topic")],
     response_model=list[responses.DcbEvent],
     responses=problems(404),
 )
@@ -160,38 +170,38 @@ async def dcb_read(
     query: Annotated[str, Query(max_length=100_000, description="a query as JSON")] = "{}",
     options: Annotated[str | None, Query(max_length=1000, description="from, backwards, limit, as JSON")] = None,
 ) -> Response:
-    """Events that match, as a list, up to 10,000."""
+    """Read the matching events as a list, up to 10,000."""
     try:
-        asked = DcbRead(
+        body = DcbRead(
             query=StoreQuery.model_validate_json(query),
             options=None if options is None else DcbOptions.model_validate_json(options),
         )
     except ValidationError as error:
         raise invalid(error.errors()) from None
-    return answer([_dcb_event(event) for event in await _dcb_events(request, topic, asked)])
+    return json_response([_dcb_event(event) for event in await _dcb_events(request, topic, body)])
 
 
 @routes.post(
     "/dcb/{topic}/read",
-    dependencies=[needs("read", "topic", "topic")],
-    response_model=responses.DcbCounted,
+    dependencies=[requires("read", "topic", "topic")],
+    response_model=responses.DcbReadResult,
     responses=problems(404),
 )
 async def dcb_measured_read(request: Request, topic: TopicName, body: DcbRead) -> Response:
-    """How many events match, and how long reading them took."""
+    """Count the matching events, and measure how long reading them takes."""
     started = time.perf_counter()
     found = await _dcb_events(request, topic, body)
-    return answer({"durationInMicroseconds": _micros(started), "numberOfMatchingEvents": len(found)})
+    return json_response({"durationInMicroseconds": _micros(started), "numberOfMatchingEvents": len(found)})
 
 
 @routes.post(
     "/dcb/{topic}/append",
-    dependencies=[needs("write", "topic", "topic")],
-    response_model=responses.DcbAppended,
+    dependencies=[requires("write", "topic", "topic")],
+    response_model=responses.DcbAppendResult,
     responses=problems(404, 413),
 )
 async def dcb_append(request: Request, topic: TopicName, body: DcbAppend) -> Response:
-    """Append under a condition; that it does not hold is an answer here, and no error."""
+    """Append under a condition. A failed condition is reported in the response, not as an error."""
     events = body.events if isinstance(body.events, list) else [body.events]
     condition = None
     if body.condition is not None:
@@ -199,20 +209,20 @@ async def dcb_append(request: Request, topic: TopicName, body: DcbAppend) -> Res
     started = time.perf_counter()
     failed = False
     try:
-        store = served(request).log.store(topic)
+        store = context_of(request).log.store(topic)
         await store.append([one.new_event() for one in events], condition, patience_seconds=10)
     except AppendConflict:
         failed = True
-    return answer({"durationInMicroseconds": _micros(started), "appendConditionFailed": failed})
+    return json_response({"durationInMicroseconds": _micros(started), "appendConditionFailed": failed})
 
 
 def _micros(started: float) -> int:
     return max(1, int((time.perf_counter() - started) * 1_000_000))
 
 
-async def _dcb_events(request: Request, topic: str, asked: DcbRead) -> list[StoreEvent]:
-    store = served(request).log.store(topic)
-    options = asked.options or DcbOptions()
+async def _dcb_events(request: Request, topic: str, body: DcbRead) -> list[StoreEvent]:
+    store = context_of(request).log.store(topic)
+    options = body.options or DcbOptions()
     backwards = bool(options.backwards)
     limit = options.limit or MAX_DCB_EVENTS
     after, before = 0, None
@@ -221,7 +231,7 @@ async def _dcb_events(request: Request, topic: str, asked: DcbRead) -> list[Stor
     found: list[StoreEvent] = []
     while len(found) < limit:
         batch = await store.read(
-            asked.query.query(),
+            body.query.query(),
             after=after,
             before=before,
             backwards=backwards,

@@ -1,4 +1,4 @@
-"""Routes of topics."""
+"""Topic routes."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import Response
 
-from headwater import calls, model
+from headwater.calls import log as log_calls
 from headwater.calls import overview
+from headwater.calls import reading as reading_calls
+from headwater.calls import store as store_calls
 from headwater.errors import InvalidRequest, TopicNotFound
+from headwater.log.model import TopicOverview
 from headwater.servers.http import responses
-from headwater.servers.http.authorization import caller_of, decides, needs
-from headwater.servers.http.dependencies import answer, problems, router, served, some
-from headwater.servers.http.requests import DryRun, TopicChanges, TopicName, TopicToCreate, seconds
+from headwater.servers.http.authorization import checked_in_route, principal_of, requires
+from headwater.servers.http.dependencies import context_of, event_range, json_response, problems, router
+from headwater.servers.http.requests import DryRun, TopicCreate, TopicName, TopicUpdate, seconds
 
 routes = router("topics")
 
 _SETTINGS = ("kind", "partitions", "max_payload_bytes", "max_header_bytes", "created_at", "expired_to")
 
 
-def _shown(topic: model.TopicOverview, stores: frozenset[str]) -> dict[str, Any]:
+def _topic_json(topic: TopicOverview, stores: frozenset[str]) -> dict[str, Any]:
     return {
         "name": topic.name,
         "event_store": topic.name in stores,
@@ -36,39 +39,41 @@ def _shown(topic: model.TopicOverview, stores: frozenset[str]) -> dict[str, Any]
 
 @routes.get(
     "/v1/topics",
-    dependencies=[decides("describe topic, of each that is shown")],
+    dependencies=[checked_in_route("describe topic, for each topic in the list")],
     response_model=responses.Topics,
     responses=problems(),
 )
 async def list_topics(request: Request) -> Response:
-    """Every topic with what it holds."""
-    log, caller = served(request).log, caller_of(request)
+    """List the topics with their settings and contents."""
+    log, principal = context_of(request).log, principal_of(request)
     stores = await log.run(overview.event_stores(), patience_seconds=5)
-    found = [topic for topic in await log.topics() if caller.may("describe", "topic", topic.name)]
-    return answer({"topics": [_shown(topic, stores) for topic in found]})
+    found = [topic for topic in await log.topics() if principal.may("describe", "topic", topic.name)]
+    return json_response({"topics": [_topic_json(topic, stores) for topic in found]})
 
 
 @routes.post(
     "/v1/topics",
     status_code=201,
-    dependencies=[decides("create topic {name}, or create log")],
+    dependencies=[checked_in_route("create topic {name}, or create log")],
     response_model=responses.Topic,
     responses=problems(409),
 )
-async def create_topic(request: Request, body: TopicToCreate) -> Response:
-    """Create a topic, or an event store. With `if_missing`, one that is there is left as it is."""
-    log, caller = served(request).log, caller_of(request)
-    if not caller.may("create", "log", "*"):
-        caller.need("create", "topic", body.name)
+async def create_topic(request: Request, body: TopicCreate) -> Response:
+    """Create a topic or an event store. With `if_missing`, an existing one is left unchanged."""
+    log, principal = context_of(request).log, principal_of(request)
+    if not principal.may("create", "log", "*"):
+        principal.need("create", "topic", body.name)
     limits = {"max_payload_bytes": body.max_payload_bytes, "max_header_bytes": body.max_header_bytes}
     if body.event_store and (body.partitions != 1 or body.retention_seconds is not None):
-        raise InvalidRequest("an event store has one partition, and its events are kept")
+        raise InvalidRequest(
+            "an event store has one partition and no retention: leave out partitions and retention_seconds"
+        )
     async with log.audited(
-        caller.account, "topic.create", body.name, body.model_dump(exclude_unset=True)
+        principal.account, "topic.create", body.name, body.model_dump(exclude_unset=True)
     ) as connection:
         if body.event_store:
             await log.run(
-                calls.create_event_store(body.name, if_missing=body.if_missing, **limits), connection=connection
+                store_calls.create_event_store(body.name, if_missing=body.if_missing, **limits), connection=connection
             )
         else:
             await log.create_topic(
@@ -80,39 +85,39 @@ async def create_topic(request: Request, body: TopicToCreate) -> Response:
                 connection=connection,
                 **limits,
             )
-    return await _one(request, body.name, status=201)
+    return await _topic_response(request, body.name, status=201)
 
 
 @routes.get(
     "/v1/topics/{topic}",
-    dependencies=[needs("describe", "topic", "topic")],
+    dependencies=[requires("describe", "topic", "topic")],
     response_model=responses.Topic,
     responses=problems(404),
 )
 async def show_topic(request: Request, topic: TopicName) -> Response:
-    """One topic with what it holds."""
-    return await _one(request, topic)
+    """Show a topic with its settings and contents."""
+    return await _topic_response(request, topic)
 
 
 @routes.patch(
     "/v1/topics/{topic}",
-    dependencies=[needs("alter", "topic", "topic")],
-    response_model=responses.ChangedTopic,
+    dependencies=[requires("alter", "topic", "topic")],
+    response_model=responses.TopicUpdateResult,
     responses=problems(404),
 )
-async def change_topic(request: Request, topic: TopicName, body: TopicChanges) -> Response:
-    """Change settings of a topic. Events that are older than a new retention go with the next upkeep, or when their
-    segment is closed."""
-    log = served(request).log
+async def change_topic(request: Request, topic: TopicName, body: TopicUpdate) -> Response:
+    """Change the settings of a topic. Events that are older than a new retention are removed by the next maintenance,
+    or when their segment is closed."""
+    log = context_of(request).log
     older = overview.NOTHING
     if body.retention_seconds is not None:
         since = datetime.now(UTC) - timedelta(seconds=body.retention_seconds)
-        up_to = await log.run(calls.position_before([topic], since), patience_seconds=5)
+        up_to = await log.run(reading_calls.position_before([topic], since), patience_seconds=5)
         older = await log.run(overview.topic_contents(topic, up_to=up_to), patience_seconds=5)
-    told = {**some(older), "dry_run": body.dry_run}
+    removed = {**event_range(older), "dry_run": body.dry_run}
     if body.dry_run:
-        return await _one(request, topic, told)
-    call = calls.alter_topic(
+        return await _topic_response(request, topic, removed)
+    call = log_calls.alter_topic(
         topic,
         partitions=body.partitions,
         retention=seconds(body.retention_seconds),
@@ -121,32 +126,34 @@ async def change_topic(request: Request, topic: TopicName, body: TopicChanges) -
         max_header_bytes=body.max_header_bytes,
     )
     changes = body.model_dump(exclude_unset=True, exclude={"dry_run"})
-    async with log.audited(caller_of(request).account, "topic.alter", topic, changes) as connection:
+    async with log.audited(principal_of(request).account, "topic.alter", topic, changes) as connection:
         await log.run(call, connection=connection)
-    return await _one(request, topic, told)
+    return await _topic_response(request, topic, removed)
 
 
 @routes.delete(
     "/v1/topics/{topic}",
-    dependencies=[needs("delete", "topic", "topic")],
-    response_model=responses.Deleted,
+    dependencies=[requires("delete", "topic", "topic")],
+    response_model=responses.DeleteResult,
     responses=problems(404),
 )
 async def delete_topic(request: Request, topic: TopicName, dry_run: DryRun = False) -> Response:
     """Delete a topic with its events."""
-    log = served(request).log
+    log = context_of(request).log
     held = await log.run(overview.topic_contents(topic), patience_seconds=5)
     if not dry_run:
         detail = {"last_position": held.last_position}
-        async with log.audited(caller_of(request).account, "topic.delete", topic, detail) as connection:
-            await log.run(calls.delete_topic(topic), connection=connection)
-    return answer({"deleted": not dry_run, **some(held)})
+        async with log.audited(principal_of(request).account, "topic.delete", topic, detail) as connection:
+            await log.run(log_calls.delete_topic(topic), connection=connection)
+    return json_response({"deleted": not dry_run, **event_range(held)})
 
 
-async def _one(request: Request, name: str, beside: Mapping[str, Any] | None = None, *, status: int = 200) -> Response:
-    log = served(request).log
+async def _topic_response(
+    request: Request, name: str, more: Mapping[str, Any] | None = None, *, status: int = 200
+) -> Response:
+    log = context_of(request).log
     stores = await log.run(overview.event_stores(), patience_seconds=5)
     for topic in await log.topics():
         if topic.name == name:
-            return answer({**_shown(topic, stores), **(beside or {})}, status=status)
-    raise TopicNotFound(f'there is no topic "{name}"', hint="See GET /v1/topics.", detail={"topic": name})
+            return json_response({**_topic_json(topic, stores), **(more or {})}, status=status)
+    raise TopicNotFound(f'topic "{name}" does not exist', hint="See GET /v1/topics.", detail={"topic": name})

@@ -1,4 +1,4 @@
-"""A connection of uvicorn's that can be handed over to a live stream, and that waits for nobody for ever."""
+"""The connection protocol of uvicorn, extended: an SSE stream can take it over; slow or surplus clients are limited."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ from headwater.servers.admission import Admission
 from headwater.servers.http.errors import PROBLEM, as_problem
 
 CONNECTION: Final = "headwater.connection"
-# For the whole head of a request, and for a first one to come at all.
-HEAD_SECONDS: Final = 20.0
-HEAD_BYTES: Final = 128 * 1024
+# For the whole head of a request, and for the first request to arrive.
+MAX_HEAD_SECONDS: Final = 20.0
+MAX_HEAD_BYTES: Final = 128 * 1024
 
 
-class Taker(Protocol):
-    """Who has taken a connection over."""
+class ConnectionOwner(Protocol):
+    """The object that has taken over a connection."""
 
-    def paused(self) -> None: ...
+    def on_pause(self) -> None: ...
 
-    def resumed(self) -> None: ...
+    def on_resume(self) -> None: ...
 
-    def lost(self) -> None: ...
+    def on_lost(self) -> None: ...
 
     def stop(self) -> None: ...
 
 
-class Connection(HttpToolsProtocol):
-    """One connection of a client."""
+class HttpConnection(HttpToolsProtocol):
+    """One client connection."""
 
-    # Whether it is one more than the server takes: then it gets one answer, and is closed.
+    # Above the connection limit: it gets one response and is closed.
     is_surplus: bool = False
-    taker: Taker | None = None
-    _impatient: asyncio.TimerHandle | None = None
+    owner: ConnectionOwner | None = None
+    _head_timer: asyncio.TimerHandle | None = None
     _head_bytes: int = 0
 
-    def __init__(self, *arguments: Any, room: Admission[Connection], **named: Any) -> None:
+    def __init__(self, *arguments: Any, admission: Admission[HttpConnection], **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._room = room
+        self._admission = admission
 
     def evict(self) -> None:
-        """Close at once, in favour of another: no request has come."""
+        """Close at once in favour of another connection: no request has arrived."""
         if self.transport is not None:
             self.transport.abort()
 
-    def hand_over(self, taker: Taker) -> None:
-        """From here on only `taker` writes, without a task of its own; the request is over for uvicorn."""
-        self.taker = taker
+    def hand_over(self, owner: ConnectionOwner) -> None:
+        """From now on only `owner` writes to the connection; for uvicorn the request is complete."""
+        self.owner = owner
         self.cycle.response_complete = True
-        # A request is some kilobytes, and there are thousands of streams.
+        # Free the request, some kilobytes each: there are thousands of streams.
         self.cycle.scope = self.scope = None  # type: ignore[assignment]
         self.headers = []
         self.pipeline.clear()
@@ -60,31 +60,31 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         address = self.client[0] if self.client else ""
-        self.is_surplus = not self._room.enter(self, address)
-        self._hurry()
+        self.is_surplus = not self._admission.enter(self, address)
+        self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._relax()
+        self._stop_head_timer()
         super().connection_lost(exc)
-        self._room.leave(self)
-        taker, self.taker = self.taker, None
-        if taker is not None:
-            taker.lost()
+        self._admission.leave(self)
+        owner, self.owner = self.owner, None
+        if owner is not None:
+            owner.on_lost()
 
     def data_received(self, data: bytes) -> None:
-        # What a client sends while it gets a stream means nothing.
-        if self.taker is not None or self.transport.is_closing():
+        # Data that a client sends during a stream is ignored.
+        if self.owner is not None or self.transport.is_closing():
             return
         super().data_received(data)
-        if self._impatient is None:
+        if self._head_timer is None:
             self._head_bytes = 0
             return
         self._head_bytes += len(data)
-        if self._head_bytes > HEAD_BYTES:
-            self.send_400_response(f"the head of a request has up to {HEAD_BYTES} bytes")
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self.send_400_response(f"the request head is larger than {MAX_HEAD_BYTES} bytes")
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP is refused in the same shape as all else."""
+        """Respond to invalid HTTP with a problem, as to other errors."""
         body = json.dumps(as_problem(InvalidRequest(msg))).encode()
         head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: {PROBLEM}\r\ncontent-length: {len(body)}\r\n"
         self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
@@ -94,49 +94,49 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
         scope: Any = self.scope
         scope[CONNECTION] = self
-        self._hurry()
+        self._start_head_timer()
 
     def on_headers_complete(self) -> None:
-        self._relax()
-        self._room.prove(self)
+        self._stop_head_timer()
+        self._admission.prove(self)
         super().on_headers_complete()
         if self.is_surplus:
             self.cycle.keep_alive = False
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        if self.cycle.response_complete and self.taker is None and self.timeout_keep_alive_task is None:
-            # It was answered before it was sent to its end, and nobody waits for the next one.
+        if self.cycle.response_complete and self.owner is None and self.timeout_keep_alive_task is None:
+            # The response was complete before the request, so uvicorn has not started the keep-alive timer.
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self.taker is not None:
-            self.taker.paused()
+        if self.owner is not None:
+            self.owner.on_pause()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self.taker is not None:
-            self.taker.resumed()
+        if self.owner is not None:
+            self.owner.on_resume()
 
     def shutdown(self) -> None:
-        if self.taker is not None:
-            self.taker.stop()
+        if self.owner is not None:
+            self.owner.stop()
         else:
             super().shutdown()
 
-    def _hurry(self) -> None:
-        self._relax()
-        self._impatient = self.loop.call_later(HEAD_SECONDS, self._give_up)
+    def _start_head_timer(self) -> None:
+        self._stop_head_timer()
+        self._head_timer = self.loop.call_later(MAX_HEAD_SECONDS, self._on_head_timeout)
 
-    def _relax(self) -> None:
-        if self._impatient is not None:
-            self._impatient.cancel()
-            self._impatient = None
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
-    def _give_up(self) -> None:
-        self._impatient = None
+    def _on_head_timeout(self) -> None:
+        self._head_timer = None
         if not self.transport.is_closing():
             self.transport.close()

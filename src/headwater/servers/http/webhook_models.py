@@ -1,4 +1,4 @@
-"""What requests and answers about webhooks are made of."""
+"""Request and response models of webhooks."""
 
 from __future__ import annotations
 
@@ -7,51 +7,53 @@ from typing import Annotated, Any, Literal
 from fastapi import Path
 from pydantic import BaseModel, Field
 
-from headwater.servers.http.requests import BindingToMake, Name, Number, Seconds, Shape, Text
+from headwater.servers.http.requests import BindingCreate, Name, Number, RequestModel, Seconds, Text
 from headwater.servers.http.responses import Time
 
 WebhookName = Annotated[str, Path(min_length=1, max_length=200, description="the webhook's name", examples=["shop"])]
 Header = Annotated[str, Field(max_length=2000)]
 
 
-class WebhookSettings(Shape):
+class WebhookSettings(RequestModel):
     """Settings of a webhook."""
 
     headers: dict[Name, Header] | None = None
     body: Literal["envelope", "raw"] | None = None
     timeout_seconds: Seconds | None = None
     max_concurrency: Number | None = None
-    rate_per_second: Seconds | None = Field(default=None, description="0: as fast as it goes")
+    rate_per_second: Seconds | None = Field(default=None, description="0: no limit")
     gzip_above_bytes: Number | None = Field(default=None, description="0: never")
-    client_errors: Literal["retry", "dead"] | None = Field(default=None, description="what an answer of 4xx means")
+    client_errors: Literal["retry", "dead"] | None = Field(
+        default=None, description="whether a 4xx response is retried or makes the event a dead letter"
+    )
 
 
-class WebhookToMake(WebhookSettings):
-    """A webhook: a URL, and the events that go there."""
+class WebhookCreate(WebhookSettings):
+    """A webhook to create: a URL and the events to send."""
 
     name: Annotated[str, Field(min_length=1, max_length=200)]
     url: Annotated[str, Field(min_length=1, max_length=2000, examples=["https://shop.example/hooks"])]
-    bindings: list[BindingToMake] = Field(default_factory=list, max_length=100)
+    bindings: list[BindingCreate] = Field(default_factory=list, max_length=100)
     filter: Annotated[str, Field(min_length=1, max_length=10_000)] | None = Field(
-        default=None, description="send what this SQL filter matches, from now on, instead of what bindings select"
+        default=None, description="send the events that this SQL filter matches, from now on, instead of bound events"
     )
-    params: dict[str, Any] | None = Field(default=None, description="what the filter sees as s.params")
-    from_end: bool = Field(default=True, description="only what is published from now on")
+    params: dict[str, Any] | None = Field(default=None, description="parameters, available in the filter as s.params")
+    from_end: bool = Field(default=True, description="only events published from now on")
 
 
-class WebhookChanges(WebhookSettings):
+class WebhookUpdate(WebhookSettings):
     url: Annotated[str, Field(min_length=1, max_length=2000)] | None = None
 
 
-class Reason(Shape):
+class PauseReason(RequestModel):
     reason: Text | None = None
 
 
-class WebhookAnswer(BaseModel):
-    """A webhook, without its secrets. Its retries, and what died, are its group's."""
+class WebhookInfo(BaseModel):
+    """A webhook without its secrets. Retries and dead letters belong to its queue."""
 
     name: str
-    group: str
+    queue: str
     url: str
     headers: dict[str, str]
     body: Literal["envelope", "raw"]
@@ -66,16 +68,16 @@ class WebhookAnswer(BaseModel):
     updated_at: Time
 
 
-class WebhookWithSecret(WebhookAnswer):
-    secret: str = Field(description="signs what is sent; shown only now")
+class WebhookWithSecret(WebhookInfo):
+    secret: str = Field(description="signs the requests; shown only in this response")
 
 
 class WebhookList(BaseModel):
-    webhooks: list[WebhookAnswer]
+    webhooks: list[WebhookInfo]
 
 
-class Tested(BaseModel):
-    """What came of a test: the answer's status and the beginning of its body, or why there was none."""
+class WebhookTestResult(BaseModel):
+    """The result of a test: the status and beginning of the response, or the error."""
 
     webhook: str
     accepted: bool

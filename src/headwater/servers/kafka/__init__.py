@@ -1,1 +1,1 @@
-"""The Kafka door: the log as a Kafka broker. It holds no truth of its own; everything is rows in Postgres."""
+"""The Kafka server: exposes the log as a Kafka broker. It is stateless; all data is in Postgres."""

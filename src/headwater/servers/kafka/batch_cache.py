@@ -1,9 +1,10 @@
-"""Batches of records in memory, as they were just written or read: so many bytes, the oldest go first. Pure.
+"""In-memory cache of record batches that were just written or read. FIFO, bounded by bytes. Pure: no I/O.
 
-Nothing here is true by itself. Whoever takes batches from here asks Postgres whether the last record of each is still
-the one that was published when the batch says. Since a lane is written in the order of its offsets, and loses from its
-end (a crash, a failover) or from its beginning (retention) only, then so are the others of the batch. All that was kept
-in one epoch of the log is dropped when another is seen: offsets may then be issued again.
+A cached batch must be validated before use: the reader asks Postgres whether the last record of the batch still has the
+publication time that the batch says. A partition is written in the order of its offsets and loses records only at its
+end (crash, failover) or at its beginning (retention), so if the last record of a batch is valid, all of them are.
+Compacted topics lose records in the middle and are never cached. When the log enters a new epoch, offsets may be
+assigned again, so the whole cache is dropped.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from collections import OrderedDict
 from collections.abc import Container
 from typing import Final, NamedTuple
 
-from headwater.calls.kafka import Lane
+from headwater.calls.kafka import TopicPartition
 
 MAX_BATCH_BYTES: Final = 4 * 1024 * 1024
-"""One larger is not kept: it would push out too many others."""
+"""Larger batches are not cached: they would evict too many others."""
 MAX_BATCHES: Final = 100
-"""How many are taken at a time: each is asked about."""
-BESIDES_BYTES: Final = 500
-"""What a batch takes beside its records, so that many small ones count as what they are."""
+"""Maximum batches of one lookup: each is validated in Postgres."""
+BATCH_OVERHEAD_BYTES: Final = 500
+"""Memory of a batch besides its records, so that many small batches are counted correctly."""
 
 
-class Batch(NamedTuple):
-    """The records of a lane from `first` up to, not including, `end`.
+class CachedBatch(NamedTuple):
+    """The records of a partition from `first` up to, not including, `end`.
 
-    The last of them was published at `published_ms`, and has a position above `after_position`.
+    The last record was published at `published_ms` and has a position above `after_position`.
     """
 
     first: int
@@ -38,35 +39,35 @@ class Batch(NamedTuple):
     records: bytes
 
 
-class Kept:
-    """What a process remembers of lanes."""
+class BatchCache:
+    """The cached batches of all partitions in this process."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.bytes = 0
         self.epoch = -1
-        self._batches: OrderedDict[tuple[Lane, int], Batch] = OrderedDict()
-        self._firsts: dict[Lane, list[int]] = {}
+        self._batches: OrderedDict[tuple[TopicPartition, int], CachedBatch] = OrderedDict()
+        self._firsts: dict[TopicPartition, list[int]] = {}
 
     def enter_epoch(self, epoch: int) -> None:
-        """Drop all that was kept in earlier epochs, if this is a later one."""
+        """Drop the batches of earlier epochs if this is a later one."""
         if epoch > self.epoch:
             self.epoch = epoch
-            for lane in list(self._firsts):
-                self.forget(lane)
+            for topic_partition in list(self._firsts):
+                self.forget(topic_partition)
 
-    def keep(self, lane: Lane, batch: Batch, *, epoch: int) -> None:
-        """Keep a batch that was written or read while the log was in an epoch."""
+    def add(self, topic_partition: TopicPartition, batch: CachedBatch, *, epoch: int) -> None:
+        """Add a batch that was written or read in an epoch of the log."""
         self.enter_epoch(epoch)
         if epoch < self.epoch:
             return
-        # Of two from the same offset the newer: the other may be of a past that is no more.
-        self._drop(lane, batch.first)
-        size = len(batch.records) + BESIDES_BYTES
+        # Of two batches with the same first offset the newer wins: the other may be from a lost history.
+        self._drop(topic_partition, batch.first)
+        size = len(batch.records) + BATCH_OVERHEAD_BYTES
         if len(batch.records) > MAX_BATCH_BYTES or size > self.max_bytes:
             return
-        self._batches[lane, batch.first] = batch
-        firsts = self._firsts.setdefault(lane, [])
+        self._batches[topic_partition, batch.first] = batch
+        firsts = self._firsts.setdefault(topic_partition, [])
         firsts.insert(bisect_left(firsts, batch.first), batch.first)
         self.bytes += size
         while self.bytes > self.max_bytes:
@@ -74,21 +75,21 @@ class Kept:
             self._drop(oldest, first)
 
     def batches(
-        self, lane: Lane, offset: int, *, max_bytes: int, codecs: Container[int], by_log_time: bool
-    ) -> list[Batch]:
-        """The batches from the one that has an offset on, each beginning where the one before ends.
+        self, topic_partition: TopicPartition, offset: int, *, max_bytes: int, codecs: Container[int], by_log_time: bool
+    ) -> list[CachedBatch]:
+        """Consecutive batches, starting with the one that contains `offset`.
 
-        The first comes whatever its size; none that the reader cannot take.
+        The first is returned whatever its size. Batches with another codec or timestamp type end the list.
         """
-        firsts = self._firsts.get(lane)
+        firsts = self._firsts.get(topic_partition)
         if not firsts:
             return []
-        found: list[Batch] = []
-        place = bisect_right(firsts, offset) - 1
-        first: int | None = firsts[place] if place >= 0 else None
+        found: list[CachedBatch] = []
+        index = bisect_right(firsts, offset) - 1
+        first: int | None = firsts[index] if index >= 0 else None
         left = max_bytes
         while first is not None and len(found) < MAX_BATCHES:
-            batch = self._batches.get((lane, first))
+            batch = self._batches.get((topic_partition, first))
             if batch is None or batch.end <= offset or batch.codec not in codecs or batch.by_log_time != by_log_time:
                 break
             left -= len(batch.records)
@@ -98,17 +99,17 @@ class Kept:
             first = batch.end
         return found
 
-    def forget(self, lane: Lane) -> None:
-        """Nothing is remembered of a lane any more."""
-        for first in list(self._firsts.get(lane, ())):
-            self._drop(lane, first)
+    def forget(self, topic_partition: TopicPartition) -> None:
+        """Drop all batches of a partition."""
+        for first in list(self._firsts.get(topic_partition, ())):
+            self._drop(topic_partition, first)
 
-    def _drop(self, lane: Lane, first: int) -> None:
-        batch = self._batches.pop((lane, first), None)
+    def _drop(self, topic_partition: TopicPartition, first: int) -> None:
+        batch = self._batches.pop((topic_partition, first), None)
         if batch is None:
             return
-        self.bytes -= len(batch.records) + BESIDES_BYTES
-        firsts = self._firsts[lane]
+        self.bytes -= len(batch.records) + BATCH_OVERHEAD_BYTES
+        firsts = self._firsts[topic_partition]
         del firsts[bisect_left(firsts, first)]
         if not firsts:
-            del self._firsts[lane]
+            del self._firsts[topic_partition]

@@ -1,4 +1,9 @@
-"""One broker process: who it is, which others live, which topics there are. All of it is read from Postgres."""
+"""One broker process: its identity and lease, the other live brokers, the topics, and periodic maintenance.
+
+All of it is read from Postgres. A broker registers with a lease and renews it; when the lease expires, other brokers
+may take over its consumer groups, and `holds_lease` is false before that can happen. A restarted or fenced broker
+registers again with a new incarnation, which invalidates its old one.
+"""
 
 from __future__ import annotations
 
@@ -15,30 +20,30 @@ import psycopg
 from psycopg import AsyncConnection
 
 from headwater.access.password_checks import PasswordChecks
-from headwater.access.permissions import Access
+from headwater.access.permissions import AccessPolicy
 from headwater.aio import AsyncHeadwater
 from headwater.calls import Call
 from headwater.calls import access as access_calls
 from headwater.calls import kafka as calls
-from headwater.calls.kafka import KafkaBroker, KafkaTopic, Lane
+from headwater.calls.kafka import KafkaBroker, KafkaTopic, TopicPartition
 from headwater.errors import HeadwaterError
 from headwater.observability.metrics import ERROR, logger
-from headwater.servers.kafka.batch_cache import Kept
-from headwater.servers.kafka.end_offsets import Tails
+from headwater.servers.kafka.batch_cache import BatchCache
+from headwater.servers.kafka.end_offsets import EndOffsetWatcher
 from headwater.supervisor import supervise
 
 LEASE_SECONDS: Final = 6.0
 RENEW_SECONDS: Final = 1.5
 TOPICS_AGE_SECONDS: Final = 1.0
-"""How long after a change elsewhere this broker may still go by what it knew."""
+"""Maximum age of the cached list of topics; changes by other brokers are seen after this time."""
 REAP_SECONDS: Final = 1.5
-UPKEEP_SECONDS: Final = 600.0
+MAINTENANCE_SECONDS: Final = 600.0
 COMPACT_SECONDS: Final = 15.0
 CANCEL_SECONDS: Final = 1.0
 
 
-class Settings(NamedTuple):
-    """What a broker is told at its start."""
+class BrokerSettings(NamedTuple):
+    """Settings of a broker, fixed when it starts."""
 
     host: str
     port: int
@@ -48,29 +53,31 @@ class Settings(NamedTuple):
     # A client has this long to authenticate, or without authentication to send a first valid request.
     admission_seconds: float = 15.0
     rebalance_delay_seconds: float = 0.2
-    # After how long without a heartbeat a member of a group of the server-side protocol is put out.
+    # Session timeout of members with the server-side group protocol (KIP-848).
     session_seconds: float = 45.0
-    # How much of what was just written or read is kept in memory, for those who read it next.
-    kept_bytes: int = 64 * 1024 * 1024
-    # Whether clients must say who they are, and whether only those of this machine come at all.
+    # Size of the in-memory cache of recent record batches.
+    cache_bytes: int = 64 * 1024 * 1024
+    # Whether clients must authenticate, and whether the server listens on loopback only.
     authenticate: bool = False
     loopback: bool = True
 
 
 async def end_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
-    """Cancel these and wait until they have ended."""
+    """Cancel tasks and wait until they have ended."""
     left = set(tasks)
     while left:
-        # Once is not always enough: a task that is just handed a connection by the pool does not hear it.
+        # Cancel repeatedly: a task that is just receiving a connection from the pool can miss a cancellation.
         for task in left:
             task.cancel()
         _, left = await asyncio.wait(left, timeout=CANCEL_SECONDS)
 
 
 class Broker:
-    """This process among the brokers of the log."""
+    """This process as one of the brokers of the log."""
 
-    def __init__(self, log: AsyncHeadwater, settings: Settings, *, passwords: PasswordChecks | None = None) -> None:
+    def __init__(
+        self, log: AsyncHeadwater, settings: BrokerSettings, *, passwords: PasswordChecks | None = None
+    ) -> None:
         self.log = log
         self.passwords = passwords or PasswordChecks()
         self.settings = settings
@@ -79,10 +86,10 @@ class Broker:
         self.incarnation = 0
         self.brokers: list[KafkaBroker] = []
         self.leader_epoch = -1
-        self.tails = Tails(log)
-        self.kept = Kept(settings.kept_bytes)
-        self.access = Access((), ())
-        # What is read for clients, or was and is not sent yet.
+        self.end_offsets = EndOffsetWatcher(log)
+        self.batch_cache = BatchCache(settings.cache_bytes)
+        self.access = AccessPolicy((), ())
+        # Bytes of responses that are being read or not sent yet, of all clients.
         self.unsent_bytes = 0
         self._lease_ends = 0.0
         self._by_name: dict[str, KafkaTopic] = {}
@@ -92,23 +99,23 @@ class Broker:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Register with the others and keep the lease until `stop`."""
+        """Register this broker and renew its lease until `stop`."""
         self.cluster_id = await self.log.run(calls.kafka_cluster_id())
         await self._register()
         await self.refresh_topics()
         await self.refresh_access()
         self._tasks = [
             supervise("kafka lease", self._keep_lease),
-            supervise("kafka tails", self.tails.watch),
-            # Apart from the lease and from each other: any of them may take longer than the lease lasts.
+            supervise("kafka end offsets", self.end_offsets.watch),
+            # Separate tasks: each of them may take longer than the lease lasts.
             self._repeat("compaction", COMPACT_SECONDS, self._compact),
             self._repeat("timeouts", REAP_SECONDS, partial(self._call, calls.kafka_reap_transactions())),
-            self._repeat("upkeep", UPKEEP_SECONDS, partial(self._call, calls.kafka_upkeep())),
-            self._repeat("upkeep of the log", REAP_SECONDS, self.log.do_upkeep),
+            self._repeat("maintenance", MAINTENANCE_SECONDS, partial(self._call, calls.kafka_maintenance())),
+            self._repeat("maintenance of the log", REAP_SECONDS, self.log.run_maintenance),
         ]
 
     async def stop(self) -> None:
-        """Give up the lease, so that others take over at once."""
+        """Release the lease, so that other brokers take over at once."""
         await end_tasks(self._tasks)
         self._lease_ends = 0.0
         with suppress(HeadwaterError, psycopg.Error):
@@ -118,7 +125,7 @@ class Broker:
 
     @property
     def holds_lease(self) -> bool:
-        """Whether no other broker can have taken this one for dead."""
+        """Whether the lease is valid, so that no other broker can have taken over."""
         return time.monotonic() < self._lease_ends
 
     async def _register(self, connection: AsyncConnection[Any] | None = None) -> None:
@@ -131,23 +138,24 @@ class Broker:
         await self.refresh_brokers(connection)
 
     async def refresh_brokers(self, connection: AsyncConnection[Any] | None = None) -> None:
-        """Learn who lives, and the epoch of the log, which is the leader epoch of every partition. Never from memory: a
-        client that hears of fewer brokers from one than from another lets go of the others, whatever it has just asked
-        them, and may wait for that answer for ever."""
+        """Read the live brokers and the epoch of the log, which is the leader epoch of every partition.
+
+        Never cached: a client that sees fewer brokers in one response than in another drops the missing ones together
+        with its requests to them, and may then wait for those responses forever."""
         epoch, self.brokers = await self.log.run(calls.kafka_cluster(), patience_seconds=5, connection=connection)
-        # Answers can overtake each other; epochs only grow.
+        # Query results can arrive out of order; epochs only grow.
         self.leader_epoch = max(self.leader_epoch, epoch)
 
     async def _keep_lease(self) -> None:
         while True:
             try:
-                # One that nobody else uses: however busy the others are, the lease does not wait.
+                # A dedicated connection, so that the lease is renewed even if the pool is exhausted.
                 async with self.log.connection() as connection:
                     while True:
                         await self._renew(connection)
                         await asyncio.sleep(RENEW_SECONDS)
             except (HeadwaterError, psycopg.Error) as error:
-                # Until the lease ends nothing is lost; after it, `holds_lease` says so.
+                # Harmless until the lease expires; after that `holds_lease` is false.
                 logger.warning("broker lease not renewed", extra={ERROR: str(error)})
             await asyncio.sleep(RENEW_SECONDS)
 
@@ -161,7 +169,7 @@ class Broker:
             await self._register(connection)
         await self.refresh_access(connection)
 
-    # What is done now and then
+    # Periodic maintenance
 
     def _repeat(self, name: str, seconds: float, act: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
         return supervise(f"kafka {name}", partial(self._repeated, name, seconds, act))
@@ -172,23 +180,23 @@ class Broker:
             try:
                 await act()
             except (HeadwaterError, psycopg.Error) as error:
-                logger.warning("upkeep of a broker failed", extra={ERROR: f"{name}: {error}"})
+                logger.warning("broker maintenance failed", extra={ERROR: f"{name}: {error}"})
 
     async def _compact(self) -> None:
         done = False
         while not done:
-            # A part at a time: each is a transaction, which others may have to wait for.
+            # In steps: each is a transaction that other transactions may wait for.
             _, done = await self.log.run(calls.kafka_compact(), patience_seconds=0)
 
     async def _call(self, call: Call[Any]) -> None:
         await self.log.run(call, patience_seconds=0)
 
     async def refresh_access(self, connection: AsyncConnection[Any] | None = None) -> None:
-        """Learn what accounts may do. A change elsewhere counts here when the lease is next renewed."""
+        """Read accounts and permissions. Changes by others take effect when the lease is next renewed."""
         if self.settings.authenticate:
             accounts = await self.log.run(access_calls.accounts(), patience_seconds=5, connection=connection)
             permissions = await self.log.run(access_calls.permissions(), patience_seconds=5, connection=connection)
-            self.access = Access((name for name, administrator in accounts if administrator), permissions)
+            self.access = AccessPolicy((name for name, administrator in accounts if administrator), permissions)
 
     # Topics
 
@@ -200,7 +208,7 @@ class Broker:
         self._topics_read_at = asked_at
 
     async def topics(self, *, as_of_now: bool = False) -> list[KafkaTopic]:
-        """All topics, as of a moment ago; or as of now, for whoever may just have made one by another broker."""
+        """All topics, from a recent copy; `as_of_now` reads them, so that changes by other brokers are included."""
         oldest = time.monotonic() - (0.0 if as_of_now else TOPICS_AGE_SECONDS)
         async with self._refreshing:
             if self._topics_read_at < oldest:
@@ -208,38 +216,38 @@ class Broker:
         return list(self._by_name.values())
 
     async def topic_named(self, name: str) -> KafkaTopic | None:
-        return await self._found(lambda: self._by_name.get(name))
+        return await self._find(lambda: self._by_name.get(name))
 
     async def topic_with_uuid(self, uuid: UUID | None) -> KafkaTopic | None:
         if uuid is None or uuid.bytes[:12] != self.cluster_id.bytes[:12]:
             return None
         topic_id = int.from_bytes(uuid.bytes[12:], "big")
-        return await self._found(lambda: self._by_id.get(topic_id))
+        return await self._find(lambda: self._by_id.get(topic_id))
 
-    async def _found(self, look: Callable[[], KafkaTopic | None]) -> KafkaTopic | None:
+    async def _find(self, look_up: Callable[[], KafkaTopic | None]) -> KafkaTopic | None:
         asked_at = time.monotonic()
-        topic = look()
+        topic = look_up()
         if topic is None or asked_at - self._topics_read_at > TOPICS_AGE_SECONDS:
-            # A topic that is not known may be new. One look serves all who asked before it began.
+            # An unknown topic may be new. One refresh serves all callers that arrived before it began.
             async with self._refreshing:
                 if self._topics_read_at < asked_at:
                     await self.refresh_topics()
-            topic = look()
+            topic = look_up()
         return topic
 
     def uuid_of(self, topic: KafkaTopic) -> UUID:
-        """A topic's id for Kafka: that of the cluster with the topic's own, which never comes again, at its end."""
+        """A topic's UUID for Kafka: 12 bytes of the cluster id followed by the topic id, which is never reused."""
         return self.uuid_of_id(topic.id)
 
     def uuid_of_id(self, topic_id: int) -> UUID:
         return UUID(bytes=self.cluster_id.bytes[:12] + topic_id.to_bytes(4, "big"))
 
-    def leader_of(self, lane: Lane) -> int:
-        """The broker that clients should ask for a lane. Any could serve it: this only spreads the work."""
-        living = self.brokers or [KafkaBroker(self.node_id, self.incarnation, self.settings.host, self.settings.port)]
-        return living[(lane.topic_id + lane.partition) % len(living)].node_id
+    def leader_of(self, topic_partition: TopicPartition) -> int:
+        """The leader of a partition according to metadata. Any broker can serve it; this spreads the load."""
+        live = self.brokers or [KafkaBroker(self.node_id, self.incarnation, self.settings.host, self.settings.port)]
+        return live[(topic_partition.topic_id + topic_partition.partition) % len(live)].node_id
 
     def speaks_for(self, name: str) -> bool:
-        """Whether this is the one of the living brokers that tells of what any of them could."""
-        living = [one.node_id for one in self.brokers] or [self.node_id]
-        return living[zlib.crc32(name.encode()) % len(living)] == self.node_id
+        """Whether this is the one live broker that lists a transaction, so that a client sees each only once."""
+        live = [one.node_id for one in self.brokers] or [self.node_id]
+        return live[zlib.crc32(name.encode()) % len(live)] == self.node_id

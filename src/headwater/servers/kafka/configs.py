@@ -1,4 +1,4 @@
-"""The settings of topics and brokers as Kafka names them: what they are now, and what a change to one means. Pure."""
+"""Settings of topics and brokers under their Kafka names: current values, and how changes map to the log. No I/O."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any, Final, NamedTuple
 
 from headwater.calls.kafka import KafkaTopic
 
-# Where a value comes from, and what kind of value it is, as DescribeConfigs says it.
+# config_source and config_type of DescribeConfigs.
 DYNAMIC_TOPIC: Final = 1
 STATIC_BROKER: Final = 4
 DEFAULT: Final = 5
 BOOLEAN, STRING, INT, LONG, DOUBLE, LIST = 1, 2, 3, 5, 6, 7
 
 _SET, _DELETE, _APPEND, _SUBTRACT = 0, 1, 2, 3
-_FOR_EVER_MS: Final = 1000 * 86_400_000 * 365
-_LONGEST_VALUE: Final = 10_000
+_MAX_RETENTION_MS: Final = 1000 * 86_400_000 * 365
+_MAX_VALUE_CHARACTERS: Final = 10_000
 _NEVER: Final = str(2**63 - 1)
 
 
-class BadConfig(ValueError):
-    """A setting that does not exist, or a value that it cannot have."""
+class InvalidConfig(ValueError):
+    """An unknown setting, or an invalid value."""
 
 
-class Change(NamedTuple):
-    """What changes of a topic. None leaves it as it is."""
+class TopicConfigChange(NamedTuple):
+    """Changes to the settings of a topic. None leaves a setting unchanged."""
 
     retention: timedelta | None = None
     keep_forever: bool = False
@@ -38,9 +38,9 @@ class Change(NamedTuple):
     tombstones_kept: timedelta | None = None
     # -1: no limit.
     retention_bytes: int | None = None
-    # key or value -> subject, framed, strategy: what is named of them changes.
+    # "key" or "value" -> the changed ones of subject, framed and strategy.
     schemas: Mapping[str, Mapping[str, Any]] | None = None
-    # What is only told; None: its default.
+    # Settings without effect; None resets to the default.
     settings: Mapping[str, str | None] | None = None
 
 
@@ -48,14 +48,14 @@ class _Config(NamedTuple):
     kind: int
     default: str
     documentation: str
-    # For tools that set it or look for it: what was said is kept and told, and changes nothing.
-    only_told: bool = False
-    # Of a number that is only told.
-    least: int = 0
+    # Stored and returned for tools that set it, but without effect.
+    no_effect: bool = False
+    # Minimum of a number without effect.
+    minimum: int = 0
 
 
 STRATEGIES: Final = "io.confluent.kafka.serializers.subject."
-# Setting -> whether of keys or values, and which part of it.
+# Setting -> "key" or "value", and the field that it sets.
 SCHEMA_CONFIGS: Final = {
     name.format(part=part): (part, field)
     for part in ("key", "value")
@@ -66,14 +66,22 @@ SCHEMA_CONFIGS: Final = {
     )
 }
 _SCHEMA_KINDS: Final = {
-    "framed": _Config(BOOLEAN, "false", "Only payloads that carry the id of a schema of their subject are taken."),
-    "strategy": _Config(STRING, f"{STRATEGIES}TopicNameStrategy", "Which subject that is, if none is named."),
-    "subject": _Config(STRING, "", "The subject whose schema payloads must fit, with or without an id. Empty: none."),
+    "framed": _Config(
+        BOOLEAN, "false", "Reject payloads without the id of a schema that is registered under their subject."
+    ),
+    "strategy": _Config(
+        STRING,
+        f"{STRATEGIES}TopicNameStrategy",
+        "How the subject is determined if headwater.key.schema or headwater.value.schema is not set.",
+    ),
+    "subject": _Config(
+        STRING, "", "The subject whose schema payloads must match, with or without a schema id. Empty: no validation."
+    ),
 }
 
-# Why it changes nothing -> name, kind, default and least value.
+# Why settings have no effect -> name, kind, default and minimum value.
 _WITHOUT_EFFECT: Final[Mapping[str, tuple[tuple[str, int, str, int], ...]]] = {
-    "Segments are the log's own.": (
+    "Segments of the log cannot be configured per topic.": (
         ("file.delete.delay.ms", LONG, "60000", 0),
         ("index.interval.bytes", INT, "4096", 0),
         ("preallocate", BOOLEAN, "false", 0),
@@ -82,31 +90,31 @@ _WITHOUT_EFFECT: Final[Mapping[str, tuple[tuple[str, int, str, int], ...]]] = {
         ("segment.jitter.ms", LONG, "0", 0),
         ("segment.ms", LONG, "604800000", 1),
     ),
-    "What is acknowledged is committed by Postgres.": (
+    "Acknowledged records are committed in Postgres.": (
         ("flush.messages", LONG, _NEVER, 1),
         ("flush.ms", LONG, _NEVER, 0),
     ),
-    "Postgres replicates; a broker has nothing to replicate.": (
+    "Replication is done by Postgres; brokers are stateless.": (
         ("follower.replication.throttled.replicas", LIST, "", 0),
         ("leader.replication.throttled.replicas", LIST, "", 0),
         ("min.insync.replicas", INT, "1", 1),
         ("unclean.leader.election.enable", BOOLEAN, "false", 0),
     ),
-    "Whatever is new is compacted soon.": (
+    "New records are compacted within seconds.": (
         ("max.compaction.lag.ms", LONG, _NEVER, 1),
         ("min.cleanable.dirty.ratio", DOUBLE, "0.5", 0),
         ("min.compaction.lag.ms", LONG, "0", 0),
     ),
-    "Any time that a producer gives is taken.": (
+    "Any producer timestamp is accepted.": (
         ("message.timestamp.after.max.ms", LONG, "3600000", 0),
         ("message.timestamp.before.max.ms", LONG, _NEVER, 0),
     ),
-    "A codec packs as it does.": (
+    "Compression levels cannot be configured.": (
         ("compression.gzip.level", INT, "-1", -1),
         ("compression.lz4.level", INT, "9", 1),
         ("compression.zstd.level", INT, "3", -131072),
     ),
-    "There is no second place for old segments; an archive is another matter.": (
+    "Tiered storage is not supported; see archives.": (
         ("local.retention.bytes", LONG, "-2", -2),
         ("local.retention.ms", LONG, "-2", -2),
         ("remote.log.copy.disable", BOOLEAN, "false", 0),
@@ -116,24 +124,28 @@ _WITHOUT_EFFECT: Final[Mapping[str, tuple[tuple[str, int, str, int], ...]]] = {
 }
 
 TOPIC_CONFIGS: Final[Mapping[str, _Config]] = {
-    "cleanup.policy": _Config(LIST, "delete", "delete, compact or both: what goes when it is old or superseded."),
-    "compression.type": _Config(STRING, "producer", "What fetched records are packed with."),
-    "delete.retention.ms": _Config(LONG, "86400000", "How long the deletion of a key stays in a compacted topic."),
-    "max.message.bytes": _Config(INT, "1048576", "The largest batch, and the largest value, that is taken."),
-    "message.timestamp.type": _Config(STRING, "CreateTime", "Whose time a record has: the producer's or the log's."),
-    "retention.bytes": _Config(LONG, "-1", "How large a partition may get before its oldest records go; -1: no limit."),
-    "retention.ms": _Config(LONG, "-1", "How long records are kept; -1 keeps them for ever."),
+    "cleanup.policy": _Config(
+        LIST, "delete", "delete (by age or size), compact (keep the latest record of each key), or both."
+    ),
+    "compression.type": _Config(STRING, "producer", "Compression of fetched records."),
+    "delete.retention.ms": _Config(LONG, "86400000", "How long tombstones are kept in a compacted topic."),
+    "max.message.bytes": _Config(INT, "1048576", "Maximum size of a batch, and of an uncompressed value."),
+    "message.timestamp.type": _Config(
+        STRING, "CreateTime", "CreateTime (set by the producer) or LogAppendTime (set by the log)."
+    ),
+    "retention.bytes": _Config(LONG, "-1", "Maximum size of a partition; older records are deleted. -1: no limit."),
+    "retention.ms": _Config(LONG, "-1", "How long records are kept; -1: forever."),
     **{name: _SCHEMA_KINDS[field] for name, (_, field) in SCHEMA_CONFIGS.items()},
     **{
-        name: _Config(kind, default, why, only_told=True, least=least)
+        name: _Config(kind, default, why, no_effect=True, minimum=minimum)
         for why, those in _WITHOUT_EFFECT.items()
-        for name, kind, default, least in those
+        for name, kind, default, minimum in those
     },
 }
 
 
 def topic_values(topic: KafkaTopic) -> dict[str, str]:
-    """Every setting of a topic with its value now."""
+    """All settings of a topic with their current values."""
     values = {name: config.default for name, config in TOPIC_CONFIGS.items()}
     values["max.message.bytes"] = str(topic.max_payload_bytes)
     values["message.timestamp.type"] = topic.timestamp_type
@@ -153,35 +165,35 @@ def topic_values(topic: KafkaTopic) -> dict[str, str]:
     return values
 
 
-def change_of(values: Mapping[str, str | None]) -> Change:
-    """What these settings change; None gives a setting its default back."""
-    change = Change()
+def parse_configs(values: Mapping[str, str | None]) -> TopicConfigChange:
+    """Parse settings to a change of a topic; None resets a setting to its default."""
+    change = TopicConfigChange()
     for name, given in values.items():
         if name not in TOPIC_CONFIGS:
-            raise BadConfig(f"there is no topic setting {name}; there are {', '.join(TOPIC_CONFIGS)}")
+            raise InvalidConfig(f"unknown topic setting {name}: expected one of {', '.join(TOPIC_CONFIGS)}")
         config = TOPIC_CONFIGS[name]
         value = config.default if given is None else given.strip()
-        if config.only_told:
-            _check_form(name, config, value)
+        if config.no_effect:
+            _check_value(name, config, value)
             change = change._replace(settings={**(change.settings or {}), name: None if given is None else value})
         elif name == "retention.ms":
-            kept_ms = _number(name, value, least=-1)
-            forever = kept_ms == -1 or kept_ms > _FOR_EVER_MS
+            kept_ms = _number(name, value, minimum=-1)
+            forever = kept_ms == -1 or kept_ms > _MAX_RETENTION_MS
             change = change._replace(
                 retention=None if forever else timedelta(milliseconds=max(kept_ms, 1)), keep_forever=forever
             )
         elif name == "retention.bytes":
-            change = change._replace(retention_bytes=_number(name, value, least=-1))
+            change = change._replace(retention_bytes=_number(name, value, minimum=-1))
         elif name == "cleanup.policy":
             policies = {policy.strip() for policy in value.split(",")}
             if not policies or not policies <= {"compact", "delete"}:
-                raise BadConfig(f"{name} is delete, compact or compact,delete, not {value!r}")
+                raise InvalidConfig(f"invalid {name} {value!r}: expected delete, compact or compact,delete")
             change = change._replace(compacted="compact" in policies, deletes="delete" in policies)
         elif name == "delete.retention.ms":
-            kept_ms = min(_number(name, value, least=0), _FOR_EVER_MS)
+            kept_ms = min(_number(name, value, minimum=0), _MAX_RETENTION_MS)
             change = change._replace(tombstones_kept=timedelta(milliseconds=kept_ms))
         elif name == "max.message.bytes":
-            change = change._replace(max_payload_bytes=_number(name, value, least=1))
+            change = change._replace(max_payload_bytes=_number(name, value, minimum=1))
         elif name == "message.timestamp.type":
             change = change._replace(timestamp_type=_one_of(name, value, ("CreateTime", "LogAppendTime")))
         elif name == "compression.type":
@@ -195,14 +207,14 @@ def change_of(values: Mapping[str, str | None]) -> Change:
     return change
 
 
-def after(values: Mapping[str, str], name: str, operation: int, value: str | None) -> str | None:
-    """What a setting is after an incremental change; None: its default."""
+def apply_operation(values: Mapping[str, str], name: str, operation: int, value: str | None) -> str | None:
+    """The value of a setting after an incremental change; None: its default."""
     if operation == _SET:
         return value
     if operation == _DELETE:
         return None
     if name not in TOPIC_CONFIGS or TOPIC_CONFIGS[name].kind != LIST or operation not in (_APPEND, _SUBTRACT):
-        raise BadConfig(f"{name} is not a list that one could add to or take from")
+        raise InvalidConfig(f"{name} is not a list: APPEND and SUBTRACT are not possible")
     now = [part for part in values[name].split(",") if part]
     given = [part.strip() for part in (value or "").split(",") if part.strip()]
     if operation == _APPEND:
@@ -210,8 +222,8 @@ def after(values: Mapping[str, str], name: str, operation: int, value: str | Non
     return ",".join(part for part in now if part not in given)
 
 
-def described(values: Mapping[str, str], wanted: list[str] | None) -> list[dict[str, Any]]:
-    """The settings of a topic as DescribeConfigs tells them; `wanted`: only these."""
+def describe_topic(values: Mapping[str, str], wanted: list[str] | None) -> list[dict[str, Any]]:
+    """Settings of a topic for DescribeConfigs; `wanted`: only these."""
     return [
         {
             "name": name,
@@ -229,8 +241,8 @@ def described(values: Mapping[str, str], wanted: list[str] | None) -> list[dict[
     ]
 
 
-def described_broker(values: Mapping[str, str], wanted: list[str] | None) -> list[dict[str, Any]]:
-    """The settings of a broker: given at its start, so none can be changed from here."""
+def describe_broker(values: Mapping[str, str], wanted: list[str] | None) -> list[dict[str, Any]]:
+    """Settings of a broker for DescribeConfigs. They are fixed when it starts, so all are read-only."""
     return [
         {
             "name": name,
@@ -251,13 +263,13 @@ def _schema_value(name: str, field: str, value: str) -> str | bool:
     if field == "framed":
         return _one_of(name, value.lower(), ("true", "false")) == "true"
     if field == "strategy":
-        # Clients name it by its class, people by its name.
+        # Accept the full Java class name and the short name.
         known = ("TopicNameStrategy", "RecordNameStrategy", "TopicRecordNameStrategy")
         return _one_of(name, value.rpartition(".")[2], known)
     return value
 
 
-def _check_form(name: str, config: _Config, value: str) -> None:
+def _check_value(name: str, config: _Config, value: str) -> None:
     if config.kind == BOOLEAN:
         _one_of(name, value.lower(), ("false",) if name == "remote.storage.enable" else ("true", "false"))
     elif config.kind == DOUBLE:
@@ -266,26 +278,26 @@ def _check_form(name: str, config: _Config, value: str) -> None:
         except ValueError:
             fits = False
         if not fits:
-            raise BadConfig(f"{name} is a number from 0 to 1, not {value!r}")
+            raise InvalidConfig(f"invalid {name} {value!r}: expected a number from 0 to 1")
     elif config.kind in (INT, LONG):
-        number = _number(name, value, least=config.least)
+        number = _number(name, value, minimum=config.minimum)
         if config.kind == INT and number >= 2**31:
-            raise BadConfig(f"{name} is up to {2**31 - 1}, not {value}")
-    elif len(value) > _LONGEST_VALUE:
-        raise BadConfig(f"{name} is up to {_LONGEST_VALUE} characters")
+            raise InvalidConfig(f"invalid {name} {value}: expected up to {2**31 - 1}")
+    elif len(value) > _MAX_VALUE_CHARACTERS:
+        raise InvalidConfig(f"invalid {name}: expected up to {_MAX_VALUE_CHARACTERS} characters")
 
 
-def _number(name: str, value: str, *, least: int) -> int:
+def _number(name: str, value: str, *, minimum: int) -> int:
     try:
         number = int(value)
     except ValueError:
-        raise BadConfig(f"{name} is a number, not {value!r}") from None
-    if not least <= number < 2**63:
-        raise BadConfig(f"{name} is {least} or more, not {value}")
+        raise InvalidConfig(f"invalid {name} {value!r}: expected a number") from None
+    if not minimum <= number < 2**63:
+        raise InvalidConfig(f"invalid {name} {value}: expected {minimum} or more")
     return number
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> str:
     if value not in known:
-        raise BadConfig(f"{name} is one of {', '.join(known)}, not {value!r}")
+        raise InvalidConfig(f"invalid {name} {value!r}: expected one of {', '.join(known)}")
     return value

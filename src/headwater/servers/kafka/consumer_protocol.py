@@ -1,4 +1,8 @@
-"""Consumer groups of the server-side protocol (KIP-848): heartbeats go to the coordinator's decisions."""
+"""Consumer groups with the server-side protocol (KIP-848): the API ConsumerGroupHeartbeat.
+
+The decisions are made by `assignment.ConsumerGroup`. This module takes up the groups that this broker coordinates,
+validates requests, and stores each new epoch in Postgres before a member sees it. All groups share one lock.
+"""
 
 from __future__ import annotations
 
@@ -13,83 +17,83 @@ import psycopg
 
 from headwater.calls import kafka as calls
 from headwater.calls import kafka_admin
-from headwater.calls.kafka import Lane
+from headwater.calls.kafka import TopicPartition
 from headwater.errors import HeadwaterError
 from headwater.observability.metrics import ERROR, GROUP, logger
-from headwater.servers.kafka.assignment import ASSIGNORS, AssignedGroup, Beaten, Heartbeat
+from headwater.servers.kafka.assignment import ASSIGNORS, ConsumerGroup, Heartbeat, HeartbeatResult
 from headwater.servers.kafka.broker import TOPICS_AGE_SECONDS, Broker
 from headwater.servers.kafka.wire import ErrorCode, Request
-from headwater.supervisor import Contained
+from headwater.supervisor import FailureGuard
 
 INTERVAL_MS: Final = 1_000
 TICK_SECONDS: Final = 0.5
-LONGEST_PATTERN: Final = 1_000
-KEPT_PATTERNS: Final = 1_000
+MAX_PATTERN_CHARACTERS: Final = 1_000
+MAX_CACHED_PATTERNS: Final = 1_000
 
 
-# What Kafka's own engine does not know, since it could take for ever.
-_BEYOND_RE2: Final = re.compile(r"\\[1-9]|\(\?(?![:i])")
+# Backreferences and lookarounds: RE2, which Kafka uses, does not support them.
+_UNSUPPORTED_BY_RE2: Final = re.compile(r"\\[1-9]|\(\?(?![:i])")
 
 
-class Heartbeats:
+class ConsumerGroupApis:
     """The APIs of groups whose partitions the coordinator assigns."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
-        self._groups: dict[str, AssignedGroup] = {}
-        self._noted: dict[str, int] = {}
-        # One decision at a time, since the next epoch is noted in Postgres before anybody hears of it.
-        self._deciding = asyncio.Lock()
+        self._groups: dict[str, ConsumerGroup] = {}
+        self._stored_epochs: dict[str, int] = {}
+        # One operation at a time: an epoch is stored in Postgres before a member sees it.
+        self._lock = asyncio.Lock()
         self._incarnation = 0
         self._matched: OrderedDict[str, tuple[float, frozenset[str]]] = OrderedDict()
 
     async def run(self) -> None:
-        """Let time pass for the groups, for ever."""
+        """Expire the sessions of all groups. Runs until it is cancelled."""
         while True:
             await asyncio.sleep(TICK_SECONDS)
-            async with self._deciding:
+            async with self._lock:
                 self._forget_if_fenced()
                 for name, group in list(self._groups.items()):
-                    with Contained("kafka group", **{GROUP: name}) as decision:
+                    with FailureGuard("kafka group", **{GROUP: name}) as scope:
                         group.tick(time.monotonic())
-                    if decision.failed:
+                    if scope.failed:
                         self._drop_failed(name)
                         continue
                     if not group.members:
-                        # What matters of it is in Postgres, but for the epoch that its end was.
-                        await self._note(group)
+                        # Its state is in Postgres, except for the epoch of the last change.
+                        await self._store_epoch(group)
                         self._groups.pop(name, None)
 
     def _drop_failed(self, name: str) -> None:
-        """Drop what is in memory of a group whose state makes its coordinator fail. Its row stays, and the other
-        groups go on; its members are unknown at their next heartbeat, and join again."""
+        """Drop a group from memory after a bug in its state machine. Its row in Postgres stays; its members are unknown
+        at their next heartbeat and rejoin; other groups are not affected."""
         self._groups.pop(name, None)
-        self._noted.pop(name, None)
+        self._stored_epochs.pop(name, None)
 
     def _forget_if_fenced(self) -> None:
         if not self._broker.holds_lease or self._incarnation != self._broker.incarnation:
             self._groups.clear()
-            self._noted.clear()
+            self._stored_epochs.clear()
             self._incarnation = self._broker.incarnation
 
     def names(self) -> list[str]:
-        """The groups that have members here."""
+        """The groups that have members on this broker."""
         return [name for name, group in self._groups.items() if group.members]
 
-    def group_named(self, name: str) -> AssignedGroup | None:
-        """The group, if it has members here."""
+    def group_named(self, name: str) -> ConsumerGroup | None:
+        """The group, if it has members on this broker."""
         group = self._groups.get(name)
         return group if group is not None and group.members else None
 
     async def heartbeat(self, request: Request, client_host: str, *, classic: bool) -> dict[str, Any]:
-        """`classic`: the group has members of the other protocol."""
+        """`classic`: the group has members with the classic protocol."""
         fields = request.fields
-        refused = _refused(request)
-        if refused is None and classic:
-            refused = (ErrorCode.group_id_not_found, "the group has members of the classic protocol")
-        if refused is not None:
-            return {"error_code": refused[0], "error_message": refused[1], "heartbeat_interval": INTERVAL_MS}
-        # All there are: what this member may not see, another of the group may.
+        invalid = _request_error(request)
+        if invalid is None and classic:
+            invalid = (ErrorCode.group_id_not_found, "the group has members with the classic protocol")
+        if invalid is not None:
+            return {"error_code": invalid[0], "error_message": invalid[1], "heartbeat_interval": INTERVAL_MS}
+        # All topics: other members of the group may see topics that this one may not.
         topics = {topic.name: (topic.id, topic.partitions) for topic in await self._broker.topics()}
         owned = fields.topic_partitions
         beat = Heartbeat(
@@ -101,10 +105,12 @@ class Heartbeats:
             fields.rebalance_timeout / 1000,
             None if fields.subscribed_topic_names is None else frozenset(fields.subscribed_topic_names),
             fields.server_assignor,
-            None if owned is None else frozenset([lane for one in owned for lane in await self._lanes(one)]),
+            None
+            if owned is None
+            else frozenset([topic_partition for one in owned for topic_partition in await self._partitions(one)]),
             getattr(fields, "subscribed_topic_regex", None),
         )
-        async with self._deciding:
+        async with self._lock:
             group = await self._group(fields.group_id)
             if group is None:
                 return {"error_code": ErrorCode.not_coordinator, "heartbeat_interval": INTERVAL_MS}
@@ -117,17 +123,17 @@ class Heartbeats:
             except psycopg.errors.InvalidRegularExpression as error:
                 code, message = ErrorCode.invalid_regular_expression, error.diag.message_primary
                 return {"error_code": code, "error_message": message, "heartbeat_interval": INTERVAL_MS}
-            with Contained("kafka group", **{GROUP: group.name}) as decision:
+            with FailureGuard("kafka group", **{GROUP: group.name}) as scope:
                 answer = group.heartbeat(time.monotonic(), beat, topics)
-            if decision.failed:
+            if scope.failed:
                 self._drop_failed(group.name)
                 return {"error_code": ErrorCode.coordinator_not_available, "heartbeat_interval": INTERVAL_MS}
-            if not await self._note(group):
+            if not await self._store_epoch(group):
                 return {"error_code": ErrorCode.not_coordinator, "heartbeat_interval": INTERVAL_MS}
-        return await self._told(answer)
+        return await self._response(answer)
 
     async def _matching(self, pattern: str) -> frozenset[str]:
-        """The topics whose names a regular expression fits, as of a moment ago."""
+        """The topics whose names match a regular expression, from a recent copy."""
         if not pattern:
             return frozenset()
         now = time.monotonic()
@@ -135,11 +141,11 @@ class Heartbeats:
         if known is None or now - known[0] > TOPICS_AGE_SECONDS:
             names = await self._broker.log.run(kafka_admin.kafka_matching_topics(pattern), patience_seconds=2)
             known = self._matched[pattern] = (now, names)
-            while len(self._matched) > KEPT_PATTERNS:
+            while len(self._matched) > MAX_CACHED_PATTERNS:
                 self._matched.popitem(last=False)
         return known[1]
 
-    async def _group(self, name: str) -> AssignedGroup | None:
+    async def _group(self, name: str) -> ConsumerGroup | None:
         self._forget_if_fenced()
         if not self._broker.holds_lease:
             return None
@@ -147,33 +153,33 @@ class Heartbeats:
             epoch = await self._broker.log.run(calls.kafka_take_up(name, self._broker.incarnation), patience_seconds=2)
             if epoch is None:
                 return None
-            self._groups[name] = AssignedGroup(name, epoch, self._broker.settings.session_seconds)
-            self._noted[name] = epoch
+            self._groups[name] = ConsumerGroup(name, epoch, self._broker.settings.session_seconds)
+            self._stored_epochs[name] = epoch
         return self._groups[name]
 
-    async def _note(self, group: AssignedGroup) -> bool:
-        if self._noted.get(group.name) == group.epoch:
+    async def _store_epoch(self, group: ConsumerGroup) -> bool:
+        if self._stored_epochs.get(group.name) == group.epoch:
             return True
         call = calls.kafka_note_generation(
             group.name, self._broker.incarnation, generation=group.epoch, protocol_type="consumer"
         )
         try:
-            noted = await self._broker.log.run(call, patience_seconds=2)
+            stored = await self._broker.log.run(call, patience_seconds=2)
         except (HeadwaterError, psycopg.Error) as error:
-            logger.warning("generation not noted", extra={GROUP: group.name, ERROR: str(error)})
-            noted = False
-        if noted:
-            self._noted[group.name] = group.epoch
+            logger.warning("epoch not stored", extra={GROUP: group.name, ERROR: str(error)})
+            stored = False
+        if stored:
+            self._stored_epochs[group.name] = group.epoch
         else:
             self._groups.pop(group.name, None)
-            self._noted.pop(group.name, None)
-        return noted
+            self._stored_epochs.pop(group.name, None)
+        return stored
 
-    async def _lanes(self, asked: Any) -> list[Lane]:
-        topic = await self._broker.topic_with_uuid(asked.topic_id)
-        return [] if topic is None else [Lane(topic.id, partition) for partition in asked.partitions or ()]
+    async def _partitions(self, owned: Any) -> list[TopicPartition]:
+        topic = await self._broker.topic_with_uuid(owned.topic_id)
+        return [] if topic is None else [TopicPartition(topic.id, partition) for partition in owned.partitions or ()]
 
-    async def _told(self, answer: Beaten) -> dict[str, Any]:
+    async def _response(self, answer: HeartbeatResult) -> dict[str, Any]:
         assignment = None
         if answer.assignment is not None:
             assignment = {"topic_partitions": self._by_topic(answer.assignment)}
@@ -186,17 +192,19 @@ class Heartbeats:
             "assignment": assignment,
         }
 
-    def _by_topic(self, lanes: frozenset[Lane], names: dict[int, str] | None = None) -> list[dict[str, Any]]:
-        found: dict[int, list[int]] = {}
-        for lane in sorted(lanes):
-            found.setdefault(lane.topic_id, []).append(lane.partition)
+    def _by_topic(
+        self, topic_partitions: frozenset[TopicPartition], names: dict[int, str] | None = None
+    ) -> list[dict[str, Any]]:
+        by_topic: dict[int, list[int]] = {}
+        for topic_partition in sorted(topic_partitions):
+            by_topic.setdefault(topic_partition.topic_id, []).append(topic_partition.partition)
         return [
             {
                 "topic_id": self._broker.uuid_of_id(topic_id),
                 "topic_name": (names or {}).get(topic_id, ""),
                 "partitions": partitions,
             }
-            for topic_id, partitions in found.items()
+            for topic_id, partitions in by_topic.items()
         ]
 
     async def describe(self, request: Request) -> dict[str, Any]:
@@ -204,11 +212,11 @@ class Heartbeats:
         groups = []
         for name in request.fields.group_ids or ():
             group = self.group_named(name)
-            if not request.allowed("describe", "group", name):
+            if not request.allowed("describe", "consumer", name):
                 groups.append({"error_code": ErrorCode.group_authorization_failed, "group_id": name})
                 continue
             if group is None:
-                message = f"there is no group {name} with members of the consumer protocol"
+                message = f"group {name} has no members with the consumer protocol"
                 code = ErrorCode.group_id_not_found
                 groups.append({"error_code": code, "error_message": message, "group_id": name, "group_state": "Dead"})
                 continue
@@ -229,7 +237,7 @@ class Heartbeats:
                             "client_host": member.client_host,
                             "subscribed_topic_names": sorted(member.topics),
                             "subscribed_topic_regex": member.pattern or None,
-                            "assignment": {"topic_partitions": self._by_topic(member.lanes, names)},
+                            "assignment": {"topic_partitions": self._by_topic(member.topic_partitions, names)},
                             "target_assignment": {
                                 "topic_partitions": self._by_topic(group.target.get(member.id, frozenset()), names)
                             },
@@ -243,21 +251,24 @@ class Heartbeats:
         return {"groups": groups}
 
 
-def _refused(request: Request) -> tuple[ErrorCode, str] | None:
+def _request_error(request: Request) -> tuple[ErrorCode, str] | None:
     fields = request.fields
     if not fields.group_id or "\x00" in fields.group_id:
-        return ErrorCode.invalid_group_id, "a group has a name"
-    if not request.allowed("read", "group", fields.group_id):
-        return ErrorCode.group_authorization_failed, "the group may not be read for"
+        return ErrorCode.invalid_group_id, "the group id is empty or contains a NUL character"
+    if not request.allowed("read", "consumer", fields.group_id):
+        return ErrorCode.group_authorization_failed, "not authorized to read the group"
     hidden = [one for one in fields.subscribed_topic_names or () if not request.allowed("describe", "topic", one)]
     if hidden:
-        return ErrorCode.topic_authorization_failed, f"these topics may not be read: {', '.join(sorted(hidden)[:10])}"
+        return (
+            ErrorCode.topic_authorization_failed,
+            f"not authorized to describe topics: {', '.join(sorted(hidden)[:10])}",
+        )
     pattern = getattr(fields, "subscribed_topic_regex", None) or ""
-    if len(pattern) > LONGEST_PATTERN or "\x00" in pattern:
-        message = f"a pattern is up to {LONGEST_PATTERN} characters"
+    if len(pattern) > MAX_PATTERN_CHARACTERS or "\x00" in pattern:
+        message = f"invalid pattern: expected up to {MAX_PATTERN_CHARACTERS} characters without NUL"
         return ErrorCode.invalid_regular_expression, message
-    if _BEYOND_RE2.search(pattern):
-        return ErrorCode.invalid_regular_expression, "a pattern has neither references back nor looks around"
+    if _UNSUPPORTED_BY_RE2.search(pattern):
+        return ErrorCode.invalid_regular_expression, "invalid pattern: backreferences and lookarounds are not supported"
     if request.version >= 1 and not fields.member_id:
-        return ErrorCode.invalid_request, "a member chooses its id"
+        return ErrorCode.invalid_request, "member id required: since version 1 the member generates its own id"
     return None

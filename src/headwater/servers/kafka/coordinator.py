@@ -1,7 +1,10 @@
-"""What the coordinator of a consumer group decides: who is a member, when to rebalance, who gets which answer. Pure.
+"""The state machine of a consumer group with the classic protocol: members, generations, rebalances. Pure: no I/O.
 
-A request that has to wait is known by its `waiter`, which means nothing here. Whatever happens next, in a later call or
-in `tick`, returns the answers that are due. Time comes in as seconds.
+States: EMPTY -> PREPARING (a member joined or left; the others are expected to rejoin) -> COMPLETING (a new generation
+has begun; the leader is expected to sync with the assignments) -> STABLE -> PREPARING ...
+A request that has to wait (join, sync) is identified by an opaque `waiter`. Every method returns the replies that are
+due now, also to waiters of earlier calls. Time is passed in as seconds.
+Called by `classic_protocol.py`, which stores each new generation in Postgres before it delivers the replies.
 """
 
 from __future__ import annotations
@@ -14,11 +17,11 @@ from typing import Any, Final, NamedTuple
 from headwater.servers.kafka.wire import ErrorCode
 
 MAX_MEMBERS: Final = 1_000
-"""Of one group, those that were told an id and did not come back yet included."""
+"""Maximum members of a group, including those that were given an id and have not rejoined with it yet."""
 
 
-class State(Enum):
-    """By the names that Kafka gives them."""
+class GroupState(Enum):
+    """The states under their names in Kafka."""
 
     EMPTY = "Empty"
     PREPARING = "PreparingRebalance"
@@ -29,8 +32,8 @@ class State(Enum):
 Protocols = tuple[tuple[str, bytes], ...]
 
 
-class Join(NamedTuple):
-    """A member that wants to be in the next generation. An empty id: it has none yet."""
+class JoinRequest(NamedTuple):
+    """A request to join the next generation. An empty member id: the member has none yet."""
 
     member_id: str
     instance_id: str | None
@@ -40,16 +43,16 @@ class Join(NamedTuple):
     rebalance_seconds: float
     protocol_type: str
     protocols: Protocols
-    # Whether a newcomer is told its id first and joins with it, so that one that goes away leaves no member behind.
+    # Whether a new member first gets an id and rejoins with it, so that abandoned requests leave no member behind.
     id_first: bool
-    # What the member's id will be, if it gets one.
+    # The id for a new member.
     new_id: str
-    # Whether the answer can say that the leader need not assign anything.
+    # Whether the client supports skip_assignment in the response.
     knows_skip: bool = False
 
 
-class Joined(NamedTuple):
-    """The answer to a join."""
+class JoinResult(NamedTuple):
+    """The response to a join request."""
 
     code: ErrorCode
     member_id: str
@@ -61,8 +64,8 @@ class Joined(NamedTuple):
     skip_assignment: bool = False
 
 
-class Sync(NamedTuple):
-    """A member that wants its assignment; the leader brings everybody's."""
+class SyncRequest(NamedTuple):
+    """A request for the assignment of a member; the leader sends the assignments of all members."""
 
     member_id: str
     instance_id: str | None
@@ -72,8 +75,8 @@ class Sync(NamedTuple):
     assignments: tuple[tuple[str, bytes], ...]
 
 
-class Synced(NamedTuple):
-    """The answer to a sync."""
+class SyncResult(NamedTuple):
+    """The response to a sync request."""
 
     code: ErrorCode
     protocol_type: str | None = None
@@ -82,14 +85,14 @@ class Synced(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """An answer that is due to a waiter."""
+    """A response that is due to a waiter."""
 
     waiter: Any
-    answer: Joined | Synced
+    answer: JoinResult | SyncResult
 
 
 @dataclass(slots=True)
-class Member:
+class ClassicMember:
     """One consumer of the group."""
 
     id: str
@@ -109,61 +112,61 @@ class Member:
 
 
 @dataclass(slots=True)
-class Group:
-    """A group of the classic protocol, from the generation that was counted last."""
+class ClassicGroup:
+    """A group of the classic protocol. It starts from the last generation stored in Postgres."""
 
     name: str
     generation: int
     delay_seconds: float
-    state: State = State.EMPTY
+    state: GroupState = GroupState.EMPTY
     protocol_type: str = ""
     protocol: str | None = None
     leader: str | None = None
-    members: dict[str, Member] = field(default_factory=dict)
-    # Those that were told an id and have not come back with it, and until when they may.
+    members: dict[str, ClassicMember] = field(default_factory=dict)
+    # Members that were given an id and have not rejoined with it -> their deadline.
     pending: dict[str, float] = field(default_factory=dict)
     _rebalance_ends: float = 0.0
     _first_wait_ends: float | None = None
 
     # Joining
 
-    def join(self, now: float, waiter: Any, ask: Join) -> list[Reply]:
-        """A member joins. The answer may come at once, or when everybody has joined."""
-        refused = self._refused_join(ask)
-        if refused is not None:
-            return [Reply(waiter, Joined(refused, ask.member_id))]
-        if not ask.member_id:
-            return self._join_new(now, waiter, ask)
-        if ask.member_id in self.pending:
-            del self.pending[ask.member_id]
-            return self._add(now, waiter, ask, ask.member_id)
-        member = self.members[ask.member_id]
-        member.expires_at = now + ask.session_seconds
-        same = member.protocols == ask.protocols
-        if self.state is State.COMPLETING and same:
-            # It did not hear the answer: it gets it again.
-            return [Reply(waiter, self._joined(member))]
-        if self.state is State.STABLE and same and member.id != self.leader:
-            return [Reply(waiter, self._joined(member))]
-        return self._rejoin(now, waiter, ask, member)
+    def join(self, now: float, waiter: Any, request: JoinRequest) -> list[Reply]:
+        """A member joins. The reply is due at once, or when all members have joined."""
+        error = self._join_error(request)
+        if error is not None:
+            return [Reply(waiter, JoinResult(error, request.member_id))]
+        if not request.member_id:
+            return self._join_new(now, waiter, request)
+        if request.member_id in self.pending:
+            del self.pending[request.member_id]
+            return self._add(now, waiter, request, request.member_id)
+        member = self.members[request.member_id]
+        member.expires_at = now + request.session_seconds
+        same = member.protocols == request.protocols
+        if self.state is GroupState.COMPLETING and same:
+            # The last response was lost: send it again.
+            return [Reply(waiter, self._join_result(member))]
+        if self.state is GroupState.STABLE and same and member.id != self.leader:
+            return [Reply(waiter, self._join_result(member))]
+        return self._rejoin(now, waiter, request, member)
 
-    def _refused_join(self, ask: Join) -> ErrorCode | None:
-        if not ask.protocols or not ask.protocol_type or "\x00" in ask.protocol_type:
+    def _join_error(self, request: JoinRequest) -> ErrorCode | None:
+        if not request.protocols or not request.protocol_type or "\x00" in request.protocol_type:
             return ErrorCode.inconsistent_group_protocol
-        others = [member for member in self.members.values() if member.id != ask.member_id]
+        others = [member for member in self.members.values() if member.id != request.member_id]
         if others:
-            if ask.protocol_type != self.protocol_type:
+            if request.protocol_type != self.protocol_type:
                 return ErrorCode.inconsistent_group_protocol
             common = set.intersection(*({name for name, _ in member.protocols} for member in others))
-            if not common & {name for name, _ in ask.protocols}:
+            if not common & {name for name, _ in request.protocols}:
                 return ErrorCode.inconsistent_group_protocol
-        if not ask.member_id:
+        if not request.member_id:
             if len(self.members) + len(self.pending) >= MAX_MEMBERS:
                 return ErrorCode.group_max_size_reached
             return None
-        return self._refused_member(ask.member_id, ask.instance_id, may_be_pending=True)
+        return self._member_error(request.member_id, request.instance_id, may_be_pending=True)
 
-    def _refused_member(
+    def _member_error(
         self, member_id: str, instance_id: str | None, *, may_be_pending: bool = False
     ) -> ErrorCode | None:
         if instance_id is not None:
@@ -175,68 +178,63 @@ class Group:
             return None
         return ErrorCode.unknown_member_id
 
-    def _of_instance(self, instance_id: str) -> Member | None:
+    def _of_instance(self, instance_id: str) -> ClassicMember | None:
         return next((member for member in self.members.values() if member.instance_id == instance_id), None)
 
-    def _join_new(self, now: float, waiter: Any, ask: Join) -> list[Reply]:
-        if ask.instance_id is not None:
-            before = self._of_instance(ask.instance_id)
+    def _join_new(self, now: float, waiter: Any, request: JoinRequest) -> list[Reply]:
+        if request.instance_id is not None:
+            before = self._of_instance(request.instance_id)
             if before is not None:
-                return self._replace(now, waiter, ask, before)
-        elif ask.id_first:
-            self.pending[ask.new_id] = now + ask.session_seconds
-            return [Reply(waiter, Joined(ErrorCode.member_id_required, ask.new_id))]
-        return self._add(now, waiter, ask, ask.new_id)
+                return self._replace(now, waiter, request, before)
+        elif request.id_first:
+            self.pending[request.new_id] = now + request.session_seconds
+            return [Reply(waiter, JoinResult(ErrorCode.member_id_required, request.new_id))]
+        return self._add(now, waiter, request, request.new_id)
 
-    def _replace(self, now: float, waiter: Any, ask: Join, before: Member) -> list[Reply]:
-        """A static member came back under a new id: it takes the place of the old, which is fenced."""
-        replies = self._dismiss(before, ErrorCode.fenced_instance_id)
-        member = Member(
-            ask.new_id, ask.instance_id, ask.client_id, ask.client_host, ask.session_seconds, ask.rebalance_seconds,
-            ask.protocols, now + ask.session_seconds, before.assignment,
-        )  # fmt: skip
-        # In its place, so that the order of members, which assignors go by, stays as it is.
+    def _replace(self, now: float, waiter: Any, request: JoinRequest, before: ClassicMember) -> list[Reply]:
+        """A static member restarted under a new id: it replaces the old member, which is fenced."""
+        replies = self._fail_waiters(before, ErrorCode.fenced_instance_id)
+        member = _new_member(now, request, request.new_id)
+        member.assignment = before.assignment
+        # At the same index: assignors depend on the order of members.
         self.members = {
             member.id if known.id == before.id else known.id: member if known.id == before.id else known
             for known in self.members.values()
         }
-        led = self.leader == before.id
-        if led:
+        was_leader = self.leader == before.id
+        if was_leader:
             self.leader = member.id
-        if self.state is State.STABLE and member.protocols == before.protocols:
-            # Nothing changed for the others, so nobody is bothered. A leader that cannot be told to leave the
-            # assignment alone is told that another leads; it then asks for its own part only.
-            answer = self._joined(member)
-            if led and not ask.knows_skip:
+        if self.state is GroupState.STABLE and member.protocols == before.protocols:
+            # No rebalance: nothing has changed for the others. A leader whose client does not support skip_assignment
+            # gets the old id as the leader, so that it only fetches its own assignment.
+            answer = self._join_result(member)
+            if was_leader and not request.knows_skip:
                 answer = answer._replace(leader=before.id, members=())
-            elif led:
+            elif was_leader:
                 answer = answer._replace(skip_assignment=True)
             return [*replies, Reply(waiter, answer)]
-        return [*replies, *self._rejoin(now, waiter, ask, member)]
+        return [*replies, *self._rejoin(now, waiter, request, member)]
 
-    def _add(self, now: float, waiter: Any, ask: Join, member_id: str) -> list[Reply]:
+    def _add(self, now: float, waiter: Any, request: JoinRequest, member_id: str) -> list[Reply]:
         if not self.members:
-            self.protocol_type = ask.protocol_type
-        member = Member(
-            member_id, ask.instance_id, ask.client_id, ask.client_host, ask.session_seconds, ask.rebalance_seconds,
-            ask.protocols, now + ask.session_seconds,
-        )  # fmt: skip
+            self.protocol_type = request.protocol_type
+        member = _new_member(now, request, member_id)
         self.members[member_id] = member
         if self.leader is None:
             self.leader = member_id
         if self._first_wait_ends is not None:
-            # Others are likely to come with the first: wait a little for each, though not for ever.
+            # Members often start together: extend the initial delay for each, up to the rebalance timeout.
             self._rebalance_ends = min(now + self.delay_seconds, self._first_wait_ends)
-        return self._rejoin(now, waiter, ask, member)
+        return self._rejoin(now, waiter, request, member)
 
-    def _rejoin(self, now: float, waiter: Any, ask: Join, member: Member) -> list[Reply]:
+    def _rejoin(self, now: float, waiter: Any, request: JoinRequest, member: ClassicMember) -> list[Reply]:
         replies = []
         if member.join_waiter is not None:
-            # The same member on another connection: the older request will not be listened to.
-            replies.append(Reply(member.join_waiter, Joined(ErrorCode.unknown_member_id, member.id)))
-        member.protocols = ask.protocols
-        member.session_seconds = ask.session_seconds
-        member.rebalance_seconds = ask.rebalance_seconds
+            # The member joined again on another connection: fail its older request.
+            replies.append(Reply(member.join_waiter, JoinResult(ErrorCode.unknown_member_id, member.id)))
+        member.protocols = request.protocols
+        member.session_seconds = request.session_seconds
+        member.rebalance_seconds = request.rebalance_seconds
         member.join_waiter = waiter
         replies += self._prepare(now)
         return [*replies, *self._complete_if_all(now)]
@@ -244,35 +242,35 @@ class Group:
     # Rebalancing
 
     def _prepare(self, now: float) -> list[Reply]:
-        if self.state is State.PREPARING:
+        if self.state is GroupState.PREPARING:
             return []
         replies = []
         for member in self.members.values():
             if member.sync_waiter is not None:
-                replies.append(Reply(member.sync_waiter, Synced(ErrorCode.rebalance_in_progress)))
+                replies.append(Reply(member.sync_waiter, SyncResult(ErrorCode.rebalance_in_progress)))
                 member.sync_waiter = None
                 member.expires_at = now + member.session_seconds
         longest = max((member.rebalance_seconds for member in self.members.values()), default=0.0)
-        if self.state is State.EMPTY and self.delay_seconds > 0:
+        if self.state is GroupState.EMPTY and self.delay_seconds > 0:
             self._rebalance_ends = now + self.delay_seconds
             self._first_wait_ends = now + longest
         else:
             self._rebalance_ends = now + longest
             self._first_wait_ends = None
-        self.state = State.PREPARING
+        self.state = GroupState.PREPARING
         return replies
 
     def _complete_if_all(self, now: float) -> list[Reply]:
-        if self.state is not State.PREPARING or self._first_wait_ends is not None or self.pending:
+        if self.state is not GroupState.PREPARING or self._first_wait_ends is not None or self.pending:
             return []
         if all(member.join_waiter is not None for member in self.members.values()):
             return self._complete(now)
         return []
 
     def _complete(self, now: float) -> list[Reply]:
-        """Begin the next generation with whoever has joined."""
+        """Begin the next generation with the members that have joined."""
         for member in list(self.members.values()):
-            # A static member may be restarting: it keeps its place until its session ends.
+            # A static member may be restarting: it stays a member until its session expires.
             if member.join_waiter is None and member.instance_id is None:
                 del self.members[member.id]
         self._first_wait_ends = None
@@ -283,24 +281,24 @@ class Group:
         if self.leader not in self.members or self.members[self.leader].join_waiter is None:
             joined = [member.id for member in self.members.values() if member.join_waiter is not None]
             if not joined:
-                # Only static members that are away: wait on for them.
+                # Only static members that are away: keep waiting for them.
                 self._rebalance_ends = now + max(member.rebalance_seconds for member in self.members.values())
                 self.generation -= 1
                 return []
             self.leader = joined[0]
         self.protocol = self._vote()
-        self.state = State.COMPLETING
+        self.state = GroupState.COMPLETING
         replies = []
         for member in self.members.values():
             member.assignment = b""
             if member.join_waiter is not None:
-                replies.append(Reply(member.join_waiter, self._joined(member)))
+                replies.append(Reply(member.join_waiter, self._join_result(member)))
                 member.join_waiter = None
             member.expires_at = max(member.expires_at, now + member.session_seconds)
         return replies
 
     def _vote(self) -> str:
-        """The protocol that most members like best of those that all know."""
+        """Choose the protocol that most members prefer among those that all support."""
         members = list(self.members.values())
         common = set.intersection(*({name for name, _ in member.protocols} for member in members))
         votes: dict[str, int] = {}
@@ -309,71 +307,71 @@ class Group:
             votes[favourite] = votes.get(favourite, 0) + 1
         return max(votes, key=lambda name: votes[name])
 
-    def _joined(self, member: Member) -> Joined:
+    def _join_result(self, member: ClassicMember) -> JoinResult:
         assert self.protocol is not None
         listed: tuple[tuple[str, str | None, bytes], ...] = ()
         if member.id == self.leader:
             listed = tuple((m.id, m.instance_id, m.metadata(self.protocol)) for m in self.members.values())
-        return Joined(
+        return JoinResult(
             ErrorCode.none, member.id, self.generation, self.protocol_type, self.protocol, self.leader or "", listed
         )
 
     def _become_empty(self) -> None:
-        self.state = State.EMPTY
+        self.state = GroupState.EMPTY
         self.leader = None
         self.protocol = None
         self._first_wait_ends = None
 
-    # Syncing, heartbeats, leaving
+    # Sync, heartbeat, leave
 
-    def sync(self, now: float, waiter: Any, ask: Sync) -> list[Reply]:
-        """A member asks for its part; it waits until the leader has brought everybody's."""
-        refused = self._refused_member(ask.member_id, ask.instance_id)
-        if refused is None and ask.generation != self.generation:
-            refused = ErrorCode.illegal_generation
-        if refused is None and (
-            (ask.protocol_type is not None and ask.protocol_type != self.protocol_type)
-            or (ask.protocol is not None and ask.protocol != self.protocol)
+    def sync(self, now: float, waiter: Any, request: SyncRequest) -> list[Reply]:
+        """A member requests its assignment; it waits until the leader has sent the assignments."""
+        error = self._member_error(request.member_id, request.instance_id)
+        if error is None and request.generation != self.generation:
+            error = ErrorCode.illegal_generation
+        if error is None and (
+            (request.protocol_type is not None and request.protocol_type != self.protocol_type)
+            or (request.protocol is not None and request.protocol != self.protocol)
         ):
-            refused = ErrorCode.inconsistent_group_protocol
-        if refused is None and self.state is State.PREPARING:
-            refused = ErrorCode.rebalance_in_progress
-        if refused is not None:
-            return [Reply(waiter, Synced(refused))]
-        member = self.members[ask.member_id]
+            error = ErrorCode.inconsistent_group_protocol
+        if error is None and self.state is GroupState.PREPARING:
+            error = ErrorCode.rebalance_in_progress
+        if error is not None:
+            return [Reply(waiter, SyncResult(error))]
+        member = self.members[request.member_id]
         member.expires_at = now + member.session_seconds
-        if self.state is State.STABLE:
-            return [Reply(waiter, self._synced(member))]
+        if self.state is GroupState.STABLE:
+            return [Reply(waiter, self._sync_result(member))]
         replies = []
         if member.sync_waiter is not None:
-            replies.append(Reply(member.sync_waiter, Synced(ErrorCode.unknown_member_id)))
+            replies.append(Reply(member.sync_waiter, SyncResult(ErrorCode.unknown_member_id)))
         member.sync_waiter = waiter
         if member.id == self.leader:
-            brought = dict(ask.assignments)
-            self.state = State.STABLE
+            assignments = dict(request.assignments)
+            self.state = GroupState.STABLE
             for one in self.members.values():
-                one.assignment = brought.get(one.id, b"")
+                one.assignment = assignments.get(one.id, b"")
                 if one.sync_waiter is not None:
-                    replies.append(Reply(one.sync_waiter, self._synced(one)))
+                    replies.append(Reply(one.sync_waiter, self._sync_result(one)))
                     one.sync_waiter = None
                     one.expires_at = now + one.session_seconds
         return replies
 
-    def _synced(self, member: Member) -> Synced:
-        return Synced(ErrorCode.none, self.protocol_type, self.protocol, member.assignment)
+    def _sync_result(self, member: ClassicMember) -> SyncResult:
+        return SyncResult(ErrorCode.none, self.protocol_type, self.protocol, member.assignment)
 
     def heartbeat(self, now: float, member_id: str, instance_id: str | None, generation: int) -> ErrorCode:
-        """A member says that it lives; the answer may tell it to join again."""
-        refused = self._refused_member(member_id, instance_id)
-        if refused is not None:
-            return refused
+        """Extend the session of a member; the result may tell it to rejoin."""
+        error = self._member_error(member_id, instance_id)
+        if error is not None:
+            return error
         if generation != self.generation:
             return ErrorCode.illegal_generation
         self.members[member_id].expires_at = now + self.members[member_id].session_seconds
-        return ErrorCode.rebalance_in_progress if self.state is State.PREPARING else ErrorCode.none
+        return ErrorCode.rebalance_in_progress if self.state is GroupState.PREPARING else ErrorCode.none
 
     def leave(self, now: float, member_id: str, instance_id: str | None) -> tuple[ErrorCode, list[Reply]]:
-        """A member goes, by its id or, for a static one, by its instance."""
+        """Remove a member by its id or, if it is static, by its instance id."""
         if member_id in self.pending:
             del self.pending[member_id]
             return ErrorCode.none, self._complete_if_all(now)
@@ -387,25 +385,25 @@ class Group:
             return ErrorCode.unknown_member_id, []
         return ErrorCode.none, self._remove(now, member, ErrorCode.unknown_member_id)
 
-    def commit_refused(
+    def commit_error(
         self, now: float, member_id: str, instance_id: str | None, generation: int, *, transactional: bool = False
     ) -> ErrorCode | None:
-        """Why offsets may not be committed by this member in this generation, if so."""
+        """The error if this member may not commit offsets in this generation."""
         if generation < 0 and not member_id and (not self.members or (transactional and instance_id is None)):
-            # A consumer that chose its partitions itself is no member of anything; and in a transaction older clients
-            # do not say for whom they commit: their producer's epoch is what fences them.
+            # A consumer with manually assigned partitions is not a member of the group. And older transactional
+            # clients do not send the member; the epoch of their producer fences them.
             return None
-        refused = self._refused_member(member_id, instance_id)
-        if refused is not None:
-            return refused
+        error = self._member_error(member_id, instance_id)
+        if error is not None:
+            return error
         if generation != self.generation:
             return ErrorCode.illegal_generation
         self.members[member_id].expires_at = now + self.members[member_id].session_seconds
-        completing = self.state is State.COMPLETING and not transactional
+        completing = self.state is GroupState.COMPLETING and not transactional
         return ErrorCode.rebalance_in_progress if completing else None
 
     def abandon(self, now: float, waiter: Any) -> None:
-        """Whoever waited for an answer is gone. Its member has its session to come back."""
+        """The client of a waiting request disconnected. Its member has until the end of its session to return."""
         for member in self.members.values():
             if member.join_waiter is waiter:
                 member.join_waiter = None
@@ -417,7 +415,7 @@ class Group:
     # Time
 
     def tick(self, now: float) -> list[Reply]:
-        """What time alone brings: sessions and rebalances that end."""
+        """Expire sessions, pending members and rebalances."""
         for member_id, until in list(self.pending.items()):
             if until <= now:
                 del self.pending[member_id]
@@ -426,56 +424,69 @@ class Group:
             waits = member.join_waiter is not None or member.sync_waiter is not None
             if not waits and member.expires_at <= now:
                 replies += self._remove(now, member, ErrorCode.unknown_member_id)
-        if self.state is State.PREPARING and self._rebalance_ends <= now:
+        if self.state is GroupState.PREPARING and self._rebalance_ends <= now:
             replies += self._complete(now)
         else:
             replies += self._complete_if_all(now)
         return replies
 
     def next_tick(self) -> float | None:
-        """When `tick` has something to do, if nothing happens before."""
+        """When `tick` must be called next, if no other call comes first."""
         times = list(self.pending.values())
         times += [
             member.expires_at
             for member in self.members.values()
             if member.join_waiter is None and member.sync_waiter is None
         ]
-        if self.state is State.PREPARING:
+        if self.state is GroupState.PREPARING:
             times.append(self._rebalance_ends)
         return min(times, default=None)
 
-    def _remove(self, now: float, member: Member, code: ErrorCode) -> list[Reply]:
-        replies = self._dismiss(member, code)
+    def _remove(self, now: float, member: ClassicMember, code: ErrorCode) -> list[Reply]:
+        replies = self._fail_waiters(member, code)
         del self.members[member.id]
         if self.leader == member.id:
             self.leader = next(iter(self.members), None)
         if not self.members:
-            if self.state is not State.EMPTY:
+            if self.state is not GroupState.EMPTY:
                 self.generation += 1
                 self._become_empty()
             return replies
         replies += self._prepare(now)
         return [*replies, *self._complete_if_all(now)]
 
-    def _dismiss(self, member: Member, code: ErrorCode) -> list[Reply]:
+    def _fail_waiters(self, member: ClassicMember, code: ErrorCode) -> list[Reply]:
         replies = []
         if member.join_waiter is not None:
-            replies.append(Reply(member.join_waiter, Joined(code, member.id)))
+            replies.append(Reply(member.join_waiter, JoinResult(code, member.id)))
             member.join_waiter = None
         if member.sync_waiter is not None:
-            replies.append(Reply(member.sync_waiter, Synced(code)))
+            replies.append(Reply(member.sync_waiter, SyncResult(code)))
             member.sync_waiter = None
         return replies
 
     def dissolve(self, code: ErrorCode) -> list[Reply]:
-        """Another broker coordinates the group now: everybody who waits is sent away."""
+        """Drop all members and fail all waiting requests with this error."""
         replies: list[Reply] = []
         for member in self.members.values():
-            replies += self._dismiss(member, code)
+            replies += self._fail_waiters(member, code)
         self.members.clear()
         self.pending.clear()
         self._become_empty()
         return replies
 
-    def described(self) -> Sequence[Member]:
+    def list_members(self) -> Sequence[ClassicMember]:
         return list(self.members.values())
+
+
+def _new_member(now: float, request: JoinRequest, member_id: str) -> ClassicMember:
+    return ClassicMember(
+        member_id,
+        request.instance_id,
+        request.client_id,
+        request.client_host,
+        request.session_seconds,
+        request.rebalance_seconds,
+        request.protocols,
+        now + request.session_seconds,
+    )

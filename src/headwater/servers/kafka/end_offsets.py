@@ -1,4 +1,8 @@
-"""Who waits for the end of which lane to move, and how it is noticed that it did."""
+"""Waiting for partitions to grow (long polling of Fetch).
+
+Appends of this process wake waiters directly (`advance`). Appends of other processes are found by `watch`, which polls
+the state of the log while there are waiters, and reads the end offsets when the head has moved.
+"""
 
 from __future__ import annotations
 
@@ -8,101 +12,103 @@ from typing import Final
 
 import psycopg
 
-from headwater import calls as log_calls
 from headwater.aio import AsyncHeadwater
 from headwater.calls import kafka as calls
-from headwater.calls.kafka import Lane
+from headwater.calls import log as log_calls
+from headwater.calls.kafka import TopicPartition
 from headwater.errors import HeadwaterError
 from headwater.observability.metrics import ERROR, logger
 
-SHORTEST_POLL_SECONDS: Final = 0.004
-LONGEST_POLL_SECONDS: Final = 0.05
+MIN_POLL_SECONDS: Final = 0.004
+MAX_POLL_SECONDS: Final = 0.05
 
 
 class _Waiter:
-    def __init__(self, seen: Mapping[Lane, int]) -> None:
+    def __init__(self, seen: Mapping[TopicPartition, int]) -> None:
         self.seen = seen
-        self.moved = asyncio.Event()
+        self.changed = asyncio.Event()
 
 
-class Tails:
-    """Waits for lanes to grow. What this process appends is told at once; what others do is found by polling."""
+class EndOffsetWatcher:
+    """Wakes waiting fetches when the end offset of one of their partitions changes."""
 
     def __init__(self, log: AsyncHeadwater) -> None:
         self._log = log
-        self._waiters: dict[Lane, set[_Waiter]] = {}
-        self._somebody = asyncio.Event()
-        self._asked_anew = False
+        self._waiters: dict[TopicPartition, set[_Waiter]] = {}
+        self._has_waiters = asyncio.Event()
+        self._poll_requested = False
 
-    async def wait(self, seen: Mapping[Lane, int], *, seconds: float) -> bool:
-        """Until a lane ends elsewhere than it was seen to, or the log is in another epoch; False: the time is up."""
+    async def wait(self, seen: Mapping[TopicPartition, int], *, seconds: float) -> bool:
+        """Wait until the end offset of a partition or the epoch changes. False: the timeout has passed."""
         if not seen or seconds <= 0:
             await asyncio.sleep(max(seconds, 0))
             return False
         waiter = _Waiter(seen)
-        for lane in seen:
-            self._waiters.setdefault(lane, set()).add(waiter)
-        # What was appended between the look and this line would otherwise be noticed with the next event only.
-        self._asked_anew = True
-        self._somebody.set()
+        for topic_partition in seen:
+            self._waiters.setdefault(topic_partition, set()).add(waiter)
+        # Poll once more: an append between the read of `seen` and this line would otherwise go unnoticed.
+        self._poll_requested = True
+        self._has_waiters.set()
         try:
             async with asyncio.timeout(seconds):
-                await waiter.moved.wait()
+                await waiter.changed.wait()
         except TimeoutError:
             return False
         finally:
-            for lane in seen:
-                self._waiters[lane].discard(waiter)
-                if not self._waiters[lane]:
-                    del self._waiters[lane]
+            for topic_partition in seen:
+                self._waiters[topic_partition].discard(waiter)
+                if not self._waiters[topic_partition]:
+                    del self._waiters[topic_partition]
         return True
 
-    def advance(self, lane: Lane, end: int) -> None:
-        """Tell those who wait that a lane ends here now."""
-        for waiter in self._waiters.get(lane, ()):
-            if waiter.seen[lane] < end:
-                waiter.moved.set()
+    def advance(self, topic_partition: TopicPartition, end: int) -> None:
+        """Wake the waiters of a partition that now ends at `end`."""
+        for waiter in self._waiters.get(topic_partition, ()):
+            if waiter.seen[topic_partition] < end:
+                waiter.changed.set()
 
     async def watch(self) -> None:
-        """Look after those who wait, for ever."""
-        drawn = epoch = -1
-        unsettled = False
-        pause = SHORTEST_POLL_SECONDS
+        """Poll for appends of other processes. Runs until it is cancelled."""
+        head = epoch = -1
+        unstable = False
+        pause = MIN_POLL_SECONDS
         while True:
             if not self._waiters:
-                self._somebody.clear()
-                await self._somebody.wait()
-                pause = SHORTEST_POLL_SECONDS
+                self._has_waiters.clear()
+                await self._has_waiters.wait()
+                pause = MIN_POLL_SECONDS
             try:
-                # The state before the ends: what is settled now was committed, so the ends show it.
+                # Read the state before the end offsets: all that is stable now is then visible in them.
                 state = await self._log.run(log_calls.log_state(), patience_seconds=0)
                 if state.epoch != epoch:
-                    # Ends may be where they were, of other events: all who wait look again.
+                    # The same end offset may now belong to other events: wake all waiters.
                     epoch = state.epoch
                     self._wake_all()
-                if state.drawn != drawn or unsettled or self._asked_anew:
-                    pause = SHORTEST_POLL_SECONDS if state.drawn != drawn else pause
-                    drawn = state.drawn
-                    unsettled = state.settled < state.drawn
-                    await self._look()
+                if state.head != head or unstable or self._poll_requested:
+                    pause = MIN_POLL_SECONDS if state.head != head else pause
+                    head = state.head
+                    unstable = state.stable < state.head
+                    await self._read_ends()
             except (HeadwaterError, psycopg.Error) as error:
-                logger.warning("the ends of lanes are not known", extra={ERROR: str(error)})
-                unsettled = True
-                pause = LONGEST_POLL_SECONDS
+                logger.warning("end offsets of partitions not read", extra={ERROR: str(error)})
+                unstable = True
+                pause = MAX_POLL_SECONDS
             await asyncio.sleep(pause)
-            pause = min(pause * 1.5, LONGEST_POLL_SECONDS)
+            pause = min(pause * 1.5, MAX_POLL_SECONDS)
 
     def _wake_all(self) -> None:
         for waiters in self._waiters.values():
             for waiter in waiters:
-                waiter.moved.set()
+                waiter.changed.set()
 
-    async def _look(self) -> None:
-        self._asked_anew = False
-        lanes = list(self._waiters)
-        if lanes:
-            for lane, bounds in (await self._log.run(calls.kafka_bounds(lanes), patience_seconds=0)).items():
-                for waiter in self._waiters.get(lane, ()):
-                    # Also if it is less: a crash can take back what was seen.
-                    if waiter.seen[lane] != bounds.end:
-                        waiter.moved.set()
+    async def _read_ends(self) -> None:
+        self._poll_requested = False
+        topic_partitions = list(self._waiters)
+        if topic_partitions:
+            for topic_partition, bounds in (
+                await self._log.run(calls.kafka_bounds(topic_partitions), patience_seconds=0)
+            ).items():
+                for waiter in self._waiters.get(topic_partition, ()):
+                    # Also if it is lower: after a crash, events that were read may be lost.
+                    if waiter.seen[topic_partition] != bounds.end:
+                        waiter.changed.set()

@@ -1,27 +1,30 @@
-"""Fetch: events become batches of records, now or when there are enough of them."""
+"""The API Fetch: reads events as record batches, and waits until there are enough of them (long polling).
+
+Sessions are not supported: every request and every response is a full one.
+"""
 
 from __future__ import annotations
 
 import time
 from typing import Any, Final, NamedTuple
 
-from headwater.calls.kafka import Bounds, KafkaTopic, Lane
+from headwater.calls.kafka import Bounds, KafkaTopic, TopicPartition
 from headwater.servers.kafka.broker import Broker
-from headwater.servers.kafka.leader_epochs import epoch_refused
-from headwater.servers.kafka.partition_reader import Asked, Reading
+from headwater.servers.kafka.leader_epochs import epoch_error
+from headwater.servers.kafka.partition_reader import PartitionFetch, PartitionReader
 from headwater.servers.kafka.wire import ErrorCode, Request
 
 MAX_RESPONSE_BYTES: Final = 32 * 1024 * 1024
-UNSENT_BYTES: Final = 256 * 1024 * 1024
-"""Of answers to all clients. While there are more, each gets a little at a time: one batch, at the least."""
-LITTLE_BYTES: Final = 256 * 1024
-LONGEST_WAIT_SECONDS: Final = 300.0
+MAX_UNSENT_BYTES: Final = 256 * 1024 * 1024
+"""Maximum bytes of unsent responses to all clients. Above it, each fetch gets at most MIN_SHARE_BYTES, or one batch."""
+MIN_SHARE_BYTES: Final = 256 * 1024
+MAX_WAIT_SECONDS: Final = 300.0
 ZSTD_VERSION: Final = 10
-"""From this version of Fetch on, clients can unpack zstd."""
+"""Clients support zstd from this version of Fetch on."""
 
 
-class _Asked(NamedTuple):
-    """One partition of a fetch: what was found under its name, and from where on it is read."""
+class _PartitionRequest(NamedTuple):
+    """One partition of a fetch request. No topic: the response is the error `missing`."""
 
     partition: int
     topic: KafkaTopic | None
@@ -31,68 +34,68 @@ class _Asked(NamedTuple):
     leader_epoch: int
 
     @property
-    def lane(self) -> Lane:
+    def topic_partition(self) -> TopicPartition:
         assert self.topic is not None
-        return Lane(self.topic.id, self.partition)
+        return TopicPartition(self.topic.id, self.partition)
 
 
-class _Found(NamedTuple):
+class _PartitionResult(NamedTuple):
     code: ErrorCode
     bounds: Bounds | None = None
     records: bytes = b""
 
 
-class Fetching:
+class FetchApi:
     """The API Fetch."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
-        self._reading = Reading(broker)
+        self._reader = PartitionReader(broker)
 
     async def fetch(self, request: Request) -> dict[str, Any]:
         fields = request.fields
-        # Every answer is a whole one, of session 0, so no client can have another.
+        # Sessions are never created, so a request with a session id is invalid.
         if getattr(fields, "session_id", 0):
             return {"error_code": ErrorCode.fetch_session_id_not_found, "session_id": 0, "responses": ()}
-        asked = await self._asked(request)
-        deadline = time.monotonic() + min(max(fields.max_wait / 1000, 0), LONGEST_WAIT_SECONDS)
+        topics = await self._partitions(request)
+        deadline = time.monotonic() + min(max(fields.max_wait / 1000, 0), MAX_WAIT_SECONDS)
         max_bytes = min(max(getattr(fields, "max_bytes", MAX_RESPONSE_BYTES), 1), MAX_RESPONSE_BYTES)
-        all_asked = [one for _, parts in asked for one in parts]
-        max_bytes = min(max_bytes, sum(max(one.max_bytes, 1) for one in all_asked) or 1)
+        requests = [one for _, parts in topics for one in parts]
+        max_bytes = min(max_bytes, sum(max(one.max_bytes, 1) for one in requests) or 1)
         while True:
-            share = min(max_bytes, max(UNSENT_BYTES - self._broker.unsent_bytes, LITTLE_BYTES))
+            share = min(max_bytes, max(MAX_UNSENT_BYTES - self._broker.unsent_bytes, MIN_SHARE_BYTES))
             self._broker.unsent_bytes += share
             try:
-                found = await self._read(all_asked, share, request.version)
+                results = await self._read(requests, share, request.version)
             finally:
-                # From here on its connection counts what there really is.
+                # From here on the connection counts the actual size.
                 self._broker.unsent_bytes -= share
-            size = sum(len(one.records) for one in found)
+            size = sum(len(one.records) for one in results)
             left = deadline - time.monotonic()
-            failed = any(one.code is not ErrorCode.none for one in found)
+            failed = any(one.code is not ErrorCode.none for one in results)
             if failed or size >= max(fields.min_bytes, 0) or (size and share < max_bytes) or left <= 0:
                 break
             seen = {
-                one.lane: answer.bounds.end
-                for one, answer in zip(all_asked, found, strict=True)
-                if answer.bounds is not None
+                one.topic_partition: result.bounds.end
+                for one, result in zip(requests, results, strict=True)
+                if result.bounds is not None
             }
-            if not await self._broker.tails.wait(seen, seconds=left):
+            if not await self._broker.end_offsets.wait(seen, seconds=left):
                 break
-        answers = iter(found)
+        remaining = iter(results)
         committed = getattr(fields, "isolation_level", 0) == 1
         return {
             "session_id": 0,
             "responses": [
-                {**named, "partitions": [_partition(one, next(answers), committed) for one in parts]}
-                for named, parts in asked
+                {**named, "partitions": [_partition(one, next(remaining), committed) for one in parts]}
+                for named, parts in topics
             ],
         }
 
-    async def _asked(self, request: Request) -> list[tuple[dict[str, Any], list[_Asked]]]:
+    async def _partitions(self, request: Request) -> list[tuple[dict[str, Any], list[_PartitionRequest]]]:
         by_id = request.version >= 13
         missing = ErrorCode.unknown_topic_id if by_id else ErrorCode.unknown_topic_or_partition
-        found = []
+        topics = []
         for topic in request.fields.topics or ():
             known = await (
                 self._broker.topic_with_uuid(topic.topic_id) if by_id else self._broker.topic_named(topic.topic)
@@ -101,11 +104,11 @@ class Fetching:
             code = missing
             if known is not None and not request.allowed("read", "topic", known.name):
                 known, code = None, ErrorCode.topic_authorization_failed
-            found.append(
+            topics.append(
                 (
                     named,
                     [
-                        _Asked(
+                        _PartitionRequest(
                             part.partition,
                             known,
                             code,
@@ -117,39 +120,45 @@ class Fetching:
                     ],
                 )
             )
-        return found
+        return topics
 
-    async def _read(self, asked: list[_Asked], max_bytes: int, version: int) -> list[_Found]:
+    async def _read(self, requests: list[_PartitionRequest], max_bytes: int, version: int) -> list[_PartitionResult]:
         known = [
-            Asked(one.topic, one.lane, one.offset, min(max(one.max_bytes, 1), max_bytes), version >= ZSTD_VERSION)
-            for one in asked
+            PartitionFetch(
+                one.topic,
+                one.topic_partition,
+                one.offset,
+                min(max(one.max_bytes, 1), max_bytes),
+                version >= ZSTD_VERSION,
+            )
+            for one in requests
             if one.topic is not None
         ]
-        reads = iter(await self._reading.read(known, max_bytes=max_bytes))
-        found = []
-        for one in asked:
+        reads = iter(await self._reader.read(known, max_bytes=max_bytes))
+        results = []
+        for one in requests:
             read = None if one.topic is None else next(reads)
             if read is None:
-                found.append(_Found(one.missing))
-            elif (refused := epoch_refused(one.leader_epoch, read.present_epoch)) is not None:
-                found.append(_Found(refused))
+                results.append(_PartitionResult(one.missing))
+            elif (error := epoch_error(one.leader_epoch, read.present_epoch)) is not None:
+                results.append(_PartitionResult(error))
             elif not read.bounds.start <= one.offset <= read.max_offset:
-                found.append(_Found(ErrorCode.offset_out_of_range, read.bounds))
+                results.append(_PartitionResult(ErrorCode.offset_out_of_range, read.bounds))
             else:
-                found.append(_Found(ErrorCode.none, read.bounds, read.records))
-        return found
+                results.append(_PartitionResult(ErrorCode.none, read.bounds, read.records))
+        return results
 
 
-def _partition(asked: _Asked, found: _Found, committed: bool) -> dict[str, Any]:
-    end = -1 if found.bounds is None else found.bounds.end
+def _partition(request: _PartitionRequest, result: _PartitionResult, committed: bool) -> dict[str, Any]:
+    end = -1 if result.bounds is None else result.bounds.end
     return {
-        "partition_index": asked.partition,
-        "error_code": found.code,
+        "partition_index": request.partition,
+        "error_code": result.code,
         "high_watermark": end,
-        # Records of open transactions are not in the log yet: all that can be read is stable.
+        # Records of open transactions are not in the log, so every readable record is stable.
         "last_stable_offset": end,
-        "log_start_offset": -1 if found.bounds is None else found.bounds.start,
+        "log_start_offset": -1 if result.bounds is None else result.bounds.start,
         "aborted_transactions": () if committed else None,
         "preferred_read_replica": -1,
-        "records": found.records,
+        "records": result.records,
     }

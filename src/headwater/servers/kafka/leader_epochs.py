@@ -1,9 +1,9 @@
-"""Leader epochs: every partition's leader epoch is the epoch of the log. Pure.
+"""Leader epochs: the leader epoch of every partition is the epoch of the log. No I/O.
 
-The epoch changes when positions, and with them offsets, may be issued again: after a crash of Postgres, the promotion
-of a standby, a restore. Every request carries the epoch that its client knows, every batch of records that of its
-events. A client that knows an older epoch is refused, asks for metadata, asks where its epoch ends
-(OffsetForLeaderEpoch), and goes back to there if it is beyond.
+The epoch changes when positions, and therefore offsets, may be assigned again: after a crash of Postgres, the promotion
+of a standby or a restore. Requests carry the epoch that the client knows, record batches the epoch of their events. A
+client with an older epoch gets an error, refreshes its metadata, asks where its epoch ends (OffsetForLeaderEpoch), and
+truncates its offset to that.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from headwater.calls.kafka import Epoch
 from headwater.servers.kafka.wire import ErrorCode
 
 
-def epoch_refused(asked: int, present: int) -> ErrorCode | None:
-    """Why a request of a client that knows this epoch (below 0: none) is refused, if it is."""
-    if asked < 0 or asked == present:
+def epoch_error(requested: int, present: int) -> ErrorCode | None:
+    """The error for a client that knows the epoch `requested`, if any. Below 0: the client knows none."""
+    if requested < 0 or requested == present:
         return None
-    return ErrorCode.fenced_leader_epoch if asked < present else ErrorCode.unknown_leader_epoch
+    return ErrorCode.fenced_leader_epoch if requested < present else ErrorCode.unknown_leader_epoch
 
 
-class Epochs:
-    """The epochs of the log as they were in one of them. Without a list of them, all events are of that one."""
+class EpochHistory:
+    """The epochs of the log as of the present one. Without a list, all events belong to the present epoch."""
 
     def __init__(self, present: int, epochs: Sequence[Epoch] = ()) -> None:
         self.present = present
         self.complete = bool(epochs)
         known = [one for one in epochs if one.number <= present] or [Epoch(present, 0)]
         self._numbers = [one.number for one in known]
-        # What came before the first epoch counts as of it. The lists of both go up.
+        # Events before the first epoch count as part of it. Both lists are ascending.
         self._starts = [one.began_after + 1 for one in known]
 
     def of(self, position: int) -> int:
@@ -38,8 +38,8 @@ class Epochs:
         return self._numbers[max(bisect_right(self._starts, position) - 1, 0)]
 
     def cuts(self, positions: Sequence[int]) -> list[int]:
-        """The places in a list of positions, which go up, at which a later epoch begins."""
+        """The indexes in an ascending list of positions at which a later epoch begins."""
         if not positions or self.of(positions[0]) == self.of(positions[-1]):
             return []
-        places = [bisect_right(positions, start - 1) for start in self._starts]
-        return sorted({place for place in places if 0 < place < len(positions)})
+        indexes = [bisect_right(positions, start - 1) for start in self._starts]
+        return sorted({index for index in indexes if 0 < index < len(positions)})

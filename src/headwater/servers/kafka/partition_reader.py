@@ -1,4 +1,15 @@
-"""Reading lanes: from memory where Postgres says that it still holds, else from Postgres, and ahead of who reads on."""
+"""Reads partitions for Fetch: from the batch cache if Postgres confirms that it is valid, else from Postgres.
+
+Steps of `read`:
+1. Look up cached batches, then query Postgres once for all partitions: bounds, validity of the cached batches, and how
+   far the next page extends (`kafka_look`).
+2. Drop cached batches that are no longer valid, and query those partitions again.
+3. Read the pages that are not cached, a few partitions at a time. A *plain* page has a row for each offset, with key,
+   payload and time only; it is read without examining the events first. If that turns out wrong, or the events are too
+   large, the page is examined event by event, as are the next pages of that partition.
+4. Read the next page of each partition ahead, into the cache.
+Invariant: records are only read in the epoch in which the bounds were queried.
+"""
 
 from __future__ import annotations
 
@@ -12,319 +23,335 @@ from typing import Final, NamedTuple, TypeVar
 import psycopg
 
 from headwater.calls import kafka as calls
-from headwater.calls.kafka import Bounds, FetchedRows, KafkaTopic, Lane, Page, Seen, Wanted
+from headwater.calls.kafka import Bounds, FetchedRows, KafkaTopic, Page, PartitionQuery, PartitionState, TopicPartition
 from headwater.errors import HeadwaterError
 from headwater.observability.metrics import ERROR, logger
-from headwater.servers.kafka.batch_cache import Batch
+from headwater.servers.kafka.batch_cache import CachedBatch
 from headwater.servers.kafka.broker import Broker
 from headwater.servers.kafka.compression import codec_for, codecs_for
-from headwater.servers.kafka.leader_epochs import Epochs
-from headwater.servers.kafka.record_mapping import section_of
+from headwater.servers.kafka.leader_epochs import EpochHistory
+from headwater.servers.kafka.record_mapping import header_section
 from headwater.servers.kafka.records import MAX_DELTA, Columns, build_batch
 
 MAX_EVENTS: Final = 10_000
-FEWEST_EVENTS: Final = 100
-FEWEST_PLAIN: Final = 10
-"""Of a lane whose events were large, since the next may be small. How many of them fit is seen, of plain ones later."""
-FIRST_SIZE_BYTES: Final = 500
-"""How large a record is taken to be while none of the lane was read."""
-TIMES_AS_LARGE: Final = 8
-MAX_UNSEEN_BYTES: Final = 32 * 1024 * 1024
-"""What is read without being looked at first: a part of a record up to so many times the size that records of the lane
-have, and all keys together, and all payloads, up to so many bytes."""
-PAGES_LOOKED_AT: Final = 16
-"""How many pages are, after one that was not plain."""
-AT_A_TIME: Final = 4
-"""How many lanes are read at once: others need connections too."""
-MAX_AHEAD_BYTES: Final = 1024 * 1024
-KEPT_PLACES: Final = 10_000
+MIN_EVENTS: Final = 100
+MIN_PLAIN_EVENTS: Final = 10
+"""Minimum events of a page, examined or plain, of a partition whose last events were large: the next may be small."""
+INITIAL_RECORD_BYTES: Final = 500
+"""Assumed record size before the first read of a partition."""
+MAX_SIZE_FACTOR: Final = 8
+MAX_UNCHECKED_BYTES: Final = 32 * 1024 * 1024
+"""Limits of a plain page, which is read without examining it first: the size of a key or payload relative to the
+average record of the partition, and the total bytes of keys and of payloads."""
+CHECKED_PAGES: Final = 16
+"""How many pages are examined after a page that was not plain."""
+MAX_PARALLEL_READS: Final = 4
+"""Maximum partitions of a fetch that are read at once, so that connections remain for other requests."""
+MAX_READ_AHEAD_BYTES: Final = 1024 * 1024
+MAX_CACHED_ENTRIES: Final = 10_000
 PATIENCE_SECONDS: Final = 5.0
 
-_Place = TypeVar("_Place", Lane, tuple[Lane, int])
+_Key = TypeVar("_Key", TopicPartition, tuple[TopicPartition, int])
 
 
-class Asked(NamedTuple):
-    """A lane that is to be read from an offset on. `zstd`: whether the reader can unpack it."""
+class PartitionFetch(NamedTuple):
+    """A partition to read from an offset on. `zstd`: whether the client supports zstd."""
 
     topic: KafkaTopic
-    lane: Lane
+    topic_partition: TopicPartition
     offset: int
     max_bytes: int
     zstd: bool
 
 
-class Read(NamedTuple):
-    """What there is of a lane, as Postgres told of it, and records that go up to, not including, `end`."""
+class FetchResult(NamedTuple):
+    """The state of a partition in Postgres, and records up to, not including, `end`."""
 
-    seen: Seen
+    state: PartitionState
     records: bytes = b""
     end: int = 0
 
     @property
     def bounds(self) -> Bounds:
-        return self.seen.bounds
+        return self.state.bounds
 
     @property
     def max_offset(self) -> int:
-        """Up to where a consumer may be."""
-        return self.seen.max_offset
+        """The highest offset that a consumer may fetch from."""
+        return self.state.max_offset
 
     @property
     def present_epoch(self) -> int:
-        return self.seen.present_epoch
+        return self.state.present_epoch
 
 
-class Records(NamedTuple):
-    """Events as records."""
+class PageRecords(NamedTuple):
+    """The records of a page, and their offsets."""
 
     offsets: Sequence[int]
     columns: Columns
 
 
-class Reading:
-    """How a broker reads lanes."""
+class PartitionReader:
+    """Reads partitions for the fetches of a broker."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
-        self._kept = broker.kept
-        # The position before an offset that was read up to: a lane that is read on is found without older segments.
-        self._places: OrderedDict[tuple[Lane, int], int] = OrderedDict()
-        # Up to where an open topic has nothing for a lane after an offset.
-        self._barren: OrderedDict[tuple[Lane, int], int] = OrderedDict()
-        # How large a record of the lane was, on average, when it was last read.
-        self._sizes: OrderedDict[Lane, int] = OrderedDict()
-        # How many more pages of a lane are looked at before they are read.
-        self._varied: OrderedDict[Lane, int] = OrderedDict()
-        # The epochs of the log as of the last one that was seen.
-        self._epochs = Epochs(-1)
-        self._ahead: dict[tuple[Lane, int], asyncio.Task[None]] = {}
-        self._turns = asyncio.Semaphore(AT_A_TIME)
+        self._cache = broker.batch_cache
+        # (partition, offset) -> a position before that offset, so that a continued read skips older segments.
+        self._start_positions: OrderedDict[tuple[TopicPartition, int], int] = OrderedDict()
+        # (partition, offset) -> the offset before which an open topic has no events for that partition.
+        self._empty_until: OrderedDict[tuple[TopicPartition, int], int] = OrderedDict()
+        # Average record size of a partition when it was last read.
+        self._record_sizes: OrderedDict[TopicPartition, int] = OrderedDict()
+        # How many more pages of a partition are examined before they are read.
+        self._checked_pages_left: OrderedDict[TopicPartition, int] = OrderedDict()
+        # The epochs of the log as of the latest known one.
+        self._epochs = EpochHistory(-1)
+        self._read_ahead_tasks: dict[tuple[TopicPartition, int], asyncio.Task[None]] = {}
+        self._slots = asyncio.Semaphore(MAX_PARALLEL_READS)
 
-    async def read(self, asked: Sequence[Asked], *, max_bytes: int) -> list[Read | None]:
-        """What there is of each lane, together up to `max_bytes`, but one batch at least; None: it is not there."""
-        # What is just being read ahead is waited for: a second reading would cost as much again, and come later.
-        if under_way := [task for one in asked if (task := self._ahead.get((one.lane, one.offset))) is not None]:
-            await asyncio.wait(under_way, timeout=PATIENCE_SECONDS)
+    async def read(self, fetches: Sequence[PartitionFetch], *, max_bytes: int) -> list[FetchResult | None]:
+        """Read each partition, up to `max_bytes` in total but at least one batch. None: no such partition."""
+        # Wait for a running read-ahead: a second read would cost as much and complete later.
+        if running := [
+            task
+            for one in fetches
+            if (task := self._read_ahead_tasks.get((one.topic_partition, one.offset))) is not None
+        ]:
+            await asyncio.wait(running, timeout=PATIENCE_SECONDS)
         if self._epochs.present < 0:
             self._enter_epoch(self._broker.leader_epoch)
-        remembered = [self._remembered(one) for one in asked]
-        # The bounds of all; but where to read up to only for as many as may fit.
-        fitting = max(bisect_right(list(accumulate(one.max_bytes for one in asked)), max_bytes), 1)
-        seen = await self._look(asked, remembered, pages=range(fitting))
-        found: list[Read | None] = [None] * len(asked)
+        cached = [self._cached_batches(one) for one in fetches]
+        # Query the bounds of all partitions, but pages only for as many as may fit.
+        fitting = max(bisect_right(list(accumulate(one.max_bytes for one in fetches)), max_bytes), 1)
+        states = await self._query(fetches, cached, pages=range(fitting))
+        found: list[FetchResult | None] = [None] * len(fetches)
         left = max_bytes
-        for start in range(0, len(asked), AT_A_TIME):
-            places = [place for place in range(start, min(start + AT_A_TIME, len(asked))) if place in seen]
-            if left > 0 and (unseen := [place for place in places if place >= fitting and not remembered[place]]):
-                again = await self._look(
-                    [asked[place] for place in unseen], [[]] * len(unseen), pages=range(len(unseen))
+        for start in range(0, len(fetches), MAX_PARALLEL_READS):
+            indexes = [
+                index for index in range(start, min(start + MAX_PARALLEL_READS, len(fetches))) if index in states
+            ]
+            if left > 0 and (not_queried := [index for index in indexes if index >= fitting and not cached[index]]):
+                again = await self._query(
+                    [fetches[index] for index in not_queried], [[]] * len(not_queried), pages=range(len(not_queried))
                 )
-                seen |= {unseen[number]: one for number, one in again.items()}
+                states |= {not_queried[number]: one for number, one in again.items()}
             answers = await asyncio.gather(
-                *(self._of_lane(asked[place], remembered[place], seen[place], left) for place in places)
+                *(self._read_partition(fetches[index], cached[index], states[index], left) for index in indexes)
             )
-            for place, answer in zip(places, answers, strict=True):
+            for index, answer in zip(indexes, answers, strict=True):
                 fits = len(answer.records) <= left or left == max_bytes
-                found[place] = answer if fits else Read(answer.seen)
+                found[index] = answer if fits else FetchResult(answer.state)
                 left -= len(answer.records) if fits else 0
-        self._read_ahead(asked, found)
+        self._read_ahead(fetches, found)
         return found
 
-    def _remembered(self, asked: Asked) -> list[Batch]:
-        """What memory has of a lane. Of one that is compacted nothing, since it loses records from its middle."""
-        if asked.topic.kind != "sequenced" or asked.topic.compacted:
+    def _cached_batches(self, fetch: PartitionFetch) -> list[CachedBatch]:
+        """The cached batches of a partition. Compacted topics are not cached: they lose records in the middle."""
+        if fetch.topic.kind != "sequenced" or fetch.topic.compacted:
             return []
-        return self._kept.batches(
-            asked.lane,
-            asked.offset,
-            max_bytes=asked.max_bytes,
-            codecs=codecs_for(asked.topic.compression_type, zstd=asked.zstd),
-            by_log_time=_by_log_time(asked.topic),
+        return self._cache.batches(
+            fetch.topic_partition,
+            fetch.offset,
+            max_bytes=fetch.max_bytes,
+            codecs=codecs_for(fetch.topic.compression_type, zstd=fetch.zstd),
+            by_log_time=_by_log_time(fetch.topic),
         )
 
-    async def _look(
-        self, asked: Sequence[Asked], remembered: Sequence[list[Batch]], *, pages: Container[int]
-    ) -> dict[int, Seen]:
-        """What Postgres says of lanes, by their place. What is remembered, and is not so, is forgotten."""
-        if not asked:
+    async def _query(
+        self, fetches: Sequence[PartitionFetch], cached: Sequence[list[CachedBatch]], *, pages: Container[int]
+    ) -> dict[int, PartitionState]:
+        """Query the state of partitions in Postgres, by index. Invalid cached batches are dropped."""
+        if not fetches:
             return {}
         epoch = self._epochs.present
-        wanted = [
-            self._wanted(one, kept, page=place in pages)
-            for place, (one, kept) in enumerate(zip(asked, remembered, strict=True))
+        queries = [
+            self._partition_query(one, batches, page=index in pages)
+            for index, (one, batches) in enumerate(zip(fetches, cached, strict=True))
         ]
-        seen = await self._broker.log.run(calls.kafka_look(wanted), patience_seconds=PATIENCE_SECONDS)
-        present = max((one.present_epoch for one in seen.values()), default=epoch)
+        states = await self._broker.log.run(calls.kafka_look(queries), patience_seconds=PATIENCE_SECONDS)
+        present = max((one.present_epoch for one in states.values()), default=epoch)
         if present > epoch:
-            # What was remembered, and asked by, is of an earlier epoch.
+            # The cached batches, and the query, are from an earlier epoch.
             self._enter_epoch(present)
-            for kept in remembered:
-                kept.clear()
-            return await self._look(asked, remembered, pages=pages)
-        untrue = [
-            place for place, kept in enumerate(remembered) if kept and place in seen and not _holds(kept, seen[place])
+            for batches in cached:
+                batches.clear()
+            return await self._query(fetches, cached, pages=pages)
+        stale = [
+            index
+            for index, batches in enumerate(cached)
+            if batches and index in states and not _is_valid(batches, states[index])
         ]
-        if untrue:
-            for place in untrue:
-                self._kept.forget(asked[place].lane)
-                remembered[place].clear()
-                del seen[place]
-            seen |= await self._look_again(asked, untrue)
-        return seen
+        if stale:
+            for index in stale:
+                self._cache.forget(fetches[index].topic_partition)
+                cached[index].clear()
+                del states[index]
+            states |= await self._query_again(fetches, stale)
+        return states
 
     def _enter_epoch(self, epoch: int) -> None:
-        """Forget all that is remembered of lanes, if this is a later epoch: offsets may be those of other events."""
-        self._kept.enter_epoch(epoch)
+        """Drop all cached state if this epoch is later: an offset may now belong to another event."""
+        self._cache.enter_epoch(epoch)
         if epoch > self._epochs.present:
-            self._epochs = Epochs(epoch)
-            self._places.clear()
-            self._barren.clear()
-            self._sizes.clear()
-            self._varied.clear()
+            self._epochs = EpochHistory(epoch)
+            self._start_positions.clear()
+            self._empty_until.clear()
+            self._record_sizes.clear()
+            self._checked_pages_left.clear()
 
-    async def _epochs_in(self, epoch: int) -> Epochs:
-        """The epochs of the log as they were in this one."""
+    async def _epochs_in(self, epoch: int) -> EpochHistory:
+        """The epochs of the log as of this one."""
         epochs = self._epochs
         if epochs.present != epoch or not epochs.complete:
             found = await self._broker.log.run(calls.kafka_epochs(), patience_seconds=PATIENCE_SECONDS)
-            epochs = Epochs(epoch, found)
+            epochs = EpochHistory(epoch, found)
             if self._epochs.present == epoch:
                 self._epochs = epochs
         return epochs
 
-    async def _look_again(self, asked: Sequence[Asked], places: Sequence[int]) -> dict[int, Seen]:
-        """The same of some of the lanes, of which nothing is remembered."""
-        again = await self._look([asked[place] for place in places], [[]] * len(places), pages=range(len(places)))
-        return {places[number]: one for number, one in again.items()}
+    async def _query_again(
+        self, fetches: Sequence[PartitionFetch], indexes: Sequence[int]
+    ) -> dict[int, PartitionState]:
+        """Query some of the partitions again, without cached batches."""
+        again = await self._query([fetches[index] for index in indexes], [[]] * len(indexes), pages=range(len(indexes)))
+        return {indexes[number]: one for number, one in again.items()}
 
-    def _wanted(self, asked: Asked, kept: list[Batch], *, page: bool) -> Wanted:
-        reads = page and asked.topic.kind == "sequenced" and not kept
-        # A little less than what should fit: that too much is there is found out at thrice the price.
-        fitting = asked.max_bytes * 19 // (self._sizes.get(asked.lane, FIRST_SIZE_BYTES) * 20)
-        plain = not asked.topic.compacted and not self._varied.get(asked.lane)
-        return Wanted(
-            asked.lane,
-            asked.offset if reads else None,
-            self._places.get((asked.lane, asked.offset), 0),
-            min(max(fitting, FEWEST_PLAIN if plain else FEWEST_EVENTS), MAX_EVENTS),
-            None if plain else asked.max_bytes,
-            [(batch.end - 1, batch.after_position) for batch in kept],
+    def _partition_query(self, fetch: PartitionFetch, batches: list[CachedBatch], *, page: bool) -> PartitionQuery:
+        reads = page and fetch.topic.kind == "sequenced" and not batches
+        # 5 % less than should fit: a page that turns out too large costs three times as much.
+        fitting = fetch.max_bytes * 19 // (self._record_sizes.get(fetch.topic_partition, INITIAL_RECORD_BYTES) * 20)
+        plain = not fetch.topic.compacted and not self._checked_pages_left.get(fetch.topic_partition)
+        return PartitionQuery(
+            fetch.topic_partition,
+            fetch.offset if reads else None,
+            self._start_positions.get((fetch.topic_partition, fetch.offset), 0),
+            min(max(fitting, MIN_PLAIN_EVENTS if plain else MIN_EVENTS), MAX_EVENTS),
+            None if plain else fetch.max_bytes,
+            [(batch.end - 1, batch.after_position) for batch in batches],
         )
 
-    async def _of_lane(self, asked: Asked, remembered: list[Batch], seen: Seen, left: int) -> Read:
-        bounds = seen.bounds
-        if not bounds.start <= asked.offset < bounds.end or left <= 0:
-            return Read(seen)
-        if remembered:
-            return Read(seen, b"".join([batch.records for batch in remembered]), remembered[-1].end)
+    async def _read_partition(
+        self, fetch: PartitionFetch, cached: list[CachedBatch], state: PartitionState, left: int
+    ) -> FetchResult:
+        bounds = state.bounds
+        if not bounds.start <= fetch.offset < bounds.end or left <= 0:
+            return FetchResult(state)
+        if cached:
+            return FetchResult(state, b"".join([batch.records for batch in cached]), cached[-1].end)
         page: Page | None = None
-        # Nothing is read in a later epoch than it was looked for. The reader would get events of the new history from
-        # an offset of the old one, and those before them only when it has gone back.
-        if asked.topic.kind == "open":
-            epochs = await self._epochs_in(seen.present_epoch)
-            records = await self._open_records(asked, seen)
+        # Records are not read in a later epoch than the bounds: the client would get events of the new history at an
+        # offset of the old one, and would miss those before until it has truncated its offset.
+        if fetch.topic.kind == "open":
+            epochs = await self._epochs_in(state.present_epoch)
+            records = await self._open_records(fetch, state)
         else:
-            records, page = await self._page_records(asked, seen)
-            epochs = Epochs(seen.present_epoch if page is None else page.epoch)
+            records, page = await self._page_records(fetch, state)
+            epochs = EpochHistory(state.present_epoch if page is None else page.epoch)
         if records is None:
-            return Read(seen)
-        packed = as_batches(asked.topic, records, epochs, zstd=asked.zstd)
-        while page is not None and page.plain and len(packed) > asked.max_bytes and len(records.offsets) > 1:
-            # They are larger than those before. Not for long: their size is remembered.
-            records = _part(records, 0, max(len(records.offsets) * asked.max_bytes // len(packed), 1))
-            packed = as_batches(asked.topic, records, epochs, zstd=asked.zstd)
-        _remember(self._sizes, asked.lane, max(len(packed) // len(records.offsets), 1))
+            return FetchResult(state)
+        packed = as_batches(fetch.topic, records, epochs, zstd=fetch.zstd)
+        while page is not None and page.plain and len(packed) > fetch.max_bytes and len(records.offsets) > 1:
+            # The records are larger than the average so far. The new average is stored below.
+            records = _part(records, 0, max(len(records.offsets) * fetch.max_bytes // len(packed), 1))
+            packed = as_batches(fetch.topic, records, epochs, zstd=fetch.zstd)
+        _remember(self._record_sizes, fetch.topic_partition, max(len(packed) // len(records.offsets), 1))
         last = records.offsets[-1]
         if page is not None and last == page.last_offset:
-            if seen.present_epoch == self._epochs.present:
-                _remember(self._places, (asked.lane, last + 1), page.last_position)
-            self._keep(asked, records.offsets, packed, page, epoch=seen.present_epoch)
-        return Read(seen, packed, last + 1)
+            if state.present_epoch == self._epochs.present:
+                _remember(self._start_positions, (fetch.topic_partition, last + 1), page.last_position)
+            self._cache_page(fetch, records.offsets, packed, page, epoch=state.present_epoch)
+        return FetchResult(state, packed, last + 1)
 
-    def _keep(self, asked: Asked, offsets: Sequence[int], packed: bytes, page: Page, *, epoch: int) -> None:
-        # What has gaps may be of a topic that was compacted once: memory has whole stretches only.
-        whole = offsets[-1] - offsets[0] == len(offsets) - 1 and not asked.topic.compacted
+    def _cache_page(
+        self, fetch: PartitionFetch, offsets: Sequence[int], packed: bytes, page: Page, *, epoch: int
+    ) -> None:
+        # A page with gaps may be from a topic that was once compacted. The cache holds contiguous offsets only.
+        whole = offsets[-1] - offsets[0] == len(offsets) - 1 and not fetch.topic.compacted
         if whole and page.last_ms is not None:
-            kept = Batch(
+            batch = CachedBatch(
                 offsets[0],
                 offsets[-1] + 1,
                 page.last_ms,
                 page.last_position - 1,
-                codec_for(asked.topic.compression_type, zstd=asked.zstd),
-                _by_log_time(asked.topic),
+                codec_for(fetch.topic.compression_type, zstd=fetch.zstd),
+                _by_log_time(fetch.topic),
                 packed,
             )
-            self._kept.keep(asked.lane, kept, epoch=epoch)
+            self._cache.add(fetch.topic_partition, batch, epoch=epoch)
 
-    async def _page_records(self, asked: Asked, first_seen: Seen) -> tuple[Records | None, Page | None]:
-        """The records of a page, or of one that is looked at first, where this one is not as plain as was believed."""
-        page = first_seen.page
-        if (page is None or page.plain) and not self._varied.get(asked.lane):
-            records = None if page is None else await self._plain_records(asked, page, first_seen.present_epoch)
+    async def _page_records(
+        self, fetch: PartitionFetch, state: PartitionState
+    ) -> tuple[PageRecords | None, Page | None]:
+        """Read a page as plain; if it is not plain, query an examined page and read that."""
+        page = state.page
+        if (page is None or page.plain) and not self._checked_pages_left.get(fetch.topic_partition):
+            records = None if page is None else await self._plain_records(fetch, page, state.present_epoch)
             if records is not None:
                 return records, page
-            _remember(self._varied, asked.lane, PAGES_LOOKED_AT)
-            seen = (await self._look([asked], [[]], pages=(0,))).get(0)
-            if seen is None or seen.present_epoch != first_seen.present_epoch:
-                # Whether the reader may go on from its offset is for it to find out first.
+            _remember(self._checked_pages_left, fetch.topic_partition, CHECKED_PAGES)
+            examined = (await self._query([fetch], [[]], pages=(0,))).get(0)
+            if examined is None or examined.present_epoch != state.present_epoch:
+                # The epoch has changed: the client must first check whether its offset is still valid.
                 return None, None
-            page = seen.page
+            page = examined.page
         if page is None or page.plain:
             return None, None
-        if self._varied.get(asked.lane):
-            self._varied[asked.lane] -= 1
-        after_position = self._places.get((asked.lane, asked.offset), 0)
+        if self._checked_pages_left.get(fetch.topic_partition):
+            self._checked_pages_left[fetch.topic_partition] -= 1
+        after_position = self._start_positions.get((fetch.topic_partition, fetch.offset), 0)
         call = calls.kafka_fetch_sequenced(
-            asked.lane,
+            fetch.topic_partition,
             page,
-            from_offset=asked.offset,
+            from_offset=fetch.offset,
             after_position=after_position,
-            epoch=first_seen.present_epoch,
+            epoch=state.present_epoch,
         )
         return _records(await self._broker.log.run(call, patience_seconds=PATIENCE_SECONDS)), page
 
-    async def _plain_records(self, asked: Asked, page: Page, epoch: int) -> Records | None:
-        offsets = range(asked.offset, page.last_offset + 1)
-        size = self._sizes.get(asked.lane, FIRST_SIZE_BYTES)
+    async def _plain_records(self, fetch: PartitionFetch, page: Page, epoch: int) -> PageRecords | None:
+        offsets = range(fetch.offset, page.last_offset + 1)
+        size = self._record_sizes.get(fetch.topic_partition, INITIAL_RECORD_BYTES)
         call = calls.kafka_fetch_plain(
-            asked.lane,
+            fetch.topic_partition,
             page,
-            from_offset=asked.offset,
-            after_position=self._places.get((asked.lane, asked.offset), 0),
-            max_part_bytes=min(TIMES_AS_LARGE * size, MAX_UNSEEN_BYTES // len(offsets)),
+            from_offset=fetch.offset,
+            after_position=self._start_positions.get((fetch.topic_partition, fetch.offset), 0),
+            max_part_bytes=min(MAX_SIZE_FACTOR * size, MAX_UNCHECKED_BYTES // len(offsets)),
             epoch=epoch,
         )
         rows = await self._broker.log.run(call, patience_seconds=PATIENCE_SECONDS)
         if len(rows) != len(offsets):
             return None
         times, keys, payloads = zip(*rows, strict=True)
-        return Records(offsets, Columns(times, keys, payloads, (None,) * len(rows)))
+        return PageRecords(offsets, Columns(times, keys, payloads, (None,) * len(rows)))
 
-    async def _open_records(self, asked: Asked, seen: Seen) -> Records | None:
-        bounds = seen.bounds
-        place = (asked.lane, asked.offset)
-        if self._barren.get(place, 0) >= bounds.end:
+    async def _open_records(self, fetch: PartitionFetch, state: PartitionState) -> PageRecords | None:
+        bounds = state.bounds
+        key = (fetch.topic_partition, fetch.offset)
+        if self._empty_until.get(key, 0) >= bounds.end:
             return None
         rows = await self._broker.log.run(
             calls.kafka_fetch_open(
-                asked.lane,
-                from_offset=max(asked.offset, self._barren.get(place, 0)),
+                fetch.topic_partition,
+                from_offset=max(fetch.offset, self._empty_until.get(key, 0)),
                 end_offset=bounds.end,
                 max_events=MAX_EVENTS,
-                max_bytes=asked.max_bytes,
-                epoch=seen.present_epoch,
+                max_bytes=fetch.max_bytes,
+                epoch=state.present_epoch,
             ),
             patience_seconds=PATIENCE_SECONDS,
         )
-        if not rows and seen.present_epoch == self._epochs.present:
-            _remember(self._barren, place, bounds.end)
+        if not rows and state.present_epoch == self._epochs.present:
+            _remember(self._empty_until, key, bounds.end)
         return _records(rows)
 
-    # Ahead of readers
+    # Read-ahead
 
-    def _read_ahead(self, asked: Sequence[Asked], found: Sequence[Read | None]) -> None:
-        """Read what comes next of lanes that are read on, while those who read look at what they have."""
-        for one, read in zip(asked, found, strict=True):
+    def _read_ahead(self, fetches: Sequence[PartitionFetch], found: Sequence[FetchResult | None]) -> None:
+        """Start reading the next page of each partition, while the clients process their responses."""
+        for one, read in zip(fetches, found, strict=True):
             if (
                 read is None
                 or not read.records
@@ -333,37 +360,37 @@ class Reading:
                 or one.topic.compacted
             ):
                 continue
-            further = one._replace(offset=read.end, max_bytes=min(one.max_bytes, MAX_AHEAD_BYTES))
-            if (len(asked) + len(self._ahead)) * further.max_bytes > self._kept.max_bytes // 4:
-                # With so many lanes what is read ahead would be pushed out before it is asked for.
+            further = one._replace(offset=read.end, max_bytes=min(one.max_bytes, MAX_READ_AHEAD_BYTES))
+            if (len(fetches) + len(self._read_ahead_tasks)) * further.max_bytes > self._cache.max_bytes // 4:
+                # Too many partitions: read-ahead pages would be evicted before they are fetched.
                 continue
-            place = (further.lane, further.offset)
-            if place not in self._ahead and not self._remembered(further):
-                task = asyncio.create_task(self._read_page(further), name="kafka reading ahead")
-                self._ahead[place] = task
-                task.add_done_callback(lambda _, place=place: self._ahead.pop(place, None))  # type: ignore[misc]
+            key = (further.topic_partition, further.offset)
+            if key not in self._read_ahead_tasks and not self._cached_batches(further):
+                task = asyncio.create_task(self._read_page(further), name="kafka read-ahead")
+                self._read_ahead_tasks[key] = task
+                task.add_done_callback(lambda _, key=key: self._read_ahead_tasks.pop(key, None))  # type: ignore[misc]
 
-    async def _read_page(self, asked: Asked) -> None:
-        async with self._turns:
+    async def _read_page(self, fetch: PartitionFetch) -> None:
+        async with self._slots:
             try:
-                seen = (await self._look([asked], [[]], pages=(0,))).get(0)
-                if seen is not None:
-                    await self._of_lane(asked, [], seen, asked.max_bytes)
+                state = (await self._query([fetch], [[]], pages=(0,))).get(0)
+                if state is not None:
+                    await self._read_partition(fetch, [], state, fetch.max_bytes)
             except (HeadwaterError, psycopg.Error) as error:
-                # Nobody waits for it yet: whoever needs it reads it, and hears what is wrong.
-                logger.info("not read ahead", extra={ERROR: str(error)})
+                # No client waits for it. The next fetch reads the page itself and reports the error.
+                logger.info("kafka read-ahead failed", extra={ERROR: str(error)})
 
 
-def _holds(kept: list[Batch], seen: Seen) -> bool:
-    """Whether all of these records are where they were, and none has been deleted."""
-    inside = seen.bounds.start <= kept[0].first and kept[-1].end <= seen.bounds.end
-    return inside and [batch.published_ms for batch in kept] == seen.kept_ms
+def _is_valid(batches: list[CachedBatch], state: PartitionState) -> bool:
+    """Whether the records of these batches still exist unchanged in Postgres."""
+    inside = state.bounds.start <= batches[0].first and batches[-1].end <= state.bounds.end
+    return inside and [batch.published_ms for batch in batches] == state.cached_ms
 
 
-def _remember(memory: OrderedDict[_Place, int], place: _Place, value: int) -> None:
-    memory[place] = value
-    memory.move_to_end(place)
-    if len(memory) > KEPT_PLACES:
+def _remember(memory: OrderedDict[_Key, int], key: _Key, value: int) -> None:
+    memory[key] = value
+    memory.move_to_end(key)
+    if len(memory) > MAX_CACHED_ENTRIES:
         memory.popitem(last=False)
 
 
@@ -371,21 +398,21 @@ def _by_log_time(topic: KafkaTopic) -> bool:
     return topic.timestamp_type == "LogAppendTime"
 
 
-def _records(rows: FetchedRows) -> Records | None:
+def _records(rows: FetchedRows) -> PageRecords | None:
     if not rows:
         return None
     offsets, times, keys, payloads, sections, parts = zip(*rows, strict=True)
     if any(parts):
         sections = tuple(
-            section_of(*part) if section is None and part else section
+            header_section(*part) if section is None and part else section
             for section, part in zip(sections, parts, strict=True)
         )
-    return Records(offsets, Columns(times, keys, payloads, sections))
+    return PageRecords(offsets, Columns(times, keys, payloads, sections))
 
 
-def as_batches(topic: KafkaTopic, records: Records, epochs: Epochs, *, zstd: bool) -> bytes:
-    """Events as record batches: one, unless offsets are too far apart, they are of several epochs or, by the log's
-    time, times differ."""
+def as_batches(topic: KafkaTopic, records: PageRecords, epochs: EpochHistory, *, zstd: bool) -> bytes:
+    """Encode events as record batches. A new batch begins where offsets are too far apart, the epoch changes or, with
+    LogAppendTime, the time changes."""
     codec = codec_for(topic.compression_type, zstd=zstd)
     by_log_time = _by_log_time(topic)
     offsets, columns = records
@@ -393,7 +420,7 @@ def as_batches(topic: KafkaTopic, records: Records, epochs: Epochs, *, zstd: boo
     if offsets[-1] - offsets[0] > MAX_DELTA:
         cuts = list(range(len(offsets) + 1))
     elif by_log_time:
-        cuts = [0, *(place for place, (a, b) in enumerate(pairwise(columns.times_ms), 1) if a != b), len(offsets)]
+        cuts = [0, *(index for index, (a, b) in enumerate(pairwise(columns.times_ms), 1) if a != b), len(offsets)]
     if between := epochs.cuts(offsets):
         cuts = sorted({*cuts, *between})
     parts = [records] if len(cuts) == 2 else [_part(records, start, stop) for start, stop in pairwise(cuts)]
@@ -411,9 +438,9 @@ def as_batches(topic: KafkaTopic, records: Records, epochs: Epochs, *, zstd: boo
     )
 
 
-def _part(records: Records, start: int, stop: int) -> Records:
+def _part(records: PageRecords, start: int, stop: int) -> PageRecords:
     times, keys, values, headers = records.columns
-    return Records(
+    return PageRecords(
         records.offsets[start:stop],
         Columns(times[start:stop], keys[start:stop], values[start:stop], headers[start:stop]),
     )

@@ -1,4 +1,11 @@
-"""Produce: batches of records become events. Requests that come together share one transaction."""
+"""The API Produce: validates record batches and appends them as events. Concurrent requests share one transaction.
+
+Steps: `ProduceApi.begin` checks permissions and headers, unpacks each batch and submits it to an `Appender` (by
+partition), or stages it if it belongs to a transaction. The appender writes all batches that wait when it begins, in
+one transaction. `begin` returns an awaitable that waits for the appends and makes the response.
+Invariants: batches of one partition are appended in the order of arrival; the memory of waiting batches is bounded
+(`MemoryBudget`); an append with an unknown outcome is never retried here, since only the client can do that safely.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +18,7 @@ from typing import Any, Final, NamedTuple
 import psycopg
 
 from headwater.calls import kafka as calls
-from headwater.calls.kafka import AppendBatch, Appended, KafkaTopic, Lane
+from headwater.calls.kafka import AppendBatch, AppendResult, KafkaTopic, TopicPartition
 from headwater.errors import (
     EventTooLarge,
     HeadwaterError,
@@ -22,38 +29,38 @@ from headwater.errors import (
 )
 from headwater.observability.counters import COUNTERS
 from headwater.observability.metrics import ERROR, PUBLISHED, logger
-from headwater.servers.kafka.batch_cache import Batch
+from headwater.servers.kafka.batch_cache import CachedBatch
 from headwater.servers.kafka.broker import Broker
 from headwater.servers.kafka.compression import codecs_for
-from headwater.servers.kafka.record_mapping import NO_PARTS, Parts, parts_of
+from headwater.servers.kafka.record_mapping import NO_EVENT_PARTS, EventParts, event_parts
 from headwater.servers.kafka.records import (
     TRANSACTIONAL,
     BadBatch,
     BatchHeader,
     Columns,
-    as_appended,
     read_header,
     read_records,
+    stamp_batch,
 )
-from headwater.servers.kafka.schema_validation import CHECKING, Unfitting, Validation
+from headwater.servers.kafka.schema_validation import VALIDATION_POOL, SchemaValidator, UnfitRecords
 from headwater.servers.kafka.wire import ErrorCode, Request
 from headwater.supervisor import supervise
 
 MAX_RECORDS: Final = 20_000
 MAX_BYTES: Final = 16 * 1024 * 1024
-"""What one transaction takes, unless a single batch is larger."""
+"""Limits of one transaction, unless a single batch is larger."""
 MAX_KEY_BYTES: Final = 65_535
 MAX_PENDING_BYTES: Final = 128 * 1024 * 1024
-"""What may wait to be written. While there is more, no further batch is looked at."""
+"""Limit of batches that wait to be written. Above it no further batch is unpacked."""
 RECORD_BYTES: Final = 100
-"""What a record takes beside its bytes, so that many small ones count as what they are."""
+"""Memory of a record besides its bytes, so that many small records are counted correctly."""
 MAX_BATCH_RECORDS: Final = 100_000
-UNPACKED_LIMIT_BYTES: Final = 64 * 1024 * 1024
+MAX_UNPACKED_BYTES: Final = 64 * 1024 * 1024
 SMALL_RECORDS: Final = 5_000
 SMALL_BYTES: Final = 1024 * 1024
-"""A batch with more, or that becomes more, is unpacked beside the event loop: others need not wait for it."""
-TURN_RECORDS: Final = 2_000
-"""After so many that were unpacked on the event loop others have a turn."""
+"""Larger batches are unpacked in a thread, so that they do not block the event loop."""
+YIELD_RECORDS: Final = 2_000
+"""After unpacking this many records on the event loop, yield to other tasks."""
 _INT64: Final = 2**63
 RESERVED_PREFIX: Final = "headwater."
 
@@ -70,8 +77,8 @@ OUTCOMES: Final = {
 }
 
 
-class Refused(Exception):
-    """A batch that is not taken, with the code that says why."""
+class ProduceError(Exception):
+    """A batch is rejected with this error code."""
 
     def __init__(self, code: ErrorCode, message: str) -> None:
         super().__init__(message)
@@ -79,71 +86,71 @@ class Refused(Exception):
         self.message = message
 
 
-class Arrived(NamedTuple):
-    """A batch that is to be appended; as it came, if it may be kept like that for readers; by whose time it is."""
+class IncomingBatch(NamedTuple):
+    """A batch to append. `original`: its bytes, if they may be cached for readers."""
 
     topic: str
     batch: AppendBatch
-    as_it_came: memoryview | None
+    original: memoryview | None
     codec: int
     by_log_time: bool
     bytes: int
 
 
-class Room:
-    """How much waits to be written, of all partitions, and whether there may be more."""
+class MemoryBudget:
+    """Limits the memory of batches that wait to be written, over all partitions."""
 
     def __init__(self) -> None:
-        self.taken_bytes = 0
+        self.reserved_bytes = 0
         self._free = asyncio.Event()
         self._free.set()
 
     async def wait(self) -> None:
-        """Until there is room for more."""
+        """Wait until the budget is not exceeded."""
         while not self._free.is_set():
             await self._free.wait()
 
-    def take(self, count: int) -> None:
-        self.taken_bytes += count
-        if self.taken_bytes > MAX_PENDING_BYTES:
+    def reserve(self, count: int) -> None:
+        self.reserved_bytes += count
+        if self.reserved_bytes > MAX_PENDING_BYTES:
             self._free.clear()
 
-    def give_back(self, count: int) -> None:
-        self.taken_bytes -= count
-        if self.taken_bytes <= MAX_PENDING_BYTES:
+    def release(self, count: int) -> None:
+        self.reserved_bytes -= count
+        if self.reserved_bytes <= MAX_PENDING_BYTES:
             self._free.set()
 
 
-class _Pending(NamedTuple):
-    arrived: Arrived
-    done: asyncio.Future[Appended]
+class _QueuedBatch(NamedTuple):
+    incoming: IncomingBatch
+    done: asyncio.Future[AppendResult]
 
     @property
     def batch(self) -> AppendBatch:
-        return self.arrived.batch
+        return self.incoming.batch
 
 
 class Appender:
-    """Appends batches in the order they come, as many to a transaction as wait when it begins.
+    """Appends batches in the order of arrival. A transaction takes all batches that wait when it begins.
 
-    The room that a batch took is given back when it is written.
+    The memory of a batch is released when it is written.
     """
 
-    def __init__(self, broker: Broker, room: Room) -> None:
+    def __init__(self, broker: Broker, budget: MemoryBudget) -> None:
         self._broker = broker
-        self._room = room
-        self._pending: deque[_Pending] = deque()
+        self._budget = budget
+        self._pending: deque[_QueuedBatch] = deque()
         self._wanted = asyncio.Event()
-        self._apart = asyncio.Semaphore(2)
+        self._slots = asyncio.Semaphore(2)
 
-    def submit(self, arrived: Arrived) -> asyncio.Future[Appended]:
-        done: asyncio.Future[Appended] = asyncio.get_running_loop().create_future()
-        self._pending.append(_Pending(arrived, done))
+    def submit(self, incoming: IncomingBatch) -> asyncio.Future[AppendResult]:
+        done: asyncio.Future[AppendResult] = asyncio.get_running_loop().create_future()
+        self._pending.append(_QueuedBatch(incoming, done))
         self._wanted.set()
         return done
 
     async def run(self) -> None:
-        """Append what is submitted, for ever."""
+        """Append submitted batches. Runs until it is cancelled."""
         while True:
             while not self._pending:
                 self._wanted.clear()
@@ -152,84 +159,88 @@ class Appender:
             try:
                 await self._append(taken)
             finally:
-                self._room.give_back(sum(one.arrived.bytes for one in taken))
+                self._budget.release(sum(one.incoming.bytes for one in taken))
                 for one in taken:
-                    # Whoever waits must hear something, also when this task is ended.
+                    # The waiting request must get a result also if this task is cancelled.
                     if not one.done.done():
-                        one.done.set_exception(LogUnavailable("the broker stops"))
+                        one.done.set_exception(LogUnavailable("the broker is stopping"))
 
-    def _take(self) -> list[_Pending]:
-        taken: list[_Pending] = []
+    def _take(self) -> list[_QueuedBatch]:
+        taken: list[_QueuedBatch] = []
         records = size = 0
         while self._pending:
             ahead = self._pending[0]
             records += len(ahead.batch.payloads)
-            size += ahead.arrived.bytes
+            size += ahead.incoming.bytes
             if taken and (records > MAX_RECORDS or size > MAX_BYTES):
                 break
             taken.append(self._pending.popleft())
         return taken
 
-    async def _append(self, taken: Sequence[_Pending]) -> None:
+    async def _append(self, taken: Sequence[_QueuedBatch]) -> None:
         try:
             answers = await self._run([one.batch for one in taken])
         except (HeadwaterError, psycopg.Error) as error:
-            lanes = list(dict.fromkeys(one.batch.lane for one in taken))
-            # That somebody holds the lane is true of all of its batches: trying each would take as long each time.
-            held = isinstance(error, psycopg.errors.LockNotAvailable) and len(lanes) == 1
-            if len(taken) == 1 or held or isinstance(error, LogUnavailable):
+            topic_partitions = list(dict.fromkeys(one.batch.topic_partition for one in taken))
+            # A lock on the partition affects all of its batches: trying each would wait for the timeout each time.
+            locked = isinstance(error, psycopg.errors.LockNotAvailable) and len(topic_partitions) == 1
+            if len(taken) == 1 or locked or isinstance(error, LogUnavailable):
                 for one in taken:
                     if not one.done.done():
                         one.done.set_exception(error)
-            elif len(lanes) == 1:
-                # One batch is at fault: the others must not pay for it.
+            elif len(topic_partitions) == 1:
+                # One batch caused the error: append each alone, so that the others succeed.
                 for one in taken:
                     await self._append([one])
             else:
-                # Or one lane, that somebody holds.
-                await asyncio.gather(*(self._append_apart(lane, taken) for lane in lanes))
+                # Or one partition is locked: append each partition alone.
+                await asyncio.gather(
+                    *(self._append_partition(topic_partition, taken) for topic_partition in topic_partitions)
+                )
             return
         for one, answer in zip(taken, answers, strict=True):
             if not one.done.done():
                 one.done.set_result(answer)
             if answer.outcome == "appended" and answer.base_offset is not None:
-                # Before those who wait are woken, so that they find it.
-                self._keep(one.arrived, answer.base_offset, answer)
-                self._broker.tails.advance(one.batch.lane, answer.base_offset + len(one.batch.payloads))
-                COUNTERS.add(PUBLISHED, one.arrived.topic, by=len(one.batch.payloads))
+                # Cache before waking waiting fetches, so that they find the batch.
+                self._cache(one.incoming, answer.base_offset, answer)
+                self._broker.end_offsets.advance(
+                    one.batch.topic_partition, answer.base_offset + len(one.batch.payloads)
+                )
+                COUNTERS.add(PUBLISHED, one.incoming.topic, by=len(one.batch.payloads))
 
-    def _keep(self, arrived: Arrived, first: int, answer: Appended) -> None:
-        if arrived.as_it_came is None:
+    def _cache(self, incoming: IncomingBatch, first: int, answer: AppendResult) -> None:
+        if incoming.original is None:
             return
-        log_append_ms = answer.appended_ms if arrived.by_log_time else None
-        kept = Batch(
+        log_append_ms = answer.appended_ms if incoming.by_log_time else None
+        cached = CachedBatch(
             first,
-            first + len(arrived.batch.payloads),
+            first + len(incoming.batch.payloads),
             answer.appended_ms,
             answer.after_position,
-            arrived.codec,
-            arrived.by_log_time,
-            as_appended(arrived.as_it_came, first, log_append_ms=log_append_ms, leader_epoch=answer.epoch),
+            incoming.codec,
+            incoming.by_log_time,
+            stamp_batch(incoming.original, first, log_append_ms=log_append_ms, leader_epoch=answer.epoch),
         )
-        self._broker.kept.keep(arrived.batch.lane, kept, epoch=answer.epoch)
+        self._broker.batch_cache.add(incoming.batch.topic_partition, cached, epoch=answer.epoch)
 
-    async def _append_apart(self, lane: Lane, taken: Sequence[_Pending]) -> None:
-        # A few at a time: the lease and others who read need connections too.
-        async with self._apart:
-            await self._append([one for one in taken if one.batch.lane == lane])
+    async def _append_partition(self, topic_partition: TopicPartition, taken: Sequence[_QueuedBatch]) -> None:
+        # A few at a time, so that connections remain for other requests.
+        async with self._slots:
+            await self._append([one for one in taken if one.batch.topic_partition == topic_partition])
 
-    async def _run(self, batches: Sequence[AppendBatch]) -> list[Appended]:
+    async def _run(self, batches: Sequence[AppendBatch]) -> list[AppendResult]:
         for _ in range(5):
             try:
-                # No patience: whether a lost commit happened is not known, and only the client may decide to repeat.
+                # No retry on a lost connection: the commit may have happened, and only the client can retry safely.
                 return await self._broker.log.run(calls.kafka_append(batches), patience_seconds=0)
             except TransactionAborted as error:
-                logger.warning("append runs again", extra={ERROR: error.message})
-        raise LogUnavailable("an append was ended by Postgres again and again")
+                logger.warning("append retried", extra={ERROR: error.message})
+        raise LogUnavailable("the append failed: Postgres aborted its transaction 5 times")
 
 
-class _Answer(NamedTuple):
-    """What is said of one partition."""
+class _PartitionResponse(NamedTuple):
+    """The response for one partition."""
 
     partition: int
     code: ErrorCode = ErrorCode.none
@@ -250,214 +261,233 @@ class _Answer(NamedTuple):
         }
 
 
-class _Landing(NamedTuple):
-    """A batch that is on its way into a partition, and whether its records get the log's time."""
+class _PendingAppend(NamedTuple):
+    """An append that has not completed. `log_append`: the topic uses LogAppendTime."""
 
     partition: int
-    landing: asyncio.Future[Appended]
+    append: asyncio.Future[AppendResult]
     log_append: bool
 
 
-Staging = Callable[[str, AppendBatch], Awaitable[Appended]]
-# What names the topic in the answer, and the answers or what brings them, for each partition.
-_OfTopic = tuple[dict[str, Any], list[_Answer | _Landing]]
+Staging = Callable[[str, AppendBatch], Awaitable[AppendResult]]
+# The topic's name or id in the response, and for each partition its response or its pending append.
+_TopicResponse = tuple[dict[str, Any], list[_PartitionResponse | _PendingAppend]]
 
 
-class Producing:
+class ProduceApi:
     """The API Produce."""
 
     def __init__(self, broker: Broker, *, appenders: int = 2) -> None:
         self._broker = broker
-        self._room = Room()
-        self._appenders = [Appender(broker, self._room) for _ in range(appenders)]
-        self._validation = Validation(broker.log)
-        # One after the other has room for what it becomes, which is not known before.
-        self._large = asyncio.Semaphore(2)
-        self._in_turn = 0
+        self._budget = MemoryBudget()
+        self._appenders = [Appender(broker, self._budget) for _ in range(appenders)]
+        self._validator = SchemaValidator(broker.log)
+        # Few at a time: the unpacked size is not known in advance.
+        self._large_batches = asyncio.Semaphore(2)
+        self._unpacked_since_yield = 0
 
     def tasks(self) -> list[asyncio.Task[None]]:
         return [supervise("kafka appender", appender.run) for appender in self._appenders]
 
     async def begin(self, request: Request, stage: Staging) -> Awaitable[dict[str, Any] | None]:
-        """Queue the batches of a request, in order, and return what waits for them; that gives the answer."""
+        """Submit the batches of a request in order, and return an awaitable for the response."""
         fields = request.fields
-        waiting: list[_OfTopic] = []
-        for asked in fields.topic_data or ():
+        waiting: list[_TopicResponse] = []
+        for requested in fields.topic_data or ():
             by_id = request.version >= 13
             topic = await (
-                self._broker.topic_with_uuid(asked.topic_id) if by_id else self._broker.topic_named(asked.name)
+                self._broker.topic_with_uuid(requested.topic_id) if by_id else self._broker.topic_named(requested.name)
             )
             missing = ErrorCode.unknown_topic_id if by_id else ErrorCode.unknown_topic_or_partition
-            answers: list[_Answer | _Landing] = []
-            for part in asked.partition_data or ():
+            answers: list[_PartitionResponse | _PendingAppend] = []
+            for part in requested.partition_data or ():
                 try:
-                    answers.append(await self._queue(request, topic, missing, part, stage))
-                except Refused as refused:
-                    answers.append(_Answer(part.index, refused.code, refused.message))
-                except BadBatch as bad:
-                    code = ErrorCode.corrupt_message if bad.corrupt else ErrorCode.invalid_record
-                    answers.append(_Answer(part.index, code, str(bad)))
-                except Unfitting as unfit:
-                    answers.append(_Answer(part.index, unfit.code, str(unfit), record_errors=unfit.records))
-            named: dict[str, Any] = {"topic_id": asked.topic_id} if by_id else {"name": asked.name}
+                    answers.append(await self._submit(request, topic, missing, part, stage))
+                except ProduceError as error:
+                    answers.append(_PartitionResponse(part.index, error.code, error.message))
+                except BadBatch as error:
+                    code = ErrorCode.corrupt_message if error.corrupt else ErrorCode.invalid_record
+                    answers.append(_PartitionResponse(part.index, code, str(error)))
+                except UnfitRecords as error:
+                    answers.append(_PartitionResponse(part.index, error.code, str(error), record_errors=error.records))
+            named: dict[str, Any] = {"topic_id": requested.topic_id} if by_id else {"name": requested.name}
             waiting.append((named, answers))
-        return _answered(waiting, silent=fields.acks == 0)
+        return _await_response(waiting, silent=fields.acks == 0)
 
-    async def _queue(
+    async def _submit(
         self, request: Request, topic: KafkaTopic | None, missing: ErrorCode, part: Any, stage: Staging
-    ) -> _Landing:
+    ) -> _PendingAppend:
         if request.fields.acks not in (-1, 0, 1):
-            raise Refused(ErrorCode.invalid_required_acks, "acks is -1, 0 or 1")
+            raise ProduceError(
+                ErrorCode.invalid_required_acks, f"invalid acks {request.fields.acks}: expected -1, 0 or 1"
+            )
         if topic is not None and not request.allowed("write", "topic", topic.name):
-            raise Refused(ErrorCode.topic_authorization_failed, f'topic "{topic.name}" may not be written to')
+            raise ProduceError(ErrorCode.topic_authorization_failed, f'not authorized to write to topic "{topic.name}"')
         if topic is None or not 0 <= part.index < topic.partitions:
-            raise Refused(missing, "there is no such topic or partition")
+            raise ProduceError(missing, "the topic or partition does not exist")
         if topic.name.startswith(RESERVED_PREFIX):
-            raise Refused(
+            raise ProduceError(
                 ErrorCode.topic_authorization_failed,
-                f'topic "{topic.name}" is written by Headwater alone: names that begin with "{RESERVED_PREFIX}" are '
-                "reserved",
+                f'topic "{topic.name}" is reserved: only Headwater writes to topics whose names begin with '
+                f'"{RESERVED_PREFIX}"',
             )
         if not topic.writable:
             kind = "open" if topic.kind == "open" else "an event store"
-            raise Refused(
+            raise ProduceError(
                 ErrorCode.invalid_request,
-                f'topic "{topic.name}" is {kind}: it can be read here, and written by SQL and the library only',
+                f'topic "{topic.name}" is {kind}: Kafka clients can only read it. Publish to it by SQL or the library.',
             )
-        header = _header(topic, part, version=request.version)
+        header = _check_header(topic, part, version=request.version)
         transactional = bool(header.attributes & TRANSACTIONAL)
         if transactional and not request.fields.transactional_id:
-            raise Refused(ErrorCode.invalid_txn_state, "the batch is of a transaction, the request is not")
+            raise ProduceError(
+                ErrorCode.invalid_txn_state, "the batch is transactional, but the request has no transactional id"
+            )
         if transactional and not request.allowed("write", "transaction", request.fields.transactional_id):
-            raise Refused(ErrorCode.transactional_id_authorization_failed, "the transactional id may not be used")
-        arrived, columns = await self._unpacked(topic, part, header)
-        landing: asyncio.Future[Appended] | None = None
+            raise ProduceError(
+                ErrorCode.transactional_id_authorization_failed, "not authorized to use the transactional id"
+            )
+        incoming, columns = await self._unpack(topic, part, header)
+        append: asyncio.Future[AppendResult] | None = None
         try:
             if topic.schemas:
-                await self._validation.refuse_unfitting(topic, columns)
+                await self._validator.validate(topic, columns)
             if transactional:
-                landing = asyncio.ensure_future(stage(request.fields.transactional_id, arrived.batch))
-                landing.add_done_callback(lambda _: self._room.give_back(arrived.bytes))
+                append = asyncio.ensure_future(stage(request.fields.transactional_id, incoming.batch))
+                append.add_done_callback(lambda _: self._budget.release(incoming.bytes))
             else:
-                landing = self._appenders[hash(arrived.batch.lane) % len(self._appenders)].submit(arrived)
+                append = self._appenders[hash(incoming.batch.topic_partition) % len(self._appenders)].submit(incoming)
         finally:
-            if landing is None:
-                self._room.give_back(arrived.bytes)
-        return _Landing(part.index, landing, topic.timestamp_type == "LogAppendTime")
+            if append is None:
+                self._budget.release(incoming.bytes)
+        return _PendingAppend(part.index, append, topic.timestamp_type == "LogAppendTime")
 
-    async def _unpacked(self, topic: KafkaTopic, part: Any, header: BatchHeader) -> tuple[Arrived, Columns]:
-        """The batch that a client sent for a partition, checked, and the room for it taken."""
+    async def _unpack(self, topic: KafkaTopic, part: Any, header: BatchHeader) -> tuple[IncomingBatch, Columns]:
+        """Unpack and check the batch of a partition, and reserve memory for it."""
         if header.record_count <= SMALL_RECORDS and len(part.records) <= SMALL_BYTES:
-            self._in_turn += header.record_count
-            if self._in_turn > TURN_RECORDS:
-                self._in_turn = 0
+            self._unpacked_since_yield += header.record_count
+            if self._unpacked_since_yield > YIELD_RECORDS:
+                self._unpacked_since_yield = 0
                 await asyncio.sleep(0)
-            await self._room.wait()
+            await self._budget.wait()
             try:
-                unpacked = _as_batch(topic, part, header, limit_bytes=SMALL_BYTES)
-                self._room.take(unpacked[0].bytes)
+                unpacked = _unpack_batch(topic, part, header, limit_bytes=SMALL_BYTES)
+                self._budget.reserve(unpacked[0].bytes)
                 return unpacked
             except BadBatch:
-                # It may only be packed well.
+                # It may just be larger than the small limit when decompressed.
                 if not header.codec:
                     raise
-        async with self._large:
-            await self._room.wait()
-            make = partial(_as_batch, topic, part, header, limit_bytes=UNPACKED_LIMIT_BYTES)
-            unpacked = await asyncio.get_running_loop().run_in_executor(CHECKING, make)
-            self._room.take(unpacked[0].bytes)
+        async with self._large_batches:
+            await self._budget.wait()
+            unpack = partial(_unpack_batch, topic, part, header, limit_bytes=MAX_UNPACKED_BYTES)
+            unpacked = await asyncio.get_running_loop().run_in_executor(VALIDATION_POOL, unpack)
+            self._budget.reserve(unpacked[0].bytes)
             return unpacked
 
 
-async def _answered(waiting: Sequence[_OfTopic], *, silent: bool) -> dict[str, Any] | None:
+async def _await_response(waiting: Sequence[_TopicResponse], *, silent: bool) -> dict[str, Any] | None:
     lost: LogUnavailable | None = None
     responses = []
     for named, answers in waiting:
-        landed = []
+        partitions = []
         for answer in answers:
             try:
-                landed.append((answer if isinstance(answer, _Answer) else await _landed(*answer)).fields())
+                partitions.append(
+                    (answer if isinstance(answer, _PartitionResponse) else await _await_append(*answer)).fields()
+                )
             except LogUnavailable as error:
                 lost = error
-        responses.append({**named, "partition_responses": landed})
+        responses.append({**named, "partition_responses": partitions})
     if lost is not None:
-        # Whether it was committed, nobody knows. The connection is ended, so that the client sends all that is in
-        # flight again as it was. Told by a code, it would hear of a gap in the batches behind, begin a new epoch for
-        # all partitions, and send under other numbers what may be in the log already.
+        # Whether the append was committed is unknown. The connection is closed, so that the client resends all batches
+        # in flight unchanged. After an error code instead, it would see a gap in the sequence of the following batches,
+        # start a new producer epoch, and resend batches that may be in the log under new sequence numbers.
         raise lost
     return None if silent else {"responses": responses}
 
 
-async def _landed(index: int, landing: Awaitable[Appended], log_append: bool) -> _Answer:
+async def _await_append(index: int, append: Awaitable[AppendResult], log_append: bool) -> _PartitionResponse:
     try:
-        appended = await landing
+        appended = await append
     except StorageFull as error:
-        # Nothing was written, and the code makes clients send it again.
-        return _Answer(index, ErrorCode.kafka_storage_error, error.message)
+        # Nothing was written; clients retry on this code.
+        return _PartitionResponse(index, ErrorCode.kafka_storage_error, error.message)
     except LogUnavailable:
         raise
     except EventTooLarge as error:
-        return _Answer(index, ErrorCode.message_too_large, error.message)
+        return _PartitionResponse(index, ErrorCode.message_too_large, error.message)
     except InvalidRequest as error:
-        return _Answer(index, ErrorCode.invalid_record, error.message)
+        return _PartitionResponse(index, ErrorCode.invalid_record, error.message)
     except psycopg.errors.LockNotAvailable:
-        return _Answer(index, ErrorCode.request_timed_out, "another transaction holds the partition")
+        return _PartitionResponse(
+            index, ErrorCode.request_timed_out, "timeout: another transaction holds the lock of the partition"
+        )
     except (HeadwaterError, psycopg.Error) as error:
         logger.error("append failed", extra={ERROR: str(error)})
-        return _Answer(index, ErrorCode.unknown_server_error, str(error))
+        return _PartitionResponse(index, ErrorCode.unknown_server_error, str(error))
     code = OUTCOMES[appended.outcome]
     offset = -1 if appended.base_offset is None else appended.base_offset
     fresh = log_append and appended.outcome == "appended"
-    return _Answer(index, code, None, offset, appended.appended_ms if fresh else -1)
+    return _PartitionResponse(index, code, None, offset, appended.appended_ms if fresh else -1)
 
 
-def _header(topic: KafkaTopic, part: Any, *, version: int) -> BatchHeader:
-    """What the batch that a client sent for a partition says of itself, checked."""
+def _check_header(topic: KafkaTopic, part: Any, *, version: int) -> BatchHeader:
+    """Read and check the header of the batch of a partition."""
     if part.records is None:
-        raise Refused(ErrorCode.invalid_record, "there are no records")
+        raise ProduceError(ErrorCode.invalid_record, "the request has no records for the partition")
     if len(part.records) > topic.max_payload_bytes:
-        raise Refused(
+        raise ProduceError(
             ErrorCode.message_too_large,
-            f"a batch of {len(part.records)} bytes is above max.message.bytes, {topic.max_payload_bytes}",
+            f"a batch of {len(part.records)} bytes exceeds max.message.bytes ({topic.max_payload_bytes})",
         )
     header = read_header(part.records)
     if header.codec == 4 and version < 7:
-        raise Refused(ErrorCode.unsupported_compression_type, "zstd needs Produce version 7 or newer")
+        raise ProduceError(ErrorCode.unsupported_compression_type, "zstd needs Produce version 7 or newer")
     if header.record_count > MAX_BATCH_RECORDS:
-        # With this code clients that can send the batch again in halves.
-        raise Refused(ErrorCode.message_too_large, f"a batch is of up to {MAX_BATCH_RECORDS} records")
+        # On this code, clients that support it split the batch and retry.
+        raise ProduceError(
+            ErrorCode.message_too_large,
+            f"a batch of {header.record_count} records: expected up to {MAX_BATCH_RECORDS}",
+        )
     return header
 
 
-def _as_batch(topic: KafkaTopic, part: Any, header: BatchHeader, *, limit_bytes: int) -> tuple[Arrived, Columns]:
-    """The batch, ready to be appended, and the same as columns."""
+def _unpack_batch(
+    topic: KafkaTopic, part: Any, header: BatchHeader, *, limit_bytes: int
+) -> tuple[IncomingBatch, Columns]:
+    """Unpack and check a batch; returns it ready for the append, and its columns."""
     columns = read_records(part.records, header, limit_bytes=limit_bytes)
-    batch = _checked(topic, Lane(topic.id, part.index), header, columns)
-    # As it came and unpacked: both wait.
+    batch = _append_batch(topic, TopicPartition(topic.id, part.index), header, columns)
+    # Both the original and the unpacked bytes stay in memory until the append.
     size = 2 * len(part.records) + RECORD_BYTES * header.record_count
     if header.codec:
         size += sum(sum(map(len, filter(None, parts))) for parts in (columns.keys, columns.values, columns.headers))
-    # As the topic packs its records, and whole: compaction takes single ones.
-    fits = header.codec in codecs_for(topic.compression_type, zstd=True) and not topic.compacted
+    # Cacheable if the codec suits the topic, and compaction cannot remove single records.
+    cacheable = header.codec in codecs_for(topic.compression_type, zstd=True) and not topic.compacted
     by_log_time = topic.timestamp_type == "LogAppendTime"
-    return Arrived(topic.name, batch, part.records if fits else None, header.codec, by_log_time, size), columns
+    return IncomingBatch(
+        topic.name, batch, part.records if cacheable else None, header.codec, by_log_time, size
+    ), columns
 
 
-def _checked(topic: KafkaTopic, lane: Lane, header: BatchHeader, columns: Columns) -> AppendBatch:
+def _append_batch(
+    topic: KafkaTopic, topic_partition: TopicPartition, header: BatchHeader, columns: Columns
+) -> AppendBatch:
     if header.producer_id >= 0 and (header.producer_epoch < 0 or header.first_sequence < 0):
-        raise BadBatch("an idempotent batch needs an epoch and a sequence")
+        raise BadBatch("an idempotent batch needs a producer epoch and a sequence number")
     if max(map(len, filter(None, columns.keys)), default=0) > MAX_KEY_BYTES:
-        raise BadBatch(f"a key is up to {MAX_KEY_BYTES} bytes")
+        raise BadBatch(f"a key exceeds {MAX_KEY_BYTES} bytes")
     if max(map(len, filter(None, columns.values)), default=0) > topic.max_payload_bytes:
-        raise Refused(ErrorCode.message_too_large, f"a value is up to {topic.max_payload_bytes} bytes")
+        raise ProduceError(ErrorCode.message_too_large, f"a value exceeds {topic.max_payload_bytes} bytes")
     if not all(-_INT64 <= time_ms < _INT64 for time_ms in (min(columns.times_ms), max(columns.times_ms))):
-        raise BadBatch("a timestamp is outside of 64 bits")
+        raise BadBatch("a timestamp does not fit into 64 bits")
     if topic.compacted and None in columns.keys:
-        raise BadBatch("a compacted topic takes no record without a key")
+        raise BadBatch("a record of a compacted topic needs a key")
     parts = _parts(topic, columns)
-    # The order of Columns is that of a record; that of AppendBatch is the database's.
+    # Columns is in the order of a record, AppendBatch in that of the SQL function.
     return AppendBatch(
-        lane,
+        topic_partition,
         header.producer_id,
         header.producer_epoch,
         header.first_sequence,
@@ -468,14 +498,16 @@ def _checked(topic: KafkaTopic, lane: Lane, header: BatchHeader, columns: Column
         None if parts is None else [part.headers for part in parts],
         None if parts is None else [part.content_type for part in parts],
         None if topic.timestamp_type == "LogAppendTime" else columns.times_ms,
-        None if parts is None else [part.kept for part in parts],
+        None if parts is None else [part.record_headers for part in parts],
     )
 
 
-def _parts(topic: KafkaTopic, columns: Columns) -> list[Parts] | None:
+def _parts(topic: KafkaTopic, columns: Columns) -> list[EventParts] | None:
     if not any(columns.headers):
         return None
-    parts = [NO_PARTS if section is None else parts_of(section) for section in columns.headers]
+    parts = [NO_EVENT_PARTS if section is None else event_parts(section) for section in columns.headers]
     if any(section is not None and len(section) > topic.max_header_bytes for section in columns.headers):
-        raise Refused(ErrorCode.message_too_large, f"headers are up to {topic.max_header_bytes} bytes")
+        raise ProduceError(
+            ErrorCode.message_too_large, f"the headers of a record exceed {topic.max_header_bytes} bytes"
+        )
     return parts

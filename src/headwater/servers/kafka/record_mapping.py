@@ -1,7 +1,7 @@
-"""Records as events and events as records: what becomes of headers, and that both ways lead back to the bit. Pure.
+"""Mapping between the headers of a record and the parts of an event, lossless in both directions. No I/O.
 
-A header whose value is text becomes a field of the event's JSON headers. Headers that JSON cannot give back as they
-were (bytes, a name twice, another order) are kept beside it as they came.
+A header with a text value becomes a field of the event's JSON headers. If JSON cannot represent the headers exactly
+(bytes, a repeated name, another order), the original header section is stored beside it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from headwater.servers.kafka.records import read_headers, write_headers
 
-# An event's own parts, as headers. The id is only told: what a producer sends under that name dedupes nothing.
+# The parts of an event as headers. The event id is only sent to consumers: producers cannot set it.
 TYPE: Final = b"headwater-type"
 ROUTING_KEY: Final = b"headwater-routing-key"
 CONTENT_TYPE: Final = b"headwater-content-type"
@@ -20,21 +20,21 @@ EVENT_ID: Final = b"headwater-event-id"
 _to_json: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
-class Parts(NamedTuple):
-    """What the headers of a record become. `kept`: as they came, where the rest would not give them back."""
+class EventParts(NamedTuple):
+    """Parts of an event from the headers of a record. `record_headers`: the original, if the rest is not lossless."""
 
     headers: str | None = None
     type: str | None = None
     routing_key: str | None = None
     content_type: str | None = None
-    kept: bytes | None = None
+    record_headers: bytes | None = None
 
 
-NO_PARTS: Final = Parts()
+NO_EVENT_PARTS: Final = EventParts()
 
 
-def parts_of(section: bytes) -> Parts:
-    """The parts of an event for the headers of a record."""
+def event_parts(section: bytes) -> EventParts:
+    """Convert the headers of a record to parts of an event."""
     own: dict[bytes, str] = {}
     headers: dict[str, str | None] = {}
     for name, value in read_headers(section):
@@ -46,34 +46,36 @@ def parts_of(section: bytes) -> Parts:
         named = _text(name)
         if named is not None and (value is None or text is not None):
             headers[named] = text
-    parts = Parts(_to_json(headers) if headers else None, own.get(TYPE), own.get(ROUTING_KEY), own.get(CONTENT_TYPE))
-    as_told = section_of(headers or None, parts.type, parts.routing_key, parts.content_type, None)
-    return parts if as_told == section else parts._replace(kept=section)
+    parts = EventParts(
+        _to_json(headers) if headers else None, own.get(TYPE), own.get(ROUTING_KEY), own.get(CONTENT_TYPE)
+    )
+    rebuilt = header_section(headers or None, parts.type, parts.routing_key, parts.content_type, None)
+    return parts if rebuilt == section else parts._replace(record_headers=section)
 
 
-def section_of(
+def header_section(
     headers: dict[str, Any] | None,
     type: str | None,
     routing_key: str | None,
     content_type: str | None,
     event_id: str | None,
 ) -> bytes | None:
-    """The headers of a record for the parts of an event; None: it has none."""
-    told: list[tuple[bytes, bytes | None]] = []
+    """Convert parts of an event to the header section of a record; None: no headers."""
+    pairs: list[tuple[bytes, bytes | None]] = []
     if headers:
-        # The order in which Postgres keeps the fields of JSON, whatever order they came in.
+        # The order of the fields of jsonb in Postgres: by length, then by bytes.
         for name, value in sorted(((n.encode(), v) for n, v in headers.items()), key=lambda h: (len(h[0]), h[0])):
-            told.append(
+            pairs.append(
                 (name, None if value is None else (value if isinstance(value, str) else _to_json(value)).encode())
             )
     for name, part in ((TYPE, type), (ROUTING_KEY, routing_key), (CONTENT_TYPE, content_type), (EVENT_ID, event_id)):
         if part is not None:
-            told.append((name, part.encode()))
-    return write_headers(told) if told else None
+            pairs.append((name, part.encode()))
+    return write_headers(pairs) if pairs else None
 
 
 def _text(value: bytes | None) -> str | None:
-    """The bytes as text that Postgres can hold, if they are."""
+    """Decode bytes as text that Postgres can store; None if that is not possible."""
     if value is None or b"\x00" in value:
         return None
     try:

@@ -1,7 +1,7 @@
-"""Record batches: from bytes to columns and back, with every length checked. Pure.
+"""Record batches (format v2): decodes bytes to columns and encodes columns to bytes. No I/O.
 
-A batch that a client sent is read into columns, since that is how Postgres takes it; a batch that is sent to a client
-is built from columns. Records never become objects on the way.
+Every length of a received batch is checked. Records are kept as columns, the form in which they are sent to and read
+from Postgres; no object is created per record.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 import google_crc32c
 
-from headwater.servers.kafka.compression import Undecodable, compress, decompress
+from headwater.servers.kafka.compression import DecodeError, compress, decompress
 
 CODEC_BITS: Final = 0x07
 LOG_APPEND_TIME: Final = 0x08
@@ -22,20 +22,20 @@ NO_HEADERS: Final = b"\x00"
 NO_ATTRIBUTES: Final = b"\x00"
 MAX_DELTA: Final = 2**31 - 1
 
-# base offset, length, leader epoch, magic, CRC, attributes, last offset delta, first and last time, producer's id and
-# epoch, first sequence, count
+# Base offset, length, leader epoch, magic, CRC, attributes, last offset delta, first and maximum timestamp, producer
+# id, producer epoch, first sequence, record count.
 _HEADER: Final = struct.Struct(">qiibIhiqqqhii")
-_PLACE: Final = struct.Struct(">qii")
+_PREFIX: Final = struct.Struct(">qii")
 _CRC: Final = struct.Struct(">I")
 _ATTRIBUTES: Final = struct.Struct(">h")
 _TIME: Final = struct.Struct(">q")
 _MAX_TIME_AT: Final = 35
-_UNDER_CRC: Final = 21
-_AFTER_LENGTH: Final = 12
+_CRC_START: Final = 21
+_LENGTH_END: Final = 12
 
 
 class BadBatch(ValueError):
-    """What a client sent as records is none. `corrupt`: its CRC or its form is wrong; sending again may help."""
+    """A client sent an invalid record batch. `corrupt`: its CRC or encoding is wrong, so a retry may help."""
 
     def __init__(self, message: str, *, corrupt: bool = False) -> None:
         super().__init__(message)
@@ -43,7 +43,7 @@ class BadBatch(ValueError):
 
 
 class BatchHeader(NamedTuple):
-    """What a batch says of itself."""
+    """The header of a batch."""
 
     attributes: int
     first_time_ms: int
@@ -59,7 +59,7 @@ class BatchHeader(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """The records of a batch side by side. Headers are as they came, with their count; None: there are none."""
+    """The records of a batch as columns. Headers are the encoded section including its count; None: no headers."""
 
     times_ms: Sequence[int]
     keys: Sequence[bytes | None]
@@ -68,37 +68,37 @@ class Columns(NamedTuple):
 
 
 def read_header(batch: memoryview) -> BatchHeader:
-    """The header of the one batch that the bytes are; its CRC is checked."""
+    """Read the header of a single batch, and check its CRC."""
     if len(batch) < _HEADER.size:
-        raise BadBatch("the records are shorter than the header of a batch", corrupt=True)
+        raise BadBatch("the records are shorter than a batch header", corrupt=True)
     (_, length, _, magic, crc, attributes, last_delta, first_ms, max_ms, producer, epoch, sequence, count) = (
         _HEADER.unpack_from(batch)
     )
     if magic != 2:
-        raise BadBatch(f"records of format {magic} are not taken, only those of format 2 (Kafka 0.11 and newer)")
-    if length != len(batch) - _AFTER_LENGTH:
-        raise BadBatch("there must be exactly one batch for each partition, as long as it says")
-    if google_crc32c.value(bytes(batch[_UNDER_CRC:])) != crc:
+        raise BadBatch(f"unsupported record format {magic}: expected 2 (Kafka 0.11 and newer)")
+    if length != len(batch) - _LENGTH_END:
+        raise BadBatch("invalid batch length: expected exactly one batch for each partition")
+    if google_crc32c.value(bytes(batch[_CRC_START:])) != crc:
         raise BadBatch("the CRC of the batch is wrong", corrupt=True)
     if count < 1 or last_delta != count - 1:
-        raise BadBatch(f"a batch of {count} records cannot end at its record {last_delta}")
+        raise BadBatch(f"invalid last offset delta {last_delta} for a batch of {count} records")
     if attributes & CONTROL:
-        raise BadBatch("only a broker writes control records")
+        raise BadBatch("control records can only be written by a broker")
     return BatchHeader(attributes, first_ms, max_ms, producer, epoch, sequence, count)
 
 
 def read_records(batch: memoryview, header: BatchHeader, *, limit_bytes: int) -> Columns:
-    """The records of a batch whose header was read, decompressed to at most `limit_bytes`."""
+    """Read the records of a batch, decompressed to at most `limit_bytes`."""
     body = batch[_HEADER.size :]
     if header.codec:
         try:
             body = decompress(header.codec, body, limit_bytes=limit_bytes)
-        except Undecodable as error:
+        except DecodeError as error:
             raise BadBatch(str(error), corrupt=True) from None
     try:
         return _split(bytes(body), header.record_count, header.first_time_ms)
     except IndexError:
-        raise BadBatch("the records end in the middle of one", corrupt=True) from None
+        raise BadBatch("the last record is truncated", corrupt=True) from None
 
 
 def _split(body: bytes, count: int, first_ms: int) -> Columns:
@@ -106,95 +106,95 @@ def _split(body: bytes, count: int, first_ms: int) -> Columns:
     keys: list[bytes | None] = []
     values: list[bytes | None] = []
     headers: list[bytes | None] = []
-    place = 0
+    index = 0
     end = len(body)
     for number in range(count):
-        # Nearly every number has one or two bytes: asking for those first makes the loop twice as fast.
-        byte = body[place]
-        place += 1
+        # Inlined varints: nearly all have one or two bytes, and handling those first makes the loop twice as fast.
+        byte = body[index]
+        index += 1
         if byte > 127:
-            if (more := body[place]) < 128:
+            if (more := body[index]) < 128:
                 byte += (more << 7) - 128
-                place += 1
+                index += 1
             else:
-                byte, place = _unsigned(body, place - 1)
-        stop = place + ((byte >> 1) ^ -(byte & 1))
-        # The attributes of a record mean nothing yet.
-        place += 1
-        byte = body[place]
-        place += 1
+                byte, index = _unsigned(body, index - 1)
+        stop = index + ((byte >> 1) ^ -(byte & 1))
+        # The attributes of a record are unused.
+        index += 1
+        byte = body[index]
+        index += 1
         if byte > 127:
-            if (more := body[place]) < 128:
+            if (more := body[index]) < 128:
                 byte += (more << 7) - 128
-                place += 1
+                index += 1
             else:
-                byte, place = _unsigned(body, place - 1)
+                byte, index = _unsigned(body, index - 1)
         times.append(first_ms + ((byte >> 1) ^ -(byte & 1)))
-        byte = body[place]
-        place += 1
+        byte = body[index]
+        index += 1
         if byte > 127:
-            if (more := body[place]) < 128:
+            if (more := body[index]) < 128:
                 byte += (more << 7) - 128
-                place += 1
+                index += 1
             else:
-                byte, place = _unsigned(body, place - 1)
+                byte, index = _unsigned(body, index - 1)
         if byte != number << 1:
-            raise BadBatch("the records of a batch are not numbered one by one")
-        byte = body[place]
-        place += 1
+            raise BadBatch("the offset deltas of a batch are not consecutive")
+        byte = body[index]
+        index += 1
         if byte > 127:
-            if (more := body[place]) < 128:
+            if (more := body[index]) < 128:
                 byte += (more << 7) - 128
-                place += 1
+                index += 1
             else:
-                byte, place = _unsigned(body, place - 1)
+                byte, index = _unsigned(body, index - 1)
         if byte & 1:
             keys.append(None)
         else:
-            begin, place = place, place + (byte >> 1)
-            keys.append(body[begin:place])
-        byte = body[place]
-        place += 1
+            start, index = index, index + (byte >> 1)
+            keys.append(body[start:index])
+        byte = body[index]
+        index += 1
         if byte > 127:
-            if (more := body[place]) < 128:
+            if (more := body[index]) < 128:
                 byte += (more << 7) - 128
-                place += 1
+                index += 1
             else:
-                byte, place = _unsigned(body, place - 1)
+                byte, index = _unsigned(body, index - 1)
         if byte & 1:
             values.append(None)
         else:
-            begin, place = place, place + (byte >> 1)
-            values.append(body[begin:place])
-        # Slices beyond the end are silently short, so the end is looked at before it matters.
-        if stop > end or place >= stop:
-            raise BadBatch("a record is longer than it says", corrupt=True)
-        if body[place] == 0 and place + 1 == stop:
+            start, index = index, index + (byte >> 1)
+            values.append(body[start:index])
+        # Slices beyond the end are silently short, so check the end here.
+        if stop > end or index >= stop:
+            raise BadBatch("a record exceeds its declared length", corrupt=True)
+        if body[index] == 0 and index + 1 == stop:
             headers.append(None)
         else:
-            headers.append(body[place:stop])
-        place = stop
-    if place != end:
-        raise BadBatch(f"{end - place} bytes follow the last record", corrupt=True)
+            headers.append(body[index:stop])
+        index = stop
+    if index != end:
+        raise BadBatch(f"{end - index} bytes follow the last record", corrupt=True)
     return Columns(times, keys, values, headers)
 
 
 def read_headers(section: bytes) -> list[tuple[bytes, bytes | None]]:
-    """The headers of a record, in order, from the section that holds them."""
+    """Decode the header section of a record, in order."""
     found: list[tuple[bytes, bytes | None]] = []
     try:
-        count, place = _signed(section, 0)
+        count, index = _signed(section, 0)
         if not 0 <= count <= len(section):
-            raise BadBatch("a record has an impossible number of headers", corrupt=True)
+            raise BadBatch(f"invalid number of headers: {count}", corrupt=True)
         for _ in range(count):
-            name, place = _sized(section, place)
-            value, place = _sized(section, place)
+            name, index = _sized(section, index)
+            value, index = _sized(section, index)
             if name is None:
                 raise BadBatch("a header has no name")
             found.append((name, value))
     except IndexError:
-        raise BadBatch("the headers end in the middle of one", corrupt=True) from None
-    if place != len(section):
+        raise BadBatch("the last header of a record is truncated", corrupt=True) from None
+    if index != len(section):
         raise BadBatch("bytes follow the last header of a record", corrupt=True)
     return found
 
@@ -215,17 +215,17 @@ def build_batch(
     log_append_time: bool = False,
     leader_epoch: int = 0,
 ) -> bytes:
-    """A batch of these records, in this order. Offsets may have gaps."""
+    """Encode a batch of these records, in this order. Offsets may have gaps."""
     base = offsets[0]
     first_ms = columns.times_ms[0]
     try:
-        body = _written_plain(offsets, columns)
+        body = _encode_plain(offsets, columns)
     except LookupError:
-        body = _written(offsets, columns)
+        body = _encode(offsets, columns)
     records = compress(codec, body)
     header = _HEADER.pack(
         base,
-        len(records) + _HEADER.size - _AFTER_LENGTH,
+        len(records) + _HEADER.size - _LENGTH_END,
         leader_epoch,
         2,
         0,
@@ -238,12 +238,12 @@ def build_batch(
         -1,
         len(offsets),
     )
-    crc = google_crc32c.extend(google_crc32c.value(header[_UNDER_CRC:]), records)
-    return b"".join((header[:17], _CRC.pack(crc), header[_UNDER_CRC:], records))
+    crc = google_crc32c.extend(google_crc32c.value(header[_CRC_START:]), records)
+    return b"".join((header[:17], _CRC.pack(crc), header[_CRC_START:], records))
 
 
-def _written_plain(offsets: Sequence[int], columns: Columns) -> bytes:
-    """Records as nearly all are: without headers, all numbers small. LookupError: they are not."""
+def _encode_plain(offsets: Sequence[int], columns: Columns) -> bytes:
+    """Fast path for records without headers, with small numbers and consecutive offsets. Raises LookupError if not."""
     times, keys, values, headers = columns
     count = len(offsets)
     first_ms = times[0]
@@ -253,8 +253,8 @@ def _written_plain(offsets: Sequence[int], columns: Columns) -> bytes:
     deltas = _DELTAS
     starts = _STARTS
     parts: list[bytes] = []
-    # Put together only once, at the end: a record of its own would be copied twice. The number of headers, none, is
-    # written with the next record.
+    # Joined once at the end: joining each record first would copy it twice. The header count of each record (0) is
+    # written together with the start of the next record.
     for ahead, time_ms, key, value in zip(small, times, keys, values, strict=False):
         delta = deltas[time_ms - first_ms]
         if key is None:
@@ -273,8 +273,8 @@ def _written_plain(offsets: Sequence[int], columns: Columns) -> bytes:
     return b"".join(parts)[1:]
 
 
-def _written(offsets: Sequence[int], columns: Columns) -> bytes:
-    """Records, whatever they are."""
+def _encode(offsets: Sequence[int], columns: Columns) -> bytes:
+    """Encode any records."""
     base = offsets[0]
     first_ms = columns.times_ms[0]
     parts: list[bytes] = []
@@ -293,24 +293,23 @@ def _written(offsets: Sequence[int], columns: Columns) -> bytes:
     return b"".join(parts)
 
 
-def as_appended(
+def stamp_batch(
     batch: bytes | memoryview, base_offset: int, *, log_append_ms: int | None, leader_epoch: int = 0
 ) -> bytes:
-    """A batch as it came, with the offset and the leader epoch that it got and, where the topic is by the log's time,
-    with that."""
+    """Copy a received batch with its assigned offset, leader epoch and, for LogAppendTime, the time of the append."""
     appended = bytearray(batch)
-    # None of these is under the CRC.
-    _PLACE.pack_into(appended, 0, base_offset, len(batch) - _AFTER_LENGTH, leader_epoch)
+    # These fields are not covered by the CRC.
+    _PREFIX.pack_into(appended, 0, base_offset, len(batch) - _LENGTH_END, leader_epoch)
     if log_append_ms is not None:
-        (attributes,) = _ATTRIBUTES.unpack_from(appended, _UNDER_CRC)
-        _ATTRIBUTES.pack_into(appended, _UNDER_CRC, attributes | LOG_APPEND_TIME)
+        (attributes,) = _ATTRIBUTES.unpack_from(appended, _CRC_START)
+        _ATTRIBUTES.pack_into(appended, _CRC_START, attributes | LOG_APPEND_TIME)
         _TIME.pack_into(appended, _MAX_TIME_AT, log_append_ms)
-        _CRC.pack_into(appended, 17, google_crc32c.value(bytes(appended[_UNDER_CRC:])))
+        _CRC.pack_into(appended, 17, google_crc32c.value(bytes(appended[_CRC_START:])))
     return bytes(appended)
 
 
 def varint(value: int) -> bytes:
-    """A signed number as Kafka packs it."""
+    """Encode a signed number as a zigzag varint."""
     value = (value << 1) ^ (value >> 63)
     if value < 0x80:
         return bytes((value,))
@@ -323,35 +322,35 @@ def varint(value: int) -> bytes:
 
 
 _SMALL: Final = [varint(value) for value in range(10_240)]
-# Times go back and forth.
+# Timestamps may go backwards.
 _DELTAS: Final = {value: varint(value) for value in range(-2048, 8192)}
-# What stands before the rest of a record: no headers of the one before, its own length, its attributes.
+# The start of a record: the header count (0) of the previous record, then length and attributes.
 _STARTS: Final = [NO_HEADERS + varint(value + 2) + NO_ATTRIBUTES for value in range(10_240)]
 _NONE: Final = varint(-1)
 
 
-def _unsigned(body: bytes, place: int) -> tuple[int, int]:
+def _unsigned(body: bytes, index: int) -> tuple[int, int]:
     value = shift = 0
     while True:
-        byte = body[place]
-        place += 1
+        byte = body[index]
+        index += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return value, place
+            return value, index
         shift += 7
         if shift > 63:
-            raise BadBatch("a number is longer than ten bytes", corrupt=True)
+            raise BadBatch("a varint is longer than ten bytes", corrupt=True)
 
 
-def _signed(body: bytes, place: int) -> tuple[int, int]:
-    value, place = _unsigned(body, place)
-    return (value >> 1) ^ -(value & 1), place
+def _signed(body: bytes, index: int) -> tuple[int, int]:
+    value, index = _unsigned(body, index)
+    return (value >> 1) ^ -(value & 1), index
 
 
-def _sized(body: bytes, place: int) -> tuple[bytes | None, int]:
-    size, place = _signed(body, place)
+def _sized(body: bytes, index: int) -> tuple[bytes | None, int]:
+    size, index = _signed(body, index)
     if size < 0:
-        return None, place
-    if place + size > len(body):
-        raise BadBatch("a header is longer than its record", corrupt=True)
-    return body[place : place + size], place + size
+        return None, index
+    if index + size > len(body):
+        raise BadBatch("a header exceeds its record", corrupt=True)
+    return body[index : index + size], index + size

@@ -1,4 +1,4 @@
-"""Whether records fit the schemas that their topic is bound to, before anything of their batch is written."""
+"""Validation of produced records against the schemas of their topic, before their batch is written."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from headwater.errors import HeadwaterError, LogUnavailable
 from headwater.observability.metrics import ERROR, logger
 from headwater.schema_registry import registry
 from headwater.schema_registry.avro import AvroSchema
-from headwater.schema_registry.run import PATIENCE_SECONDS, carry_out
-from headwater.schema_registry.schemas import Parsed, Unfit
+from headwater.schema_registry.run import PATIENCE_SECONDS, run_steps
+from headwater.schema_registry.schemas import ParsedSchema, PayloadMismatch
 from headwater.servers.kafka.records import Columns
 from headwater.servers.kafka.wire import ErrorCode
 
 SUBJECT_AGE_SECONDS: Final = 1.0
-"""How long after a version was registered or deleted a broker may still go by what it knew."""
+"""Maximum age of the cached versions of a subject; changes by others are seen after this time."""
 MAX_SUBJECTS: Final = 1_000
 MAX_SCHEMAS: Final = 200
 MAX_IDS: Final = 50
-"""Of how many schemas one batch may be."""
-MAX_TOLD: Final = 1_000
+"""Maximum schemas of one batch."""
+MAX_REPORTED_RECORDS: Final = 1_000
 
-FRAME_BYTES: Final = 5
-# Beside the event loop: others of a broker do not wait while a large batch is looked at. Not the threads that compare
-# schemas, which may take a while.
-CHECKING: Final = ThreadPoolExecutor(2, thread_name_prefix="headwater records")
+PREFIX_BYTES: Final = 5
+# Threads, so that large batches do not block the event loop. Separate from the threads that compare schemas, which may
+# be busy for long.
+VALIDATION_POOL: Final = ThreadPoolExecutor(2, thread_name_prefix="headwater records")
 
 
-class Unfitting(Exception):
-    """A batch that is not taken, with its records that do not fit."""
+class UnfitRecords(Exception):
+    """A batch is rejected because of records that do not match the schema."""
 
     def __init__(self, code: ErrorCode, message: str, records: Sequence[dict[str, Any]] = ()) -> None:
         super().__init__(message)
@@ -45,29 +45,29 @@ class Unfitting(Exception):
 
 
 class _Rule(NamedTuple):
-    """What the keys or the values of a topic must fit."""
+    """The schema rule for the keys or the values of a topic."""
 
     part: str
-    # None: each record's own name says which.
+    # None: derived from the record name in the schema of each payload.
     subject: str | None
-    # What comes before the name of a record in its subject.
+    # The prefix of the subject before the record name.
     prefix: str
     framed: bool
     registered: frozenset[int]
     latest: int | None
 
 
-class Validation:
-    """Knows schemas and subjects that were asked for lately."""
+class SchemaValidator:
+    """Validates records; caches recently used schemas and subjects."""
 
     def __init__(self, log: AsyncHeadwater) -> None:
         self._log = log
-        # Subject -> until when this holds, and the ids of its versions in order.
+        # Subject -> expiry of this entry, and the schema ids of its versions in order.
         self._subjects: OrderedDict[str, tuple[float, list[int]]] = OrderedDict()
-        self._schemas: OrderedDict[int, Parsed] = OrderedDict()
+        self._schemas: OrderedDict[int, ParsedSchema] = OrderedDict()
 
-    async def refuse_unfitting(self, topic: KafkaTopic, columns: Columns) -> None:
-        """Raise Unfitting unless every record fits."""
+    async def validate(self, topic: KafkaTopic, columns: Columns) -> None:
+        """Raise UnfitRecords unless every record matches the schemas of the topic."""
         problems: dict[int, str] = {}
         try:
             for kind, payloads in (("key", columns.keys), ("value", columns.values)):
@@ -75,19 +75,19 @@ class Validation:
                     found = await self._problems(await self._rule(topic, kind), payloads)
                     problems.update({number: f"{kind}: {problem}" for number, problem in found.items()})
         except LogUnavailable as error:
-            raise Unfitting(ErrorCode.request_timed_out, error.message) from None
+            raise UnfitRecords(ErrorCode.request_timed_out, error.message) from None
         except HeadwaterError as error:
             logger.error("records could not be validated", extra={ERROR: str(error)})
-            raise Unfitting(ErrorCode.invalid_config, f"the schema cannot be used: {error}") from None
+            raise UnfitRecords(ErrorCode.invalid_config, f"the records cannot be validated: {error}") from None
         if problems:
             first = min(problems)
-            raise Unfitting(
+            raise UnfitRecords(
                 ErrorCode.invalid_record,
-                f"{len(problems)} of {len(columns.values)} records do not fit the schema of the topic; "
+                f"{len(problems)} of {len(columns.values)} records do not match the schema of the topic; "
                 f"record {first}, {problems[first]}",
                 [
                     {"batch_index": number, "batch_index_error_message": problems[number]}
-                    for number in sorted(problems)[:MAX_TOLD]
+                    for number in sorted(problems)[:MAX_REPORTED_RECORDS]
                 ],
             )
 
@@ -101,7 +101,7 @@ class Validation:
         return _Rule(kind, subject, "", framed, frozenset(ids), ids[-1] if ids else None)
 
     async def _problems(self, rule: _Rule, payloads: Sequence[bytes | None]) -> dict[int, str]:
-        """The numbers of records that do not fit, and why."""
+        """The indexes of records that do not match, and why."""
         ids = {_id(payload) for payload in payloads if payload is not None}
         wanted = {one for one in ids if one is not None}
         if rule.subject is not None:
@@ -109,10 +109,12 @@ class Validation:
             if rule.latest is not None and not rule.framed:
                 wanted.add(rule.latest)
         if len(wanted) > MAX_IDS:
-            raise Unfitting(ErrorCode.invalid_record, f"a batch is of up to {MAX_IDS} schemas, not {len(wanted)}")
+            raise UnfitRecords(
+                ErrorCode.invalid_record, f"a batch with {len(wanted)} schemas: expected up to {MAX_IDS}"
+            )
         known = {one: parsed for one in wanted if (parsed := await self._schema(one)) is not None}
         loop = asyncio.get_running_loop()
-        problems, named = await loop.run_in_executor(CHECKING, _checked, rule, known, payloads)
+        problems, named = await loop.run_in_executor(VALIDATION_POOL, _check_all, rule, known, payloads)
         for (schema_id, name), numbers in named.items():
             subject = f"{rule.prefix}{name}"
             if schema_id not in await self._ids(subject):
@@ -120,7 +122,7 @@ class Validation:
         return problems
 
     async def _ids(self, subject: str) -> list[int]:
-        """The ids of the versions of a subject, as of a moment ago."""
+        """The schema ids of the versions of a subject, from a recent copy."""
         until, ids = self._subjects.get(subject, (0.0, []))
         now = time.monotonic()
         if now >= until:
@@ -129,47 +131,47 @@ class Validation:
             _remember(self._subjects, subject, (now + SUBJECT_AGE_SECONDS, ids), MAX_SUBJECTS)
         return ids
 
-    async def _schema(self, schema_id: int) -> Parsed | None:
-        """The schema with an id, which never means another."""
+    async def _schema(self, schema_id: int) -> ParsedSchema | None:
+        """The schema with an id. Ids are never reassigned, so the cache does not expire."""
         parsed = self._schemas.get(schema_id)
         if parsed is None:
-            parsed = await carry_out(self._log, registry.load(schema_id))
+            parsed = await run_steps(self._log, registry.load(schema_id))
         if parsed is not None:
             _remember(self._schemas, schema_id, parsed, MAX_SCHEMAS)
         return parsed
 
 
-def _remember(kept: OrderedDict[Any, Any], key: Any, value: Any, limit: int) -> None:
-    kept[key] = value
-    kept.move_to_end(key)
-    if len(kept) > limit:
-        kept.popitem(last=False)
+def _remember(cache: OrderedDict[Any, Any], key: Any, value: Any, limit: int) -> None:
+    cache[key] = value
+    cache.move_to_end(key)
+    if len(cache) > limit:
+        cache.popitem(last=False)
 
 
 def _id(payload: bytes) -> int | None:
-    """The id of the schema that a payload says it is of."""
-    if len(payload) < FRAME_BYTES or payload[0] != 0:
+    """The schema id in the prefix of a payload (Confluent wire format), if present."""
+    if len(payload) < PREFIX_BYTES or payload[0] != 0:
         return None
-    return int.from_bytes(payload[1:FRAME_BYTES], "big")
+    return int.from_bytes(payload[1:PREFIX_BYTES], "big")
 
 
 _Named = dict[tuple[int, str], list[int]]
 
 
-def _checked(
-    rule: _Rule, known: Mapping[int, Parsed], payloads: Sequence[bytes | None]
+def _check_all(
+    rule: _Rule, known: Mapping[int, ParsedSchema], payloads: Sequence[bytes | None]
 ) -> tuple[dict[int, str], _Named]:
-    """What does not fit; and, where the name of a record says its subject, which records have which."""
+    """Records that do not match, and why; and records by schema id and name, where the name determines the subject."""
     problems: dict[int, str] = {}
     named: _Named = {}
     for number, payload in enumerate(payloads):
-        # Without a payload there is nothing to fit: it deletes its key.
+        # A tombstone has no payload to validate.
         if payload is None:
             continue
         schema_id = _id(payload)
         try:
             name = _check(rule, known, payload, schema_id)
-        except Unfit as unfit:
+        except PayloadMismatch as unfit:
             problems[number] = str(unfit)
             continue
         if rule.subject is None and schema_id is not None:
@@ -177,21 +179,21 @@ def _checked(
     return problems, named
 
 
-def _check(rule: _Rule, known: Mapping[int, Parsed], payload: bytes, schema_id: int | None) -> str | None:
+def _check(rule: _Rule, known: Mapping[int, ParsedSchema], payload: bytes, schema_id: int | None) -> str | None:
     latest = None if rule.latest is None else known.get(rule.latest)
     try:
         if schema_id is not None and schema_id in known:
-            return known[schema_id].check(payload[FRAME_BYTES:], framed=True)
+            return known[schema_id].check(payload[PREFIX_BYTES:], framed=True)
         if schema_id is not None:
             where = "" if rule.subject is None else f" under {rule.subject}"
-            raise Unfit(f"schema {schema_id} is not registered{where}")
-    except Unfit:
-        # A plain payload of Avro may begin as if it carried an id.
+            raise PayloadMismatch(f"schema {schema_id} is not registered{where}")
+    except PayloadMismatch:
+        # A plain Avro payload may begin with bytes that look like a schema id.
         if rule.framed or not isinstance(latest, AvroSchema):
             raise
         return latest.check(payload, framed=False)
     if rule.framed:
-        raise Unfit("it carries no id of a schema")
+        raise PayloadMismatch("the payload has no schema id prefix")
     if latest is None:
-        raise Unfit(f"subject {rule.subject} has no schema yet: register one")
+        raise PayloadMismatch(f"subject {rule.subject} has no schema: register one")
     return latest.check(payload, framed=False)

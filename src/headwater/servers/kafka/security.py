@@ -1,4 +1,4 @@
-"""Who a connection belongs to: SASL, with the accounts of the log. And what they may do, as ACLs show it."""
+"""SASL authentication with the accounts of the log, and the APIs about SCRAM credentials and ACLs."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ import hashlib
 import secrets
 from typing import Any, Final
 
-from headwater.access import permissions
-from headwater.access.permissions import AuthenticationFailed, Credential, Permission, Scram, Verifiers
+from headwater.access import permissions, scram
+from headwater.access.permissions import Permission
+from headwater.access.scram import AuthenticationFailed, ScramCredential, ScramExchange, Verifiers
 from headwater.calls import access as calls
 from headwater.errors import InvalidRequest
 from headwater.servers.kafka.broker import Broker
 from headwater.servers.kafka.wire import ErrorCode, Request
 
-HANDSHAKE, AUTHENTICATE = 17, 36
-# Makes the challenge for a name that nobody has; another after each start, which tells nothing either.
+# Derives the SCRAM challenge for names without an account, so that it does not reveal whether an account exists.
 _SECRET: Final = secrets.token_bytes(32)
 
 
-class Session:
-    """One connection: whose it is, and where it stands in telling so."""
+class SaslSession:
+    """The authentication state and the principal of one connection."""
 
     def __init__(self, broker: Broker, *, address: str, encrypted: bool) -> None:
         self._broker = broker
         self._address = address
-        # A password in clear goes over an encrypted connection, or within one machine.
-        self._mechanisms = (*permissions.MECHANISMS, *(("PLAIN",) if encrypted or broker.settings.loopback else ()))
+        # PLAIN only over an encrypted connection, or on loopback.
+        self._mechanisms = (*scram.MECHANISMS, *(("PLAIN",) if encrypted or broker.settings.loopback else ()))
         self._mechanism: str | None = None
-        self._scram: Scram | None = None
-        self._kept: Credential | None = None
+        self._scram: ScramExchange | None = None
+        self._credential: ScramCredential | None = None
         self.account: str | None = None
         self.failed = False
 
@@ -37,7 +37,7 @@ class Session:
         return self.account is not None or not self._broker.settings.authenticate
 
     def allowed(self, action: str, kind: str, name: str) -> bool:
-        if permissions.is_kept_from_all(action, kind, name):
+        if permissions.is_always_denied(action, kind, name):
             return False
         if not self._broker.settings.authenticate:
             return True
@@ -53,10 +53,14 @@ class Session:
     async def authenticate(self, request: Request) -> dict[str, Any]:
         if self._mechanism is None or self.account is not None:
             self.failed = True
-            return {"error_code": ErrorCode.illegal_sasl_state, "error_message": "shake hands first", "auth_bytes": b""}
+            return {
+                "error_code": ErrorCode.illegal_sasl_state,
+                "error_message": "send SaslHandshake first",
+                "auth_bytes": b"",
+            }
         try:
             token = bytes(request.fields.auth_bytes)
-            answer = await (self._plain(token) if self._mechanism == "PLAIN" else self._next_of_scram(token))
+            answer = await (self._plain(token) if self._mechanism == "PLAIN" else self._scram_step(token))
         except AuthenticationFailed as failure:
             self.failed = True
             return {
@@ -70,46 +74,46 @@ class Session:
         try:
             authorized, name, password = token.decode().split("\x00")
         except ValueError:
-            raise AuthenticationFailed("the message is not PLAIN") from None
+            raise AuthenticationFailed("invalid PLAIN message") from None
         if authorized not in ("", name):
-            raise AuthenticationFailed("acting for others is not offered")
+            raise AuthenticationFailed("an authorization identity other than the user name is not supported")
         passwords = self._broker.passwords
         async with passwords.turn(self._address, name):
-            kept = await self._verifiers(name)
-            if not await passwords.fits(password, kept, address=self._address, name=name):
-                raise AuthenticationFailed("the name or the password is wrong")
+            verifiers = await self._verifiers(name)
+            if not await passwords.verify(password, verifiers, address=self._address, name=name):
+                raise AuthenticationFailed("wrong user name or password")
         self.account = name
         return b""
 
-    async def _next_of_scram(self, token: bytes) -> bytes:
+    async def _scram_step(self, token: bytes) -> bytes:
         assert self._mechanism is not None
-        if self._scram is None or self._kept is None:
-            self._scram = Scram(self._mechanism, secrets.token_urlsafe(24))
+        if self._scram is None or self._credential is None:
+            self._scram = ScramExchange(self._mechanism, secrets.token_urlsafe(24))
             name = self._scram.name_of(token)
-            # One that the account does not have looks like that of an account that is not there.
+            # A missing credential looks the same as a missing account.
             known = (await self._verifiers(name)).credential(self._mechanism)
-            self._kept = known or permissions.stranger(name, _SECRET).credential(self._mechanism)
-            assert self._kept is not None
-            return self._scram.challenge(self._kept)
-        # Cheap to check here, but a wrong proof is a wrong password like any other.
-        self._broker.passwords.count_try(self._address, self._scram.account)
-        answer = self._scram.finish(token, self._kept)
+            self._credential = known or scram.decoy_verifiers(name, _SECRET).credential(self._mechanism)
+            assert self._credential is not None
+            return self._scram.challenge(self._credential)
+        # Counted as an attempt like any other password, although the check is cheap here.
+        self._broker.passwords.count_attempt(self._address, self._scram.account)
+        answer = self._scram.finish(token, self._credential)
         self.account = self._scram.account
-        self._broker.passwords.count_right(self._address, self.account)
+        self._broker.passwords.count_success(self._address, self.account)
         return answer
 
     async def _verifiers(self, name: str) -> Verifiers:
         try:
-            kept = await self._broker.log.run(calls.find_account(name), patience_seconds=5)
+            verifiers = await self._broker.log.run(calls.find_account(name), patience_seconds=5)
         except InvalidRequest:
-            kept = None
-        return kept if kept is not None and any(kept) else permissions.stranger(name, _SECRET)
+            verifiers = None
+        return verifiers if verifiers is not None and any(verifiers) else scram.decoy_verifiers(name, _SECRET)
 
 
-# Passwords of accounts, as Kafka's tools look at them and change them.
+# SCRAM credentials of accounts, for Kafka's tools.
 
 _MECHANISMS: Final = {1: "SCRAM-SHA-256", 2: "SCRAM-SHA-512"}
-_LEAST_ITERATIONS, _MOST_ITERATIONS = 4096, 16384
+_MIN_ITERATIONS, _MAX_ITERATIONS = 4096, 16384
 
 
 class _BadCredential(Exception):
@@ -118,8 +122,8 @@ class _BadCredential(Exception):
         self.code = code
 
 
-class Credentials:
-    """The APIs about SCRAM credentials. An account that is made here may do nothing before somebody allows it."""
+class CredentialApis:
+    """The APIs about SCRAM credentials. An account that is created here has no permissions until they are granted."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
@@ -128,20 +132,24 @@ class Credentials:
         if not request.allowed("describe", "log", "*"):
             return {"error_code": ErrorCode.cluster_authorization_failed, "results": ()}
         known = await self._broker.log.run(calls.credentials(), patience_seconds=5)
-        asked = [one.name for one in request.fields.users or ()] or [name for name, kept in known.items() if any(kept)]
+        asked = [one.name for one in request.fields.users or ()] or [
+            name for name, verifiers in known.items() if any(verifiers)
+        ]
         results = []
         for name in dict.fromkeys(asked):
             answer: dict[str, Any] = {"user": name, "error_code": ErrorCode.none, "credential_infos": ()}
-            kept = known.get(name)
+            verifiers = known.get(name)
             if asked.count(name) > 1:
-                answer.update(error_code=ErrorCode.duplicate_resource, error_message=f"{name} is named twice")
-            elif kept is None or not any(kept):
-                answer.update(error_code=ErrorCode.resource_not_found, error_message=f"{name} has no credential")
+                answer.update(error_code=ErrorCode.duplicate_resource, error_message=f"user {name} is listed twice")
+            elif verifiers is None or not any(verifiers):
+                answer.update(
+                    error_code=ErrorCode.resource_not_found, error_message=f"user {name} has no SCRAM credential"
+                )
             else:
                 answer["credential_infos"] = [
                     {"mechanism": number, "iterations": credential.iterations}
                     for number, mechanism in _MECHANISMS.items()
-                    if (credential := kept.credential(mechanism)) is not None
+                    if (credential := verifiers.credential(mechanism)) is not None
                 ]
             results.append(answer)
         return {"error_code": ErrorCode.none, "results": results}
@@ -157,9 +165,9 @@ class Credentials:
                 continue
             try:
                 if not request.allowed("alter", "log", "*"):
-                    raise _BadCredential(ErrorCode.cluster_authorization_failed, "credentials may not be changed")
+                    raise _BadCredential(ErrorCode.cluster_authorization_failed, "not authorized to alter credentials")
                 if named.count((one.name, one.mechanism)) > 1:
-                    raise _BadCredential(ErrorCode.duplicate_resource, "the credential is named twice")
+                    raise _BadCredential(ErrorCode.duplicate_resource, "the credential is listed twice")
                 await self._change(one, upserted, request.account)
             except _BadCredential as error:
                 answer.update(error_code=error.code, error_message=str(error))
@@ -170,39 +178,42 @@ class Credentials:
     async def _change(self, one: Any, upserted: Any | None, account: str | None) -> None:
         mechanism = _MECHANISMS.get(one.mechanism)
         if mechanism is None:
-            raise _BadCredential(ErrorCode.unsupported_sasl_mechanism, "the mechanisms are 1 and 2: SHA-256, SHA-512")
+            raise _BadCredential(
+                ErrorCode.unsupported_sasl_mechanism,
+                f"unknown mechanism {one.mechanism}: expected 1 (SCRAM-SHA-256) or 2 (SCRAM-SHA-512)",
+            )
         credential = None
         if upserted is not None:
-            algorithm = permissions.MECHANISMS[mechanism]
+            algorithm = scram.MECHANISMS[mechanism]
             size = hashlib.new(algorithm).digest_size
-            if not one.name or one.name == permissions.EVERYBODY:
-                raise _BadCredential(ErrorCode.unacceptable_credential, "an account has a name, other than *")
-            if not _LEAST_ITERATIONS <= one.iterations <= _MOST_ITERATIONS:
-                message = f"iterations are {_LEAST_ITERATIONS} to {_MOST_ITERATIONS}"
+            if not one.name or one.name == permissions.ALL_ACCOUNTS:
+                raise _BadCredential(ErrorCode.unacceptable_credential, "invalid user name: it must not be empty or *")
+            if not _MIN_ITERATIONS <= one.iterations <= _MAX_ITERATIONS:
+                message = f"invalid iterations {one.iterations}: expected {_MIN_ITERATIONS} to {_MAX_ITERATIONS}"
                 raise _BadCredential(ErrorCode.unacceptable_credential, message)
             if len(one.salted_password) != size or not 8 <= len(one.salt) <= 64:
-                message = f"a salt has 8 to 64 bytes, and a salted password {size}"
+                message = f"invalid salt or salted password: expected 8 to 64 bytes and {size} bytes"
                 raise _BadCredential(ErrorCode.unacceptable_credential, message)
             salted = bytes(one.salted_password)
-            credential = permissions.credential_of(algorithm, salted, bytes(one.salt), one.iterations)
+            credential = scram.credential_of(algorithm, salted, bytes(one.salt), one.iterations)
         call = calls.set_credential(one.name, mechanism, credential)
-        told = {"mechanism": mechanism, "deleted": credential is None}
-        if not await self._broker.log.run_audited(call, account, "account.credential", one.name, told):
-            raise _BadCredential(ErrorCode.resource_not_found, f"{one.name} has no credential of that mechanism")
+        details = {"mechanism": mechanism, "deleted": credential is None}
+        if not await self._broker.log.run_audited(call, account, "account.credential", one.name, details):
+            raise _BadCredential(ErrorCode.resource_not_found, f"user {one.name} has no {mechanism} credential")
 
 
-# ACLs: only what is allowed is ever said, for every host.
+# ACLs: permissions of the log only allow, and apply to every host.
 
-_KINDS: Final = {2: "topic", 3: "group", 4: "log", 5: "transaction"}
+_KINDS: Final = {2: "topic", 3: "consumer", 4: "log", 5: "transaction"}
 _ACTIONS: Final = {2: "all", 3: "read", 4: "write", 5: "create", 6: "delete", 7: "alter", 8: "describe"}
-# With what Kafka tells apart and the log does not: DESCRIBE_CONFIGS, ALTER_CONFIGS and IDEMPOTENT_WRITE.
-_MEANT: Final = {**_ACTIONS, 10: "describe", 11: "alter", 12: "write"}
+# Kafka also has DESCRIBE_CONFIGS, ALTER_CONFIGS and IDEMPOTENT_WRITE, which the log does not distinguish.
+_OPERATIONS: Final = {**_ACTIONS, 10: "describe", 11: "alter", 12: "write"}
 _NUMBERS: Final = {name: number for table in (_KINDS, _ACTIONS) for number, name in table.items()}
 _ANY, _MATCH, _LITERAL, _PREFIXED, _ALLOW = 1, 2, 3, 4, 3
 
 
-class Acls:
-    """The APIs that look at permissions and change them."""
+class AclApis:
+    """The APIs that describe, create and delete permissions as ACLs."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
@@ -229,10 +240,10 @@ class Acls:
                             "operation": _NUMBERS[one.action],
                             "permission_type": _ALLOW,
                         }
-                        for one in given
+                        for one in granted
                     ],
                 }
-                for (kind, name, prefix), given in found.items()
+                for (kind, name, prefix), granted in found.items()
             ],
         }
 
@@ -244,10 +255,10 @@ class Acls:
                 if not request.allowed("alter", "log", "*"):
                     code = ErrorCode.cluster_authorization_failed
                 else:
-                    given = _permission(one)
-                    call = calls.allow(given)
+                    permission = _permission(one)
+                    call = calls.allow(permission)
                     await self._broker.log.run_audited(
-                        call, request.account, "account.allow", given.account, given._asdict()
+                        call, request.account, "account.allow", permission.account, permission._asdict()
                     )
             except InvalidRequest as error:
                 code, message = ErrorCode.invalid_request, error.message
@@ -264,18 +275,22 @@ class Acls:
             gone = [
                 {
                     "error_code": ErrorCode.none,
-                    "resource_type": _NUMBERS[given.kind],
-                    "resource_name": given.name,
-                    "pattern_type": _PREFIXED if given.prefix else _LITERAL,
-                    "principal": f"User:{given.account}",
+                    "resource_type": _NUMBERS[permission.kind],
+                    "resource_name": permission.name,
+                    "pattern_type": _PREFIXED if permission.prefix else _LITERAL,
+                    "principal": f"User:{permission.account}",
                     "host": "*",
-                    "operation": _NUMBERS[given.action],
+                    "operation": _NUMBERS[permission.action],
                     "permission_type": _ALLOW,
                 }
-                for given in await self._broker.log.run(calls.permissions(), patience_seconds=5)
-                if _matches(given, one)
+                for permission in await self._broker.log.run(calls.permissions(), patience_seconds=5)
+                if _matches(permission, one)
                 and await self._broker.log.run_audited(
-                    calls.disallow(given), request.account, "account.disallow", given.account, given._asdict()
+                    calls.disallow(permission),
+                    request.account,
+                    "account.disallow",
+                    permission.account,
+                    permission._asdict(),
                 )
             ]
             results.append({"error_code": ErrorCode.none, "matching_acls": gone})
@@ -285,34 +300,36 @@ class Acls:
 
 def _permission(asked: Any) -> Permission:
     kind = _KINDS.get(asked.resource_type)
-    action = _MEANT.get(asked.operation)
+    action = _OPERATIONS.get(asked.operation)
     pattern = getattr(asked, "resource_pattern_type", _LITERAL)
     if kind is None or action is None or pattern not in (_LITERAL, _PREFIXED):
         actions = ", ".join(_ACTIONS.values())
-        raise InvalidRequest(f"permissions are for topics, groups, transactional ids and the cluster: {actions}")
+        raise InvalidRequest(
+            f"invalid ACL: expected a topic, group, transactional id or the cluster, and one of {actions}"
+        )
     if asked.permission_type != _ALLOW or asked.host != "*":
-        raise InvalidRequest("what is not allowed is denied: only ALLOW for the host * can be said")
+        raise InvalidRequest("invalid ACL: only ALLOW for the host * is supported; all else is denied by default")
     principal, _, account = asked.principal.partition(":")
     if principal != "User" or not account:
-        raise InvalidRequest("a principal is User:NAME, or User:* for everybody")
+        raise InvalidRequest("invalid principal: expected User:NAME, or User:* for all users")
     return Permission(account, action, kind, "*" if kind == "log" else asked.resource_name, pattern == _PREFIXED)
 
 
-def _matches(given: Permission, wanted: Any) -> bool:
-    """Whether a permission is among those that a filter describes."""
+def _matches(permission: Permission, wanted: Any) -> bool:
+    """Whether a permission matches an ACL filter."""
     name = wanted.resource_name_filter
     pattern = wanted.pattern_type_filter
-    if wanted.resource_type_filter not in (_ANY, _NUMBERS[given.kind]):
+    if wanted.resource_type_filter not in (_ANY, _NUMBERS[permission.kind]):
         return False
-    if wanted.operation != _ANY and _MEANT.get(wanted.operation) != given.action:
+    if wanted.operation != _ANY and _OPERATIONS.get(wanted.operation) != permission.action:
         return False
     if wanted.permission_type not in (_ANY, _ALLOW) or wanted.host_filter not in (None, "*"):
         return False
-    if wanted.principal_filter not in (None, f"User:{given.account}"):
+    if wanted.principal_filter not in (None, f"User:{permission.account}"):
         return False
     if pattern == _MATCH and name is not None:
-        return given.name in (name, "*") or (given.prefix and name.startswith(given.name))
-    if pattern not in (_ANY, _MATCH, _PREFIXED if given.prefix else _LITERAL):
+        return permission.name in (name, "*") or (permission.prefix and name.startswith(permission.name))
+    if pattern not in (_ANY, _MATCH, _PREFIXED if permission.prefix else _LITERAL):
         return False
-    # The cluster has one name, which Kafka knows by another.
-    return name is None or given.name == name or given.kind == "log"
+    # The cluster has a single name, which is different in Kafka.
+    return name is None or permission.name == name or permission.kind == "log"

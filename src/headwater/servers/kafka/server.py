@@ -1,4 +1,12 @@
-"""Connections of Kafka clients: frames in, answers out in the same order, with a limit on everything."""
+"""Network connections of the Kafka server.
+
+Each connection is a `Connection` with two tasks: `_serve` takes the frames in order and begins each request, `_write`
+sends the responses in the order of their requests. Only Produce requests overlap; every other request completes before
+the next one begins.
+Invariants: every buffer has a limit (frames not begun, responses not sent, bytes of both); an invalid frame ends its
+own connection only; records that have arrived are written even if the client disconnects, since a producer with acks=0
+may send them and close.
+"""
 
 from __future__ import annotations
 
@@ -19,46 +27,45 @@ from headwater.aio import AsyncHeadwater
 from headwater.errors import HeadwaterError
 from headwater.observability.metrics import ERROR, logger
 from headwater.servers.admission import Admission
-from headwater.servers.kafka.broker import Broker, Settings, end_tasks
-from headwater.servers.kafka.dispatch import OFFERED, Answer, Apis, api_versions
-from headwater.servers.kafka.security import AUTHENTICATE, HANDSHAKE, Session
+from headwater.servers.kafka.api_keys import SUPPORTED_VERSIONS, ApiKey
+from headwater.servers.kafka.broker import Broker, BrokerSettings, end_tasks
+from headwater.servers.kafka.dispatch import ApiDispatcher, Response, api_versions
+from headwater.servers.kafka.security import SaslSession
 from headwater.servers.kafka.wire import (
-    API_VERSIONS,
-    PRODUCE,
     ErrorCode,
-    Malformed,
+    MalformedRequest,
     Request,
-    Unsupported,
+    UnsupportedRequest,
     encode_response,
     read_request,
 )
 
-FIRST_BUFFER_BYTES: Final = 64 * 1024
+INITIAL_BUFFER_BYTES: Final = 64 * 1024
 MAX_OTHER_FRAME_BYTES: Final = 16 * 1024 * 1024
-"""Only a produce request may be larger."""
-WAITING_FRAMES: Final = 32
-WAITING_BYTES: Final = 16 * 1024 * 1024
-"""What one client may have sent before it was begun; while there is more, nothing is read from it."""
-UNANSWERED: Final = 64
-UNSENT_BYTES: Final = 4 * 1024 * 1024
-"""Of answers to one client. While there are more, nothing of what it asked is begun, but records are still taken."""
-MAX_STRANGER_FRAME_BYTES: Final = 64 * 1024
-"""Of a client that has yet to say who it is."""
+"""Maximum frame of any request but Produce."""
+MAX_WAITING_FRAMES: Final = 32
+MAX_WAITING_BYTES: Final = 16 * 1024 * 1024
+"""Limits of frames that were received from one client and not begun. Above them the server stops reading."""
+MAX_UNANSWERED: Final = 64
+MAX_UNSENT_BYTES: Final = 4 * 1024 * 1024
+"""Maximum bytes of unsent responses to one client. Above it no new request begins, except Produce."""
+MAX_UNAUTHENTICATED_FRAME_BYTES: Final = 64 * 1024
+"""Maximum frame of a client that has not authenticated yet."""
 WRITE_HIGH_WATER_BYTES: Final = 4 * 1024 * 1024
 IDLE_SECONDS: Final = 600.0
 
 
-_PRODUCE_PREFIX: Final = PRODUCE.to_bytes(2, "big")
-_Queued = tuple[Request | Unsupported, bytes | asyncio.Future[Answer] | None]
+_PRODUCE_PREFIX: Final = ApiKey.PRODUCE.to_bytes(2, "big")
+_QueuedResponse = tuple[Request | UnsupportedRequest, bytes | asyncio.Future[Response] | None]
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One client. A frame that is none ends it, and no other connection notices."""
+    """One client connection. An invalid frame closes it and affects no other connection."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: KafkaServer) -> None:
         self._server = server
         self._transport: asyncio.Transport | None = None
-        self._buffer = bytearray(FIRST_BUFFER_BYTES)
+        self._buffer = bytearray(INITIAL_BUFFER_BYTES)
         self._filled = 0
         self._frames: deque[memoryview] = deque()
         self._frames_bytes = 0
@@ -67,41 +74,41 @@ class Connection(asyncio.BufferedProtocol):
         self._writable.set()
         self._paused = False
         self._tasks: list[asyncio.Task[None]] = []
-        # In the order of the requests: an answer as it is sent, None for none, or what will bring it.
-        self._answers: asyncio.Queue[_Queued] = asyncio.Queue(UNANSWERED)
+        # In the order of the requests: an encoded response, a future that brings it, or None for no response.
+        self._responses: asyncio.Queue[_QueuedResponse] = asyncio.Queue(MAX_UNANSWERED)
         self._unsent_bytes = 0
         self._sent = asyncio.Event()
-        # Ends a connection that is closed and whose client does not take what is still to be sent.
+        # Aborts a closing connection whose client does not read the rest of the responses.
         self._abort: asyncio.TimerHandle | None = None
-        # Runs until the client has proven itself.
+        # Runs until the client has authenticated or sent a valid request.
         self._deadline: asyncio.TimerHandle | None = None
         self.host = ""
-        self._session: Session | None = None
-        # Set when the client is gone.
+        self._session: SaslSession | None = None
+        # Set when the client has disconnected.
         self._lost = False
         self._producing = False
-        # Produce requests that were begun and have no answer yet.
+        # Produce requests that were begun and have no response yet.
         self._unanswered = 0
 
-    # What asyncio calls
+    # Callbacks of asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # Other event loops have transports of their own, which are none of asyncio's.
+        # A cast, not a check: other event loops have transports that do not derive from asyncio.Transport.
         transport = cast(asyncio.Transport, transport)
         self._transport = transport
         transport.set_write_buffer_limits(high=WRITE_HIGH_WATER_BYTES)
         peer = transport.get_extra_info("peername")
         self.host = f"/{peer[0]}" if isinstance(peer, tuple) else "/"
         encrypted = transport.get_extra_info("ssl_object") is not None
-        self._session = Session(self._server.broker, address=self.host.strip("/"), encrypted=encrypted)
+        self._session = SaslSession(self._server.broker, address=self.host.strip("/"), encrypted=encrypted)
         if not self._server.admit(self):
             transport.abort()
             return
         loop = asyncio.get_running_loop()
-        self._deadline = loop.call_later(self._server.broker.settings.admission_seconds, self._too_late)
+        self._deadline = loop.call_later(self._server.broker.settings.admission_seconds, self._time_out)
         self._tasks = [loop.create_task(self._serve()), loop.create_task(self._write())]
         for task in self._tasks:
-            task.add_done_callback(self._stopped)
+            task.add_done_callback(self._task_done)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._server.dismiss(self)
@@ -109,18 +116,18 @@ class Connection(asyncio.BufferedProtocol):
         serving = self._tasks[:1]
         for task in self._tasks[1:] if self._producing else self._tasks:
             task.cancel()
-        # Records that had arrived are written: a client that wants no acknowledgement may send them, close and go.
+        # Records that have arrived are still written: a producer with acks=0 may send them and disconnect.
         self._frames = deque(frame for frame in self._frames if frame[:2] == _PRODUCE_PREFIX)
         if self._frames and not self._producing and self._tasks:
             serving = [asyncio.get_running_loop().create_task(self._serve())]
-            serving[0].add_done_callback(self._stopped)
+            serving[0].add_done_callback(self._task_done)
         self._server.keep(serving)
-        # Nothing is kept for a client that is gone, and nothing that would keep this in a circle.
+        # Release all buffers, and break reference cycles so that the connection is freed at once.
         self._stop_deadline()
         if self._abort is not None:
             self._abort.cancel()
         self._account(-self._unsent_bytes)
-        self._answers = asyncio.Queue(UNANSWERED)
+        self._responses = asyncio.Queue(MAX_UNANSWERED)
         self._buffer = bytearray()
         self._tasks = []
         self._transport = None
@@ -131,8 +138,8 @@ class Connection(asyncio.BufferedProtocol):
     def buffer_updated(self, count: int) -> None:
         self._filled += count
         try:
-            self._cut()
-        except Malformed as error:
+            self._extract_frames()
+        except MalformedRequest as error:
             self._end(error)
 
     def pause_writing(self) -> None:
@@ -143,38 +150,41 @@ class Connection(asyncio.BufferedProtocol):
 
     # Frames
 
-    def _cut(self) -> None:
-        """Take the whole frames out of the buffer; make room for the rest of one that is not whole yet."""
-        place = 0
+    def _extract_frames(self) -> None:
+        """Move complete frames out of the buffer, and grow the buffer for an incomplete one."""
+        start = 0
         needed = 4
         view = memoryview(self._buffer)
-        while self._filled - place >= 4:
-            (size,) = struct.unpack_from(">i", view, place)
-            known = self._session is not None and self._session.admitted
-            if not 8 <= size <= (self._server.broker.settings.max_frame_bytes if known else MAX_STRANGER_FRAME_BYTES):
-                raise Malformed(f"a frame of {size} bytes")
-            if size > MAX_OTHER_FRAME_BYTES and self._filled - place >= 6:
-                (api,) = struct.unpack_from(">h", view, place + 4)
-                if api != PRODUCE:
-                    raise Malformed(f"a frame of {size} bytes for API {api}")
+        while self._filled - start >= 4:
+            (size,) = struct.unpack_from(">i", view, start)
+            admitted = self._session is not None and self._session.admitted
+            limit = self._server.broker.settings.max_frame_bytes if admitted else MAX_UNAUTHENTICATED_FRAME_BYTES
+            if not 8 <= size <= limit:
+                raise MalformedRequest(f"invalid frame length {size}: expected 8 to {limit} bytes")
+            if size > MAX_OTHER_FRAME_BYTES and self._filled - start >= 6:
+                (api,) = struct.unpack_from(">h", view, start + 4)
+                if api != ApiKey.PRODUCE:
+                    raise MalformedRequest(
+                        f"a frame of {size} bytes for API {api}: expected up to {MAX_OTHER_FRAME_BYTES} bytes"
+                    )
             needed = 4 + size
-            if self._filled - place < needed:
+            if self._filled - start < needed:
                 break
-            self._frames.append(view[place + 4 : place + needed])
+            self._frames.append(view[start + 4 : start + needed])
             self._frames_bytes += size
-            place += needed
+            start += needed
             needed = 4
-        if place:
-            # The frames keep the old buffer; the rest goes on in a new one.
-            rest = view[place : self._filled]
-            self._buffer = bytearray(max(FIRST_BUFFER_BYTES, min(needed, 2 * len(rest))))
+        if start:
+            # The frames are views of the old buffer, so the rest moves to a new one.
+            rest = view[start : self._filled]
+            self._buffer = bytearray(max(INITIAL_BUFFER_BYTES, min(needed, 2 * len(rest))))
             self._buffer[: len(rest)] = rest
             self._filled = len(rest)
             self._arrived.set()
-            if len(self._frames) >= WAITING_FRAMES or self._frames_bytes >= WAITING_BYTES:
+            if len(self._frames) >= MAX_WAITING_FRAMES or self._frames_bytes >= MAX_WAITING_BYTES:
                 self._pause()
         elif self._filled == len(self._buffer):
-            # It grows with what has come, not with what was announced.
+            # Grow with the bytes received, not with the declared length.
             grown = bytearray(min(needed, 4 * len(self._buffer)))
             grown[: self._filled] = self._buffer
             self._buffer = grown
@@ -185,7 +195,7 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.pause_reading()
 
     async def _next_frame(self) -> memoryview | None:
-        """The next request; None: there will not be another."""
+        """Wait for the next frame; None: the connection is lost and all frames are taken."""
         while not self._frames:
             if self._lost:
                 return None
@@ -194,7 +204,7 @@ class Connection(asyncio.BufferedProtocol):
                 await self._arrived.wait()
         frame = self._frames.popleft()
         self._frames_bytes -= len(frame)
-        if self._paused and len(self._frames) < WAITING_FRAMES // 2 and self._frames_bytes < WAITING_BYTES // 2:
+        if self._paused and len(self._frames) < MAX_WAITING_FRAMES // 2 and self._frames_bytes < MAX_WAITING_BYTES // 2:
             self._paused = False
             if self._transport is not None and not self._lost:
                 self._transport.resume_reading()
@@ -202,8 +212,8 @@ class Connection(asyncio.BufferedProtocol):
 
     # Admission
 
-    def _too_late(self) -> None:
-        self._end(Malformed("the client did not authenticate, or send a valid request, in time"))
+    def _time_out(self) -> None:
+        self._end(MalformedRequest("timeout: the client neither authenticated nor sent a valid request"))
         self.abort()
 
     def _prove(self) -> None:
@@ -217,135 +227,136 @@ class Connection(asyncio.BufferedProtocol):
             self._deadline = None
 
     def abort(self) -> None:
-        """Close at once, without what is still to be sent."""
+        """Close at once and discard unsent responses."""
         if self._transport is not None:
             self._transport.abort()
 
-    # Requests and answers
+    # Requests and responses
 
-    async def _introduced(self, request: Request) -> Answer:
+    async def _run_sasl(self, request: Request) -> Response:
         assert self._session is not None
-        act = self._session.handshake if request.api == HANDSHAKE else self._session.authenticate
-        return await act(request)
+        if request.api == ApiKey.SASL_HANDSHAKE:
+            return await self._session.handshake(request)
+        return await self._session.authenticate(request)
 
     async def _serve(self) -> None:
         try:
-            # One request a call: what it was made of goes with it, while the next may be long in coming.
+            # One call per request, so that the memory of a request is freed while the connection is idle.
             while await self._serve_next():
                 pass
-        except (Malformed, TimeoutError, HeadwaterError, psycopg.Error) as error:
+        except (MalformedRequest, TimeoutError, HeadwaterError, psycopg.Error) as error:
             self._end(error)
         finally:
             self._producing = False
 
     async def _serve_next(self) -> bool:
-        """Begin the next request, and finish it unless others may be begun before; False: there will be none."""
+        """Begin the next request and, unless it is Produce, complete it. False: the connection has no more requests."""
         frame = await self._next_frame()
         if frame is None:
             return False
         session = self._session
         assert session is not None
-        request = read_request(frame, OFFERED)
-        if isinstance(request, Unsupported):
-            await self._answer(request, _refusal(request))
+        request = read_request(frame, SUPPORTED_VERSIONS)
+        if isinstance(request, UnsupportedRequest):
+            await self._respond(request, _unsupported_response(request))
             return True
-        if request.api != PRODUCE:
-            while self._unsent_bytes > UNSENT_BYTES:
+        if request.api != ApiKey.PRODUCE:
+            while self._unsent_bytes > MAX_UNSENT_BYTES:
                 self._sent.clear()
                 await self._sent.wait()
-        if request.api in (HANDSHAKE, AUTHENTICATE):
-            await self._answer(request, await self._introduced(request))
+        if request.api in (ApiKey.SASL_HANDSHAKE, ApiKey.SASL_AUTHENTICATE):
+            await self._respond(request, await self._run_sasl(request))
             if session.admitted:
                 self._prove()
             return True
         if session.admitted:
             self._prove()
-        if not session.admitted and request.api != API_VERSIONS:
-            raise Malformed("the client did not say who it is")
-        # Begun one after the other: records of one connection are queued in the order they came.
-        self._producing = request.api == PRODUCE
-        answer = await self._server.apis.begin(
+        if not session.admitted and request.api != ApiKey.API_VERSIONS:
+            raise MalformedRequest("authentication required")
+        # Requests begin one after the other, so that records of one connection are queued in order.
+        self._producing = request.api == ApiKey.PRODUCE
+        response = await self._server.dispatcher.begin(
             request._replace(allowed=session.allowed, account=session.account), self.host
         )
         self._producing = False
         if self._lost:
-            await answer
-        elif request.api == PRODUCE:
+            await response
+        elif request.api == ApiKey.PRODUCE:
             self._unanswered += 1
-            await self._answers.put((request, asyncio.ensure_future(answer)))
+            await self._responses.put((request, asyncio.ensure_future(response)))
         else:
-            await self._answer(request, await answer)
+            await self._respond(request, await response)
         return True
 
-    async def _answer(self, request: Request | Unsupported, fields: Answer) -> None:
-        frame = _encoded(request, fields)
+    async def _respond(self, request: Request | UnsupportedRequest, fields: Response) -> None:
+        frame = _encode(request, fields)
         self._account(0 if frame is None else len(frame))
-        await self._answers.put((request, frame))
+        await self._responses.put((request, frame))
 
     def _account(self, count: int) -> None:
         self._unsent_bytes += count
         self._server.broker.unsent_bytes += count
 
     async def _write(self) -> None:
-        """Send the answers in the order of their requests."""
+        """Send the responses in the order of their requests."""
         try:
             while True:
                 await self._write_next()
-        except (Malformed, HeadwaterError, psycopg.Error) as error:
+        except (MalformedRequest, HeadwaterError, psycopg.Error) as error:
             self._end(error)
         except TimeoutError as error:
             self._end(error)
-            # It takes nothing: what is left would wait for ever.
+            # The client does not read, so closing gracefully would wait forever.
             if self._transport is not None:
                 self._transport.abort()
 
     async def _write_next(self) -> None:
         assert self._transport is not None
-        request, answer = await self._answers.get()
-        if isinstance(answer, asyncio.Future):
-            frame = _encoded(request, await answer)
+        request, response = await self._responses.get()
+        if isinstance(response, asyncio.Future):
+            frame = _encode(request, await response)
             self._account(0 if frame is None else len(frame))
             self._unanswered -= 1
         else:
-            frame = answer
+            frame = response
         if frame is None:
-            if isinstance(request, Unsupported):
-                raise Malformed(f"API {request.api} version {request.version} is not offered")
+            if isinstance(request, UnsupportedRequest):
+                raise MalformedRequest(f"unsupported API {request.api} version {request.version}")
             return
         self._transport.write(frame)
-        if self._session is not None and self._session.failed and request.api == AUTHENTICATE:
-            raise Malformed("the client is not who it says")
+        if self._session is not None and self._session.failed and request.api == ApiKey.SASL_AUTHENTICATE:
+            raise MalformedRequest("authentication failed")
         async with asyncio.timeout(IDLE_SECONDS):
             await self._writable.wait()
         self._account(-len(frame))
         self._sent.set()
 
     def _end(self, error: BaseException) -> None:
-        # What was answered before still goes out. A client takes it as: connect and try again.
+        # Earlier responses are still sent. The client then reconnects and retries.
         if self._transport is not None and not self._transport.is_closing():
             lost = isinstance(error, HeadwaterError | psycopg.Error)
             logger.log(WARNING if lost else INFO, "kafka connection ended", extra={ERROR: str(error)})
             self._transport.close()
             self._abort = asyncio.get_running_loop().call_later(IDLE_SECONDS, self._transport.abort)
 
-    def _stopped(self, task: asyncio.Task[None]) -> None:
+    def _task_done(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():
             return
         error = task.exception()
         if error is not None:
-            # A bug of ours: it costs one connection, and is not kept quiet.
+            # A bug in the server: log it and close this connection only.
             logger.error("kafka connection failed", exc_info=error)
             self._end(error)
 
-    def take_no_more(self) -> None:
-        """Requests that have come are answered; no others are read."""
+    def stop_reading(self) -> None:
+        """Read no more requests; those already received are answered."""
         self._pause()
-        # Nobody resumes it.
+        # Cleared, so that `_next_frame` does not resume reading.
         self._paused = False
 
     @property
-    def owes_answers(self) -> bool:
-        """Whether records that have come are not answered for."""
+    def has_unanswered_records(self) -> bool:
+        """Whether records have been received and not acknowledged yet."""
         return self._producing or self._unanswered > 0 or any(one[:2] == _PRODUCE_PREFIX for one in self._frames)
 
     def close(self) -> None:
@@ -353,60 +364,60 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.close()
 
 
-def _encoded(request: Request | Unsupported, fields: Answer) -> bytes | None:
-    version = 0 if isinstance(request, Unsupported) else request.version
+def _encode(request: Request | UnsupportedRequest, fields: Response) -> bytes | None:
+    version = 0 if isinstance(request, UnsupportedRequest) else request.version
     return None if fields is None else encode_response(request.api, version, request.correlation_id, fields)
 
 
-def _refusal(request: Unsupported) -> Answer:
-    if request.api == API_VERSIONS:
-        # In the oldest form, so that a client of any age can read which versions there are.
+def _unsupported_response(request: UnsupportedRequest) -> Response:
+    if request.api == ApiKey.API_VERSIONS:
+        # Encoded as version 0, so that any client can read the supported versions.
         return api_versions(ErrorCode.unsupported_version)
     return None
 
 
 def _evict(connection: Connection) -> None:
-    logger.info("kafka connection ended", extra={ERROR: "a newer one takes its place: it had not authenticated"})
+    logger.info("kafka connection ended", extra={ERROR: "replaced by a newer connection before it authenticated"})
     connection.abort()
 
 
-class Server:
-    """The listening side of a broker."""
+class KafkaServer:
+    """The listener of a broker, and its connections."""
 
     def __init__(self, broker: Broker) -> None:
         self.broker = broker
-        self.apis = Apis(broker)
+        self.dispatcher = ApiDispatcher(broker)
         self._connections: Admission[Connection] = Admission(broker.settings.max_connections, _evict)
         self._last_tasks: set[asyncio.Task[None]] = set()
 
     def admit(self, connection: Connection) -> bool:
         if not self._connections.enter(connection, connection.host):
-            logger.warning("kafka connection refused", extra={ERROR: "there are too many"})
+            logger.warning("kafka connection refused", extra={ERROR: "too many connections"})
             return False
         return True
 
     def prove(self, connection: Connection) -> None:
-        """The client of a connection has authenticated, or sent a valid request where nobody has to."""
+        """Mark a connection as trusted: its client authenticated or, without authentication, sent a valid request."""
         self._connections.prove(connection)
 
     def dismiss(self, connection: Connection) -> None:
         self._connections.leave(connection)
 
     def keep(self, tasks: list[asyncio.Task[None]]) -> None:
-        """What a connection that is gone still has to do. Without somebody who holds it, it could vanish."""
+        """Hold references to the remaining tasks of a closed connection, or they could be garbage collected."""
         self._last_tasks.update(tasks)
         for task in tasks:
             task.add_done_callback(self._last_tasks.discard)
 
     async def finish(self, seconds: float) -> None:
-        """Take no more requests; records that have come are written and answered, if that is done in time."""
+        """Stop reading requests, and wait up to `seconds` until received records are written and acknowledged."""
         connections = list(self._connections)
         for connection in connections:
-            connection.take_no_more()
+            connection.stop_reading()
         ends = time.monotonic() + seconds
-        while self._last_tasks or any(one in self._connections and one.owes_answers for one in connections):
+        while self._last_tasks or any(one in self._connections and one.has_unanswered_records for one in connections):
             if time.monotonic() > ends:
-                logger.warning("kafka records not answered in time")
+                logger.warning("kafka shutdown: records not acknowledged before the timeout")
                 return
             await asyncio.sleep(0.01)
 
@@ -427,27 +438,27 @@ async def serving(
     passwords: PasswordChecks | None = None,
     **settings: Any,
 ) -> AsyncIterator[Broker]:
-    """A broker that listens, until the block is left. Port 0: any free one; the broker's settings say which.
+    """Run a broker until the block is left. Port 0 chooses a free port, which is in the broker's settings.
 
-    At the end records that have come have `grace_seconds` to be written and answered for.
+    On exit, received records have `grace_seconds` to be written and acknowledged.
     """
     loop = asyncio.get_running_loop()
-    server: Server | None = None
+    server: KafkaServer | None = None
 
-    def connected() -> Connection:
+    def make_connection() -> Connection:
         assert server is not None
         return Connection(server)
 
-    # Bound first, so that the address that is registered is ours, and accepting last, when there is a broker.
-    listener = await loop.create_server(connected, listen_host, port, ssl=context, start_serving=False)
+    # Bind before the address is registered, and accept connections only once the broker has started.
+    listener = await loop.create_server(make_connection, listen_host, port, ssl=context, start_serving=False)
     tasks: list[asyncio.Task[None]] = []
     try:
         bound: int = listener.sockets[0].getsockname()[1]
-        broker = Broker(log, Settings(advertised_host or listen_host, bound, **settings), passwords=passwords)
+        broker = Broker(log, BrokerSettings(advertised_host or listen_host, bound, **settings), passwords=passwords)
         await broker.start()
         try:
-            server = Server(broker)
-            tasks = server.apis.tasks()
+            server = KafkaServer(broker)
+            tasks = server.dispatcher.tasks()
             await listener.start_serving()
             yield broker
         finally:

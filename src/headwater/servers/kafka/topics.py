@@ -1,21 +1,21 @@
-"""What clients ask of topics: which there are, and their settings; making, changing and deleting them."""
+"""The APIs about topics, their settings and the cluster: Metadata, CreateTopics, DescribeConfigs and others."""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-from headwater import calls as log_calls
 from headwater.calls import kafka as calls
-from headwater.calls.kafka import KafkaTopic, Lane
+from headwater.calls import log as log_calls
+from headwater.calls.kafka import KafkaTopic, TopicPartition
 from headwater.errors import HeadwaterError, InvalidRequest, NotAllowed, SchemaNotFound, TopicExists, TopicNotFound
 from headwater.servers.kafka.broker import Broker
 from headwater.servers.kafka.configs import (
     TOPIC_CONFIGS,
-    BadConfig,
-    after,
-    change_of,
-    described,
-    described_broker,
+    InvalidConfig,
+    apply_operation,
+    describe_broker,
+    describe_topic,
+    parse_configs,
     topic_values,
 )
 from headwater.servers.kafka.wire import ErrorCode, Request
@@ -23,13 +23,13 @@ from headwater.servers.kafka.wire import ErrorCode, Request
 TOPIC, BROKER = 2, 4
 _CLIENT_METRICS: Final = 16
 _RESOURCES: Final = (TOPIC, BROKER, 8, _CLIENT_METRICS, 32)
-"""What can be asked for by number: topics, brokers, loggers of brokers, metrics of clients, groups."""
-# Which operations a client may do is not told: nobody asked the log yet.
+"""Known types of config resources: topics, brokers, broker loggers, client metrics, groups."""
+# Authorized operations are not reported.
 UNKNOWN_OPERATIONS: Final = -(2**31)
 
 
 def code_for(error: HeadwaterError) -> ErrorCode:
-    """Kafka's code for an error of ours, where topics are made or changed."""
+    """The Kafka error code for an error of the log, for requests that create or change topics."""
     if isinstance(error, TopicExists):
         return ErrorCode.topic_already_exists
     if isinstance(error, TopicNotFound):
@@ -43,7 +43,7 @@ def code_for(error: HeadwaterError) -> ErrorCode:
     return ErrorCode.request_timed_out
 
 
-class Topics:
+class TopicApis:
     """The APIs about topics."""
 
     def __init__(self, broker: Broker) -> None:
@@ -52,16 +52,16 @@ class Topics:
     async def metadata(self, request: Request) -> dict[str, Any]:
         fields = request.fields
         await self._broker.refresh_brokers()
-        asked = fields.topics
-        if asked is None or (request.version == 0 and not asked):
+        requested = fields.topics
+        if requested is None or (request.version == 0 and not requested):
             topics = [
-                self._described(topic)
+                self._describe(topic)
                 for topic in await self._broker.topics(as_of_now=True)
                 if request.allowed("describe", "topic", topic.name)
             ]
         else:
             may_create = getattr(fields, "allow_auto_topic_creation", True)
-            topics = [await self._one(request, one, may_create=may_create) for one in asked]
+            topics = [await self._describe_requested(request, one, may_create=may_create) for one in requested]
         return {
             "brokers": self._brokers(),
             "cluster_id": str(self._broker.cluster_id),
@@ -70,33 +70,33 @@ class Topics:
             "cluster_authorized_operations": UNKNOWN_OPERATIONS,
         }
 
-    async def _one(self, request: Request, asked: Any, *, may_create: bool) -> dict[str, Any]:
-        uuid = getattr(asked, "topic_id", None)
-        if not asked.name:
-            # By its id. The Java client then gives an empty name.
+    async def _describe_requested(self, request: Request, requested: Any, *, may_create: bool) -> dict[str, Any]:
+        uuid = getattr(requested, "topic_id", None)
+        if not requested.name:
+            # By id: the Java client then sends an empty name.
             topic = await self._broker.topic_with_uuid(uuid)
             if topic is None or not request.allowed("describe", "topic", topic.name):
                 code = ErrorCode.invalid_topic_exception if uuid is None else ErrorCode.unknown_topic_id
-                return {"error_code": code, "name": asked.name, "topic_id": uuid, "partitions": ()}
-            return self._described(topic)
-        if not request.allowed("describe", "topic", asked.name):
+                return {"error_code": code, "name": requested.name, "topic_id": uuid, "partitions": ()}
+            return self._describe(topic)
+        if not request.allowed("describe", "topic", requested.name):
             code = ErrorCode.topic_authorization_failed
-            return {"error_code": code, "name": asked.name, "topic_id": None, "partitions": ()}
-        topic = await self._broker.topic_named(asked.name)
+            return {"error_code": code, "name": requested.name, "topic_id": None, "partitions": ()}
+        topic = await self._broker.topic_named(requested.name)
         code = ErrorCode.unknown_topic_or_partition
-        if topic is None and may_create and _may_create(request, asked.name):
+        if topic is None and may_create and _may_create(request, requested.name):
             try:
-                call = calls.kafka_create_missing(asked.name, self._broker.settings.default_partitions)
+                call = calls.kafka_create_missing(requested.name, self._broker.settings.default_partitions)
                 if await self._broker.log.run(call, patience_seconds=5) is not None:
                     await self._broker.refresh_topics()
-                    topic = await self._broker.topic_named(asked.name)
+                    topic = await self._broker.topic_named(requested.name)
             except InvalidRequest:
                 code = ErrorCode.invalid_topic_exception
         if topic is None:
-            return {"error_code": code, "name": asked.name, "topic_id": None, "partitions": ()}
-        return self._described(topic)
+            return {"error_code": code, "name": requested.name, "topic_id": None, "partitions": ()}
+        return self._describe(topic)
 
-    def _described(self, topic: KafkaTopic) -> dict[str, Any]:
+    def _describe(self, topic: KafkaTopic) -> dict[str, Any]:
         return {
             "error_code": ErrorCode.none,
             "name": topic.name,
@@ -107,12 +107,12 @@ class Topics:
         }
 
     def _partition(self, topic: KafkaTopic, index: int) -> dict[str, Any]:
-        leader = self._broker.leader_of(Lane(topic.id, index))
+        leader = self._broker.leader_of(TopicPartition(topic.id, index))
         return {
             "error_code": ErrorCode.none,
             "partition_index": index,
             "leader_id": leader,
-            # Any broker may serve any lane. Epochs change when offsets may be issued again, as in Kafka.
+            # Any broker can serve any partition. The epoch changes when offsets may be assigned again.
             "leader_epoch": self._broker.leader_epoch,
             "replica_nodes": (leader,),
             "isr_nodes": (leader,),
@@ -134,7 +134,7 @@ class Topics:
         if getattr(request.fields, "endpoint_type", 1) != 1:
             return {
                 "error_code": ErrorCode.unsupported_endpoint_type,
-                "error_message": "there are no controllers apart from the brokers",
+                "error_message": "unsupported endpoint type: there are no controllers besides the brokers",
                 "cluster_id": str(self._broker.cluster_id),
                 "controller_id": -1,
                 "endpoint_type": request.fields.endpoint_type,
@@ -151,8 +151,8 @@ class Topics:
     async def describe_topic_partitions(self, request: Request) -> dict[str, Any]:
         fields = request.fields
         await self._broker.refresh_brokers()
-        asked = {one.name for one in fields.topics or ()}
-        names = sorted(asked or {topic.name for topic in await self._broker.topics(as_of_now=True)})
+        requested = {one.name for one in fields.topics or ()}
+        names = sorted(requested or {topic.name for topic in await self._broker.topics(as_of_now=True)})
         left = min(max(fields.response_partition_limit, 1), 2000)
         start = (fields.cursor.topic_name, fields.cursor.partition_index) if fields.cursor else ("", 0)
         topics: list[dict[str, Any]] = []
@@ -161,13 +161,13 @@ class Topics:
                 continue
             topic = await self._broker.topic_named(name)
             if topic is None or not request.allowed("describe", "topic", name):
-                if asked:
+                if requested:
                     topics.append({"error_code": ErrorCode.unknown_topic_or_partition, "name": name, "partitions": ()})
                 continue
             first = start[1] if name == start[0] else 0
             shown = range(first, min(topic.partitions, first + left))
             left -= len(shown)
-            topics.append({**self._described(topic), "partitions": [self._partition(topic, index) for index in shown]})
+            topics.append({**self._describe(topic), "partitions": [self._partition(topic, index) for index in shown]})
             if shown.stop < topic.partitions or left <= 0:
                 more = shown.stop < topic.partitions
                 following = names[names.index(name) + 1 :]
@@ -179,31 +179,31 @@ class Topics:
         return {"topics": topics, "next_cursor": None}
 
     async def list_reassignments(self, request: Request) -> dict[str, Any]:
-        """Nothing is ever on its way from one broker to another."""
+        """Always empty: partitions are not stored on brokers."""
         return {"error_code": ErrorCode.none, "topics": ()}
 
     async def elect_leaders(self, request: Request) -> dict[str, Any]:
-        """Who leads what follows from who lives: there is nothing to elect."""
+        """Never needed: leaders are derived from the list of live brokers."""
         if not request.allowed("alter", "log", "*"):
             return {"error_code": ErrorCode.cluster_authorization_failed, "replica_election_results": ()}
         results = []
-        # All partitions are asked for by none, and those that need no election are then not told.
-        for asked in request.fields.topic_partitions or ():
-            topic = await self._broker.topic_named(asked.topic)
+        # Null requests all partitions; those that need no election are then left out, so the result is empty.
+        for requested in request.fields.topic_partitions or ():
+            topic = await self._broker.topic_named(requested.topic)
             answers = []
-            for index in asked.partitions or ():
+            for index in requested.partitions or ():
                 known = topic is not None and 0 <= index < topic.partitions
                 code = ErrorCode.election_not_needed if known else ErrorCode.unknown_topic_or_partition
                 answers.append({"partition_id": index, "error_code": code, "error_message": None})
-            results.append({"topic": asked.topic, "partition_result": answers})
+            results.append({"topic": requested.topic, "partition_result": answers})
         return {"error_code": ErrorCode.none, "replica_election_results": results}
 
     async def describe_quotas(self, request: Request) -> dict[str, Any]:
-        """Nobody has a quota. An empty list: clients trip over none at all."""
+        """Quotas are not supported. The list is empty, not null, since some clients fail on null."""
         allowed = request.allowed("describe", "log", "*")
         return {"error_code": ErrorCode.none if allowed else ErrorCode.cluster_authorization_failed, "entries": ()}
 
-    # Making and changing
+    # Creating, changing and deleting
 
     async def create(self, request: Request) -> dict[str, Any]:
         fields = request.fields
@@ -213,14 +213,14 @@ class Topics:
             answer: dict[str, Any] = {"name": one.name, "configs": (), "num_partitions": -1, "replication_factor": -1}
             try:
                 if not _may_create(request, one.name):
-                    raise _Refused(ErrorCode.topic_authorization_failed, "the topic may not be made")
+                    raise _TopicError(ErrorCode.topic_authorization_failed, "not authorized to create the topic")
                 if names.count(one.name) > 1:
-                    raise InvalidRequest("a topic is named twice in one request")
+                    raise InvalidRequest("the topic is listed twice in the request")
                 created = await self._create_one(request, one)
                 answer.update(error_code=ErrorCode.none, **created)
-            except BadConfig as error:
+            except InvalidConfig as error:
                 answer.update(error_code=ErrorCode.invalid_config, error_message=str(error))
-            except _Refused as error:
+            except _TopicError as error:
                 answer.update(error_code=error.code, error_message=str(error))
             except HeadwaterError as error:
                 code = ErrorCode.invalid_topic_exception if "topic name" in error.message else code_for(error)
@@ -237,20 +237,28 @@ class Topics:
         partitions = one.num_partitions
         if one.assignments:
             if one.num_partitions != -1 or one.replication_factor != -1:
-                raise InvalidRequest("say either how many partitions there are, or where they are")
+                raise InvalidRequest("give either num_partitions and replication_factor, or assignments")
             partitions = len(one.assignments)
             if sorted(part.partition_index for part in one.assignments) != list(range(partitions)):
-                raise _Refused(ErrorCode.invalid_replica_assignment, "partitions are numbered from 0 on")
+                raise _TopicError(
+                    ErrorCode.invalid_replica_assignment,
+                    "invalid assignments: expected partitions numbered consecutively from 0",
+                )
         elif partitions == -1:
             partitions = self._broker.settings.default_partitions
         if not 1 <= partitions <= 1024:
-            raise _Refused(ErrorCode.invalid_partitions, f"partitions are 1 to 1024, not {partitions}")
+            raise _TopicError(
+                ErrorCode.invalid_partitions, f"invalid number of partitions {partitions}: expected 1 to 1024"
+            )
         if one.replication_factor == 0 or one.replication_factor < -1:
-            raise _Refused(ErrorCode.invalid_replication_factor, "the replication factor is 1 or more")
-        change = change_of({config.name: config.value for config in one.configs or ()})
+            raise _TopicError(
+                ErrorCode.invalid_replication_factor,
+                f"invalid replication factor {one.replication_factor}: expected 1 or more, or -1",
+            )
+        change = parse_configs({config.name: config.value for config in one.configs or ()})
         if getattr(request.fields, "validate_only", False):
             if await self._broker.topic_named(one.name) is not None:
-                raise TopicExists(f'topic "{one.name}" exists already')
+                raise TopicExists(f'topic "{one.name}" already exists')
         else:
             await self._broker.log.run_audited(
                 calls.kafka_create_topic(
@@ -277,11 +285,11 @@ class Topics:
     async def delete(self, request: Request) -> dict[str, Any]:
         fields = request.fields
         if request.version >= 6:
-            asked = [(one.name, one.topic_id) for one in fields.topics or ()]
+            requested = [(one.name, one.topic_id) for one in fields.topics or ()]
         else:
-            asked = [(name, None) for name in fields.topic_names or ()]
+            requested = [(name, None) for name in fields.topic_names or ()]
         answers = []
-        for name, uuid in asked:
+        for name, uuid in requested:
             topic = await (self._broker.topic_named(name) if name is not None else self._broker.topic_with_uuid(uuid))
             missing = ErrorCode.unknown_topic_or_partition if name is not None else ErrorCode.unknown_topic_id
             answer: dict[str, Any] = {"name": name, "topic_id": uuid, "error_code": ErrorCode.none}
@@ -292,8 +300,8 @@ class Topics:
                     answer["error_code"] = ErrorCode.topic_authorization_failed
                 else:
                     answer.update(name=topic.name, topic_id=self._broker.uuid_of(topic))
-                    gone = log_calls.delete_topic(topic.name)
-                    await self._broker.log.run_audited(gone, request.account, "topic.delete", topic.name, {})
+                    call = log_calls.delete_topic(topic.name)
+                    await self._broker.log.run_audited(call, request.account, "topic.delete", topic.name, {})
             except HeadwaterError as error:
                 answer.update(error_code=code_for(error), error_message=error.message)
             answers.append(answer)
@@ -312,13 +320,13 @@ class Topics:
             elif not topic.partitions < one.count <= 1024:
                 answer.update(
                     error_code=ErrorCode.invalid_partitions,
-                    error_message=f"the topic has {topic.partitions} partitions, and may get up to 1024",
+                    error_message=f"invalid number of partitions {one.count}: expected {topic.partitions + 1} to 1024",
                 )
             elif not request.fields.validate_only:
                 try:
                     call = log_calls.alter_topic(one.name, partitions=one.count)
-                    told = {"partitions": one.count}
-                    await self._broker.log.run_audited(call, request.account, "topic.alter", one.name, told)
+                    details = {"partitions": one.count}
+                    await self._broker.log.run_audited(call, request.account, "topic.alter", one.name, details)
                 except HeadwaterError as error:
                     answer.update(error_code=code_for(error), error_message=error.message)
             answers.append(answer)
@@ -328,7 +336,7 @@ class Topics:
     # Settings
 
     async def describe_configs(self, request: Request) -> dict[str, Any]:
-        # What was just changed by another broker is told as it is now.
+        # Refresh, so that changes by other brokers are included.
         await self._broker.topics(as_of_now=True)
         results = []
         for one in request.fields.resources or ():
@@ -345,33 +353,35 @@ class Topics:
                 elif topic is None:
                     answer["error_code"] = ErrorCode.unknown_topic_or_partition
                 else:
-                    answer["configs"] = described(topic_values(topic), one.configuration_keys)
+                    answer["configs"] = describe_topic(topic_values(topic), one.configuration_keys)
             elif one.resource_type == BROKER and not request.allowed("describe", "log", "*"):
                 answer["error_code"] = ErrorCode.cluster_authorization_failed
             elif one.resource_type == BROKER and one.resource_name not in ("", str(self._broker.node_id)):
                 answer["error_code"] = ErrorCode.invalid_request
-                answer["error_message"] = f"this is broker {self._broker.node_id}: ask the one that you mean"
+                answer["error_message"] = (
+                    f"this is broker {self._broker.node_id}: send the request to broker {one.resource_name}"
+                )
             elif one.resource_type == BROKER:
-                # Without a name: what was changed for all brokers while they ran, which cannot be.
+                # No name means the dynamic defaults of all brokers, which do not exist here.
                 values = self._broker_values() if one.resource_name else {}
-                answer["configs"] = described_broker(values, one.configuration_keys)
+                answer["configs"] = describe_broker(values, one.configuration_keys)
             else:
                 answer["error_code"] = ErrorCode.invalid_request
-                answer["error_message"] = "topics and brokers have settings here, nothing else"
+                answer["error_message"] = "unsupported resource type: expected a topic (2) or a broker (4)"
             results.append(answer)
         return {"results": results}
 
     async def list_config_resources(self, request: Request) -> dict[str, Any]:
-        """What has settings: topics and brokers. Groups and clients have none."""
+        """List the resources with settings: topics and brokers. Groups and client metrics have none."""
         if not request.allowed("describe", "log", "*"):
             return {"error_code": ErrorCode.cluster_authorization_failed, "config_resources": ()}
-        # Version 0 asks for what clients of telemetry have.
-        asked = (_CLIENT_METRICS,) if request.version == 0 else request.fields.resource_types or (TOPIC, BROKER)
-        if set(asked) - set(_RESOURCES):
+        # Version 0 is ListClientMetricsResources.
+        requested = (_CLIENT_METRICS,) if request.version == 0 else request.fields.resource_types or (TOPIC, BROKER)
+        if set(requested) - set(_RESOURCES):
             return {"error_code": ErrorCode.unsupported_version, "config_resources": ()}
         await self._broker.refresh_brokers()
-        names = [(TOPIC, topic.name) for topic in await self._broker.topics(as_of_now=True) if TOPIC in asked]
-        names += [(BROKER, str(one.node_id)) for one in self._broker.brokers if BROKER in asked]
+        names = [(TOPIC, topic.name) for topic in await self._broker.topics(as_of_now=True) if TOPIC in requested]
+        names += [(BROKER, str(one.node_id)) for one in self._broker.brokers if BROKER in requested]
         return {
             "error_code": ErrorCode.none,
             "config_resources": [{"resource_name": name, "resource_type": kind} for kind, name in names],
@@ -390,7 +400,7 @@ class Topics:
         }
 
     async def alter_configs(self, request: Request) -> dict[str, Any]:
-        """Replace the settings of topics: what is not named gets its default."""
+        """Replace the settings of topics: settings that are not listed get their default."""
 
         def wanted(one: Any, topic: KafkaTopic) -> dict[str, str | None]:
             return {**dict.fromkeys(TOPIC_CONFIGS), **{config.name: config.value for config in one.configs or ()}}
@@ -400,13 +410,13 @@ class Topics:
     async def incremental_alter_configs(self, request: Request) -> dict[str, Any]:
         def wanted(one: Any, topic: KafkaTopic) -> dict[str, str | None]:
             values = topic_values(topic)
-            asked = [(config.name, config.config_operation, config.value) for config in one.configs or ()]
-            return {name: after(values, name, operation, value) for name, operation, value in asked}
+            requested = [(config.name, config.config_operation, config.value) for config in one.configs or ()]
+            return {name: apply_operation(values, name, operation, value) for name, operation, value in requested}
 
         return await self._alter(request, wanted)
 
     async def _alter(self, request: Request, wanted: Any) -> dict[str, Any]:
-        # What is added to a list, is added to what it is now.
+        # Refresh, since an incremental change applies to the current value.
         await self._broker.topics(as_of_now=True)
         answers = []
         for one in request.fields.resources or ():
@@ -417,18 +427,20 @@ class Topics:
             }
             try:
                 if one.resource_type != TOPIC:
-                    raise InvalidRequest("only the settings of topics can be changed; a broker has its from its start")
+                    raise InvalidRequest(
+                        "only settings of topics can be altered; settings of a broker are fixed when it starts"
+                    )
                 if not request.allowed("alter", "topic", one.resource_name):
-                    raise NotAllowed("the topic may not be changed")
+                    raise NotAllowed("not authorized to alter the topic")
                 topic = await self._broker.topic_named(one.resource_name)
                 if topic is None:
-                    raise TopicNotFound(f'there is no topic "{one.resource_name}"')
+                    raise TopicNotFound(f'topic "{one.resource_name}" does not exist')
                 values = wanted(one, topic)
-                change = change_of(values)
+                change = parse_configs(values)
                 if not request.fields.validate_only:
                     call = calls.kafka_alter_topic(topic.name, **change._asdict())
                     await self._broker.log.run_audited(call, request.account, "topic.alter", topic.name, values)
-            except BadConfig as error:
+            except InvalidConfig as error:
                 answer.update(error_code=ErrorCode.invalid_config, error_message=str(error))
             except HeadwaterError as error:
                 answer.update(error_code=code_for(error), error_message=error.message)
@@ -441,8 +453,8 @@ def _may_create(request: Request, name: str) -> bool:
     return request.allowed("create", "topic", name) or request.allowed("create", "log", "*")
 
 
-class _Refused(Exception):
-    """What is asked cannot be, with the code that says why."""
+class _TopicError(Exception):
+    """A request about a topic is rejected with this error code."""
 
     def __init__(self, code: ErrorCode, message: str) -> None:
         super().__init__(message)

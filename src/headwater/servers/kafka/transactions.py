@@ -1,4 +1,8 @@
-"""Transactions of producers: what they gather waits in Postgres until they end it. Any broker can serve any of them."""
+"""Transactions of producers, and producer ids.
+
+The records and offsets of an open transaction are staged in Postgres. The end of the transaction moves them to the log
+and to the committed offsets in one Postgres transaction. Any broker can serve any transaction.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +14,18 @@ from weakref import WeakValueDictionary
 import psycopg
 
 from headwater.calls import kafka as calls
-from headwater.calls.kafka import AppendBatch, Appended, OpenTransaction
+from headwater.calls.kafka import AppendBatch, AppendResult, OpenTransaction
 from headwater.errors import LogUnavailable, TransactionAborted
 from headwater.servers.kafka.broker import Broker
-from headwater.servers.kafka.classic_protocol import Groups
-from headwater.servers.kafka.offsets import Offsets
+from headwater.servers.kafka.classic_protocol import ClassicGroupApis
+from headwater.servers.kafka.offsets import OffsetApis
 from headwater.servers.kafka.wire import ErrorCode, Request
 
-LONGEST_TIMEOUT_MS: Final = 900_000
-# From these versions on (KIP-890) what is sent begins the transaction that it belongs to, and its end raises the epoch.
-FIRST_PRODUCE_THAT_BEGINS: Final = 12
-FIRST_OFFSETS_THAT_BEGIN: Final = 5
-FIRST_END_WITH_EPOCH: Final = 5
+MAX_TIMEOUT_MS: Final = 900_000
+# From these versions on (KIP-890), the first batch or offset begins the transaction, and its end raises the epoch.
+FIRST_PRODUCE_WITH_IMPLICIT_BEGIN: Final = 12
+FIRST_OFFSET_COMMIT_WITH_IMPLICIT_BEGIN: Final = 5
+FIRST_END_WITH_EPOCH_BUMP: Final = 5
 
 _CODES: Final = {
     "ok": ErrorCode.none,
@@ -33,29 +37,29 @@ _CODES: Final = {
 
 def _code(outcome: str, *, knows_fenced: bool) -> ErrorCode:
     code = _CODES[outcome]
-    # Clients of older versions would not know what hit them.
+    # Older clients do not know PRODUCER_FENCED.
     old = code is ErrorCode.producer_fenced and not knows_fenced
     return ErrorCode.invalid_producer_epoch if old else code
 
 
-def _refused(request: Request, transactional_id: str) -> ErrorCode | None:
-    """Why what is asked for a transactional id is not done, before Postgres is asked."""
+def _request_error(request: Request, transactional_id: str) -> ErrorCode | None:
+    """The error for an invalid or unauthorized transactional id, before Postgres is queried."""
     if "\x00" in transactional_id:
-        # No producer was ever given one.
+        # No producer can have an id with NUL.
         return ErrorCode.invalid_producer_id_mapping
     allowed = request.allowed("write", "transaction", transactional_id)
     return None if allowed else ErrorCode.transactional_id_authorization_failed
 
 
-class Transactions:
-    """The APIs of producers that are idempotent or transactional."""
+class TransactionApis:
+    """The APIs of idempotent and transactional producers."""
 
-    def __init__(self, broker: Broker, groups: Groups, offsets: Offsets) -> None:
+    def __init__(self, broker: Broker, groups: ClassicGroupApis, offsets: OffsetApis) -> None:
         self._broker = broker
         self._groups = groups
         self._offsets = offsets
-        # The batches of a producer are put aside in the order they came, or their sequence would not fit.
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        # Batches of a producer are staged in the order of arrival, or their sequence numbers would not match.
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def init_producer(self, request: Request) -> dict[str, Any]:
         fields = request.fields
@@ -67,7 +71,7 @@ class Transactions:
             return {"error_code": ErrorCode.invalid_request, **refused}
         if not request.allowed("write", "transaction", fields.transactional_id):
             return {"error_code": ErrorCode.transactional_id_authorization_failed, **refused}
-        if not 1 <= fields.transaction_timeout <= LONGEST_TIMEOUT_MS:
+        if not 1 <= fields.transaction_timeout <= MAX_TIMEOUT_MS:
             return {"error_code": ErrorCode.invalid_transaction_timeout, **refused}
         outcome, producer_id, epoch = await self._broker.log.run(
             calls.kafka_init_transactions(
@@ -84,10 +88,10 @@ class Transactions:
 
     async def add_partitions(self, request: Request) -> dict[str, Any]:
         fields = request.fields
-        asked = fields.v3_and_below_topics or ()
+        requested = fields.v3_and_below_topics or ()
         missing = set()
-        refused = _refused(request, fields.v3_and_below_transactional_id)
-        for one in asked:
+        refused = _request_error(request, fields.v3_and_below_transactional_id)
+        for one in requested:
             if not request.allowed("write", "topic", one.name):
                 refused = refused or ErrorCode.transactional_id_authorization_failed
             topic = await self._broker.topic_named(one.name)
@@ -123,36 +127,36 @@ class Transactions:
                         for index in one.partitions or ()
                     ],
                 }
-                for one in asked
+                for one in requested
             ]
         }
 
     async def add_offsets(self, request: Request) -> dict[str, Any]:
         fields = request.fields
-        if (refused := _refused(request, fields.transactional_id)) is not None:
-            return {"error_code": refused}
-        if not request.allowed("read", "group", fields.group_id):
+        if (error := _request_error(request, fields.transactional_id)) is not None:
+            return {"error_code": error}
+        if not request.allowed("read", "consumer", fields.group_id):
             return {"error_code": ErrorCode.group_authorization_failed}
         call = calls.kafka_begin(fields.transactional_id, fields.producer_id, fields.producer_epoch)
         outcome = await self._broker.log.run(call, patience_seconds=5)
         return {"error_code": _code(outcome, knows_fenced=request.version >= 2)}
 
-    async def stage(self, transactional_id: str, batch: AppendBatch, *, may_begin: bool) -> Appended:
-        """Put a batch aside; its offset is not known before the transaction ends."""
-        turn = self._turns.setdefault(transactional_id, asyncio.Lock())
-        async with turn:
+    async def stage(self, transactional_id: str, batch: AppendBatch, *, may_begin: bool) -> AppendResult:
+        """Stage a batch; its offset is not known before the transaction ends."""
+        lock = self._locks.setdefault(transactional_id, asyncio.Lock())
+        async with lock:
             outcome = await self._broker.log.run(
                 calls.kafka_stage(transactional_id, batch, may_begin=may_begin), patience_seconds=0
             )
-        return Appended(outcome, -1, -1)
+        return AppendResult(outcome, -1, -1)
 
     async def commit_offsets(self, request: Request) -> dict[str, Any]:
         fields = request.fields
-        refused = _refused(request, fields.transactional_id)
-        if refused is None and not request.allowed("read", "group", fields.group_id):
+        refused = _request_error(request, fields.transactional_id)
+        if refused is None and not request.allowed("read", "consumer", fields.group_id):
             refused = ErrorCode.group_authorization_failed
         if refused is None:
-            refused = await self._groups.commit_refused(
+            refused = await self._groups.commit_error(
                 fields.group_id,
                 getattr(fields, "member_id", ""),
                 getattr(fields, "group_instance_id", None),
@@ -168,7 +172,7 @@ class Transactions:
                     fields.producer_epoch,
                     fields.group_id,
                     offsets,
-                    may_begin=request.version >= FIRST_OFFSETS_THAT_BEGIN,
+                    may_begin=request.version >= FIRST_OFFSET_COMMIT_WITH_IMPLICIT_BEGIN,
                 ),
                 patience_seconds=5,
             )
@@ -182,9 +186,9 @@ class Transactions:
 
     async def end(self, request: Request) -> dict[str, Any]:
         fields = request.fields
-        if (refused := _refused(request, fields.transactional_id)) is not None:
-            return {"error_code": refused}
-        next_epoch = request.version >= FIRST_END_WITH_EPOCH
+        if (error := _request_error(request, fields.transactional_id)) is not None:
+            return {"error_code": error}
+        next_epoch = request.version >= FIRST_END_WITH_EPOCH_BUMP
         call = calls.kafka_end_transaction(
             fields.transactional_id,
             fields.producer_id,
@@ -193,7 +197,7 @@ class Transactions:
             next_epoch=next_epoch,
         )
         try:
-            # Asking again is harmless: what is done is done once.
+            # Retries are safe: ending a transaction is idempotent.
             outcome, producer_id, epoch = await self._broker.log.run(call, patience_seconds=5)
         except (psycopg.errors.LockNotAvailable, TransactionAborted, LogUnavailable):
             return {"error_code": ErrorCode.concurrent_transactions}
@@ -202,7 +206,7 @@ class Transactions:
             return {"error_code": code}
         return {"error_code": code, "producer_id": producer_id, "producer_epoch": epoch}
 
-    # Looking at them
+    # Describing transactions and producers
 
     async def describe_producers(self, request: Request) -> dict[str, Any]:
         topics = []
@@ -222,12 +226,12 @@ class Transactions:
                         "producer_id": known.producer_id,
                         "producer_epoch": known.epoch,
                         "last_sequence": known.last_sequence,
-                        "last_timestamp": known.heard_ms,
+                        "last_timestamp": known.last_batch_ms,
                         "coordinator_epoch": -1,
                         "current_txn_start_offset": -1,
                     }
                     for known in producers
-                    if known.lane.partition == index
+                    if known.topic_partition.partition == index
                 ]
                 partitions.append({"partition_index": index, "error_code": code, "active_producers": active})
             topics.append({"name": one.name, "partitions": partitions})
@@ -247,9 +251,9 @@ class Transactions:
                 states.append({"error_code": code, "transactional_id": transactional_id})
             else:
                 topics: dict[str, list[int]] = {}
-                for lane in found.lanes:
-                    if lane.topic_id in names:
-                        topics.setdefault(names[lane.topic_id], []).append(lane.partition)
+                for topic_partition in found.topic_partitions:
+                    if topic_partition.topic_id in names:
+                        topics.setdefault(names[topic_partition.topic_id], []).append(topic_partition.partition)
                 states.append(
                     {
                         "error_code": ErrorCode.none,
@@ -270,7 +274,7 @@ class Transactions:
         producers = set(fields.producer_id_filters or ())
         longer_ms = getattr(fields, "duration_filter", -1)
         now_ms = time.time() * 1000
-        # Tools ask all brokers, and put together what they hear.
+        # Tools query all brokers and merge the results, so each transaction is listed by one broker only.
         await self._broker.refresh_brokers()
         return {
             "error_code": ErrorCode.none,
@@ -298,7 +302,7 @@ _STATES: Final = ("Empty", "Ongoing", "CompleteCommit", "CompleteAbort")
 
 
 def _state(one: OpenTransaction) -> str:
-    """By the name that Kafka gives it."""
+    """The state under its name in Kafka."""
     if one.began_ms is not None:
         return "Ongoing"
     return {"committed": "CompleteCommit", "aborted": "CompleteAbort"}.get(one.last_outcome or "", "Empty")

@@ -1,7 +1,8 @@
-"""Bytes of the Kafka protocol as plain values and back, for every API and version that is offered. Pure.
+"""The Kafka wire format: decodes requests and encodes responses for every supported API and version. No I/O.
 
-The shapes of requests and responses come from the schemas of `kio`; its own reader is not used, since it trusts the
-lengths in a frame, and a hostile one would end the whole process. Here every length is checked against what is there.
+The fields of each message come from the schema classes of `kio`. Its own reader is not used: it trusts the lengths in a
+frame, so that a malicious frame could exhaust the memory of the process. Here every length is checked against the bytes
+that are left in the frame. Readers and writers are built once for each API and version and then cached.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from typing import Any, Final, NamedTuple
 from kio.index import load_request_schema, load_response_schema
 from kio.schema.errors import ErrorCode
 
-__all__ = ["ErrorCode", "Fields", "Malformed", "Request", "encode_response", "read_request"]
+from headwater.servers.kafka.api_keys import MIN_PRODUCE_VERSION, ApiKey
 
-API_VERSIONS: Final = 18
-PRODUCE: Final = 0
+__all__ = ["ErrorCode", "Fields", "MalformedRequest", "Request", "encode_response", "read_request"]
+
 MAX_ELEMENTS: Final = 100_000
-"""How long an array in a request may be. No client comes near; a frame of lies must not become gigabytes."""
+"""Maximum length of an array in a request. Far above real clients; bounds the memory a malformed frame can claim."""
 
 Fields = Mapping[str, Any]
 Read = Callable[[memoryview, int], tuple[Any, int]]
@@ -47,56 +48,56 @@ _FIXED: Final = {
 _NO_UUID: Final = bytes(16)
 
 
-class Malformed(Exception):
-    """What a client sent is not the protocol. Its connection is closed; no other notices."""
+class MalformedRequest(Exception):
+    """A client sent bytes that are not valid Kafka protocol. Only its own connection is closed."""
 
 
 class Request(NamedTuple):
-    """One request: which API in which version, the number that its answer must carry, and its fields."""
+    """A decoded request: its API and version, the correlation id that the response must repeat, and its fields."""
 
-    api: int
+    api: ApiKey
     version: int
     correlation_id: int
     client_id: str | None
     fields: Any
-    # Whether whoever asks may do something (an action) to something (a kind and a name).
+    # Whether the principal has a permission: (action, kind of resource, name of resource).
     allowed: Callable[[str, str, str], bool] = lambda action, kind, name: True
-    # Who asks; None: nobody is asked who they are.
+    # The authenticated account; None if authentication is off.
     account: str | None = None
 
 
-class Unsupported(NamedTuple):
-    """A request for an API or a version that is not offered."""
+class UnsupportedRequest(NamedTuple):
+    """A request for an API or a version that this server does not support."""
 
     api: int
     version: int
     correlation_id: int
 
 
-def read_request(frame: memoryview, offered: Mapping[int, tuple[int, int]]) -> Request | Unsupported:
-    """The request in a frame, or Malformed."""
+def read_request(frame: memoryview, supported: Mapping[ApiKey, tuple[int, int]]) -> Request | UnsupportedRequest:
+    """Decode the request in a frame. Raises MalformedRequest."""
     try:
         api, version, correlation_id = struct.unpack_from(">hhi", frame)
-        oldest, newest = offered.get(api, (0, -1))
-        if not oldest <= version <= newest or (api == PRODUCE and version < 3):
-            return Unsupported(api, version, correlation_id)
+        oldest, newest = supported.get(api, (0, -1))
+        if not oldest <= version <= newest or (api == ApiKey.PRODUCE and version < MIN_PRODUCE_VERSION):
+            return UnsupportedRequest(api, version, correlation_id)
         reader, flexible = _request_reader(api, version)
-        client_id, place = _read_text(frame, 8)
+        client_id, offset = _read_text(frame, 8)
         if flexible:
-            place = _skip_tags(frame, place)
-        fields, _ = reader(frame, place)
+            offset = _skip_tags(frame, offset)
+        fields, _ = reader(frame, offset)
     except (struct.error, IndexError, UnicodeDecodeError) as error:
-        raise Malformed(f"a request ends too early or is no text: {error}") from None
-    # What follows is ignored, as Kafka does: librdkafka sends three bytes too many when it asks for all topics.
-    return Request(api, version, correlation_id, client_id, fields)
+        raise MalformedRequest(f"the request is truncated or contains invalid UTF-8: {error}") from None
+    # Trailing bytes are ignored, as in Kafka: librdkafka sends three extra bytes when it requests all topics.
+    return Request(ApiKey(api), version, correlation_id, client_id, fields)
 
 
 def encode_response(api: int, version: int, correlation_id: int, fields: Fields) -> bytes:
-    """A response as a frame. Fields that the version does not know are left out; those not given have their default."""
+    """Encode a response as a frame. Fields that the version lacks are dropped; missing fields get their default."""
     writer, flexible = _response_writer(api, version)
     parts: list[bytes] = [b"", _I32.pack(correlation_id)]
-    # A client reads the answer that tells the versions before it knows any: its header is always the oldest.
-    if flexible and api != API_VERSIONS:
+    # The response header of ApiVersions is always version 0: a client reads it before it knows the versions.
+    if flexible and api != ApiKey.API_VERSIONS:
         parts.append(b"\x00")
     writer(parts, fields)
     parts[0] = _I32.pack(sum(map(len, parts)))
@@ -116,7 +117,7 @@ def _response_writer(api: int, version: int) -> tuple[Write, bool]:
 
 
 class _Shape(NamedTuple):
-    """One field of a schema: its name, its element as a kind or a nested schema, and what it may be."""
+    """One field of a schema. Its element is either of a primitive kind or a nested schema."""
 
     name: str
     kind: str | None
@@ -130,7 +131,7 @@ class _Shape(NamedTuple):
 @cache
 def _shapes(schema: Any) -> tuple[_Shape, ...]:
     hints = typing.get_type_hints(schema)
-    found = []
+    shapes = []
     for field in dataclasses.fields(schema):
         hint = hints[field.name]
         options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
@@ -142,8 +143,8 @@ def _shapes(schema: Any) -> tuple[_Shape, ...]:
         kind = field.metadata.get("kafka_type")
         nested = inner if kind is None else None
         default = _plain_default(field, kind, array=array, nullable=nullable)
-        found.append(_Shape(field.name, kind, nested, array, nullable, field.metadata.get("tag"), default))
-    return tuple(found)
+        shapes.append(_Shape(field.name, kind, nested, array, nullable, field.metadata.get("tag"), default))
+    return tuple(shapes)
 
 
 def _plain_default(field: dataclasses.Field[Any], kind: str | None, *, array: bool, nullable: bool) -> Any:
@@ -178,24 +179,24 @@ def _entity_reader(schema: Any) -> Read:
             tagged[shape.tag] = (shape.name, reader)
             defaults[shape.name] = shape.default
 
-    def read(frame: memoryview, place: int) -> tuple[Any, int]:
+    def read(frame: memoryview, offset: int) -> tuple[Any, int]:
         entity = types.SimpleNamespace(**defaults)
         values = entity.__dict__
         for name, reader in plain:
-            values[name], place = reader(frame, place)
+            values[name], offset = reader(frame, offset)
         if flexible:
-            count, place = _read_unsigned(frame, place)
+            count, offset = _read_unsigned(frame, offset)
             for _ in range(count):
-                tag, place = _read_unsigned(frame, place)
-                size, place = _read_unsigned(frame, place)
-                _within(frame, place, size)
+                tag, offset = _read_unsigned(frame, offset)
+                size, offset = _read_unsigned(frame, offset)
+                _within(frame, offset, size)
                 if tag in tagged:
                     name, reader = tagged[tag]
-                    values[name], end = reader(frame, place)
-                    if end != place + size:
-                        raise Malformed(f"the tagged field {name} is not as long as it says")
-                place += size
-        return entity, place
+                    values[name], end = reader(frame, offset)
+                    if end != offset + size:
+                        raise MalformedRequest(f"the tagged field {name} does not have the length that it declares")
+                offset += size
+        return entity, offset
 
     return read
 
@@ -209,20 +210,20 @@ def _field_reader(shape: _Shape, flexible: bool) -> Read:
         element = _element_reader(str(shape.kind), flexible)
     sized = shape.kind in ("string", "bytes", "records")
     if shape.array:
-        # No schema of Kafka has an array whose elements may be null.
+        # No Kafka schema has an array with nullable elements.
         element, sized = (_present_reader(element, f"an element of {shape.name}") if sized else element), True
         element = _array_reader(element, flexible)
     return _present_reader(element, shape.name) if sized and not shape.nullable else element
 
 
 def _present_reader(element: Read, name: str) -> Read:
-    """Refuses null. Every field that may not be null is read through this, so handlers need not ask."""
+    """Reject null. All non-nullable fields are read through this, so handlers need not check."""
 
-    def read(frame: memoryview, place: int) -> tuple[Any, int]:
-        value, place = element(frame, place)
+    def read(frame: memoryview, offset: int) -> tuple[Any, int]:
+        value, offset = element(frame, offset)
         if value is None:
-            raise Malformed(f"{name} must not be null")
-        return value, place
+            raise MalformedRequest(f"{name} must not be null")
+        return value, offset
 
     return read
 
@@ -231,12 +232,12 @@ def _element_reader(kind: str, flexible: bool) -> Read:
     if kind in _FIXED:
         packed = _FIXED[kind]
 
-        def read_fixed(frame: memoryview, place: int) -> tuple[Any, int]:
-            return packed.unpack_from(frame, place)[0], place + packed.size
+        def read_fixed(frame: memoryview, offset: int) -> tuple[Any, int]:
+            return packed.unpack_from(frame, offset)[0], offset + packed.size
 
         return read_fixed
     if kind == "bool":
-        return lambda frame, place: (frame[place] != 0, place + 1)
+        return lambda frame, offset: (frame[offset] != 0, offset + 1)
     if kind == "uuid":
         return _read_uuid
     if kind == "string":
@@ -247,102 +248,102 @@ def _element_reader(kind: str, flexible: bool) -> Read:
 
 
 def _array_reader(element: Read, flexible: bool) -> Read:
-    def read(frame: memoryview, place: int) -> tuple[list[Any] | None, int]:
+    def read(frame: memoryview, offset: int) -> tuple[list[Any] | None, int]:
         if flexible:
-            count, place = _read_unsigned(frame, place)
+            count, offset = _read_unsigned(frame, offset)
             count -= 1
         else:
-            count = _I32.unpack_from(frame, place)[0]
-            place += 4
+            count = _I32.unpack_from(frame, offset)[0]
+            offset += 4
         if count < 0:
-            return None, place
-        # An element takes a byte at the least.
-        if count > min(len(frame) - place, MAX_ELEMENTS):
-            raise Malformed(f"an array of {count} elements is more than the frame holds")
+            return None, offset
+        # Each element takes at least one byte.
+        if count > min(len(frame) - offset, MAX_ELEMENTS):
+            raise MalformedRequest(f"an array of {count} elements does not fit into the frame")
         values = []
         for _ in range(count):
-            value, place = element(frame, place)
+            value, offset = element(frame, offset)
             values.append(value)
-        return values, place
+        return values, offset
 
     return read
 
 
 def _nullable_entity_reader(element: Read) -> Read:
-    def read(frame: memoryview, place: int) -> tuple[Any, int]:
-        if _I8.unpack_from(frame, place)[0] < 0:
-            return None, place + 1
-        return element(frame, place + 1)
+    def read(frame: memoryview, offset: int) -> tuple[Any, int]:
+        if _I8.unpack_from(frame, offset)[0] < 0:
+            return None, offset + 1
+        return element(frame, offset + 1)
 
     return read
 
 
-def _read_unsigned(frame: memoryview, place: int) -> tuple[int, int]:
+def _read_unsigned(frame: memoryview, offset: int) -> tuple[int, int]:
     value = shift = 0
     while True:
-        byte = frame[place]
-        place += 1
+        byte = frame[offset]
+        offset += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return value, place
+            return value, offset
         shift += 7
         if shift > 28:
-            raise Malformed("a varint is longer than five bytes")
+            raise MalformedRequest("a varint is longer than five bytes")
 
 
-def _within(frame: memoryview, place: int, size: int) -> None:
-    if size < 0 or place + size > len(frame):
-        raise Malformed(f"{size} bytes are announced, {len(frame) - place} are there")
+def _within(frame: memoryview, offset: int, size: int) -> None:
+    if size < 0 or offset + size > len(frame):
+        raise MalformedRequest(f"a length of {size} bytes exceeds the {len(frame) - offset} bytes left in the frame")
 
 
-def _skip_tags(frame: memoryview, place: int) -> int:
-    count, place = _read_unsigned(frame, place)
+def _skip_tags(frame: memoryview, offset: int) -> int:
+    count, offset = _read_unsigned(frame, offset)
     for _ in range(count):
-        _, place = _read_unsigned(frame, place)
-        size, place = _read_unsigned(frame, place)
-        _within(frame, place, size)
-        place += size
-    return place
+        _, offset = _read_unsigned(frame, offset)
+        size, offset = _read_unsigned(frame, offset)
+        _within(frame, offset, size)
+        offset += size
+    return offset
 
 
-def _read_uuid(frame: memoryview, place: int) -> tuple[uuid.UUID | None, int]:
-    _within(frame, place, 16)
-    value = bytes(frame[place : place + 16])
-    return None if value == _NO_UUID else uuid.UUID(bytes=value), place + 16
+def _read_uuid(frame: memoryview, offset: int) -> tuple[uuid.UUID | None, int]:
+    _within(frame, offset, 16)
+    value = bytes(frame[offset : offset + 16])
+    return None if value == _NO_UUID else uuid.UUID(bytes=value), offset + 16
 
 
-def _read_text(frame: memoryview, place: int) -> tuple[str | None, int]:
-    size = _I16.unpack_from(frame, place)[0]
-    return _text(frame, place + 2, size)
+def _read_text(frame: memoryview, offset: int) -> tuple[str | None, int]:
+    size = _I16.unpack_from(frame, offset)[0]
+    return _text(frame, offset + 2, size)
 
 
-def _read_compact_text(frame: memoryview, place: int) -> tuple[str | None, int]:
-    size, place = _read_unsigned(frame, place)
-    return _text(frame, place, size - 1)
+def _read_compact_text(frame: memoryview, offset: int) -> tuple[str | None, int]:
+    size, offset = _read_unsigned(frame, offset)
+    return _text(frame, offset, size - 1)
 
 
-def _text(frame: memoryview, place: int, size: int) -> tuple[str | None, int]:
+def _text(frame: memoryview, offset: int, size: int) -> tuple[str | None, int]:
     if size < 0:
-        return None, place
-    _within(frame, place, size)
-    return str(frame[place : place + size], "utf-8"), place + size
+        return None, offset
+    _within(frame, offset, size)
+    return str(frame[offset : offset + size], "utf-8"), offset + size
 
 
-def _read_view(frame: memoryview, place: int) -> tuple[memoryview | None, int]:
-    size = _I32.unpack_from(frame, place)[0]
-    return _view(frame, place + 4, size)
+def _read_view(frame: memoryview, offset: int) -> tuple[memoryview | None, int]:
+    size = _I32.unpack_from(frame, offset)[0]
+    return _view(frame, offset + 4, size)
 
 
-def _read_compact_view(frame: memoryview, place: int) -> tuple[memoryview | None, int]:
-    size, place = _read_unsigned(frame, place)
-    return _view(frame, place, size - 1)
+def _read_compact_view(frame: memoryview, offset: int) -> tuple[memoryview | None, int]:
+    size, offset = _read_unsigned(frame, offset)
+    return _view(frame, offset, size - 1)
 
 
-def _view(frame: memoryview, place: int, size: int) -> tuple[memoryview | None, int]:
+def _view(frame: memoryview, offset: int, size: int) -> tuple[memoryview | None, int]:
     if size < 0:
-        return None, place
-    _within(frame, place, size)
-    return frame[place : place + size], place + size
+        return None, offset
+    _within(frame, offset, size)
+    return frame[offset : offset + size], offset + size
 
 
 # Writing
@@ -364,7 +365,7 @@ def _entity_writer(schema: Any) -> Write:
         for name, writer, default in plain:
             writer(parts, fields.get(name, default))
         if flexible:
-            # A tagged field that is not given is one that has its default: it is not sent.
+            # A missing tagged field has its default and is not sent.
             present = [entry for entry in tagged if fields.get(entry[1]) is not None]
             parts.append(_unsigned(len(present)))
             for tag, name, writer in present:

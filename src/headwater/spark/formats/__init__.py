@@ -1,1 +1,1 @@
-"""The formats of Spark: the log, captured changes, tables, NATS."""
+"""Spark data sources: the log, captured changes, tables and NATS."""

@@ -1,7 +1,8 @@
-"""Events read back from an archive, in the order of the log; and what its files say without being read.
+"""Reads events from an archive in log order, and file statistics for planning.
 
-Files may overlap: a batch that spans midnight has two, and compaction mixes old ones. A file, and then each of its row
-groups, is opened when the reading has come to its first position; rows leave when nothing unread can come before them.
+Files may overlap: a batch that spans midnight has two files, and compaction mixes old ones. `events_of` is a k-way
+merge: it opens a file, and then each of its row groups, when it reaches the first position in it, and yields rows when
+nothing unread can precede them.
 """
 
 from __future__ import annotations
@@ -19,22 +20,23 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from headwater.calls import Conditions, KeptTopic
+from headwater.calls.archives import TopicCoverage
+from headwater.calls.pipelines import Filters
 from headwater.errors import InvalidRequest
 from headwater.spark.arrow import BATCH_ROWS
 
 Range = tuple[int, int]
 """Positions after the first number, up to the second."""
 
-# What decides whether an event is wanted. All but these are read only where some are.
-DECIDING = ("position", "topic", "type", "key", "published_at")
-# Bounds of times in a table's log are cut to milliseconds by some who write them.
-CUT_TIME = timedelta(milliseconds=1)
+# The columns that selections use. Other columns are read only from row groups with selected events.
+FILTER_COLUMNS = ("position", "topic", "type", "key", "published_at")
+# Some writers truncate the time bounds in a table's log to milliseconds.
+TIME_BOUND_PRECISION = timedelta(milliseconds=1)
 
 
 @dataclass(frozen=True, slots=True)
 class ArchiveFile:
-    """A file of an archive, as the table's log describes it."""
+    """A file of an archive, as described in the table's log."""
 
     path: str
     events: int
@@ -46,19 +48,19 @@ class ArchiveFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """Which events of an archive are asked for: of each topic those in a range, if they meet the conditions."""
+class ArchiveSelection:
+    """The events to read from an archive: a range of positions for each topic, and filters."""
 
     ranges: Mapping[str, Range]
-    conditions: Conditions
+    filters: Filters
 
     @property
     def hull(self) -> Range:
         return min(after for after, _ in self.ranges.values()), max(up_to for _, up_to in self.ranges.values())
 
 
-def archived_ranges(kept: Iterable[KeptTopic], *, after: int, up_to: int) -> dict[str, dict[str, Range]]:
-    """What of a range of positions is in archives: by location, of each topic the part that retention took."""
+def archived_ranges(kept: Iterable[TopicCoverage], *, after: int, up_to: int) -> dict[str, dict[str, Range]]:
+    """The parts of a range that retention removed and archives have: ranges by location and topic."""
     found: dict[str, dict[str, Range]] = {}
     for topic in kept:
         start = max(after, topic.lost_to, topic.created_after)
@@ -70,19 +72,19 @@ def archived_ranges(kept: Iterable[KeptTopic], *, after: int, up_to: int) -> dic
 
 def files_of(location: str, *, after: int, up_to: int) -> list[ArchiveFile]:
     """The files of an archive that may hold these positions."""
-    _, files = _opened(location, after=after, up_to=up_to)
+    _, files = _open(location, after=after, up_to=up_to)
     return files
 
 
-def events_of(location: str, wanted: Wanted, schema: Any) -> Iterator[pa.RecordBatch]:
-    """Events of an archive in order, as batches of this Arrow schema.
+def events_of(location: str, wanted: ArchiveSelection, schema: Any) -> Iterator[pa.RecordBatch]:
+    """Yield the events of an archive in order, as batches of this Arrow schema.
 
-    Holds some batches at a time; of row groups that are not in order inside, as compaction leaves them, all of each.
+    Holds a few batches in memory; a row group that is not in order, as after compaction, is held as a whole.
     """
     after, up_to = wanted.hull
-    directory, files = _opened(location, after=after, up_to=up_to)
+    directory, files = _open(location, after=after, up_to=up_to)
     numbers = count()
-    # By first position: files that were not opened yet, row groups that were not read yet, and the rest of others.
+    # A heap by first position: unopened files, unread row groups, and partly read row groups.
     ahead: list[tuple[int, int, ArchiveFile | Iterator[pa.Table]]] = []
 
     def put(first: int, item: ArchiveFile | Iterator[pa.Table]) -> None:
@@ -99,33 +101,33 @@ def events_of(location: str, wanted: Wanted, schema: Any) -> Iterator[pa.RecordB
                 put(first if lowest is None else lowest, _wanted_rows(opened, group, wanted, schema))
         elif (rows := next(item, None)) is not None:
             waiting.append(rows)
-            # What follows in it comes after these.
+            # The remaining rows of the group come after these.
             put(rows["position"][-1].as_py(), item)
-        ready, waiting = _ready(waiting, before=ahead[0][0] if ahead else None)
+        ready, waiting = _split_ready(waiting, before=ahead[0][0] if ahead else None)
         if ready is not None:
             yield from ready.to_batches(max_chunksize=BATCH_ROWS)
 
 
-def _opened(location: str, *, after: int, up_to: int) -> tuple[Any, list[ArchiveFile]]:
-    """An archive's directory, and its files in a range."""
-    # Here, since most tasks have no use for it.
+def _open(location: str, *, after: int, up_to: int) -> tuple[Any, list[ArchiveFile]]:
+    """The directory of an archive, and its files in a range."""
+    # Imported here because most tasks do not need it.
     from headwater.lake.files import filesystem
     from headwater.lake.table import Location, open_table
 
     table = open_table(Location(location))
     if table is None:
         raise InvalidRequest(
-            f"there is no archive at {location}, as seen from here",
-            hint="Make it reachable on every machine that reads, or read with archive=false and skipExpired=true.",
+            f"no archive found at {location} from this machine",
+            hint="Make it accessible on every machine that reads, or read with archive=false and skipExpired=true.",
         )
-    return filesystem(table), _described(pa.table(table.get_add_actions(flatten=True)), after=after, up_to=up_to)
+    return filesystem(table), _files_in_range(pa.table(table.get_add_actions(flatten=True)), after=after, up_to=up_to)
 
 
-def _described(actions: pa.Table, *, after: int, up_to: int) -> list[ArchiveFile]:
-    """The files in a range, by what a table's log says of them; one of which it says nothing is always among them."""
+def _files_in_range(actions: pa.Table, *, after: int, up_to: int) -> list[ArchiveFile]:
+    """The files in a range, by their statistics in the table's log; a file without statistics is always included."""
 
     def column(name: str) -> list[Any]:
-        # A table of which nobody kept statistics has no columns for them.
+        # A table without statistics lacks these columns.
         return actions[name].to_pylist() if name in actions.schema.names else [None] * actions.num_rows
 
     files = [
@@ -146,7 +148,7 @@ def _described(actions: pa.Table, *, after: int, up_to: int) -> list[ArchiveFile
 
 
 def _row_groups(opened: Any, *, after: int, up_to: int) -> Iterator[tuple[int, int | None]]:
-    """The row groups of a file that may hold these positions, each with its first; None if it does not say."""
+    """The row groups of a file that may hold these positions, with their first position; None if unknown."""
     footer = opened.metadata
     column = opened.schema_arrow.get_field_index("position")
     for group in range(footer.num_row_groups):
@@ -157,9 +159,9 @@ def _row_groups(opened: Any, *, after: int, up_to: int) -> Iterator[tuple[int, i
             yield group, found.min
 
 
-def _wanted_rows(opened: Any, group: int, wanted: Wanted, schema: Any) -> Iterator[pa.Table]:
-    """The wanted rows of a row group, in order, as this schema has them."""
-    deciding = opened.read_row_group(group, columns=list(DECIDING))
+def _wanted_rows(opened: Any, group: int, wanted: ArchiveSelection, schema: Any) -> Iterator[pa.Table]:
+    """Yield the selected rows of a row group, in order, with this schema."""
+    deciding = opened.read_row_group(group, columns=list(FILTER_COLUMNS))
     mask = _mask(deciding, wanted)
     positions = deciding["position"].filter(mask).to_numpy()
     if not len(positions):
@@ -167,23 +169,23 @@ def _wanted_rows(opened: Any, group: int, wanted: Wanted, schema: Any) -> Iterat
     in_order = bool((positions[1:] > positions[:-1]).all())
     if not in_order:
         rows = opened.read_row_group(group, columns=schema.names).filter(mask)
-        yield _fitting(rows, schema).sort_by("position")
+        yield _convert(rows, schema).sort_by("position")
         return
     start = 0
     for batch in opened.iter_batches(batch_size=BATCH_ROWS, row_groups=[group], columns=schema.names):
         rows = pa.Table.from_batches([batch]).filter(mask.slice(start, batch.num_rows))
         start += batch.num_rows
         if rows.num_rows:
-            yield _fitting(rows, schema)
+            yield _convert(rows, schema)
 
 
-def _fitting(rows: pa.Table, schema: Any) -> pa.Table:
+def _convert(rows: pa.Table, schema: Any) -> pa.Table:
     return pa.Table.from_arrays([rows[field.name].cast(field.type) for field in schema], schema=schema)
 
 
-def _mask(rows: pa.Table, wanted: Wanted) -> Any:
-    """Which rows are wanted."""
-    asked = wanted.conditions
+def _mask(rows: pa.Table, wanted: ArchiveSelection) -> Any:
+    """A boolean mask of the selected rows."""
+    filters = wanted.filters
     of_topics: Any = pa.scalar(False)
     by_range: dict[Range, list[str]] = {}
     for topic, positions in wanted.ranges.items():
@@ -192,18 +194,18 @@ def _mask(rows: pa.Table, wanted: Wanted) -> Any:
         inside = pc.and_(pc.greater(rows["position"], after), pc.less_equal(rows["position"], up_to))
         of_topics = pc.or_(of_topics, pc.and_(inside, pc.is_in(rows["topic"], pa.array(topics, rows["topic"].type))))
     mask = of_topics
-    if asked.types is not None:
-        mask = pc.and_(mask, pc.is_in(rows["type"], pa.array(asked.types, rows["type"].type)))
-    if asked.keys is not None:
-        mask = pc.and_(mask, pc.is_in(rows["key"], pa.array(asked.keys, rows["key"].type)))
-    for at, holds in ((asked.published_from, pc.greater_equal), (asked.published_before, pc.less)):
+    if filters.types is not None:
+        mask = pc.and_(mask, pc.is_in(rows["type"], pa.array(filters.types, rows["type"].type)))
+    if filters.keys is not None:
+        mask = pc.and_(mask, pc.is_in(rows["key"], pa.array(filters.keys, rows["key"].type)))
+    for at, holds in ((filters.published_from, pc.greater_equal), (filters.published_before, pc.less)):
         if at is not None:
             mask = pc.and_(mask, holds(rows["published_at"], pa.scalar(at, rows["published_at"].type)))
     return mask
 
 
-def _ready(waiting: Sequence[pa.Table], *, before: int | None) -> tuple[pa.Table | None, list[pa.Table]]:
-    """Of tables that are each in order: the rows below a position as one that is, and what has to wait."""
+def _split_ready(waiting: Sequence[pa.Table], *, before: int | None) -> tuple[pa.Table | None, list[pa.Table]]:
+    """Split sorted tables at a position: the rows below it as one sorted table, and the remaining rows."""
     if before is None:
         parts = [(rows, rows.num_rows) for rows in waiting]
     else:
@@ -218,12 +220,12 @@ def _ready(waiting: Sequence[pa.Table], *, before: int | None) -> tuple[pa.Table
 
 
 def _below(rows: pa.Table | pa.RecordBatch, before: int) -> int:
-    """How many rows at the start, which are in order, are below a position."""
+    """The number of leading rows below a position; the rows are sorted."""
     return int(rows.column("position").to_numpy().searchsorted(before))
 
 
-def merged(one: Iterator[pa.RecordBatch], other: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Two streams of events, each in order, as one that is. Holds a batch of each."""
+def merge_sorted(one: Iterator[pa.RecordBatch], other: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Merge two sorted streams of events. Holds one batch of each."""
     left, right = _next(one), _next(other)
     while left is not None and right is not None:
         end = 1 + min(left.column("position")[-1].as_py(), right.column("position")[-1].as_py())
@@ -250,16 +252,16 @@ def _next(batches: Iterator[pa.RecordBatch]) -> pa.RecordBatch | None:
 def batch_end(
     location: str, ranges: Mapping[str, Range], *, max_events: int | None, max_bytes: int | None
 ) -> int | None:
-    """Where a batch that starts with these ranges has as much of them as it may; None: all of it fits.
+    """The position at which a batch of these ranges reaches its limits; None if everything fits.
 
-    Events are counted, by a look at their positions and topics alone. Their bytes are an estimate: each is taken to
-    have its share of its file, which is compressed.
+    Events are counted by reading only positions and topics. Bytes are an estimate: the compressed size of a file
+    divided by its number of events.
     """
     if max_events is None and max_bytes is None:
         return None
-    wanted = Wanted(ranges, Conditions())
+    wanted = ArchiveSelection(ranges, Filters())
     after, up_to = wanted.hull
-    directory, files = _opened(location, after=after, up_to=up_to)
+    directory, files = _open(location, after=after, up_to=up_to)
     files.sort(key=lambda file: file.first)
     positions, sizes = np.empty(0, np.int64), np.empty(0, np.float64)
     for file, following in zip(files, [*files[1:], None], strict=True):
@@ -273,7 +275,7 @@ def batch_end(
         positions, sizes = positions[order], sizes[order]
         most = len(positions) + 1 if max_events is None else max_events
         if max_bytes is not None:
-            # One event comes whatever its size.
+            # A batch has at least one event, whatever its size.
             most = min(most, max(1, int(sizes.cumsum().searchsorted(max_bytes, side="right"))))
         if most < len(positions) and (following is None or following.first > positions[most - 1]):
             return int(positions[most - 1])
@@ -281,5 +283,8 @@ def batch_end(
 
 
 def position_before(files: Iterable[ArchiveFile], at: datetime) -> int | None:
-    """A position that no event of these files published at that time or later is at or below; None: there is none."""
-    return min((file.first - 1 for file in files if file.newest is None or file.newest + CUT_TIME >= at), default=None)
+    """A position below all events of these files that were published at that time or later; None if there are none."""
+    return min(
+        (file.first - 1 for file in files if file.newest is None or file.newest + TIME_BOUND_PRECISION >= at),
+        default=None,
+    )

@@ -1,4 +1,9 @@
-"""The format "headwater.changes": logical replication as a stream of Spark."""
+"""The format "headwater.changes": logical replication as a Spark stream.
+
+Offsets are WAL positions (LSN, timeline, system identifier) in Spark's checkpoint. Spark calls `latestOffset` for the
+end of the next micro-batch, a task reads the changes up to it, and `commit` advances the slot after the sink has stored
+the batch. Every use of an offset is verified against the server's timeline; see headwater.capture.timeline.
+"""
 
 from __future__ import annotations
 
@@ -17,26 +22,26 @@ from pyspark.sql.types import StructType
 from headwater.capture import pgoutput
 from headwater.capture.connection import connect
 from headwater.capture.slot import Slot, SlotState, watch
-from headwater.capture.timeline import WalPlace
+from headwater.capture.timeline import WalPosition
 from headwater.errors import HeadwaterError, InvalidRequest
 from headwater.observability import metrics
 from headwater.spark.options import refuse_unknown_options
 
 OPTIONS = ("dsn", "slot", "publication", "tables", "maxBytesPerTrigger", "waitSeconds")
 
-# So much of the server's log makes a batch even if nothing in it is ours: the slot has to let go of it some time.
+# After this much WAL, a batch is due even without changes of captured tables, so that the slot can advance.
 QUIET_BYTES = 16 << 20
-# So far behind, a look for changes costs more than an empty batch, whose commit brings the slot up.
+# If the slot lags this much, looking for changes costs more than an empty batch, whose commit advances the slot.
 BEHIND_BYTES = 1 << 20
 WATCH_SECONDS = 30.0
-LONGEST_PAUSE_SECONDS = 0.25
-# Looking for changes may take this part of the time.
-SHARE_OF_LOOKING = 0.1
+MAX_PAUSE_SECONDS = 0.25
+# The maximum share of time to spend on looking for changes.
+MAX_POLLING_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class ChangesOptions:
-    """What the options of a read say."""
+    """The parsed options of a read."""
 
     slot: Slot
     tables: tuple[str, ...]
@@ -48,12 +53,12 @@ class ChangesOptions:
         refuse_unknown_options(options, OPTIONS)
         missing = [name for name in ("dsn", "slot") if name not in options]
         if missing:
-            raise InvalidRequest(f'the format "headwater.changes" needs the options {" and ".join(missing)}')
+            raise InvalidRequest(f'the format "headwater.changes" requires the options {" and ".join(missing)}')
         numbers = {}
         for name, default in (("maxBytesPerTrigger", 64 << 20), ("waitSeconds", 5)):
             text = options.get(name, str(default))
             if not text.isdecimal() or (name == "maxBytesPerTrigger" and int(text) < 1):
-                raise InvalidRequest(f"the option {name} is {text!r}, not a whole number")
+                raise InvalidRequest(f"invalid option {name} {text!r}: expected a whole number")
             numbers[name] = int(text)
         return cls(
             slot=Slot(options["dsn"], options["slot"], options.get("publication", options["slot"])),
@@ -65,20 +70,20 @@ class ChangesOptions:
 
 @dataclass(frozen=True)
 class LsnRange(InputPartition):
-    """What one task reads: transactions that committed at `start` or after, and before `end`."""
+    """The input of one task: transactions with `start <= commit LSN < end`."""
 
-    start: WalPlace
-    end: WalPlace
+    start: WalPosition
+    end: WalPosition
 
 
-def must_read(state: SlotState, *, start: int, end: int, max_bytes: int | None) -> bool:
-    """Whether a batch is due without looking whether there are changes in it."""
+def is_batch_due(state: SlotState, *, start: int, end: int, max_bytes: int | None) -> bool:
+    """Whether a batch is due without checking that it has changes."""
     full = max_bytes is not None and end - start >= max_bytes
     return full or end - start >= QUIET_BYTES or start - state.confirmed_lsn >= BEHIND_BYTES
 
 
 class ChangesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """One slot. Its offsets are places in the server's log, any of which is a good place to cut."""
+    """Reads one slot. Offsets are WAL positions; a batch may end at any of them."""
 
     def __init__(self, options: ChangesOptions, schema: StructType) -> None:
         self.options = options
@@ -97,56 +102,56 @@ class ChangesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return self._connection
 
     def initialOffset(self) -> dict[str, int]:
-        # Spark asks this only if there is no checkpoint: only then is it right to make a slot.
+        # Spark calls this only without a checkpoint: only then may a slot be created.
         state = self.options.slot.prepare(self.options.tables)
-        return WalPlace(state.confirmed_lsn, state.history).offset
+        return WalPosition(state.confirmed_lsn, state.history).offset
 
     def getDefaultReadLimit(self) -> ReadLimit:
         return ReadMaxBytes(self.options.max_bytes)
 
     def prepareForTriggerAvailableNow(self) -> None:
-        # Spark asks this before the first offset, when the slot may be missing and it is not yet known whether that is
-        # a loss. So the target is set with the first batch.
+        # Spark calls this before the first offset, when a missing slot may or may not be an error. So the target is
+        # set with the first batch.
         self._until_now = True
 
     def latestOffset(self, start: dict[str, int], limit: ReadLimit) -> dict[str, int]:
-        """The end of the next batch; waits a while for a change, since Spark would ask again at once."""
+        """The end of the next batch. Waits up to `wait_seconds` for a change: Spark would call again at once."""
         max_bytes = limit.max_bytes if isinstance(limit, ReadMaxBytes) else None
-        place = WalPlace.parse(start)
+        position = WalPosition.parse(start)
         if self._until_now and self.target is None:
-            self.target = self._watched_state(place).readable_lsn
+            self.target = self._watched_state(position).readable_lsn
         deadline = time.monotonic() + (0 if self.target is not None else self.options.wait_seconds)
         looked_to, pause = start["lsn"], 0.01
         while True:
             took = 0.0
             try:
-                state = self._watched_state(place)
+                state = self._watched_state(position)
                 end = state.readable_lsn if self.target is None else min(state.readable_lsn, self.target)
                 end = end if max_bytes is None else min(end, start["lsn"] + max_bytes)
                 if end > looked_to:
-                    # Any program's writes move the log, this query's own commits too. To follow them with empty
-                    # batches would never end.
-                    if self.target is not None or must_read(state, start=start["lsn"], end=end, max_bytes=max_bytes):
-                        return WalPlace(end, state.history).offset
+                    # Any write advances the WAL, including this query's own commits. Following it with empty batches
+                    # would never end.
+                    if self.target is not None or is_batch_due(state, start=start["lsn"], end=end, max_bytes=max_bytes):
+                        return WalPosition(end, state.history).offset
                     before = time.monotonic()
                     if self.options.slot.has_changes(self._connected(), start=start["lsn"], end=end):
-                        return WalPlace(end, state.history).offset
+                        return WalPosition(end, state.history).offset
                     took = time.monotonic() - before
                     looked_to = end
             except psycopg.OperationalError as error:
-                # A server that restarts is no reason to end the query.
-                metrics.logger.warning("capture has no connection", extra={metrics.ERROR: str(error)})
+                # The query survives a server restart.
+                metrics.logger.warning("capture lost its connection", extra={metrics.ERROR: str(error)})
             left = deadline - time.monotonic()
             if left <= 0:
                 return start
-            time.sleep(min(max(pause, took / SHARE_OF_LOOKING), left))
-            pause = min(pause * 1.5, LONGEST_PAUSE_SECONDS)
+            time.sleep(min(max(pause, took / MAX_POLLING_SHARE), left))
+            pause = min(pause * 1.5, MAX_PAUSE_SECONDS)
 
-    def _watched_state(self, start: WalPlace) -> SlotState:
-        """Where the slot stands. SlotLost if a query cannot go on from `start` without a gap."""
+    def _watched_state(self, start: WalPosition) -> SlotState:
+        """The state of the slot. SlotLost if a query cannot continue from `start` without a gap."""
         slot = self.options.slot
         state = slot.verify(start, connection=self._connected())
-        slot.refuse_advanced(state, start.lsn)
+        slot.reject_advanced(state, start.lsn)
         if time.monotonic() - self._watched >= WATCH_SECONDS:
             self._watched = time.monotonic()
             watch(state, slot=slot.name)
@@ -156,10 +161,10 @@ class ChangesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         try:
             return {"lsn": self.options.slot.state(self._connected()).flushed_lsn}
         except (HeadwaterError, psycopg.Error):
-            return None  # it is for display only; the next batch says what is wrong
+            return None  # for display only; the next batch raises the error
 
     def partitions(self, start: dict[str, int], end: dict[str, int]) -> Sequence[InputPartition]:
-        return [LsnRange(WalPlace.parse(start), WalPlace.parse(end))]
+        return [LsnRange(WalPosition.parse(start), WalPosition.parse(end))]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, LsnRange)
@@ -172,17 +177,17 @@ class ChangesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 for column, field in zip(batch.columns, wanted, strict=True)
             ]
             yield pa.RecordBatch.from_arrays(columns, schema=wanted)
-        # A read has connections of its own: another server may have taken over between two of them.
+        # A read opens its own connections: a failover may have happened between two of them.
         slot.verify(start, end)
 
     def commit(self, end: dict[str, int]) -> None:
-        """The batch up to `end` is durable in the sink: let the slot go. A later commit makes up for a failed one."""
+        """Advance the slot: the batch up to `end` is durable in the sink. If this fails, a later commit covers it."""
         try:
-            # The server may be another one by now, on which this LSN stands for changes that were not read.
-            self.options.slot.verify(WalPlace.parse(end), connection=self._connected())
+            # After a failover, this LSN may denote changes that were not read.
+            self.options.slot.verify(WalPosition.parse(end), connection=self._connected())
             self.options.slot.advance(end["lsn"], self._connected())
         except psycopg.OperationalError as error:
-            metrics.logger.warning("capture has no connection", extra={metrics.ERROR: str(error)})
+            metrics.logger.warning("capture lost its connection", extra={metrics.ERROR: str(error)})
 
     def stop(self) -> None:
         if self._connection is not None:
@@ -191,7 +196,7 @@ class ChangesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
 
 class ChangesSource(DataSource):
-    """The changes of the tables of a publication, from a replication slot. Both are made when they are missing."""
+    """The changes of the tables of a publication, from a replication slot. Both are created if they are missing."""
 
     @classmethod
     def name(cls) -> str:

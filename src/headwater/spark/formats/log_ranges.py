@@ -1,4 +1,4 @@
-"""Which positions which task reads. Pure: ranges in, ranges out."""
+"""Divides ranges of positions among tasks. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ Range = tuple[int, int]
 """Positions after the first number, up to the second."""
 
 
-class Stretch(NamedTuple):
-    """A range of positions, and how many events may be in it."""
+class EstimatedRange(NamedTuple):
+    """A range of positions, with an estimate of its events."""
 
     after: int
     up_to: int
     events: int
 
 
-def united(stretches: Iterable[Stretch]) -> list[Stretch]:
-    """The same positions in order and without overlaps, with the events of those that did overlap added up."""
-    found: list[Stretch] = []
-    for stretch in sorted(stretches):
-        if found and stretch.after < found[-1].up_to:
+def merge_ranges(ranges: Iterable[EstimatedRange]) -> list[EstimatedRange]:
+    """Sort ranges and merge overlapping ones, adding up their events."""
+    found: list[EstimatedRange] = []
+    for current in sorted(ranges):
+        if found and current.after < found[-1].up_to:
             last = found.pop()
-            stretch = Stretch(last.after, max(last.up_to, stretch.up_to), last.events + stretch.events)
-        found.append(stretch)
+            current = EstimatedRange(last.after, max(last.up_to, current.up_to), last.events + current.events)
+        found.append(current)
     return found
 
 
-def divide(stretches: Iterable[Stretch], *, pieces: int, least: int) -> list[list[Range]]:
-    """Ranges shared out in order among at most so many pieces, alike in events and none without need below `least`."""
-    whole = list(stretches)
+def divide(ranges: Iterable[EstimatedRange], *, pieces: int, least: int) -> list[list[Range]]:
+    """Divide ranges, in order, into at most `pieces` lists with similar numbers of events, about `least` or more."""
+    whole = list(ranges)
     total = sum(events for _, _, events in whole)
     if total == 0:
         return []
@@ -52,15 +52,15 @@ def divide(stretches: Iterable[Stretch], *, pieces: int, least: int) -> list[lis
     return shared
 
 
-def windows(ranges: Iterable[Range], size: int) -> Iterator[Range]:
-    """The same positions in ranges of at most this size."""
+def split_ranges(ranges: Iterable[Range], size: int) -> Iterator[Range]:
+    """Split ranges into ranges of at most this size."""
     for start, up_to in ranges:
         for after in range(start, up_to, size):
             yield after, min(up_to, after + size)
 
 
-def common(ranges: Iterable[Range], others: Sequence[Range]) -> list[Range]:
-    """The positions that are in both, each given in order and without overlaps."""
+def intersect(ranges: Iterable[Range], others: Sequence[Range]) -> list[Range]:
+    """The intersection of two lists of sorted ranges without overlaps."""
     return [
         (max(after, other_after), min(up_to, other_up_to))
         for after, up_to in ranges

@@ -1,8 +1,8 @@
-"""Writing to the log from Spark, exactly once: tasks stage events, one transaction publishes a batch of them.
+"""Writes to the log from Spark, exactly once: tasks stage events, and one transaction publishes the batch.
 
-A task commits its events into a staging table under a name of its own. When all tasks are done, one transaction
-notes the epoch and publishes what the successful attempts staged. A replayed epoch finds the note and adds nothing;
-attempts that failed, or that nobody named, are never published.
+Each attempt of a task commits its events to a staging table under a unique name. When all tasks are done, one
+transaction records the epoch and publishes the events of the successful attempts. A replayed epoch finds the record and
+adds nothing; the events of failed attempts are never published.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from pyspark.sql.datasource import (
 from pyspark.sql.types import BinaryType, DataType, StringType, StructType
 
 import headwater
-from headwater import calls
-from headwater.calls import JSON_TYPE, encode_payload
+from headwater.calls import pipelines
+from headwater.calls import pipelines as pipelines_calls
+from headwater.calls.encoding import JSON_TYPE, encode_payload
 from headwater.errors import InvalidEvent, InvalidRequest, TransactionAborted
 from headwater.spark import arrow
 from headwater.spark.formats.read_options import required_dsn
@@ -38,12 +39,12 @@ COLUMNS = TEXT + TEXT_OR_BYTES
 
 CHUNK_BYTES = 8 * 1024 * 1024
 CHUNK_EVENTS = 10_000
-PUBLISH_TRIES = 5
+MAX_PUBLISH_ATTEMPTS = 5
 
 
 @dataclass(frozen=True)
 class WriteOptions:
-    """What the options of a write say."""
+    """The parsed options of a write."""
 
     dsn: str
     topic: str | None
@@ -55,26 +56,29 @@ class WriteOptions:
         refuse_unknown_options(options, WRITE_OPTIONS, purpose=" for writing", also=ADDED_BY_SPARK)
         dsn = required_dsn(options)
         topic = options.get("topic")
-        refuse_misfit(schema, topic)
+        check_columns(schema, topic)
         epoch = options.get("epoch", "0")
         if not epoch.isdecimal() or ("epoch" in options and "writer" not in options):
-            raise InvalidRequest("an epoch is a whole number, and it is of a writer", hint="Give both, or neither.")
+            raise InvalidRequest(
+                "invalid option epoch: expected a whole number, together with the option writer",
+                hint="Set both options, or neither.",
+            )
         return cls(dsn, topic, options.get("writer"), int(epoch))
 
 
-def refuse_misfit(schema: StructType, topic: str | None) -> None:
-    """Say what a DataFrame lacks, or has too much of, to be written as events."""
+def check_columns(schema: StructType, topic: str | None) -> None:
+    """Raise InvalidRequest if the columns of a DataFrame cannot be written as events."""
     names = schema.fieldNames()
     unknown = [name for name in names if name not in COLUMNS]
     if unknown:
         raise InvalidRequest(
-            f"an event has no column {', '.join(unknown)} that can be written",
-            hint=f"Select from {', '.join(COLUMNS)}; put more into the payload.",
+            f"unknown columns for an event: {', '.join(unknown)}",
+            hint=f"Select from {', '.join(COLUMNS)}; put other values into the payload.",
         )
     if (topic is None) == ("topic" not in names):
-        raise InvalidRequest("the topic comes either from the column topic or from the option topic")
+        raise InvalidRequest("give the topic either as the column topic or as the option topic")
     if ("payload" in names) == ("data" in names):
-        raise InvalidRequest("an event's content comes either from the column payload or, as JSON text, from data")
+        raise InvalidRequest("give the content of an event either as the column payload or, as JSON text, as data")
     wrong: list[str] = []
     for field in schema.fields:
         allowed: tuple[type[DataType], ...] = (StringType,) if field.name in TEXT else (StringType, BinaryType)
@@ -82,14 +86,14 @@ def refuse_misfit(schema: StructType, topic: str | None) -> None:
             wrong.append(f"{field.name} ({field.dataType.simpleString()})")
     if wrong:
         raise InvalidRequest(
-            f"these columns are neither text nor, where that is allowed, binary: {', '.join(wrong)}",
+            f"columns with an invalid type: {', '.join(wrong)}; expected text (for payload and key also binary)",
             hint="Use cast('string') or to_json(...).",
         )
 
 
 @dataclass(frozen=True)
-class Staged(WriterCommitMessage):
-    """What one attempt of one task has staged."""
+class StagedAttempt(WriterCommitMessage):
+    """The events that one attempt of one task has staged."""
 
     writer: str
     epoch: int
@@ -99,8 +103,8 @@ class Staged(WriterCommitMessage):
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """Events of one topic, in order, as columns: what one row of the staging table holds."""
+class EventChunk:
+    """Events of one topic, in order, as columns: one row of the staging table."""
 
     topic: str
     columns: Mapping[str, pa.Array]
@@ -109,8 +113,8 @@ class Chunk:
         return len(self.columns["payload"])
 
 
-def chunks(batch: pa.RecordBatch, topic: str | None) -> Iterator[Chunk]:
-    """The events of a batch by topic, each topic's in the order of the rows, in chunks of bounded size."""
+def chunks(batch: pa.RecordBatch, topic: str | None) -> Iterator[EventChunk]:
+    """Split a batch into chunks of bounded size, each of one topic and in the order of the rows."""
     columns = {name: batch.column(index) for index, name in enumerate(batch.schema.names)}
     if "data" in columns:
         columns["payload"] = columns.pop("data")
@@ -122,29 +126,29 @@ def chunks(batch: pa.RecordBatch, topic: str | None) -> Iterator[Chunk]:
     topics = columns.pop("topic", None)
     if topics is None:
         assert topic is not None
-        yield from _bounded(topic, columns)
+        yield from _bounded_chunks(topic, columns)
         return
     if topics.null_count:
-        raise InvalidEvent("an event has no topic", hint="Fill the column topic, or name one by the option topic.")
+        raise InvalidEvent("an event has no topic", hint="Fill the column topic, or set the option topic.")
     for name in pc.unique(topics).to_pylist():
         rows = pc.indices_nonzero(pc.equal(topics, name))
-        yield from _bounded(name, {column: values.take(rows) for column, values in columns.items()})
+        yield from _bounded_chunks(name, {column: values.take(rows) for column, values in columns.items()})
 
 
-def _bounded(topic: str, columns: Mapping[str, pa.Array]) -> Iterator[Chunk]:
+def _bounded_chunks(topic: str, columns: Mapping[str, pa.Array]) -> Iterator[EventChunk]:
     sizes = pc.fill_null(pc.binary_length(columns["payload"]), 0).to_numpy()
     start = bytes_taken = 0
     for row, size in enumerate(sizes):
         if row > start and (row - start == CHUNK_EVENTS or bytes_taken + size > CHUNK_BYTES):
-            yield Chunk(topic, {name: values.slice(start, row - start) for name, values in columns.items()})
+            yield EventChunk(topic, {name: values.slice(start, row - start) for name, values in columns.items()})
             start, bytes_taken = row, 0
         bytes_taken += int(size)
     if len(sizes) > start:
-        yield Chunk(topic, {name: values.slice(start) for name, values in columns.items()})
+        yield EventChunk(topic, {name: values.slice(start) for name, values in columns.items()})
 
 
 def _refuse_bad_json(columns: Mapping[str, pa.Array]) -> None:
-    """Refuse what says that it is JSON and is not, or that Postgres could never look into."""
+    """Raise InvalidEvent for JSON payloads and headers that are not valid JSON, or that Postgres cannot parse."""
     if "content_type" in columns:
         claimed = pc.fill_null(pc.equal(columns["content_type"], JSON_TYPE), False)
         for payload in columns["payload"].filter(claimed).to_pylist():
@@ -154,9 +158,9 @@ def _refuse_bad_json(columns: Mapping[str, pa.Array]) -> None:
             try:
                 is_object = isinstance(json.loads(headers.as_py()), dict)
             except ValueError as error:
-                raise InvalidEvent(f"the headers are not JSON: {error}") from None
+                raise InvalidEvent(f"the headers are not valid JSON: {error}") from None
             if not is_object:
-                raise InvalidEvent("headers are a JSON object")
+                raise InvalidEvent("invalid headers: expected a JSON object")
 
 
 # Column of an event -> column of the staging table.
@@ -171,18 +175,18 @@ STAGED_COLUMNS = {
 }
 
 
-def staging_row(chunk: Chunk, *, writer: str, epoch: int, attempt: str, place: int) -> pa.RecordBatch:
-    """A chunk as one row of the staging table. Its arrays are those of the batch, not copies."""
+def staging_row(chunk: EventChunk, *, writer: str, epoch: int, attempt: str, chunk_number: int) -> pa.RecordBatch:
+    """A chunk as one row of the staging table. Its arrays are not copied."""
     row: dict[str, pa.Array] = {
         "writer": pa.array([writer], pa.string()),
         "epoch": pa.array([epoch], pa.int64()),
         "attempt": pa.array([attempt], pa.string()),
-        "place": pa.array([place], pa.int32()),
+        "place": pa.array([chunk_number], pa.int32()),
         "topic": pa.array([chunk.topic], pa.string()),
     }
     for name, target in STAGED_COLUMNS.items():
         values = chunk.columns.get(name)
-        # A part that no event has is left out, so that publishing takes its short ways.
+        # Omit a column that is null in all events, so that publishing takes its fast path.
         if values is not None and (name == "payload" or values.null_count < len(values)):
             row[target] = pa.ListArray.from_arrays(pa.array([0, len(values)], pa.int32()), values)
     return pa.RecordBatch.from_pydict(row)
@@ -190,30 +194,30 @@ def staging_row(chunk: Chunk, *, writer: str, epoch: int, attempt: str, place: i
 
 def stage(
     dsn: str, batches: Iterable[pa.RecordBatch], *, topic: str | None, writer: str, epoch: int, part: int
-) -> Staged:
-    """Put all events of one task into the staging table, in one transaction."""
+) -> StagedAttempt:
+    """Insert all events of one task into the staging table, in one transaction."""
     attempt = uuid.uuid4().hex
     events = 0
     parts = chain.from_iterable(chunks(batch, topic) for batch in batches)
     first = next(parts, None)
     if first is None:
-        return Staged(writer, epoch, part, attempt, 0)
+        return StagedAttempt(writer, epoch, part, attempt, 0)
     with arrow.connect(dsn, autocommit=False) as connection:
-        for place, chunk in enumerate(chain((first,), parts)):
-            row = staging_row(chunk, writer=writer, epoch=epoch, attempt=attempt, place=place)
-            arrow.add(connection, row, schema=calls.STAGED_SCHEMA, table=calls.STAGED_TABLE)
+        for chunk_number, chunk in enumerate(chain((first,), parts)):
+            row = staging_row(chunk, writer=writer, epoch=epoch, attempt=attempt, chunk_number=chunk_number)
+            arrow.add(connection, row, schema=pipelines_calls.STAGED_SCHEMA, table=pipelines_calls.STAGED_TABLE)
             events += len(chunk)
         connection.commit()
-    return Staged(writer, epoch, part, attempt, events)
+    return StagedAttempt(writer, epoch, part, attempt, events)
 
 
-def publish(dsn: str, messages: Sequence[Staged], *, replayable: bool) -> int | None:
-    """Publish what these attempts staged, once; None if that was done before."""
+def publish(dsn: str, messages: Sequence[StagedAttempt], *, replayable: bool) -> int | None:
+    """Publish the staged events of these attempts, exactly once; None if they were already published."""
     attempts = sorted(messages, key=lambda message: message.part)
     if not any(message.events for message in attempts):
-        # Nothing to add needs no note either: replayed, it is nothing again.
+        # Without events, the epoch needs no record: a replay adds nothing either.
         return 0
-    call = calls.publish_epoch(
+    call = pipelines.publish_epoch(
         attempts[0].writer,
         attempts[0].epoch,
         attempts=[message.attempt for message in attempts if message.events],
@@ -221,7 +225,7 @@ def publish(dsn: str, messages: Sequence[Staged], *, replayable: bool) -> int | 
         replayable=replayable,
     )
     with headwater.connect(dsn, pool_size=1) as log:
-        for _ in range(PUBLISH_TRIES - 1):
+        for _ in range(MAX_PUBLISH_ATTEMPTS - 1):
             try:
                 return log.run(call)
             except TransactionAborted:
@@ -229,30 +233,30 @@ def publish(dsn: str, messages: Sequence[Staged], *, replayable: bool) -> int | 
         return log.run(call)
 
 
-def discard(dsn: str, messages: Iterable[Staged]) -> None:
-    """Forget what these attempts staged. Harmless after publishing, since only staged events are touched."""
+def discard(dsn: str, messages: Iterable[StagedAttempt]) -> None:
+    """Delete the staged events of these attempts. Harmless after publishing: published events are not affected."""
     with headwater.connect(dsn, pool_size=1) as log:
         for message in messages:
             if message.events:
-                log.run(calls.discard_staged(message.writer, message.epoch, attempts=[message.attempt]))
+                log.run(pipelines.discard_staged(message.writer, message.epoch, attempts=[message.attempt]))
 
 
-def _staged(messages: Iterable[WriterCommitMessage | None]) -> list[Staged]:
-    """Those of the attempts that were heard of."""
-    return [message for message in messages if isinstance(message, Staged)]
+def _staged_attempts(messages: Iterable[WriterCommitMessage | None]) -> list[StagedAttempt]:
+    """The messages of the attempts that reported; Spark passes None for the others."""
+    return [message for message in messages if isinstance(message, StagedAttempt)]
 
 
 class LogWriter(DataSourceArrowWriter):
-    """A batch write. With the option `writer` it can be repeated and still happens once.
+    """A batch write. With the option `writer` it is idempotent.
 
-    A writer with several batches gives each an `epoch`, each above the last.
+    A writer with several batches sets a higher `epoch` for each.
     """
 
     def __init__(self, options: Mapping[str, str], schema: StructType, *, overwrite: bool) -> None:
         if overwrite:
-            raise InvalidRequest("the log is only ever added to", hint='Write with mode("append").')
+            raise InvalidRequest("the log cannot be overwritten", hint='Write with mode("append").')
         self.options = WriteOptions.parse(options, schema)
-        # Told to the tasks with this object, so that all of them stage under one name.
+        # Part of this object, which Spark sends to the tasks, so that all of them stage under one name.
         self.writer = self.options.writer or f"batch-{uuid.uuid4().hex}"
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
@@ -268,21 +272,21 @@ class LogWriter(DataSourceArrowWriter):
         )
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        publish(self.options.dsn, _staged(messages), replayable=self.options.writer is not None)
+        publish(self.options.dsn, _staged_attempts(messages), replayable=self.options.writer is not None)
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        discard(self.options.dsn, _staged(messages))
+        discard(self.options.dsn, _staged_attempts(messages))
 
 
 class LogStreamWriter(DataSourceStreamArrowWriter):
-    """A stream write. The query, as its checkpoint names it, is the writer; the micro-batch is the epoch."""
+    """A stream write. The writer is the query id in the checkpoint; the epoch is the micro-batch."""
 
     def __init__(self, options: Mapping[str, str], schema: StructType) -> None:
         self.options = WriteOptions.parse(options, schema)
         if self.options.writer is not None:
             raise InvalidRequest(
-                "a stream is named by its checkpoint",
-                hint="Leave out the option writer: a new checkpoint counts its batches anew.",
+                "the option writer is not allowed for a stream: its checkpoint identifies the writer",
+                hint="Omit the option writer.",
             )
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
@@ -302,7 +306,7 @@ class LogStreamWriter(DataSourceStreamArrowWriter):
         )
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
-        publish(self.options.dsn, _staged(messages), replayable=True)
+        publish(self.options.dsn, _staged_attempts(messages), replayable=True)
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
-        discard(self.options.dsn, _staged(messages))
+        discard(self.options.dsn, _staged_attempts(messages))

@@ -1,7 +1,7 @@
-"""Publishing to NATS JetStream from Spark: format "headwater.nats". Repeating a batch adds nothing.
+"""The format "headwater.nats": publishes to NATS JetStream from Spark. Idempotent within the duplicate window.
 
-A task publishes its rows and ends when each is acknowledged. A repeated task or micro-batch sends the same message
-ids, which the stream drops within its duplicate window; readers tell later repeats by `lsn` and `sequence`.
+A task publishes its rows and ends when all are acknowledged. A retried task or micro-batch sends the same message ids,
+which the stream drops within its duplicate window; readers detect later duplicates by `lsn` and `sequence`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OPTIONS: Final = ("url", "shape", "encoding", "retry_seconds", "window")
 
 @dataclass(frozen=True)
 class SinkOptions:
-    """What the options of a write say."""
+    """The parsed options of a write."""
 
     url: str
     shape: Shape
@@ -42,33 +42,33 @@ class SinkOptions:
     window: int
     ready: bool
     timeline: int | None = None
-    """The timeline of the server's log that all the changes are of; for message ids."""
+    """The WAL timeline of the changes, for message ids."""
 
     @classmethod
     def parse(cls, options: Mapping[str, str], schema: StructType) -> SinkOptions:
         refuse_unknown_options(options, OPTIONS, also=ADDED_BY_SPARK)
         if "url" not in options:
             raise InvalidRequest(
-                'the format "headwater.nats" needs the option url', hint='Add .option("url", "nats://host:4222").'
+                'the format "headwater.nats" requires the option url', hint='Add .option("url", "nats://host:4222").'
             )
         shape, encoding = options.get("shape", "each"), options.get("encoding", "msgpack")
         if shape not in SHAPES:
-            raise InvalidRequest(f"{shape!r} is no shape: {', '.join(SHAPES)}")
+            raise InvalidRequest(f"invalid shape {shape!r}: expected {' or '.join(SHAPES)}")
         if encoding not in codec.ENCODINGS:
-            raise InvalidRequest(f"{encoding!r} is no encoding: {', '.join(codec.ENCODINGS)}")
+            raise InvalidRequest(f"invalid encoding {encoding!r}: expected {' or '.join(codec.ENCODINGS)}")
         try:
             retry_seconds, window = float(options.get("retry_seconds", 60)), int(options.get("window", 16_384))
         except ValueError as error:
-            raise InvalidRequest("retry_seconds and window are numbers") from error
+            raise InvalidRequest("invalid retry_seconds or window: expected numbers") from error
         if retry_seconds <= 0 or window < 1:
-            raise InvalidRequest("retry_seconds and window are above zero")
+            raise InvalidRequest("invalid retry_seconds or window: expected numbers above 0")
         return cls(
             options["url"], cast(Shape, shape), cast(Encoding, encoding), retry_seconds, window, is_ready(schema)
         )
 
 
 def is_ready(schema: StructType) -> bool:
-    """Whether the rows are messages already, or changes that become some; refuses what is neither."""
+    """Whether the rows are messages (True) or changes (False); InvalidRequest if they are neither."""
     names = schema.fieldNames()
     if set(READY_COLUMNS) <= set(names):
         wrong = [
@@ -82,7 +82,7 @@ def is_ready(schema: StructType) -> bool:
         ]
         if wrong:
             raise InvalidRequest(
-                f"these columns do not fit a message: {', '.join(wrong)}",
+                f"unknown columns or invalid types for a message: {', '.join(wrong)}",
                 hint="A message has subject and msg_id (string), payload (string or binary), headers (map of strings).",
             )
         return True
@@ -90,21 +90,21 @@ def is_ready(schema: StructType) -> bool:
     if missing:
         raise InvalidRequest(
             f"rows are neither messages ({', '.join(READY_COLUMNS)}) nor changes: {', '.join(missing)} missing",
-            hint='Write what the format "headwater.changes" reads, or make these columns yourself.',
+            hint='Write rows of the format "headwater.changes", or add these columns.',
         )
     return False
 
 
 @dataclass(frozen=True)
-class Acknowledged(WriterCommitMessage):
-    """What came of one task's messages."""
+class PublishCounts(WriterCommitMessage):
+    """The acknowledgements of one task's messages."""
 
     stored: int
     duplicates: int
 
 
 def message_batches(rows: Iterable[pa.RecordBatch], options: SinkOptions) -> Iterator[pa.RecordBatch]:
-    """Rows as messages, in their order."""
+    """Convert rows to messages, in order."""
     packer = messages.Packer(encoding=options.encoding, timeline=options.timeline)
     for batch in rows:
         if options.ready:
@@ -112,12 +112,12 @@ def message_batches(rows: Iterable[pa.RecordBatch], options: SinkOptions) -> Ite
         elif options.shape == "packed":
             yield packer.add(batch)
         else:
-            yield messages.each(batch, encoding=options.encoding, timeline=options.timeline)
+            yield messages.change_messages(batch, encoding=options.encoding, timeline=options.timeline)
     yield packer.finish()
 
 
 def ready_messages(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Rows that are messages, as the publisher takes them."""
+    """Convert rows that are messages to the publisher's schema."""
     headers = pa.nulls(batch.num_rows, pa.binary())
     if "headers" in batch.schema.names:
         lines = [frames.header_lines(dict(pairs)) if pairs else None for pairs in batch.column("headers").to_pylist()]
@@ -131,17 +131,17 @@ def ready_messages(batch: pa.RecordBatch) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(columns, schema=frames.SCHEMA)
 
 
-def publish(rows: Iterable[pa.RecordBatch], options: SinkOptions) -> Acknowledged:
-    """Publish rows; returns when each message is acknowledged. Without rows there is not even a connection."""
+def publish(rows: Iterable[pa.RecordBatch], options: SinkOptions) -> PublishCounts:
+    """Publish rows; return when all messages are acknowledged. Does not connect if there are no rows."""
     with Publisher(options.url, retry_seconds=options.retry_seconds, window=options.window) as publisher:
         for batch in message_batches(rows, options):
             publisher.send(batch)
         published = publisher.flush()
-    return Acknowledged(published.stored, published.duplicates)
+    return PublishCounts(published.stored, published.duplicates)
 
 
 class NatsSink(DataSource):
-    """The format "headwater.nats": rows that are messages, or changes, to the streams of a NATS server."""
+    """The format "headwater.nats": writes messages or changes to the streams of a NATS server."""
 
     @classmethod
     def name(cls) -> str:
@@ -149,7 +149,7 @@ class NatsSink(DataSource):
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceArrowWriter:
         if overwrite:
-            raise InvalidRequest("a stream of NATS is only appended to", hint='Use mode("append").')
+            raise InvalidRequest("a NATS stream cannot be overwritten", hint='Use mode("append").')
         return _BatchWriter(SinkOptions.parse(self.options, schema))
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamArrowWriter:
@@ -164,7 +164,7 @@ class _BatchWriter(DataSourceArrowWriter):
         return publish(iterator, self._options)
 
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """Nothing is left to do: each task's messages are in their stream."""
+        """Nothing to do: the messages of all tasks are already acknowledged."""
 
 
 class _StreamWriter(DataSourceStreamArrowWriter):
@@ -175,7 +175,7 @@ class _StreamWriter(DataSourceStreamArrowWriter):
         return publish(iterator, self._options)
 
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:
-        """Nothing is left to do: each task's messages are in their stream."""
+        """Nothing to do: the messages of all tasks are already acknowledged."""
 
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:
-        """What was published stays; the next try repeats it under the same message ids."""
+        """Nothing to do: published messages stay, and the retry uses the same message ids."""

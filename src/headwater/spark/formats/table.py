@@ -1,4 +1,4 @@
-"""The format "headwater.table": a consistent snapshot of tables, as a batch of Spark."""
+"""The format "headwater.table": a consistent snapshot of tables as a Spark batch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ OPTIONS = ("dsn", "tables", "snapshot", "snapshotLsn", "snapshotVisible", "chunk
 
 
 @dataclass(frozen=True, slots=True)
-class TableOptions:
-    """What the options of a read say."""
+class TableReadOptions:
+    """The parsed options of a read."""
 
     dsn: str
     tables: tuple[str, ...]
@@ -31,14 +31,14 @@ class TableOptions:
     needs_key: bool
 
     @classmethod
-    def parse(cls, options: Mapping[str, str]) -> TableOptions:
+    def parse(cls, options: Mapping[str, str]) -> TableReadOptions:
         refuse_unknown_options(options, OPTIONS)
         missing = [name for name in ("dsn", "tables") if name not in options]
         if missing:
-            raise InvalidRequest(f'the format "headwater.table" needs the options {" and ".join(missing)}')
+            raise InvalidRequest(f'the format "headwater.table" requires the options {" and ".join(missing)}')
         blocks = options.get("chunkBlocks", str(snapshot.CHUNK_BLOCKS))
         if not blocks.isdecimal() or int(blocks) < 1:
-            raise InvalidRequest(f"the option chunkBlocks is {blocks!r}, not a whole number from 1")
+            raise InvalidRequest(f"invalid option chunkBlocks {blocks!r}: expected a whole number from 1")
         taken = None
         if "snapshot" in options:
             taken = snapshot.Snapshot(
@@ -54,8 +54,8 @@ class TableOptions:
 
 
 @contextmanager
-def opened(dsn: str, tables: Sequence[str]) -> Iterator[dict[str, str]]:
-    """A snapshot for several tasks to read side by side, as options of this format. Open for the block only."""
+def shared_snapshot(dsn: str, tables: Sequence[str]) -> Iterator[dict[str, str]]:
+    """A snapshot that several tasks can read in parallel, as options of this format. Open until the block ends."""
     with snapshot.open_snapshot(dsn, tables) as (taken, _):
         yield {
             "dsn": dsn,
@@ -67,8 +67,8 @@ def opened(dsn: str, tables: Sequence[str]) -> Iterator[dict[str, str]]:
 
 
 @dataclass(frozen=True)
-class ChunkOfTable(InputPartition):
-    """What one task reads: a chunk at a snapshot that somebody holds open; or all tables, at a snapshot of its own."""
+class TableChunk(InputPartition):
+    """The input of one task: a chunk at a snapshot that the caller holds open, or all tables at its own snapshot."""
 
     plan: Plan | None
     chunk: Chunk | None
@@ -77,30 +77,30 @@ class ChunkOfTable(InputPartition):
 class TableReader(DataSourceReader):
     """A batch read of tables at one point in time."""
 
-    def __init__(self, options: TableOptions, schema: StructType) -> None:
+    def __init__(self, options: TableReadOptions, schema: StructType) -> None:
         self.options = options
         self.schema = schema
 
     def partitions(self) -> Sequence[InputPartition]:
         options = self.options
         if options.snapshot is None:
-            # Planning has no process of its own that could hold a snapshot open until the tasks are done.
-            return [ChunkOfTable(None, None)]
+            # No process exists that could hold a snapshot open from planning until the tasks are done.
+            return [TableChunk(None, None)]
         plans = [
             snapshot.plan_at(
                 options.dsn, options.snapshot, table, chunk_blocks=options.chunk_blocks, needs_key=options.needs_key
             )
             for table in options.tables
         ]
-        return [ChunkOfTable(replace(plan, chunks=()), chunk) for plan in plans for chunk in plan.chunks]
+        return [TableChunk(replace(plan, chunks=()), chunk) for plan in plans for chunk in plan.chunks]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        assert isinstance(partition, ChunkOfTable)
+        assert isinstance(partition, TableChunk)
         wanted = to_arrow_schema(self.schema, timezone="UTC")
         for batch in self._batches(partition):
             yield pa.RecordBatch.from_arrays(batch.columns, schema=wanted)
 
-    def _batches(self, partition: ChunkOfTable) -> Iterator[Any]:
+    def _batches(self, partition: TableChunk) -> Iterator[Any]:
         options = self.options
         if partition.plan is not None and partition.chunk is not None:
             yield from snapshot.read(options.dsn, partition.plan, partition.chunk)
@@ -115,7 +115,7 @@ class TableReader(DataSourceReader):
 
 
 class TableSource(DataSource):
-    """Rows of tables as JSON, with the snapshot that they were read at. `opened` shares one among tasks."""
+    """Rows of tables as JSON, with the snapshot at which they were read. See `shared_snapshot` for parallel reads."""
 
     @classmethod
     def name(cls) -> str:
@@ -125,4 +125,4 @@ class TableSource(DataSource):
         return from_arrow_schema(snapshot.SCHEMA)
 
     def reader(self, schema: StructType) -> TableReader:
-        return TableReader(TableOptions.parse(self.options), schema)
+        return TableReader(TableReadOptions.parse(self.options), schema)

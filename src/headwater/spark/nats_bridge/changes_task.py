@@ -1,4 +1,4 @@
-"""What a task does with captured changes: publishes them, and the schemas of those that look different first."""
+"""The Spark task that publishes captured changes to NATS, after the schemas that they need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headwater.nats.publisher import Publisher
 from headwater.spark.formats.nats import SinkOptions, message_batches
 from headwater.spark.nats_bridge.schema_documents import SchemaDocuments
 
-# What a task says in its one row, for Spark and for Arrow.
+# The result of a task, one row, as a Spark and an Arrow schema.
 OUTCOME: Final = "changes long, stored long, duplicates long, reconnects long, schemas long, hashes array<string>"
 _PUBLISHED: Final = pa.schema(
     [
@@ -29,14 +29,14 @@ _PUBLISHED: Final = pa.schema(
 
 @dataclass(frozen=True, slots=True)
 class ChangesTask:
-    """What a task needs to publish changes, and the schemas of those that look different first."""
+    """Publishes changes, and new schemas before the first change that needs them. Sent to Spark workers."""
 
     options: SinkOptions
     known_hashes: frozenset[str]
     schemas: SchemaDocuments
 
     def publish(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Publish; then say in one row what was done. Without rows there is not even a connection."""
+        """Publish the changes; then yield one row with the counts. Does not connect if there are no rows."""
         changes = schemas = 0
         shown: set[str] = set()
 

@@ -1,4 +1,4 @@
-"""What published tables look like, in the bucket `schemas`: at the start, and before changes that look different."""
+"""Publishes the schemas of published tables to the bucket `schemas`: at the start, and when columns change."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from headwater.nats.errors import NatsUnavailable
 from headwater.nats.subjects import Table
 from headwater.observability.metrics import ERROR, logger
 
-_LONGEST_WAIT_SECONDS: Final = 2.0
+_MAX_WAIT_SECONDS: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class SchemaDocuments:
-    """The schema documents of one publication. Holds no connection, so it can be sent anywhere."""
+    """The schema documents of one publication. Holds no connection, so it can be pickled."""
 
     dsn: str
     publication: str
@@ -33,24 +33,24 @@ class SchemaDocuments:
     encoding: Encoding
 
     def tables(self) -> dict[Table, PublishedTable]:
-        """The published tables as they are now."""
+        """The currently published tables."""
         with connect(self.dsn) as connection:
             return {Table(found.schema, found.name): found for found in published_tables(connection, self.publication)}
 
     async def put(self, js: JetStreamContext, tables: dict[Table, PublishedTable]) -> int:
-        """Put what is new into the bucket, and mark what is not published any more; says how many documents."""
+        """Put changed schemas into the bucket, and mark tables that are no longer published; return the count."""
         now = int(time.time())
         changed = 0
         for table, found in tables.items():
             changed += await streams.put_schema(js, table, self._document(table, found, now), encoding=self.encoding)
-        for table, known in (await streams.schemas(js)).items():
+        for table, known in (await streams.get_schemas(js)).items():
             if known.get("publication") == self.publication and table not in tables and not known.get("dropped"):
                 dropped = {**known, "columns": [], "dropped": True, "timestamp": now}
                 changed += await streams.put_schema(js, table, dropped, encoding=self.encoding)
         return changed
 
     def publish(self, *, retry_seconds: float) -> int:
-        """Put what is new into the bucket, over connections of its own; waits so long for servers that are away."""
+        """Put changed schemas into the bucket, over new connections; retry outages for `retry_seconds`."""
         deadline = time.monotonic() + retry_seconds
         wait = 0.1
         while True:
@@ -65,18 +65,18 @@ class SchemaDocuments:
             ) as error:
                 if time.monotonic() + wait > deadline:
                     raise
-                logger.warning("schemas cannot be published yet", extra={ERROR: str(error)})
+                logger.warning("cannot publish schemas; retrying", extra={ERROR: str(error)})
             time.sleep(wait)
-            wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
+            wait = min(2 * wait, _MAX_WAIT_SECONDS)
 
     async def _publish(self) -> int:
         tables = await asyncio.to_thread(self.tables)
-        async with streams.connected(self.nats_url, name="headwater schemas") as client:
+        async with streams.connect(self.nats_url, name="headwater schemas") as client:
             return await self.put(client.jetstream(), tables)
 
     def _document(self, table: Table, found: PublishedTable, timestamp: int) -> dict[str, Any]:
         columns = [
-            messages.Column(
+            messages.SchemaColumn(
                 column.column_name,
                 column.data_type,
                 is_nullable=column.is_nullable,

@@ -1,4 +1,4 @@
-"""One range of a table to NATS: what a task does, and where tasks run."""
+"""Publishes one range of a table to NATS, in this process or in a Spark task."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headwater.nats.codec import Encoding
 from headwater.nats.errors import NatsUnavailable
 from headwater.nats.publisher import Publisher
 from headwater.nats.snapshot_chunks import ChunkWriter
-from headwater.spark.nats_bridge.snapshot_record import RangeDone
+from headwater.spark.nats_bridge.snapshot_record import RangeResult
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RangeTask:
-    """One range of a table, to be read at a snapshot that the driver holds open, and published."""
+    """One range of a table to publish, read at a snapshot that the driver holds open."""
 
     dsn: str
     nats_url: str
     plan: Plan
     part: Chunk
-    snapshot: messages.Snapshot
+    snapshot: messages.SnapshotInfo
     first_chunk: int
     chunk_rows: int
     encoding: Encoding
@@ -40,15 +40,15 @@ class RangeTask:
 
 
 @dataclass(frozen=True, slots=True)
-class RangeFailed:
-    """Why a range could not be published; `final` if trying again would not help."""
+class RangeFailure:
+    """Why a range could not be published; `final` if a retry would not help."""
 
     error: str
     final: bool
 
 
-def publish_range(task: RangeTask) -> RangeDone | RangeFailed:
-    """Read one range and publish its chunks; returns when each is acknowledged. Repeated, it sends the same ids."""
+def publish_range(task: RangeTask) -> RangeResult | RangeFailure:
+    """Read one range and publish its chunks; return when all are acknowledged. A retry sends the same message ids."""
     try:
         with Publisher(task.nats_url, name="headwater snapshot", retry_seconds=task.retry_seconds) as publisher:
             writer = ChunkWriter(
@@ -67,59 +67,59 @@ def publish_range(task: RangeTask) -> RangeDone | RangeFailed:
                 publisher.send(message)
             publisher.flush()
     except psycopg.errors.InsufficientPrivilege as error:
-        return RangeFailed(str(error), final=True)
+        return RangeFailure(str(error), final=True)
     except (psycopg.Error, NatsUnavailable) as error:
-        return RangeFailed(str(error), final=False)
+        return RangeFailure(str(error), final=False)
     except HeadwaterError as error:
-        return RangeFailed(str(error), final=True)
-    return RangeDone(task.part.number, task.first_chunk, writer.chunks, writer.rows)
+        return RangeFailure(str(error), final=True)
+    return RangeResult(task.part.number, task.first_chunk, writer.chunks, writer.rows)
 
 
-class Ranges(Protocol):
-    """Where ranges are read: some at a time, each somewhere."""
+class RangeExecutor(Protocol):
+    """Runs range tasks, up to `parallel` at a time."""
 
     parallel: int
 
-    def run(self, task: RangeTask) -> RangeDone | RangeFailed:
-        """Do it and say what came of it. Called from several threads."""
+    def run(self, task: RangeTask) -> RangeResult | RangeFailure:
+        """Run a task and return its result. Called from several threads."""
 
     def cancel(self) -> None:
-        """Give up what runs."""
+        """Cancel running tasks."""
 
 
-class HereRanges:
-    """Ranges that are read in this process."""
+class LocalRangeExecutor:
+    """Runs range tasks in this process."""
 
     def __init__(self, parallel: int = 1) -> None:
         self.parallel = parallel
 
-    def run(self, task: RangeTask) -> RangeDone | RangeFailed:
+    def run(self, task: RangeTask) -> RangeResult | RangeFailure:
         return publish_range(task)
 
     def cancel(self) -> None:
-        """Each range ends by itself, soon."""
+        """Nothing to do: running ranges end soon."""
 
 
-class SparkRanges:
-    """Ranges that are read by tasks of Spark, each a job of its own.
+class SparkRangeExecutor:
+    """Runs range tasks in Spark, each as a separate job.
 
-    One core is left to the stream of changes, which would otherwise wait until a whole table is read.
+    One core is left for the stream of changes, which would otherwise wait until the whole table is read.
     """
 
     def __init__(self, spark: SparkSession) -> None:
         self._context: Final = spark.sparkContext
-        self._group: Final = f"headwater snapshots {uuid.uuid4().hex}"
+        self._job_group: Final = f"headwater snapshots {uuid.uuid4().hex}"
         self.parallel = max(1, self._context.defaultParallelism - 1)
 
-    def run(self, task: RangeTask) -> RangeDone | RangeFailed:
+    def run(self, task: RangeTask) -> RangeResult | RangeFailure:
         from py4j.protocol import Py4JError
 
         try:
-            self._context.setJobGroup(self._group, f"snapshot of {task.snapshot.table.full_name}", True)
-            done: RangeDone | RangeFailed = self._context.parallelize([task], 1).map(publish_range).collect()[0]
+            self._context.setJobGroup(self._job_group, f"snapshot of {task.snapshot.table.full_name}", True)
+            done: RangeResult | RangeFailure = self._context.parallelize([task], 1).map(publish_range).collect()[0]
         except Py4JError as error:
-            return RangeFailed(str(error).partition("\n")[0], final=False)
+            return RangeFailure(str(error).partition("\n")[0], final=False)
         return done
 
     def cancel(self) -> None:
-        self._context.cancelJobGroup(self._group)
+        self._context.cancelJobGroup(self._job_group)

@@ -1,4 +1,4 @@
-"""What is kept of a snapshot while it is taken, so that another process can go on with it. No I/O here."""
+"""The record of a running snapshot, from which another process can resume it. No I/O."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from headwater.nats.snapshot_chunks import CHUNKS_PER_RANGE
 
 
 @dataclass(frozen=True, slots=True)
-class RangeDone:
-    """A range whose chunks are all in the stream."""
+class RangeResult:
+    """A completed range: all its chunks are in the stream."""
 
     number: int
     first_chunk: int
@@ -21,11 +21,11 @@ class RangeDone:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """A snapshot of one table: from which moments its ranges are read, and where changes go on after it.
+class SnapshotRecord:
+    """A snapshot of one table. Each attempt exports a new Postgres snapshot and reads the missing ranges at it.
 
-    `visible` and `lsn` are of the first moment, `stream_sequence` is from before it, `after_lsn` from after the
-    latest. `tries` counts the moments; a chunk's number tells at which one it was read.
+    `visible` and `lsn` belong to the first attempt; `stream_sequence` was read before it, and `after_lsn` after the
+    latest one. `tries` counts the attempts; the number of a chunk shows in which attempt it was read.
     """
 
     snapshot_id: str
@@ -44,7 +44,7 @@ class Record:
     error: str | None = None
 
     @classmethod
-    def begun(
+    def create(
         cls,
         snapshot_id: str,
         plan: Plan,
@@ -54,7 +54,7 @@ class Record:
         stream_sequence: int,
         started_at: int,
         dictionary: str | None,
-    ) -> Record:
+    ) -> SnapshotRecord:
         return cls(
             snapshot_id=snapshot_id,
             state="running",
@@ -70,17 +70,19 @@ class Record:
             dictionary=dictionary,
         )
 
-    def resumed(self, *, after_lsn: int) -> Record:
-        """The same snapshot, whose missing ranges are now read at a later moment."""
+    def resumed(self, *, after_lsn: int) -> SnapshotRecord:
+        """The record for the next attempt."""
         return replace(self, tries=self.tries + 1, after_lsn=max(after_lsn, self.after_lsn))
 
     def first_chunk(self, number: int) -> int:
-        """The number of the first chunk of a range, read at the latest moment. No two moments share numbers: what a
-        process that was killed leaves behind must not be taken for what is read now."""
+        """The number of the first chunk of a range in the current attempt.
+
+        Attempts do not share chunk numbers, so that chunks of a killed process are not mistaken for current ones.
+        """
         return ((self.tries - 1) * len(self.ranges) + number) * CHUNKS_PER_RANGE + 1
 
-    def is_mixed(self, done: Sequence[RangeDone]) -> bool:
-        """Whether some ranges were read at a later moment than the first."""
+    def is_mixed(self, done: Sequence[RangeResult]) -> bool:
+        """Whether some ranges were read in a later attempt than the first."""
         return any(part.first_chunk > len(self.ranges) * CHUNKS_PER_RANGE for part in done)
 
     def document(self) -> dict[str, Any]:
@@ -102,8 +104,8 @@ class Record:
         }
 
     @classmethod
-    def of_document(cls, document: Mapping[str, Any] | None) -> Record | None:
-        """What was kept; nothing if it is none of ours."""
+    def of_document(cls, document: Mapping[str, Any] | None) -> SnapshotRecord | None:
+        """Parse a stored record; None if it is missing or has another format."""
         try:
             return (
                 None
@@ -130,12 +132,12 @@ class Record:
 
 
 def can_resume(
-    record: Record | None, *, fingerprint: str, has_key: bool, stream_created: str, first_sequence: int
+    record: SnapshotRecord | None, *, fingerprint: str, has_key: bool, stream_created: str, first_sequence: int
 ) -> bool:
-    """Whether the ranges that are missing may be read at a later moment than the others.
+    """Whether the missing ranges may be read at a later snapshot than the others.
 
-    Only if every row that moved since then did so by a change that the stream still has, and if a reader can tell by
-    its key which row that was.
+    This requires that the stream still has every change since then (a rewrite that moves rows without changes alters
+    the fingerprint), and that readers can match changes to rows by key.
     """
     return (
         record is not None
@@ -147,7 +149,7 @@ def can_resume(
     )
 
 
-def missing(record: Record, done: Sequence[RangeDone]) -> list[Chunk]:
-    """The ranges that are still to be read."""
+def missing_ranges(record: SnapshotRecord, done: Sequence[RangeResult]) -> list[Chunk]:
+    """The ranges that are not read yet."""
     known = {part.number for part in done}
     return [part for part in record.ranges if part.number not in known]

@@ -1,7 +1,9 @@
-"""Snapshots of tables to NATS: one at a time for a table, read in ranges by tasks, resumed after a crash.
+"""Publishes snapshots of tables to NATS: one at a time per table, read in ranges by tasks, resumed after a crash.
 
-The driver holds the exported snapshot. When it or Postgres dies, that moment in time is lost; the ranges that are
-missing are then read at a later one, and the metadata says from which transactions on changes must be replayed.
+Steps: claim the table and export a Postgres snapshot; resume the stored record or create one; run a task for each
+missing range and record it; publish the metadata, which makes the snapshot visible to readers. The driver holds the
+exported snapshot open. If the driver or Postgres crashes, that snapshot is lost: the missing ranges are then read at a
+later one, and the metadata contains the LSN up to which readers must apply changes leniently (`settles_at`).
 """
 
 from __future__ import annotations
@@ -22,29 +24,29 @@ from nats.js.errors import Error as JetStreamError
 from headwater.capture import snapshot
 from headwater.capture.publication import quoted
 from headwater.capture.slot import lsn_text
-from headwater.capture.snapshot import Plan, TableClaimed
+from headwater.capture.snapshot import Plan, TableBusy
 from headwater.errors import HeadwaterError
 from headwater.nats import codec, messages, streams, subjects
 from headwater.nats.codec import Encoding
 from headwater.nats.errors import NatsUnavailable
 from headwater.nats.publisher import Publisher
-from headwater.nats.snapshot_chunks import runs
+from headwater.nats.snapshot_chunks import merge_runs
 from headwater.nats.subjects import Table
 from headwater.observability.metrics import ERROR, logger
-from headwater.spark.nats_bridge.snapshot_ranges import RangeFailed, Ranges, RangeTask
-from headwater.spark.nats_bridge.snapshot_record import RangeDone, Record, can_resume, missing
+from headwater.spark.nats_bridge.snapshot_ranges import RangeExecutor, RangeFailure, RangeTask
+from headwater.spark.nats_bridge.snapshot_record import RangeResult, SnapshotRecord, can_resume, missing_ranges
 
 T = TypeVar("T")
 
-# A range is at least so many blocks; a table is cut into about so many ranges at most, since each is noted.
+# The minimum size of a range in blocks, and the approximate maximum of ranges per table, since each is recorded.
 RANGE_BLOCKS: Final = 2_048
-MOST_RANGES: Final = 4_096
-MOST_TABLES: Final = 64
+MAX_RANGES: Final = 4_096
+MAX_TABLES: Final = 64
 TABLES_AT_A_TIME: Final = 4
 _TRIES_WITHOUT_PROGRESS: Final = 5
-_LONGEST_WAIT_SECONDS: Final = 10.0
+_MAX_WAIT_SECONDS: Final = 10.0
 _COMMIT_SECONDS: Final = 1.0
-_TELL_SECONDS: Final = 5.0
+_LOG_SECONDS: Final = 5.0
 _ANSWER_SECONDS: Final = 30.0
 _SAMPLE_SPOTS: Final = 8
 _SAMPLE_BLOCKS: Final = 4
@@ -52,8 +54,8 @@ _SAMPLE_ROWS: Final = 4_000
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """How far a snapshot is. How many rows there are in all is what Postgres guesses."""
+class SnapshotProgress:
+    """The progress of a snapshot. `about_rows` is Postgres' estimate of all rows."""
 
     table: str
     snapshot_id: str = ""
@@ -67,12 +69,12 @@ class Progress:
     error: str | None = None
 
 
-class Stopped(Exception):
-    """The snapshots were told to stop. What is done is kept, and resumed by whoever comes next."""
+class SnapshotsStopped(Exception):
+    """The snapshots were stopped. Completed ranges stay recorded, and the next start resumes them."""
 
 
-class _Failed(Exception):
-    """A snapshot cannot go on; `final` if trying again would not help."""
+class _AttemptFailed(Exception):
+    """An attempt failed; `final` if a retry would not help."""
 
     def __init__(self, reason: str, *, final: bool) -> None:
         super().__init__(reason)
@@ -86,13 +88,13 @@ _OUTAGES: Final = (
 
 
 class Snapshots:
-    """Takes snapshots of tables in threads of its own. `loop` is where `js` lives, in another thread."""
+    """Takes snapshots of tables in background threads. `loop` is the event loop of `js`, in another thread."""
 
     def __init__(
         self,
         js: JetStreamContext,
         loop: asyncio.AbstractEventLoop,
-        ranges: Ranges,
+        ranges: RangeExecutor,
         *,
         dsn: str,
         nats_url: str,
@@ -119,63 +121,63 @@ class Snapshots:
         self._lock: Final = threading.Lock()
         self._stopping: Final = threading.Event()
         self._running: dict[Table, Future[None]] = {}
-        self.progress: dict[Table, Progress] = {}
+        self.progress: dict[Table, SnapshotProgress] = {}
         self.completed = 0
         self.failed = 0
         self.rows_published = 0
 
-    # -- what can be asked, from any thread
+    # -- public methods, thread-safe
 
-    def start(self, table: Table) -> tuple[bool, Progress] | None:
-        """Take a snapshot of a table, or join the one that runs: whether it was joined, and how far it is.
+    def start(self, table: Table) -> tuple[bool, SnapshotProgress] | None:
+        """Start a snapshot of a table, or join the running one; return whether it was joined, and its progress.
 
-        Nothing if too many tables wait already."""
+        None if too many tables are waiting."""
         with self._lock:
             running = self._running.get(table)
             if running is not None and not running.done():
                 return True, self.progress[table]
             busy = sum(not future.done() for future in self._running.values())
-            if busy >= MOST_TABLES or self._stopping.is_set():
+            if busy >= MAX_TABLES or self._stopping.is_set():
                 return None
-            self.progress[table] = Progress(table.full_name)
+            self.progress[table] = SnapshotProgress(table.full_name)
             self._running[table] = self._tables.submit(self._take, table)
             self._running[table].add_done_callback(lambda future: self._note_mistake(table, future))
             return False, self.progress[table]
 
-    def wait(self, table: Table, seconds: float) -> Progress:
-        """Wait for the snapshot of a table that was started."""
+    def wait(self, table: Table, seconds: float) -> SnapshotProgress:
+        """Wait for the running snapshot of a table."""
         self._running[table].result(seconds)
         return self.progress[table]
 
     def stop(self) -> None:
-        """Stop what runs; it is resumed by whoever starts next. Waits for the threads."""
+        """Stop running snapshots and wait for the threads. The next start resumes them."""
         self._stopping.set()
         self._ranges.cancel()
         self._tables.shutdown(wait=True, cancel_futures=True)
         self._workers.shutdown(wait=True, cancel_futures=True)
 
-    # -- how
+    # -- internals
 
     def _take(self, table: Table) -> None:
-        """A snapshot from its beginning or from where it was left, until it is whole or cannot be."""
+        """Run attempts until the snapshot is complete or fails for good."""
         tries, wait_seconds, claimed = 0, 0.2, False
         while True:
             before = self.progress[table].ranges_done
             if claimed and not self._is_running_elsewhere(table):
-                self._tell(table, state="left")
+                self._update(table, state="left")
                 return
             try:
                 claimed = False
                 self._try(table)
                 return
-            except Stopped:
-                self._tell(table, state="left")
+            except SnapshotsStopped:
+                self._update(table, state="left")
                 return
-            except TableClaimed:
-                # It serves for this request, too. If that process dies, this one goes on in its place.
-                reason, final = "another process takes it", False
+            except TableBusy:
+                # Its snapshot serves this request, too. If that process crashes, this one continues.
+                reason, final = "another process is taking it", False
                 tries, claimed = 0, True
-            except _Failed as error:
+            except _AttemptFailed as error:
                 reason, final = str(error), error.final
             except _OUTAGES as error:
                 reason, final = str(error) or type(error).__name__, False
@@ -185,28 +187,28 @@ class Snapshots:
             if final or tries >= _TRIES_WITHOUT_PROGRESS:
                 self._fail(table, reason)
                 return
-            logger.warning("snapshot of %s goes on soon: %s", table.full_name, reason)
+            logger.warning("snapshot of %s will be retried: %s", table.full_name, reason)
             if self._stopping.wait(wait_seconds):
-                self._tell(table, state="left")
+                self._update(table, state="left")
                 return
-            wait_seconds = min(2 * wait_seconds, _LONGEST_WAIT_SECONDS)
+            wait_seconds = min(2 * wait_seconds, _MAX_WAIT_SECONDS)
 
     def _note_mistake(self, table: Table, future: Future[None]) -> None:
-        """An error that nobody foresaw must not look like a snapshot that runs."""
+        """Mark the snapshot as failed after an unexpected error, so that it does not look like a running one."""
         if not future.cancelled() and (error := future.exception()) is not None:
             self.failed += 1
-            self._tell(table, state="failed", error=f"{type(error).__name__}: {error}")
+            self._update(table, state="failed", error=f"{type(error).__name__}: {error}")
             logger.error("snapshot of %s failed", table.full_name, exc_info=error)
 
     def _is_running_elsewhere(self, table: Table) -> bool:
         try:
-            record = Record.of_document(self._ask(streams.get_snapshot(self._js, table)))
+            record = SnapshotRecord.of_document(self._ask(streams.get_snapshot(self._js, table)))
         except _OUTAGES:
             return True
         return record is None or record.state == "running"
 
     def _try(self, table: Table) -> None:
-        # The end of the stream before the snapshot: what is in the stream by now, the snapshot sees.
+        # Read the end of the stream before the snapshot: changes up to it are visible to the snapshot.
         info = self._ask(self._js.stream_info(subjects.CDC_STREAM))
         name = f"{quoted(table.schema)}.{quoted(table.name)}"
         with snapshot.open_snapshot(self._dsn, [name], claimed=True, commit_seconds=_COMMIT_SECONDS) as (
@@ -218,15 +220,15 @@ class Snapshots:
                 taken,
                 name,
                 chunk_blocks=self._range_blocks,
-                most_chunks=MOST_RANGES,
+                max_chunks=MAX_RANGES,
                 needs_key=True,
             )
             after_lsn = snapshot.current_lsn(connection)
-            known = Record.of_document(self._ask(streams.get_snapshot(self._js, table)))
+            known = SnapshotRecord.of_document(self._ask(streams.get_snapshot(self._js, table)))
             record, done = self._left(table, known, plan, str(info.created), info.state.first_seq)
             dictionary = self._dictionary(table, plan, known)
             if record is None:
-                record = Record.begun(
+                record = SnapshotRecord.create(
                     f"snap-{time.time_ns() // 1_000_000}",
                     plan,
                     after_lsn=after_lsn,
@@ -235,12 +237,12 @@ class Snapshots:
                     started_at=int(time.time()),
                     dictionary=None,
                 )
-            elif missing(record, done):
+            elif missing_ranges(record, done):
                 record = record.resumed(after_lsn=after_lsn)
             if dictionary is not None:
                 record = replace(record, dictionary=subjects.dictionary_key(table, codec.dictionary_id(dictionary)))
             self._ask(streams.put_snapshot(self._js, table, record.document()))
-            self._tell(
+            self._update(
                 table,
                 snapshot_id=record.snapshot_id,
                 state="running",
@@ -257,16 +259,16 @@ class Snapshots:
                 plan.about_rows,
             )
             done = self._publish(table, record, plan, done, dictionary)
-            # Still with the claim: nobody else may find all ranges done and the snapshot running.
+            # While the claim is held, so that no other process finds all ranges done and the snapshot still running.
             self._finish(table, record, done)
 
     def _left(
-        self, table: Table, known: Record | None, plan: Plan, stream_created: str, first_sequence: int
-    ) -> tuple[Record | None, list[RangeDone]]:
-        """The snapshot that was left unfinished, if it can be resumed; else what is left of it is dropped."""
+        self, table: Table, known: SnapshotRecord | None, plan: Plan, stream_created: str, first_sequence: int
+    ) -> tuple[SnapshotRecord | None, list[RangeResult]]:
+        """The unfinished_tables snapshot, if it can be resumed; otherwise delete its chunks and records."""
         if known is None or known.state != "running":
             return None, []
-        done = [RangeDone(**found) for found in self._ask(streams.get_ranges(self._js, table, known.snapshot_id))]
+        done = [RangeResult(**found) for found in self._ask(streams.get_ranges(self._js, table, known.snapshot_id))]
         if done and can_resume(
             known,
             fingerprint=plan.fingerprint,
@@ -280,19 +282,19 @@ class Snapshots:
         return None, []
 
     def _publish(
-        self, table: Table, record: Record, plan: Plan, done: list[RangeDone], dictionary: bytes | None
-    ) -> list[RangeDone]:
-        """Have every range that is missing read and published."""
-        described = messages.Snapshot(
+        self, table: Table, record: SnapshotRecord, plan: Plan, done: list[RangeResult], dictionary: bytes | None
+    ) -> list[RangeResult]:
+        """Run a task for each missing range, and record completed ones."""
+        described = messages.SnapshotInfo(
             table, record.snapshot_id, lsn_text(plan.snapshot.lsn), plan.snapshot.visible, record.stream_sequence
         )
-        waiting = iter(missing(record, done))
-        tasks: set[Future[RangeDone | RangeFailed]] = set()
+        waiting = iter(missing_ranges(record, done))
+        tasks: set[Future[RangeResult | RangeFailure]] = set()
         done = list(done)
-        told_at = time.monotonic()
+        logged_at = time.monotonic()
         self._count(table, done)
 
-        def next_tasks() -> Iterator[Future[RangeDone | RangeFailed]]:
+        def next_tasks() -> Iterator[Future[RangeResult | RangeFailure]]:
             while len(tasks) < self._ranges.parallel and (part := next(waiting, None)) is not None:
                 yield self._workers.submit(
                     self._ranges.run,
@@ -320,10 +322,10 @@ class Snapshots:
             for future in ended:
                 outcome = future.result()
                 if self._stopping.is_set():
-                    raise Stopped
-                if isinstance(outcome, RangeFailed):
+                    raise SnapshotsStopped
+                if isinstance(outcome, RangeFailure):
                     wait(tasks)
-                    raise _Failed(outcome.error, final=outcome.final)
+                    raise _AttemptFailed(outcome.error, final=outcome.final)
                 self._ask(
                     streams.put_range(
                         self._js,
@@ -336,8 +338,8 @@ class Snapshots:
                 done.append(outcome)
                 self.rows_published += outcome.rows
                 self._count(table, done)
-            if time.monotonic() - told_at >= _TELL_SECONDS:
-                told_at = time.monotonic()
+            if time.monotonic() - logged_at >= _LOG_SECONDS:
+                logged_at = time.monotonic()
                 now = self.progress[table]
                 logger.info(
                     "snapshot %s of %s: %s of %s ranges, %s of about %s rows, %s chunks",
@@ -347,21 +349,23 @@ class Snapshots:
                 tasks.add(task)
         return done
 
-    def _finish(self, table: Table, record: Record, done: list[RangeDone]) -> None:
-        """Say that the snapshot is whole."""
-        chunk_runs = runs([(part.first_chunk, part.chunks) for part in done])
+    def _finish(self, table: Table, record: SnapshotRecord, done: list[RangeResult]) -> None:
+        """Publish the metadata: the snapshot is complete."""
+        chunk_runs = merge_runs([(part.first_chunk, part.chunks) for part in done])
         mixed = record.is_mixed(done)
         if record.tries > 1:
-            # What was read of a range that was not finished; and what a task wrote that outlived its driver.
+            # Chunks of unfinished_tables ranges, and of tasks that outlived their driver.
             self._ask(streams.drop_chunks(self._js, table, record.snapshot_id, but=chunk_runs))
         rows, chunks = sum(part.rows for part in done), sum(part.chunks for part in done)
-        there = self._ask(streams.count_chunks(self._js, table, record.snapshot_id))
-        if there < min(chunks, streams.MOST_SUBJECTS):
-            raise _Failed(
-                f"the stream {subjects.INIT_STREAM} kept {there} of {chunks} chunks: raise what it may hold", final=True
+        stored = self._ask(streams.count_chunks(self._js, table, record.snapshot_id))
+        if stored < min(chunks, streams.MAX_LISTED_SUBJECTS):
+            raise _AttemptFailed(
+                f"the stream {subjects.INIT_STREAM} kept only {stored} of {chunks} chunks: raise its limits", final=True
             )
-        meta = messages.meta(
-            messages.Snapshot(table, record.snapshot_id, lsn_text(record.lsn), record.visible, record.stream_sequence),
+        meta = messages.meta_message(
+            messages.SnapshotInfo(
+                table, record.snapshot_id, lsn_text(record.lsn), record.visible, record.stream_sequence
+            ),
             after_lsn=lsn_text(record.after_lsn),
             batch_count=chunks,
             row_count=rows,
@@ -375,12 +379,12 @@ class Snapshots:
         self._ask(streams.put_snapshot(self._js, table, replace(record, state="done", rows=rows).document()))
         self._ask(streams.forget_ranges(self._js, table, record.snapshot_id))
         self.completed += 1
-        self._tell(table, state="done", resumed=mixed)
-        logger.info("snapshot %s of %s is whole: %s rows", record.snapshot_id, table.full_name, rows)
+        self._update(table, state="done", resumed=mixed)
+        logger.info("snapshot %s of %s is complete: %s rows", record.snapshot_id, table.full_name, rows)
 
     def _fail(self, table: Table, reason: str) -> None:
         self.failed += 1
-        self._tell(table, state="failed", error=reason)
+        self._update(table, state="failed", error=reason)
         logger.error("snapshot of %s failed: %s", table.full_name, reason)
         document = {
             "table": table.name,
@@ -390,7 +394,7 @@ class Snapshots:
             "timestamp": int(time.time()),
         }
         try:
-            record = Record.of_document(self._ask(streams.get_snapshot(self._js, table)))
+            record = SnapshotRecord.of_document(self._ask(streams.get_snapshot(self._js, table)))
             if record is not None and record.state == "running":
                 self._ask(streams.drop_chunks(self._js, table, record.snapshot_id))
                 self._ask(streams.forget_ranges(self._js, table, record.snapshot_id))
@@ -398,10 +402,10 @@ class Snapshots:
                 self._ask(streams.put_snapshot(self._js, table, failed.document()))
             self._ask(streams.publish_error(self._js, table, document, encoding=self._encoding))
         except _OUTAGES as error:
-            logger.warning("nobody could be told of it", extra={ERROR: str(error)})
+            logger.warning("the failure could not be published to NATS", extra={ERROR: str(error)})
 
-    def _dictionary(self, table: Table, plan: Plan, known: Record | None) -> bytes | None:
-        """A dictionary for the rows of this table: the one that was used for such rows before, or a new one."""
+    def _dictionary(self, table: Table, plan: Plan, known: SnapshotRecord | None) -> bytes | None:
+        """The compression dictionary of this table: the one of the last snapshot if the columns match, or a new one."""
         if not self._with_dictionary:
             return None
         if known is not None and known.dictionary is not None and known.fingerprint == plan.fingerprint:
@@ -414,7 +418,7 @@ class Snapshots:
         return dictionary
 
     def _sample(self, plan: Plan) -> list[str]:
-        """Rows from some places of the table."""
+        """Sample rows from several parts of the table."""
         spots = plan.chunks[:: max(1, len(plan.chunks) // _SAMPLE_SPOTS)][:_SAMPLE_SPOTS]
         rows: list[str] = []
         for spot in spots:
@@ -425,23 +429,23 @@ class Snapshots:
                 break
         return rows[:_SAMPLE_ROWS]
 
-    def _count(self, table: Table, done: list[RangeDone]) -> None:
-        self._tell(
+    def _count(self, table: Table, done: list[RangeResult]) -> None:
+        self._update(
             table,
             ranges_done=len(done),
             chunks=sum(part.chunks for part in done),
             rows=sum(part.rows for part in done),
         )
 
-    def _tell(self, table: Table, **changes: Any) -> None:
+    def _update(self, table: Table, **changes: Any) -> None:
         self.progress[table] = replace(self.progress[table], **changes)
 
-    def _ask(self, question: Coroutine[Any, Any, T]) -> T:
-        """The answer of NATS, from its loop."""
-        return asyncio.run_coroutine_threadsafe(question, self._loop).result(_ANSWER_SECONDS)
+    def _ask(self, request: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the loop's thread and wait for its result."""
+        return asyncio.run_coroutine_threadsafe(request, self._loop).result(_ANSWER_SECONDS)
 
 
-def unfinished(records: Mapping[Table, Mapping[str, Any] | None]) -> list[Table]:
-    """The tables whose snapshots were left running by a process that is gone, or that runs elsewhere."""
-    found = {table: Record.of_document(document) for table, document in records.items()}
+def unfinished_tables(records: Mapping[Table, Mapping[str, Any] | None]) -> list[Table]:
+    """The tables with a running snapshot, of a process that crashed or of another process."""
+    found = {table: SnapshotRecord.of_document(document) for table, document in records.items()}
     return [table for table, record in found.items() if record is not None and record.state == "running"]

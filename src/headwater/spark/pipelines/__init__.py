@@ -1,1 +1,1 @@
-"""Pipelines: the file that declares them, and running them."""
+"""Pipelines: the file that declares them, and the runner."""

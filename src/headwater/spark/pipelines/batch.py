@@ -1,4 +1,4 @@
-"""What a pipeline hands to its sinks: rows, and which part of the source they are."""
+"""The interface between a pipeline and its sinks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from headwater.capture.timeline import History
+    from headwater.capture.timeline import WalHistory
 
 Source = Literal["log", "changes"]
 OnEpochChange = Literal["stop", "rewind"]
@@ -19,24 +19,24 @@ ON_EPOCH_CHANGE: Final[tuple[OnEpochChange, ...]] = ("stop", "rewind")
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One micro-batch of one pipeline. Repeated, it has the same rows and the same `end`."""
+    """One micro-batch of one pipeline. A retry has the same rows and the same `end`."""
 
     pipeline: str
     number: int
-    """Spark's number of the micro-batch: starts again at 0 with a new checkpoint."""
+    """Spark's number of the micro-batch; it restarts at 0 with a new checkpoint."""
     end: int
-    """Where the source stands after it: the position of its last event, or the LSN before which all is read.
+    """The offset after the batch: the position of its last event, or the LSN up to which everything is read.
 
-    Never goes back within an epoch, so it is what a sink notes, with the epoch, to know a batch that it has already."""
+    It never decreases within an epoch, so a sink records it, with the epoch, to detect a repeated batch."""
     epoch: int | None = None
-    """The epoch in which `end` is a position of the log; None for an LSN."""
-    history: History | None = None
-    """The history of the server's log in which the batch was planned, if `end` is an LSN."""
+    """The epoch of `end` if it is a log position; None for an LSN."""
+    history: WalHistory | None = None
+    """The cluster and timeline on which the batch was planned, if `end` is an LSN."""
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
-    """What a sink is made with, besides its own options."""
+class SinkContext:
+    """What a sink gets besides its options."""
 
     spark: SparkSession
     pipeline: str
@@ -45,28 +45,28 @@ class Context:
     dsn: str
     nats_url: str | None
     directory: Path
-    """Relative paths in the pipeline's file are meant from here."""
+    """The base of relative paths in the pipeline file."""
     sink_number: int = 0
-    """Which of the pipeline's sinks it is: two of one kind keep apart by it what they note."""
+    """The index of the sink in its pipeline; it separates the records of two sinks of one kind."""
     on_epoch_change: OnEpochChange = "stop"
-    """What a sink outside of the database does that holds events which the log has lost."""
+    """What a sink outside of the database does if it holds events that the log has lost."""
     rewound_in: int | None = None
-    """The epoch in which the pipeline was last set back from a history that the log lost."""
+    """The epoch in which the pipeline was last rewound because the log had lost events."""
     ask_to_stop: Callable[[], None] = field(default=lambda: None)
     """Asks the runner to end this pipeline after the current batch."""
 
 
 class Sink(Protocol):
-    """Where the rows of a pipeline go. Made as `Kind(options, context)`, used in the driver.
+    """A sink of a pipeline. Created as `Kind(options, context)` and used in the driver.
 
-    Options that make no sense are InvalidRequest when it is made, before anything is touched.
+    The constructor raises InvalidRequest for invalid options, without side effects.
     """
 
     def prepare(self) -> None:
-        """Make what is missing, refuse what cannot work. Called once, before the first batch."""
+        """Create missing resources; raise if the sink cannot work. Called once, before the first batch."""
 
     def write(self, rows: DataFrame, batch: Batch) -> Mapping[str, int]:
-        """Make the rows durable, once, however often the batch is repeated; says what it counted, by name."""
+        """Store the rows durably, exactly once even if the batch is repeated; return counters by name."""
 
     def close(self) -> None:
-        """Let go of connections."""
+        """Close connections."""

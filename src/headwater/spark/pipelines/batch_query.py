@@ -1,4 +1,4 @@
-"""A query whose batches go to sinks: starting it, what it reports, and what is behind its failure."""
+"""A streaming query that writes its batches to sinks: start, progress, and the cause of a failure."""
 
 from __future__ import annotations
 
@@ -21,27 +21,38 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from pyspark.sql.streaming.query import StreamingQuery
 
-    from headwater.spark.pipelines.transform import Transformed
+    from headwater.spark.pipelines.transform import TransformResult
 
 POLL_SECONDS: Final = 0.1
 _OURS: Final = re.compile(r"headwater\.(?:\w+\.)*(?P<kind>[A-Z]\w+): (?P<message>[^\n]+(?:\n  [^\n]+)?)")
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
-    """A batch that is in all sinks."""
+class BatchResult:
+    """A batch that all sinks have stored."""
 
     batch: int
     rows: int
     seconds: float
-    place: int
+    offset: int
     milliseconds: Mapping[str, int]
     epoch: int | None = None
-    """The epoch of the place, where that is a position of the log."""
+    """The epoch of the offset, if that is a log position."""
+
+    def document(self) -> dict[str, Any]:
+        """The batch as it is recorded and reported; the offset is stored under the name of its SQL column, `place`."""
+        return {
+            "batch": self.batch,
+            "rows": self.rows,
+            "seconds": self.seconds,
+            "place": self.offset,
+            "milliseconds": self.milliseconds,
+            "epoch": self.epoch,
+        }
 
 
-class Batches:
-    """Hands the batches of one pipeline's query to its sinks, and keeps what went wrong with one."""
+class BatchWriter:
+    """Writes the batches of one pipeline's query to its sinks, and remembers the error of a failed one."""
 
     def __init__(self, pipeline: str, checkpoint: Checkpoint, sinks: Sequence[Sink]) -> None:
         self._pipeline: Final = pipeline
@@ -51,13 +62,13 @@ class Batches:
 
     def start(
         self,
-        stream: Transformed,
+        stream: TransformResult,
         *,
         name: str,
         trigger: Mapping[str, Any],
         around: Callable[[Callable[[], None]], None] = lambda write: write(),
     ) -> StreamingQuery:
-        """Start the query. `around` is called for each batch with what writes it."""
+        """Start the query. For each batch, `around` is called with a function that writes it."""
 
         def on_batch(rows: DataFrame, number: int) -> None:
             around(lambda: self._write(rows, number))
@@ -75,22 +86,22 @@ class Batches:
             end = self._checkpoint.end_of(number)
             write_to_all(self._sinks, rows, Batch(self._pipeline, number, *end))
         except BaseException as error:
-            # Spark hands on only the text of it.
+            # Spark passes on only the text of the error.
             self._failure = error
             raise
 
-    def explained(self, error: Exception) -> Exception:
-        """The error of ours that is behind what Spark says, or the first line of what it says."""
+    def explain(self, error: Exception) -> Exception:
+        """Headwater's error behind a Spark error, or an error with Spark's message."""
         inner = self._failure
         if isinstance(inner, HeadwaterError):
             return inner
         if isinstance(error, StreamingQueryException):
-            return explained(str(inner) if inner is not None else str(error))
+            return explain(str(inner) if inner is not None else str(error))
         return error
 
 
 def write_to_all(sinks: Sequence[Sink], rows: DataFrame, batch: Batch) -> None:
-    """Hand a batch to each sink, in their order. The source is read once, and so is what a query keeps of it."""
+    """Write a batch to each sink, in order. The rows are cached, so that the source is read only once."""
     if len(sinks) == 1:
         sinks[0].write(rows, batch)
         return
@@ -102,26 +113,26 @@ def write_to_all(sinks: Sequence[Sink], rows: DataFrame, batch: Batch) -> None:
         kept.unpersist()
 
 
-def watched(query: StreamingQuery, *, place: int | None) -> Iterator[Done | None]:
-    """Each batch that moves the source on from `place`, or has rows; None while there is none.
+def watch_batches(query: StreamingQuery, *, offset: int | None) -> Iterator[BatchResult | None]:
+    """Yield each batch that has rows or advances the source from `offset`; None while there is none.
 
-    Ends with the query, and raises what ended it.
+    Ends with the query, and raises its error.
     """
     last = -1
     while True:
         ended = query.awaitTermination(POLL_SECONDS)  # type: ignore[arg-type]
         for progress in query.recentProgress:
-            reached = place_in(progress)
+            reached = offset_in(progress)
             if progress["batchId"] <= last or not (
-                progress["numInputRows"] or reached is None or reached.position != place
+                progress["numInputRows"] or reached is None or reached.position != offset
             ):
                 continue
             last = progress["batchId"]
             if reached is not None:
-                place = reached.position
+                offset = reached.position
                 milliseconds = dict(progress["durationMs"])
                 seconds = milliseconds.get("triggerExecution", 0) / 1000
-                yield Done(last, progress["numInputRows"], seconds, place, milliseconds, reached.epoch)
+                yield BatchResult(last, progress["numInputRows"], seconds, offset, milliseconds, reached.epoch)
         if ended:
             failure = query.exception()
             if failure is not None:
@@ -130,8 +141,8 @@ def watched(query: StreamingQuery, *, place: int | None) -> Iterator[Done | None
         yield None
 
 
-def place_in(progress: Mapping[str, Any]) -> Offset | None:
-    """Where the source stands after a batch."""
+def offset_in(progress: Mapping[str, Any]) -> Offset | None:
+    """The source's end offset in a query progress; None if there is none."""
     sources = progress.get("sources") or []
     offset = sources[0].get("endOffset") if sources else None
     if isinstance(offset, str):
@@ -143,13 +154,13 @@ def place_in(progress: Mapping[str, Any]) -> Offset | None:
     return Offset(value, epoch if isinstance(epoch, int) else None) if isinstance(value, int) else None
 
 
-def explained(text: str) -> HeadwaterError:
-    """What went wrong, out of a text that holds tracebacks of Java and Python: the last error of ours in it."""
+def explain(text: str) -> HeadwaterError:
+    """The error in a text with Java and Python tracebacks: the last one of Headwater, or the last line of an error."""
     found = list(_OURS.finditer(text))
     if found:
         kind = getattr(errors, found[-1]["kind"], HeadwaterError)
         message, _, hint = found[-1]["message"].partition("\n  ")
         return kind(message, hint=hint or None) if issubclass(kind, HeadwaterError) else HeadwaterError(message)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    said = next((line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception): ", line)), None)
-    return HeadwaterError(said or (lines[0] if lines else "the query ended without a reason"))
+    last = next((line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception): ", line)), None)
+    return HeadwaterError(last or (lines[0] if lines else "the query ended without an error message"))

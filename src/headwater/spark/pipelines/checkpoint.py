@@ -1,4 +1,4 @@
-"""What a query's checkpoint says: where each of its batches ends. Read as Spark wrote it, wherever it lies."""
+"""Reads the end offsets of batches from a Spark checkpoint, on any file system that Spark supports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from headwater.capture.timeline import WalPlace
+from headwater.capture.timeline import WalPosition
 from headwater.errors import HeadwaterError
 from headwater.spark.epochs import Offset
 
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The directory of one query, on any file system that Spark knows."""
+    """The checkpoint directory of one query."""
 
     spark: SparkSession
     directory: str
 
     def end_of(self, batch: int) -> Offset:
-        """Where a batch ends that Spark has planned: it writes that down before it runs the batch."""
+        """The end offset of a planned batch: Spark writes it before it runs the batch."""
         end = end_in(self._text(f"offsets/{batch}"))
         if end is None:
-            raise HeadwaterError(f"the checkpoint {self.directory} does not say where batch {batch} ends")
+            raise HeadwaterError(f"the checkpoint {self.directory} has no end offset of batch {batch}")
         return end
 
     def last_end(self) -> Offset | None:
-        """Where the last batch that was planned ends; None if there is none."""
+        """The end offset of the last planned batch; None if there is none."""
         number = self._last_number("offsets")
         return None if number is None else self.end_of(number)
 
     def last_done(self) -> Offset | None:
-        """Where the last batch ends that is in all sinks, as Spark has noted; None if there is none."""
+        """The end offset of the last committed batch, which all sinks have stored; None if there is none."""
         number = self._last_number("commits")
         return None if number is None else self.end_of(number)
 
@@ -48,12 +48,12 @@ class Checkpoint:
         return max(numbers, default=None)
 
     def delete(self) -> None:
-        """Remove what lies under this name, of a history in which the name was given before."""
+        """Delete this checkpoint: files of a lost history that used the same checkpoint epoch."""
         own = self._path()
         own.getFileSystem(self._configuration()).delete(own, True)
 
     def delete_older(self) -> None:
-        """Remove the checkpoints of earlier generations, which lie beside this one."""
+        """Delete the checkpoints of earlier checkpoint epochs, in sibling directories."""
         own = self._path()
         parent = own.getParent()
         files = parent.getFileSystem(self._configuration())
@@ -85,7 +85,7 @@ class Checkpoint:
 
 
 def end_in(text: str) -> Offset | None:
-    """The end that a file of offsets names: its last line is the source's offset."""
+    """The offset in an offsets file of Spark: its last line is the source's offset."""
     for line in reversed(text.strip().splitlines()):
         try:
             offset = json.loads(line)
@@ -96,6 +96,6 @@ def end_in(text: str) -> Offset | None:
                 epoch = offset.get("epoch")
                 return Offset(offset["position"], epoch if isinstance(epoch, int) else None)
             if isinstance(offset.get("lsn"), int):
-                place = WalPlace.parse(offset)
-                return Offset(place.lsn, history=place.history)
+                wal_position = WalPosition.parse(offset)
+                return Offset(wal_position.lsn, history=wal_position.history)
     return None

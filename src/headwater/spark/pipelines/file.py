@@ -1,4 +1,4 @@
-"""The file that declares pipelines: YAML to values, with everything that is wrong with it said at once. No I/O here."""
+"""Parses the YAML file that declares pipelines, and reports all problems at once. No I/O."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SOURCES: Final[Mapping[str, frozenset[str]]] = {
     "changes": frozenset({"tables", "slot", "publication", "max_bytes", "snapshot"}),
 }
 SINKS: Final = ("topic", "nats", "lake", "table")
-# What these hold is in the same database as the log, and goes back with it.
+# These sinks are in the same database as the log, so they lose the same events in a failover or restore.
 IN_DATABASE: Final = frozenset({"topic", "table"})
 FILE_KEYS: Final = frozenset({"postgres", "nats", "checkpoints", "spark", "pipelines"})
 PIPELINE_KEYS: Final = frozenset({"from", "transform", "to", "every_seconds", "on_epoch_change"})
@@ -31,7 +31,7 @@ _VARIABLE: Final = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 @dataclass(frozen=True, slots=True)
 class SinkSpec:
-    """Where rows go: a kind of sink, and its options as the file has them."""
+    """A declared sink: its kind, and its options from the file."""
 
     kind: str
     options: Mapping[str, Any]
@@ -39,7 +39,7 @@ class SinkSpec:
 
 @dataclass(frozen=True, slots=True)
 class PipelineSpec:
-    """One pipeline as it is declared."""
+    """A declared pipeline."""
 
     name: str
     source: Source
@@ -52,7 +52,7 @@ class PipelineSpec:
 
     @property
     def definition(self) -> dict[str, Any]:
-        """What may be shown of it: no addresses, which may hold passwords."""
+        """The declaration without addresses, which may contain passwords."""
         return {
             "from": {self.source: dict(self.source_options)},
             "transform": None if self.transform is None else dict(self.transform),
@@ -72,7 +72,7 @@ class PipelineSpec:
 
 @dataclass(frozen=True, slots=True)
 class PipelineFile:
-    """Everything that a file declares."""
+    """The contents of a pipeline file."""
 
     postgres: str | None
     nats: str | None
@@ -81,38 +81,38 @@ class PipelineFile:
     pipelines: tuple[PipelineSpec, ...]
 
     def chosen(self, names: list[str]) -> tuple[PipelineSpec, ...]:
-        """The pipelines of these names; without names, all."""
+        """The pipelines with these names; all if there are no names."""
         known = {spec.name: spec for spec in self.pipelines}
         missing = [name for name in names if name not in known]
         if missing:
             raise PipelineNotFound(
-                f"the file declares no pipeline {', '.join(missing)}", hint=f"It declares {', '.join(known)}."
+                f"the file does not declare the pipeline {', '.join(missing)}", hint=f"It declares {', '.join(known)}."
             )
         return tuple(known[name] for name in names) if names else self.pipelines
 
 
 def parse(text: str, environment: Mapping[str, str]) -> PipelineFile:
-    """What a file says. `${NAME}` in it stands for a variable of the environment."""
+    """Parse a file. `${NAME}` is replaced by the environment variable NAME."""
     try:
         document = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise InvalidRequest(f"the file is not YAML: {error}") from None
+        raise InvalidRequest(f"the file is not valid YAML: {error}") from None
     if not isinstance(document, dict):
-        raise InvalidRequest("the file declares nothing", hint="It is a mapping with the key pipelines.")
+        raise InvalidRequest("the file has no declarations", hint="Write a mapping with the key pipelines.")
     problems: list[str] = []
     document = _filled(document, environment, "", problems)
     problems += _unknown(document, FILE_KEYS, "")
     for name in ("postgres", "nats", "checkpoints"):
         if not isinstance(document.get(name, ""), str):
-            problems.append(f"{name}: is not a text")
+            problems.append(f"{name}: expected a text")
     settings = document.get("spark") or {}
     if not isinstance(settings, dict):
-        problems.append("spark: is not a mapping of settings")
+        problems.append("spark: expected a mapping of settings")
         settings = {}
     declared = document.get("pipelines")
     specs: list[PipelineSpec] = []
     if not isinstance(declared, dict) or not declared:
-        problems.append("pipelines: declares none")
+        problems.append("pipelines: expected a mapping of at least one pipeline")
     else:
         for name, body in declared.items():
             spec = _pipeline(str(name), body, problems)
@@ -134,9 +134,9 @@ def _pipeline(name: str, body: Any, problems: list[str]) -> PipelineSpec | None:
     where = f"pipelines.{name}"
     before = len(problems)
     if not _NAME.fullmatch(name):
-        problems.append(f"{where}: a name is 1 to 100 letters, digits, dots, dashes or underscores")
+        problems.append(f"{where}: invalid name: expected 1 to 100 letters, digits, dots, dashes or underscores")
     if not isinstance(body, dict):
-        problems.append(f"{where}: is not a mapping with from and to")
+        problems.append(f"{where}: expected a mapping with from and to")
         return None
     problems += _unknown(body, PIPELINE_KEYS, where)
     source, source_options = _source(body.get("from"), f"{where}.from", problems)
@@ -145,16 +145,16 @@ def _pipeline(name: str, body: Any, problems: list[str]) -> PipelineSpec | None:
     if transform is not None:
         _check_transform(transform, f"{where}.transform", problems)
         if any(sink.options.get("archive") for sink in sinks):
-            # Retention would take for archived what the transform has left out.
-            problems.append(f"{where}: an archive holds events as they are; leave out transform, or archive")
+            # Retention would treat events that the transform filtered out as archived.
+            problems.append(f"{where}: an archive cannot be combined with a transform; remove one of them")
     every = body.get("every_seconds", DEFAULT_EVERY_SECONDS)
     if isinstance(every, bool) or not isinstance(every, int | float) or not 0 <= every <= 86_400:
-        problems.append(f"{where}.every_seconds: is {every!r}, not a number of seconds")
+        problems.append(f"{where}.every_seconds: {every!r}: expected 0 to 86400 seconds")
         every = DEFAULT_EVERY_SECONDS
-    # What only sinks in the same database have is lost with the events: they need not be looked after.
+    # Sinks in the same database lose the rows together with the events, so rewinding needs no attention.
     on_epoch_change = body.get("on_epoch_change", "rewind" if {sink.kind for sink in sinks} <= IN_DATABASE else "stop")
     if on_epoch_change not in ON_EPOCH_CHANGE:
-        problems.append(f"{where}.on_epoch_change: is {on_epoch_change!r}, not one of {', '.join(ON_EPOCH_CHANGE)}")
+        problems.append(f"{where}.on_epoch_change: {on_epoch_change!r}: expected {' or '.join(ON_EPOCH_CHANGE)}")
     if len(problems) > before:
         return None
     return PipelineSpec(
@@ -163,69 +163,69 @@ def _pipeline(name: str, body: Any, problems: list[str]) -> PipelineSpec | None:
 
 
 def _source(declared: Any, where: str, problems: list[str]) -> tuple[str, Mapping[str, Any]]:
-    # A source without options may be written as its bare name.
+    # A source without options may be given by its name alone.
     declared = {declared: {}} if isinstance(declared, str) else declared
     if not isinstance(declared, dict) or len(declared) != 1 or next(iter(declared)) not in SOURCES:
-        problems.append(f"{where}: names one source, {' or '.join(SOURCES)}")
+        problems.append(f"{where}: expected one source, {' or '.join(SOURCES)}")
         return "", {}
     ((kind, options),) = declared.items()
     options = {} if options is None else options
     if not isinstance(options, dict):
-        problems.append(f"{where}.{kind}: is not a mapping of options")
+        problems.append(f"{where}.{kind}: expected a mapping of options")
         return kind, {}
     problems += _unknown(options, SOURCES[kind], f"{where}.{kind}")
     for name in ("topics", "tables"):
         if name in options:
             names = options[name] if isinstance(options[name], list) else [options[name]]
             if not names or not all(isinstance(one, str) and one for one in names):
-                problems.append(f"{where}.{kind}.{name}: is a list of names")
+                problems.append(f"{where}.{kind}.{name}: expected a list of names")
             options = {**options, name: names}
     for name in ("after", "max_events", "max_bytes", "partitions"):
         value = options.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-            problems.append(f"{where}.{kind}.{name}: is {value!r}, not a whole number")
+            problems.append(f"{where}.{kind}.{name}: {value!r}: expected a whole number")
     for name in ("from_end", "skip_expired", "snapshot"):
         if not isinstance(options.get(name, False), bool):
-            problems.append(f"{where}.{kind}.{name}: is {options[name]!r}, neither true nor false")
+            problems.append(f"{where}.{kind}.{name}: {options[name]!r}: expected true or false")
     if kind == "changes" and not options.get("tables") and not options.get("publication"):
-        problems.append(f"{where}.changes: needs tables, or a publication that exists")
+        problems.append(f"{where}.changes: expected tables, or an existing publication")
     if kind == "changes" and options.get("snapshot") and not options.get("tables"):
-        problems.append(f"{where}.changes: a snapshot needs to be told its tables")
+        problems.append(f"{where}.changes: a snapshot requires tables")
     return kind, options
 
 
 def _sinks(declared: Any, where: str, problems: list[str]) -> Iterator[SinkSpec]:
-    # One sink, a mapping of several kinds, or a list, where a kind may come more than once.
+    # One sink, a mapping of several kinds, or a list, in which a kind may occur more than once.
     parts = declared if isinstance(declared, list) else [declared]
     if not declared:
-        problems.append(f"{where}: names no sink; there are {', '.join(SINKS)}")
+        problems.append(f"{where}: expected a sink: {', '.join(SINKS)}")
         return
     for part in parts:
         whole = {part: {}} if isinstance(part, str) else part
         if not isinstance(whole, dict):
-            problems.append(f"{where}: {part!r} is no sink; there are {', '.join(SINKS)}")
+            problems.append(f"{where}: unknown sink {part!r}: expected {', '.join(SINKS)}")
             continue
         for kind, options in whole.items():
             if kind not in SINKS:
-                problems.append(f"{where}: {kind!r} is no sink; there are {', '.join(SINKS)}")
+                problems.append(f"{where}: unknown sink {kind!r}: expected {', '.join(SINKS)}")
             elif options is not None and not isinstance(options, dict):
-                problems.append(f"{where}.{kind}: is not a mapping of options")
+                problems.append(f"{where}.{kind}: expected a mapping of options")
             else:
                 yield SinkSpec(kind, options or {})
 
 
 def _check_transform(declared: Any, where: str, problems: list[str]) -> None:
     if not isinstance(declared, dict) or sum(kind in declared for kind in TRANSFORMS) != 1:
-        problems.append(f"{where}: has either sql or python")
+        problems.append(f"{where}: expected either sql or python")
         return
     problems += _unknown(declared, TRANSFORM_KEYS, where)
     for kind in TRANSFORMS:
         if kind in declared and not (isinstance(declared[kind], str) and declared[kind].strip()):
-            problems.append(f"{where}.{kind}: is not a text")
+            problems.append(f"{where}.{kind}: expected a text")
 
 
 def _shared_slots(specs: list[PipelineSpec]) -> Iterator[str]:
-    """Two pipelines that read one slot would each miss what the other took."""
+    """Two pipelines that share a slot: each would miss the changes that the other has confirmed."""
     owners: dict[str, str] = {}
     for spec in specs:
         if spec.source != "changes":
@@ -238,11 +238,11 @@ def _shared_slots(specs: list[PipelineSpec]) -> Iterator[str]:
 def _unknown(mapping: Mapping[Any, Any], known: frozenset[str], where: str) -> Iterator[str]:
     for key in mapping:
         if key not in known:
-            yield f"{where + '.' if where else ''}{key}: is not known here; known are {', '.join(sorted(known))}"
+            yield f"{where + '.' if where else ''}{key}: unknown key: expected {', '.join(sorted(known))}"
 
 
 def _filled(value: Any, environment: Mapping[str, str], where: str, problems: list[str]) -> Any:
-    """The document with variables in the place of their names."""
+    """The document with environment variables substituted."""
     if isinstance(value, dict):
         return {
             key: _filled(item, environment, f"{where}.{key}" if where else str(key), problems)
@@ -255,7 +255,7 @@ def _filled(value: Any, environment: Mapping[str, str], where: str, problems: li
 
     def variable(found: re.Match[str]) -> str:
         if found.group(1) not in environment:
-            problems.append(f"{where}: the environment has no {found.group(1)}")
+            problems.append(f"{where}: the environment variable {found.group(1)} is not set")
             return ""
         return environment[found.group(1)]
 
@@ -263,5 +263,5 @@ def _filled(value: Any, environment: Mapping[str, str], where: str, problems: li
 
 
 def _spark_value(value: Any) -> str:
-    # YAML's true is Spark's "true".
+    # Spark expects "true" for YAML's true.
     return str(value).lower() if isinstance(value, bool) else str(value)

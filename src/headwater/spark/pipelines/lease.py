@@ -1,4 +1,4 @@
-"""Keeping the lease of a pipeline while it is run."""
+"""Renews the lease of a pipeline while it runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from headwater import calls
+from headwater.calls import pipeline_runs
 from headwater.errors import HeadwaterError, LeaseLost
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def kept_lease(
+def hold_lease(
     log: Headwater,
     pipeline: str,
     token: int,
@@ -26,23 +26,23 @@ def kept_lease(
     on_lost: Callable[[], None],
     on_stop: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
-    """Renews a lease for the block, then gives it back. Says when it is lost, and when somebody asked to stop."""
+    """Renew a lease during the block, then release it. Calls `on_lost` when it is lost, `on_stop` on a stop request."""
     done = threading.Event()
     seconds = lease.total_seconds()
 
     def renew() -> None:
         kept_until = time.monotonic() + seconds
         while not done.wait(seconds / 3):
-            asked = time.monotonic()
+            renewed_at = time.monotonic()
             try:
-                if log.run(calls.renew_pipeline(pipeline, token, lease=lease)):
+                if log.run(pipeline_runs.renew_pipeline(pipeline, token, lease=lease)):
                     on_stop()
-                kept_until = asked + seconds
+                kept_until = renewed_at + seconds
             except LeaseLost:
                 on_lost()
                 return
             except HeadwaterError:
-                # No connection: it is ours until its time is over, and then perhaps another's.
+                # Without a connection, the lease is valid until it expires; then another runner may take it.
                 if time.monotonic() > kept_until:
                     on_lost()
                     return
@@ -54,6 +54,6 @@ def kept_lease(
     finally:
         done.set()
         thread.join(seconds)
-        # Without a connection for it, the lease runs out by itself.
+        # If this fails, the lease expires by itself.
         with suppress(HeadwaterError):
-            log.run(calls.release_pipeline(pipeline, token))
+            log.run(pipeline_runs.release_pipeline(pipeline, token))

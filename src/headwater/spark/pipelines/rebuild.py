@@ -1,21 +1,21 @@
-"""Building the tables of a pipeline anew, from the beginning of the log, while the old ones are served."""
+"""Rebuilds the tables of a pipeline from the start of the log, while the old tables stay in use."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from pyspark.errors import PySparkException
 
 import headwater
-from headwater import calls
+from headwater.calls import log as log_calls
+from headwater.calls import pipeline_runs
 from headwater.errors import InvalidRequest, LeaseLost, PipelineNotFound
-from headwater.spark.pipelines.batch_query import Batches, watched
+from headwater.spark.pipelines.batch_query import BatchWriter, watch_batches
 from headwater.spark.pipelines.checkpoint import Checkpoint
-from headwater.spark.pipelines.lease import kept_lease
+from headwater.spark.pipelines.lease import hold_lease
 from headwater.spark.pipelines.runner import Report, Settings, context_of, source_rows
 from headwater.spark.pipelines.transform import Transform
 from headwater.spark.sinks import table
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from headwater.spark.pipelines.file import PipelineSpec
 
 
-def refuse_unfit(spec: PipelineSpec) -> None:
-    """Say why a pipeline cannot be rebuilt, if it cannot."""
+def check_rebuildable(spec: PipelineSpec) -> None:
+    """Raise InvalidRequest if a pipeline cannot be rebuilt."""
     if spec.source != "log":
         raise InvalidRequest(
-            f"{spec.name} captures changes, which are gone once they are read",
-            hint="Let changes go to a topic, and make the table from that.",
+            f"{spec.name} captures changes, which cannot be read again",
+            hint="Write the changes to a topic, and build the table from that topic.",
         )
     others = sorted({sink.kind for sink in spec.sinks} - {"table"})
     if others:
         raise InvalidRequest(
-            f"{spec.name} also writes to {', '.join(others)}, which cannot be built anew beside what is there",
-            hint="Give the table a pipeline of its own.",
+            f"{spec.name} also writes to {', '.join(others)}, which cannot be rebuilt",
+            hint="Move the table to a separate pipeline.",
         )
 
 
@@ -49,26 +49,26 @@ def rebuild(
     *,
     report: Callable[[Report], None] = lambda _: None,
 ) -> Mapping[str, int]:
-    """Build all tables of a pipeline anew and put them in the place of the old ones; says what that changed.
+    """Rebuild all tables of a pipeline and swap them with the old ones; return counts of what changed.
 
-    The pipeline may go on running meanwhile. For the last stretch its lease is taken, so that the old tables stand
-    still; then whoever ran it goes on from where the rebuild was. A rebuild that is killed has changed nothing.
+    The pipeline may keep running. To finish, the rebuild takes its lease, so that the old tables do not change; then
+    the runner of the pipeline continues with the checkpoint of the rebuild. A rebuild that is killed changes nothing.
     """
-    refuse_unfit(spec)
+    check_rebuildable(spec)
     with headwater.connect(settings.dsn, pool_size=2) as log:
-        known = {status.name for status in log.run(calls.pipeline_statuses())}
+        known = {status.name for status in log.run(pipeline_runs.pipeline_statuses())}
         if spec.name not in known:
             raise PipelineNotFound(
-                f"{spec.name} was never run on this database", hint="Run it: there is nothing to rebuild."
+                f"{spec.name} was never run on this database", hint="Run it first: there is nothing to rebuild."
             )
-        # In another one, what was built so far may be lost, and the rebuild ends with EpochChanged.
-        epoch = log.run(calls.current_epoch())
-        generation = table.begin_rebuild(log, spec.name)
-        checkpoint = Checkpoint(spark, settings.checkpoint_of(spec.name, generation))
-        # A number that was given in a lost history may be given again.
+        # In another epoch, rows built so far may be lost, and the rebuild ends with EpochChanged.
+        epoch = log.run(log_calls.current_epoch())
+        checkpoint_epoch = table.begin_rebuild(log, spec.name)
+        checkpoint = Checkpoint(spark, settings.checkpoint_of(spec.name, checkpoint_epoch))
+        # A checkpoint epoch of a lost history may be assigned again.
         checkpoint.delete()
-        catch_up(spark, spec, settings, checkpoint, generation, report, epoch=epoch)
-        return _switch(log, spark, spec, settings, checkpoint, generation, report, epoch)
+        catch_up(spark, spec, settings, checkpoint, checkpoint_epoch, report, epoch=epoch)
+        return _switch(log, spark, spec, settings, checkpoint, checkpoint_epoch, report, epoch)
 
 
 def _switch(
@@ -77,20 +77,25 @@ def _switch(
     spec: PipelineSpec,
     settings: Settings,
     checkpoint: Checkpoint,
-    generation: int,
+    checkpoint_epoch: int,
     report: Callable[[Report], None],
     epoch: int,
 ) -> Mapping[str, int]:
-    token = log.run(calls.take_pipeline(spec.name, f"{settings.runner} (rebuild)", lease=settings.lease))
+    token = log.run(pipeline_runs.take_pipeline(spec.name, f"{settings.runner} (rebuild)", lease=settings.lease))
     lost = threading.Event()
-    with kept_lease(log, spec.name, token, settings.lease, on_lost=lost.set):
-        # What is stable now, the last stretch will have read, whether it finds an event there or not.
-        read_to = log.run(calls.log_state(spec.source_options.get("topics"))).settled
-        end = catch_up(spark, spec, settings, checkpoint, generation, report, epoch=epoch)
+    with hold_lease(log, spec.name, token, settings.lease, on_lost=lost.set):
+        # The last catch-up reads at least to the current stable position, whether events are there or not.
+        read_to = log.run(log_calls.log_state(spec.source_options.get("topics"))).stable
+        end = catch_up(spark, spec, settings, checkpoint, checkpoint_epoch, report, epoch=epoch)
         if lost.is_set():
-            raise LeaseLost(f"another took {spec.name} before its tables could be switched", hint="Rebuild it again.")
-        # The lease ends with it: whoever stands by goes on with the checkpoint of the rebuild.
-        return table.switch(log, spec.name, generation=generation, caught_up_to=end, read_to=read_to, epoch=epoch)
+            raise LeaseLost(
+                f"another runner took the lease of {spec.name} before its tables were switched",
+                hint="Rebuild it again.",
+            )
+        # This also ends the lease: a standby runner continues with the checkpoint of the rebuild.
+        return table.switch(
+            log, spec.name, checkpoint_epoch=checkpoint_epoch, caught_up_to=end, read_to=read_to, epoch=epoch
+        )
 
 
 def catch_up(
@@ -98,32 +103,36 @@ def catch_up(
     spec: PipelineSpec,
     settings: Settings,
     checkpoint: Checkpoint,
-    generation: int,
+    checkpoint_epoch: int,
     report: Callable[[Report], None],
     *,
     epoch: int | None = None,
 ) -> int:
-    """Run the pipeline into its new tables until everything that is there now is through; says up to where."""
+    """Run the pipeline into its new tables until all current events are processed; return the last position."""
     stream = Transform.parse(spec.transform, directory=settings.directory).apply(
         source_rows(spark, spec, settings.dsn, epoch=epoch), spec.source
     )
     with ExitStack() as stack:
         sinks = []
-        for place, sink_spec in enumerate(spec.sinks):
-            sink = table.TableSink(sink_spec.options, context_of(spark, spec, settings, place), rebuild=generation)
+        for number, sink_spec in enumerate(spec.sinks):
+            sink = table.TableSink(
+                sink_spec.options, context_of(spark, spec, settings, number), rebuild=checkpoint_epoch
+            )
             stack.callback(sink.close)
             sink.prepare()
             sinks.append(sink)
-        batches = Batches(spec.name, checkpoint, sinks)
+        batches = BatchWriter(spec.name, checkpoint, sinks)
         ended = checkpoint.last_end()
         begun = None if ended is None else ended.position
-        query = batches.start(stream, name=f"{spec.name} rebuild {generation} {begun}", trigger={"availableNow": True})
+        query = batches.start(
+            stream, name=f"{spec.name} rebuild {checkpoint_epoch} {begun}", trigger={"availableNow": True}
+        )
         stack.callback(query.stop)
         try:
-            for done in watched(query, place=begun):
+            for done in watch_batches(query, offset=begun):
                 if done is not None and done.rows:
-                    report(Report(spec.name, spec.source, "batch", asdict(done)))
+                    report(Report(spec.name, spec.source, "batch", done.document()))
         except PySparkException as error:
-            raise batches.explained(error) from error
+            raise batches.explain(error) from error
     last = checkpoint.last_end()
     return 0 if last is None else last.position

@@ -1,4 +1,10 @@
-"""Running pipelines: each under its lease, started again when it fails, stopped between two batches."""
+"""Runs pipelines: each under a lease, restarted after failures, stopped between two batches.
+
+A `Runner` has one `PipelineRun` thread per pipeline. Its states: standing by (another runner holds the lease), running
+a query, waiting before a retry, ended. For each query, `_begin` decides whether Spark's checkpoint fits the database or
+the query starts after the recorded offset with a new checkpoint epoch. Invariants: only the holder of the lease writes;
+a query never continues from a checkpoint of a lost history; a batch is recorded after all sinks have stored it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -19,9 +25,11 @@ from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 
 import headwater
-from headwater import calls
+from headwater.calls import log as log_calls
+from headwater.calls import pipeline_runs
+from headwater.calls import pipeline_runs as pipeline_runs_calls
 from headwater.capture.slot import Slot
-from headwater.capture.timeline import WalPlace
+from headwater.capture.timeline import WalPosition
 from headwater.errors import (
     HeadwaterError,
     InvalidRequest,
@@ -31,21 +39,21 @@ from headwater.errors import (
     ProjectionRebuilt,
     SlotLost,
 )
-from headwater.spark.epochs import HistoryLost, common_position, history_lost
-from headwater.spark.pipelines.batch import Context, Sink, Source
-from headwater.spark.pipelines.batch_query import Batches, Done, watched
+from headwater.spark.epochs import HistoryLost, common_position, history_lost_error
+from headwater.spark.pipelines.batch import Sink, SinkContext, Source
+from headwater.spark.pipelines.batch_query import BatchResult, BatchWriter, watch_batches
 from headwater.spark.pipelines.checkpoint import Checkpoint
 from headwater.spark.pipelines.file import IN_DATABASE, PipelineSpec
-from headwater.spark.pipelines.lease import kept_lease
-from headwater.spark.pipelines.snapshot_load import load_snapshots, unseen
-from headwater.spark.pipelines.transform import Transform, Transformed
+from headwater.spark.pipelines.lease import hold_lease
+from headwater.spark.pipelines.snapshot_load import load_snapshots, not_in_snapshots
+from headwater.spark.pipelines.transform import Transform, TransformResult
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
 
     from headwater import Headwater
-    from headwater.model import PipelineClaim
+    from headwater.calls.pipeline_runs import PipelineClaim
 
 SINKS: Final[Mapping[str, tuple[str, str]]] = {
     "topic": ("headwater.spark.sinks.topic", "TopicSink"),
@@ -54,27 +62,27 @@ SINKS: Final[Mapping[str, tuple[str, str]]] = {
     "table": ("headwater.spark.sinks.table", "TableSink"),
 }
 
-LONGEST_PAUSE_SECONDS: Final = 60.0
+MAX_PAUSE_SECONDS: Final = 60.0
 FAILURES_OF_ONE_RUN: Final = 3
-# What may go wrong while a query is run, and may go well the next time.
+# Errors of a query that may be transient.
 FAILURES: Final = (HeadwaterError, PySparkException, Py4JError, psycopg.Error, OSError)
 
-What = Literal["started", "standing by", "snapshot", "batch", "failed", "stopped", "done", "ended"]
+ReportKind = Literal["started", "standing by", "snapshot", "batch", "failed", "stopped", "done", "ended"]
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What happened to a pipeline, for whoever shows it."""
+    """An event in the life of a pipeline, for display."""
 
     pipeline: str
     source: Source
-    what: What
+    what: ReportKind
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How pipelines are run, whichever they are."""
+    """Settings that apply to all pipelines of a run."""
 
     dsn: str
     nats_url: str | None
@@ -84,29 +92,29 @@ class Settings:
     lease_seconds: float = 15.0
     grace_seconds: float = 60.0
     once: bool = False
-    """End when everything that was there at the start is through."""
+    """End when everything that existed at the start is processed."""
 
     @property
     def lease(self) -> timedelta:
         return timedelta(seconds=self.lease_seconds)
 
-    def checkpoint_of(self, name: str, generation: int) -> str:
-        """Where a pipeline's checkpoint is: any URI that Spark can write to, or a directory beside the file."""
+    def checkpoint_of(self, name: str, checkpoint_epoch: int) -> str:
+        """The path of a pipeline's checkpoint: a URI that Spark can write to, or a directory next to the file."""
         root = self.checkpoints
         if "://" not in root:
             root = str((self.directory / Path(root).expanduser()).resolve())
-        return f"{root.rstrip('/')}/{name}/{generation}"
+        return f"{root.rstrip('/')}/{name}/{checkpoint_epoch}"
 
 
-def make_sink(kind: str, options: Mapping[str, Any], context: Context) -> Sink:
-    """A sink from its options; InvalidRequest for those that make no sense."""
+def make_sink(kind: str, options: Mapping[str, Any], context: SinkContext) -> Sink:
+    """Create a sink from its options; InvalidRequest if they are invalid."""
     module, name = SINKS[kind]
     sink: Sink = getattr(import_module(module), name)(options, context)
     return sink
 
 
 class Runner:
-    """Runs pipelines side by side in one Spark session, until they end or `stop` is called."""
+    """Runs pipelines in parallel in one Spark session, until they end or `stop` is called."""
 
     def __init__(
         self,
@@ -119,12 +127,12 @@ class Runner:
         self._runs: Final = [PipelineRun(spark, spec, settings, report) for spec in specs]
 
     def run(self) -> None:
-        """Returns when every pipeline has ended; raises what ended the first of those that failed for good."""
+        """Return when all pipelines have ended; raise the error of the first one that failed for good."""
         threads = [threading.Thread(target=run.run, name=f"pipeline {run.name}", daemon=True) for run in self._runs]
         for thread in threads:
             thread.start()
         for thread in threads:
-            # In turns, since a wait without an end would not let signals through.
+            # Short waits, because an unbounded wait would block signals.
             while thread.is_alive():
                 thread.join(0.2)
         for run in self._runs:
@@ -132,20 +140,20 @@ class Runner:
                 raise run.error
 
     def stop(self) -> None:
-        """Ask all pipelines to end after their batch. Returns at once."""
+        """Ask all pipelines to end after their current batch. Returns immediately."""
         for run in self._runs:
             run.stop()
 
 
 class PipelineRun:
-    """One pipeline: waits for its lease, then runs its query and starts it again when it fails."""
+    """One pipeline: waits for its lease, then runs its query and restarts it after failures."""
 
     def __init__(
         self, spark: SparkSession, spec: PipelineSpec, settings: Settings, report: Callable[[Report], None]
     ) -> None:
         self.name: Final = spec.name
-        # Until it has ended as it should: a mistake of ours ends its thread, with a traceback.
-        self.error: Exception | None = HeadwaterError(f"{spec.name} ended by a mistake in Headwater; see above")
+        # Replaced when `run` returns. It remains if a bug in Headwater ends the thread with a traceback.
+        self.error: Exception | None = HeadwaterError(f"{spec.name} ended by a bug in Headwater; see the traceback")
         self._spark: Final = spark
         self._spec: Final = spec
         self._settings: Final = settings
@@ -154,29 +162,29 @@ class PipelineRun:
         self._lost: Final = threading.Event()
         self._batch: Final = threading.Lock()
         self._checkpoint = Checkpoint(spark, "")
-        self._batches: Batches | None = None
-        self._place: int | None = None
+        self._batches: BatchWriter | None = None
+        self._offset: int | None = None
         self._rewound_in: int | None = None
 
     def stop(self) -> None:
         self._stop.set()
 
     def run(self) -> None:
-        """Until it is stopped, is through, or fails for good: then `error` says why."""
+        """Run until the pipeline is stopped, is done, or fails for good; then `error` is the reason."""
         try:
             with headwater.connect(self._settings.dsn, pool_size=2) as log:
                 self._run(log)
             self.error = None
         except FAILURES as error:
             self.error = error
-            self._tell("ended", error=str(error))
+            self._emit("ended", error=str(error))
 
     def _run(self, log: Headwater) -> None:
-        start, told = True, False
+        start, reported = True, False
         while not self._stop.is_set():
             try:
                 claim = log.run(
-                    calls.claim_pipeline(
+                    pipeline_runs.claim_pipeline(
                         self.name,
                         self._settings.runner,
                         lease=self._settings.lease,
@@ -196,22 +204,23 @@ class PipelineRun:
                     break
                 if self._settings.once:
                     raise PipelineBusy(
-                        f"{self.name} is run by {claim.held_by} now", hint="Stop it, or run without --once to stand by."
+                        f"{self.name} is already running: {claim.held_by} holds its lease",
+                        hint="Stop it, or run without --once to stand by.",
                     )
-                if not told:
-                    self._tell("standing by", runner=claim.held_by)
-                told = True
+                if not reported:
+                    self._emit("standing by", runner=claim.held_by)
+                reported = True
                 self._stop.wait(min(1.0, self._settings.lease_seconds / 3))
                 continue
-            told = False
+            reported = False
             self._lost.clear()
-            with kept_lease(
+            with hold_lease(
                 log, self.name, claim.token, self._settings.lease, on_lost=self._lost.set, on_stop=self._stop.set
             ):
                 self._work(log, claim, claim.token)
             if not self._lost.is_set():
                 break
-        self._tell("done" if self._settings.once and not self._stop.is_set() else "stopped", place=self._place)
+        self._emit("done" if self._settings.once and not self._stop.is_set() else "stopped", place=self._offset)
 
     def _ending(self) -> bool:
         return self._stop.is_set() or self._lost.is_set()
@@ -219,34 +228,36 @@ class PipelineRun:
     # -- the query
 
     def _work(self, log: Headwater, claim: PipelineClaim, token: int) -> None:
-        self._place, self._rewound_in = claim.place, claim.rewound_in
-        self._use_checkpoint(claim.generation)
+        self._offset, self._rewound_in = claim.place, claim.rewound_in
+        self._use_checkpoint(claim.checkpoint_epoch)
         in_a_row = 0
         while not self._ending():
             try:
                 self._run_query(log, token)
                 return
             except FAILURES as error:
-                failure = error if self._batches is None else self._batches.explained(error)
+                failure = error if self._batches is None else self._batches.explain(error)
                 if self._ending():
                     return
                 if isinstance(failure, LeaseLost | ProjectionRebuilt):
-                    # Another has it; or its tables were built anew, with a checkpoint of their own. Claim it again.
+                    # Another runner has the lease, or the tables were rebuilt with a new checkpoint. Claim it again.
                     self._lost.set()
                     return
                 if java_is_gone(self._spark):
-                    raise SparkGone("Spark's Java has ended", hint="Start the command again: it goes on.") from error
+                    raise SparkSessionLost(
+                        "Spark's Java process has ended", hint="Run the command again: it continues."
+                    ) from error
                 in_a_row += 1
                 with suppress(HeadwaterError):
-                    in_a_row = log.run(calls.record_failure(self.name, token, str(failure))) or in_a_row
+                    in_a_row = log.run(pipeline_runs.record_failure(self.name, token, str(failure))) or in_a_row
                 if is_final(failure) or (self._settings.once and in_a_row >= FAILURES_OF_ONE_RUN):
                     raise failure from error
-                pause = min(LONGEST_PAUSE_SECONDS, 0.5 * 2 ** min(in_a_row, 10))
-                self._tell("failed", error=str(failure), failures=in_a_row, again_in_seconds=pause)
+                pause = min(MAX_PAUSE_SECONDS, 0.5 * 2 ** min(in_a_row, 10))
+                self._emit("failed", error=str(failure), failures=in_a_row, again_in_seconds=pause)
                 self._pause(pause)
 
-    def _use_checkpoint(self, generation: int) -> None:
-        self._checkpoint = Checkpoint(self._spark, self._settings.checkpoint_of(self.name, generation))
+    def _use_checkpoint(self, checkpoint_epoch: int) -> None:
+        self._checkpoint = Checkpoint(self._spark, self._settings.checkpoint_of(self.name, checkpoint_epoch))
         self._checkpoint.delete_older()
 
     def _pause(self, seconds: float) -> None:
@@ -256,8 +267,8 @@ class PipelineRun:
 
     def _run_query(self, log: Headwater, token: int) -> None:
         self._batches = None
-        # First: what is found out from here on holds in this epoch, and the source ends the query in any other.
-        epoch = log.run(calls.current_epoch()) if self._spec.source == "log" else None
+        # Read the epoch first: all decisions below hold in this epoch, and the source ends the query in any other.
+        epoch = log.run(log_calls.current_epoch()) if self._spec.source == "log" else None
         begin = self._begin(log, epoch)
         self._rewound_in = begin.rewound_in or self._rewound_in
         with ExitStack() as stack:
@@ -268,82 +279,84 @@ class PipelineRun:
                 sinks.append(sink)
             for sink in sinks:
                 sink.prepare()
-            # Still ours: what they have prepared for is what this claim's checkpoint belongs to.
-            log.run(calls.renew_pipeline(self.name, token, lease=self._settings.lease))
+            # Check that the lease is still held, so that the sinks were prepared for this claim's checkpoint.
+            log.run(pipeline_runs_calls.renew_pipeline(self.name, token, lease=self._settings.lease))
             stream = self._stream(log, token, sinks, begin, epoch)
-            self._batches = Batches(self.name, self._checkpoint, sinks)
+            self._batches = BatchWriter(self.name, self._checkpoint, sinks)
             query = self._start(self._batches, stream)
             stack.callback(self._end, query)
-            self._tell("started", place=self._place)
+            self._emit("started", place=self._offset)
             self._watch(query, log, token)
-        if self._spec.source == "changes" and self._place is not None and not self._lost.is_set():
-            # Spark tells the source of a batch only with the next one; the server need not keep it until then.
+        if self._spec.source == "changes" and self._offset is not None and not self._lost.is_set():
+            # Spark commits a batch to the source only with the next one. Advance the slot now to release the WAL.
             done, slot = self._checkpoint.last_done(), slot_of(self._spec, self._settings.dsn)
             if done is not None:
                 with suppress(HeadwaterError):
-                    slot.verify(WalPlace(done.position, done.history))
+                    slot.verify(WalPosition(done.position, done.history))
                     slot.advance(done.position)
 
-    def _context(self, number: int) -> Context:
+    def _context(self, number: int) -> SinkContext:
         return context_of(
             self._spark, self._spec, self._settings, number, rewound_in=self._rewound_in, ask_to_stop=self.stop
         )
 
-    def _begin(self, log: Headwater, epoch: int | None) -> Begin:
-        """Where the query goes on: with its checkpoint, if that fits to the database as it is now."""
+    def _begin(self, log: Headwater, epoch: int | None) -> StartPoint:
+        """Decide where the query continues: with its checkpoint, if that fits the current state of the database."""
         planned = self._checkpoint.last_end()
-        if self._spec.source == "changes" and (planned is not None or self._place is not None):
-            # Before anything makes a slot where it is missing. It has read before, so that would leave out changes.
+        if self._spec.source == "changes" and (planned is not None or self._offset is not None):
+            # Raise SlotLost before a missing slot is created: the pipeline has read before and would skip changes.
             slot_of(self._spec, self._settings.dsn).state()
         if planned is None:
-            return Begin(self._place, None if self._place is None else "its checkpoint is gone")
+            return StartPoint(self._offset, None if self._offset is None else "its checkpoint is missing")
         if epoch is not None and planned.epoch not in (None, epoch):
             done, in_database = self._checkpoint.last_done(), any(sink.kind in IN_DATABASE for sink in self._spec.sinks)
             topics = self._spec.source_options.get("topics")
             common = common_position(log, planned, topics)
             if common < planned.position:
                 if self._spec.on_epoch_change == "stop":
-                    raise history_lost(self.name, "sinks", planned, present=epoch, common=common)
-                after = self._place if in_database or done is None else common_position(log, done, topics)
-                return Begin(after, "the log has lost events that it read", renew=True, rewound_in=epoch)
-            if in_database and done is not None and (self._place is None or self._place < done.position):
-                # The events are there, and what the sinks had made of them is perhaps not.
-                return Begin(self._place, "the database has lost what was done since", renew=True)
-        if self._place is not None and planned.position < self._place:
-            # It is of an earlier run, before another machine took over.
-            return Begin(self._place, "its checkpoint is older than what was done since", renew=True)
-        return Begin(None, None)
+                    raise history_lost_error(self.name, "sinks", planned, present=epoch, common=common)
+                after = self._offset if in_database or done is None else common_position(log, done, topics)
+                return StartPoint(after, "the log has lost events that it read", renew=True, rewound_in=epoch)
+            if in_database and done is not None and (self._offset is None or self._offset < done.position):
+                # The log has the events, but the database may have lost the rows that the sinks made of them.
+                return StartPoint(self._offset, "the database has lost later batches", renew=True)
+        if self._offset is not None and planned.position < self._offset:
+            # The checkpoint belongs to an earlier run, before another machine took over.
+            return StartPoint(self._offset, "its checkpoint is older than the recorded offset", renew=True)
+        return StartPoint(None, None)
 
     def _stream(
-        self, log: Headwater, token: int, sinks: Sequence[Sink], begin: Begin, epoch: int | None
-    ) -> Transformed:
-        """What goes to the sinks, from where it was left; with a checkpoint that fits to that."""
+        self, log: Headwater, token: int, sinks: Sequence[Sink], begin: StartPoint, epoch: int | None
+    ) -> TransformResult:
+        """The rows for the sinks, from where the query continues; starts a new checkpoint epoch if needed."""
         rows = source_rows(self._spark, self._spec, self._settings.dsn, after=begin.after, epoch=epoch)
         if self._spec.source_options.get("snapshot"):
             slot = slot_of(self._spec, self._settings.dsn)
             snapshots = load_snapshots(
-                self._spark, log, slot, self._spec, token, sinks, tell=lambda **about: self._tell("snapshot", **about)
+                self._spark, log, slot, self._spec, token, sinks, report=lambda **about: self._emit("snapshot", **about)
             )
-            rows = rows.where(unseen(slot.dsn, snapshots))
+            rows = rows.where(not_in_snapshots(slot.dsn, snapshots))
         transform = Transform.parse(self._spec.transform, directory=self._settings.directory)
         result = transform.apply(rows, self._spec.source)
         if begin.lacking and result.stateful:
             raise InvalidRequest(
-                f"{self.name} keeps state from batch to batch, and {begin.lacking}",
-                hint=f"Bring back {self._checkpoint.directory}, or run: headwater pipeline rebuild {self.name}",
+                f"{self.name} keeps state between batches and cannot continue: {begin.lacking}",
+                hint=f"Restore {self._checkpoint.directory}, or run: headwater pipeline rebuild {self.name}",
             )
         if begin.renew:
-            self._use_checkpoint(log.run(calls.renew_generation(self.name, token, rewound_in=begin.rewound_in)))
-            # A number that was given in a lost history may be given again.
+            self._use_checkpoint(
+                log.run(pipeline_runs_calls.renew_checkpoint_epoch(self.name, token, rewound_in=begin.rewound_in))
+            )
+            # A checkpoint epoch of a lost history may be assigned again.
             self._checkpoint.delete()
         return result
 
-    def _start(self, batches: Batches, stream: Transformed) -> StreamingQuery:
+    def _start(self, batches: BatchWriter, stream: TransformResult) -> StreamingQuery:
         def around(write: Callable[[], None]) -> None:
-            # Locked, so that whoever stops the query can wait for the end of a batch.
+            # Locked, so that `_end` can wait for the end of a batch.
             with self._batch:
                 if self._ending():
-                    raise Stopping
+                    raise QueryStopped
                 write()
 
         every = {"processingTime": f"{self._spec.every_seconds} seconds"}
@@ -351,57 +364,57 @@ class PipelineRun:
         return batches.start(stream, name=self.name, trigger=trigger, around=around)
 
     def _watch(self, query: StreamingQuery, log: Headwater, token: int) -> None:
-        """Until the query ends: tell and record its batches."""
-        for done in watched(query, place=self._place):
+        """Report and record the batches of a query until it ends."""
+        for done in watch_batches(query, offset=self._offset):
             if done is not None:
                 self._note(done, log, token)
             elif self._ending():
                 return
 
-    def _note(self, done: Done, log: Headwater, token: int) -> None:
-        self._place = done.place
-        details = asdict(done)
+    def _note(self, done: BatchResult, log: Headwater, token: int) -> None:
+        self._offset = done.offset
+        details = done.document()
         try:
-            call = calls.record_batch(
-                self.name, token, place=done.place, rows=done.rows, details=details, epoch=done.epoch
+            call = pipeline_runs_calls.record_batch(
+                self.name, token, place=done.offset, rows=done.rows, details=details, epoch=done.epoch
             )
             log.run(call)
         except LeaseLost:
             self._lost.set()
         except HeadwaterError as error:
             details["unrecorded"] = str(error)
-        self._tell("batch", **details)
+        self._emit("batch", **details)
 
     def _end(self, query: StreamingQuery) -> None:
-        """Stop a query after its batch, or at once if the pipeline is another's now."""
+        """Stop a query after its batch, or immediately if the lease is lost."""
         patience = 0.0 if self._lost.is_set() else self._settings.grace_seconds
         if self._batch.acquire(timeout=patience) if patience else self._batch.acquire(blocking=False):
             self._batch.release()
-            # What is left is to note that the batch is done; without it, it would be repeated.
+            # Let Spark commit the batch to its checkpoint; otherwise it would be repeated.
             until = time.monotonic() + min(patience, 5.0)
             while query.isActive and query.status["isTriggerActive"] and time.monotonic() < until:
                 time.sleep(0.02)
-        with suppress(Exception):  # it has ended, or the JVM has
+        with suppress(Exception):  # the query or the JVM has already ended
             query.stop()
 
-    def _tell(self, what: What, **details: Any) -> None:
+    def _emit(self, what: ReportKind, **details: Any) -> None:
         self._report(Report(self.name, self._spec.source, what, details))
 
 
 @dataclass(frozen=True, slots=True)
-class Begin:
-    """Where a query begins: after a position instead of its checkpoint, if that is `lacking`."""
+class StartPoint:
+    """Where a query starts. `lacking` is the reason for starting after an offset instead of the checkpoint."""
 
     after: int | None
     lacking: str | None
     renew: bool = False
-    """Whether there is a checkpoint, which must not be used."""
+    """Whether an existing checkpoint must be replaced by a new checkpoint epoch."""
     rewound_in: int | None = None
-    """The present epoch, if the log has lost events that the pipeline has read."""
+    """The current epoch, if the log has lost events that the pipeline has read."""
 
 
-class SparkGone(HeadwaterError):
-    """The session is dead, and a process has only one."""
+class SparkSessionLost(HeadwaterError):
+    """The Spark session has ended. A process cannot start another one."""
 
 
 def java_is_gone(spark: SparkSession) -> bool:
@@ -412,8 +425,8 @@ def java_is_gone(spark: SparkSession) -> bool:
     return False
 
 
-class Stopping(Exception):
-    """Ends a query that is to start no more batches."""
+class QueryStopped(Exception):
+    """Raised in a batch to end a query that must not start more batches."""
 
 
 def slot_of(spec: PipelineSpec, dsn: str) -> Slot:
@@ -429,10 +442,10 @@ def context_of(
     *,
     rewound_in: int | None = None,
     ask_to_stop: Callable[[], None] = lambda: None,
-) -> Context:
-    """What the sink of this number is made with."""
+) -> SinkContext:
+    """The context of the sink with this number."""
     own = {"slot": spec.slot} if spec.source == "changes" else {}
-    return Context(
+    return SinkContext(
         spark=spark,
         pipeline=spec.name,
         source=spec.source,
@@ -450,13 +463,13 @@ def context_of(
 def source_rows(
     spark: SparkSession, spec: PipelineSpec, dsn: str, *, after: int | None = None, epoch: int | None = None
 ) -> DataFrame:
-    """The stream of a pipeline's source: without a checkpoint it begins after a position, or where the file says.
+    """The stream of a pipeline's source. Without a checkpoint it starts after `after`, or where the file declares.
 
-    In another epoch than this, the query ends."""
+    In another epoch than `epoch`, the query ends."""
     given = spec.source_options
     if spec.source == "changes":
         slot = slot_of(spec, dsn)
-        # Where it begins is the slot's to say: it keeps whatever was not yet durable in the sinks.
+        # The slot determines the start: it retains everything that is not durable in the sinks yet.
         options = {"slot": slot.name, "publication": slot.publication, "tables": ",".join(given.get("tables", ()))}
         names = {"max_bytes": "maxBytesPerTrigger"}
     else:
@@ -479,10 +492,10 @@ def source_rows(
 
 
 def option_text(value: Any) -> str:
-    """A value of the file as an option of Spark."""
+    """A value of the file as a Spark option."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def is_final(error: Exception) -> bool:
-    """Whether trying again cannot help: somebody has to change something first."""
+    """Whether a retry cannot help without intervention."""
     return isinstance(error, InvalidRequest | SlotLost | HistoryLost)

@@ -1,4 +1,4 @@
-"""Loading whole tables into the sinks of a pipeline before their changes, and which changes are in them already."""
+"""Loads whole tables into the sinks of a pipeline before their changes, and filters changes that the load contains."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 from pyspark.sql import Column
 from pyspark.sql import functions as f
 
-from headwater import calls
+from headwater.calls import pipeline_runs
+from headwater.calls import pipeline_runs as pipeline_runs_calls
+from headwater.calls.pipeline_runs import PipelineSnapshot
 from headwater.capture.connection import connect
 from headwater.capture.queries import query
 from headwater.capture.slot import Slot
 from headwater.errors import InvalidRequest
-from headwater.model import PipelineSnapshot
 from headwater.spark.formats import table as formats_table
 from headwater.spark.pipelines.batch import Batch, Sink
 from headwater.spark.pipelines.file import PipelineSpec
@@ -24,14 +25,14 @@ if TYPE_CHECKING:
     from headwater import Headwater
 
 _ROUND: Final = 1 << 32
-"""Transactions are numbered in 32 bits where changes are told, and in 64 where snapshots are."""
+"""Changes have 32-bit transaction ids, snapshots have 64-bit ones."""
 
 
-class LoadingSink(Protocol):
-    """A sink that can take a whole table."""
+class SnapshotSink(Protocol):
+    """A sink that can load a whole table."""
 
     def write_snapshot(self, rows: DataFrame, table: str, batch: Batch) -> int:
-        """Replace what the sink has of a table by these rows; says how many there were. Repeating it is harmless."""
+        """Replace the sink's rows of a table by these rows; return their number. Idempotent."""
 
 
 def load_snapshots(
@@ -42,55 +43,55 @@ def load_snapshots(
     token: int,
     sinks: Sequence[Sink],
     *,
-    tell: Callable[..., None],
+    report: Callable[..., None],
 ) -> list[PipelineSnapshot]:
-    """Load each table that this pipeline has not loaded yet; then all of them, as they were loaded."""
+    """Load each table that this pipeline has not loaded yet; return the snapshots of all tables."""
     tables: list[str] = list(spec.source_options["tables"])
     unable = [kind.kind for kind, sink in zip(spec.sinks, sinks, strict=True) if not hasattr(sink, "write_snapshot")]
     if unable:
         raise InvalidRequest(
-            f"{', '.join(unable)} cannot take whole tables",
-            hint="Leave out snapshot: the changes from now on are taken; or use the sink lake with keep: current.",
+            f"the sink {', '.join(unable)} cannot load whole tables",
+            hint="Remove snapshot to capture only changes from now on, or use the sink lake with keep: current.",
         )
-    # The slot before the snapshot: what commits after it is in the one or in the other.
-    done = {snapshot.table: snapshot for snapshot in log.run(calls.pipeline_snapshots(spec.name))}
-    # A new slot would leave out what was committed since the first of them was loaded.
+    # Create the slot before the snapshot: each later commit is in the snapshot or in the changes.
+    done = {snapshot.table: snapshot for snapshot in log.run(pipeline_runs_calls.pipeline_snapshots(spec.name))}
+    # If some tables are loaded, a new slot would skip changes since then.
     start = slot.prepare(tables, create_slot=not done).confirmed_lsn
     for table in tables:
         if table in done:
             continue
-        tell(table=table, state="loading")
-        with formats_table.opened(slot.dsn, [table]) as options:
+        report(table=table, state="loading")
+        with formats_table.shared_snapshot(slot.dsn, [table]) as options:
             rows = spark.read.format("headwater.table").options(**options).load()
-            # Its end is the stream's start, since what the sink notes must not hide any change.
+            # The end is the start of the stream, so that the offset that the sink records does not hide changes.
             batch = Batch(spec.name, -1, start)
-            counts = [cast(LoadingSink, sink).write_snapshot(rows, table, batch) for sink in sinks]
+            counts = [cast(SnapshotSink, sink).write_snapshot(rows, table, batch) for sink in sinks]
             visible = options["snapshotVisible"]
         after = slot.end_of_log()
         loaded = PipelineSnapshot(table, visible, after, counts[0])
-        log.run(calls.record_snapshot(spec.name, token, loaded))
+        log.run(pipeline_runs.record_snapshot(spec.name, token, loaded))
         done[table] = loaded
-        tell(table=table, state="loaded", rows=counts[0])
+        report(table=table, state="loaded", rows=counts[0])
     return [done[table] for table in tables]
 
 
-def unseen(dsn: str, snapshots: Sequence[PipelineSnapshot]) -> Column:
-    """The condition on captured changes that they are not in the snapshot of their table."""
+def not_in_snapshots(dsn: str, snapshots: Sequence[PipelineSnapshot]) -> Column:
+    """A Spark condition: the change is not in the snapshot of its table."""
     condition = f.lit(True)
     with connect(dsn) as connection:
         for snapshot in snapshots:
             found = connection.execute(query("table_name"), {"table": snapshot.table}).fetchone()
             if found is None:
-                continue  # it was dropped, and has no changes any more
-            condition = condition & ~seen(snapshot, schema=found[1], table=found[2])
+                continue  # the table was dropped and has no more changes
+            condition = condition & ~is_in_snapshot(snapshot, schema=found[1], table=found[2])
     return condition
 
 
-def seen(snapshot: PipelineSnapshot, *, schema: str, table: str) -> Column:
-    """The condition that a change is one of this table which its snapshot saw."""
+def is_in_snapshot(snapshot: PipelineSnapshot, *, schema: str, table: str) -> Column:
+    """A Spark condition: the change belongs to this table and is visible in its snapshot."""
     xmin, xmax, running = snapshot.visible.split(":")
     first_open, end = int(xmin), int(xmax)
-    # The number nearest to the snapshot's that ends in these 32 bits.
+    # Extend the 32-bit id to the 64-bit id nearest to the snapshot's.
     half = _ROUND // 2
     xid: Any = f.lit(end) + (f.pmod(f.col("xid") - f.lit(end) + f.lit(half), f.lit(_ROUND)) - f.lit(half))
     ended = xid < f.lit(end)

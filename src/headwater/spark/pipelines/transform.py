@@ -1,4 +1,4 @@
-"""Transforms: what a pipeline makes of its rows, in SQL or in Python, and how Spark has to run that."""
+"""Transforms of a pipeline, in SQL or Python, and the output mode in which Spark has to run them."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ Mode = Literal["append", "update", "complete"]
 OPTIONS: Final = ("sql", "python", "mode")
 MODES: Final[tuple[Mode, ...]] = ("append", "update", "complete")
 VIEWS: Final[Mapping[Source, str]] = {"log": "events", "changes": "changes"}
-PLACES: Final[Mapping[Source, str]] = {"log": "position", "changes": "commit_lsn"}
-"""The column of each source that says where in it a row stands."""
+OFFSET_COLUMNS: Final[Mapping[Source, str]] = {"log": "position", "changes": "commit_lsn"}
+"""The column of each source with the offset of a row."""
 
-# What is known of a column travels with it as metadata, which Spark keeps as long as a column is only passed on.
-PLACE: Final = "headwater.place"
+# Properties of a column are stored in its metadata, which Spark keeps while a column is only passed on.
+OFFSET: Final = "headwater.offset"
 DERIVED: Final = "headwater.derived"
 STATEFUL: Final = "headwater.stateful"
 
-# Operators of Spark's plans that remember something from batch to batch, and the mode in which each gives its rows.
+# Operators of Spark's plans that keep state between batches, and the output mode that each requires.
 _WITH_STATE: Final[Mapping[str, Mode]] = {
     "Aggregate": "update",
     "Distinct": "update",
@@ -47,68 +47,69 @@ _WITH_STATE: Final[Mapping[str, Mode]] = {
     "DeduplicateWithinWatermark": "append",
     "GlobalLimit": "append",
 }
-# These are told their mode by whoever wrote them.
+# The user sets the mode of these operators.
 _WITH_OWN_MODE: Final = ("GroupsWithState", "InPandasWithState", "TransformWithState")
 
-# The view is the session's: two transforms at once would see each other's.
-_one_view_at_a_time = threading.Lock()
+# Temporary views belong to the session, so only one transform may be analyzed at a time.
+_view_lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
-class Transformed:
-    """The rows that go to the sinks, and how the query that makes them has to be run."""
+class TransformResult:
+    """The rows for the sinks, and how to run their query."""
 
     rows: DataFrame
     mode: Mode
     stateful: bool
-    """Its results rest on what earlier batches left in the checkpoint: without that, it must begin from the start."""
+    """Whether the query keeps state in its checkpoint; without the checkpoint it must start from the beginning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transform:
-    """SQL over the view `events` or `changes`, or a function from DataFrame to DataFrame; neither: rows as they are."""
+    """SQL over the view `events` or `changes`, or a function from DataFrame to DataFrame, or neither."""
 
     sql: str | None = None
     python: str | None = None
     mode: Mode | None = None
     directory: Path | None = None
-    """Where the function's module may lie, besides where Python looks anyway."""
+    """An additional directory for importing the function's module."""
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None, *, directory: Path | None = None) -> Transform:
-        """What the options of a transform say; InvalidRequest if they make no sense."""
+        """Parse the options of a transform; InvalidRequest if they are invalid."""
         if options is None:
             return cls(directory=directory)
         if not isinstance(options, Mapping):
             raise InvalidRequest(
-                f"the transform is {options!r}", hint='Write transform: {sql: "select ... from events"}.'
+                f"invalid transform {options!r}: expected a mapping",
+                hint='Write transform: {sql: "select ... from events"}.',
             )
         refuse_unknown_keys(options, OPTIONS, "a transform")
         sql, python, mode = (options.get(name) for name in OPTIONS)
         if (sql is None) == (python is None):
-            raise InvalidRequest("a transform is either sql or python", hint="Give one of them.")
+            raise InvalidRequest("invalid transform: expected either sql or python")
         for name, text in (("sql", sql), ("python", python)):
             if text is not None and not (isinstance(text, str) and text.strip()):
-                raise InvalidRequest(f"the transform's {name} is {text!r}, not a text")
+                raise InvalidRequest(f"the transform's {name} is {text!r}: expected a text")
         if python is not None and not re.fullmatch(r"[\w.]+:\w+", python):
             raise InvalidRequest(
                 f"the transform's python is {python!r}", hint="Write package.module:function, as in totals:by_customer."
             )
         if mode is not None and mode not in MODES:
-            raise InvalidRequest(f"the transform's mode is {mode!r}", hint=f"Known are {', '.join(MODES)}.")
+            raise InvalidRequest(f"the transform's mode is {mode!r}: expected {', '.join(MODES)}")
         return cls(sql, python, mode, directory)
 
-    def apply(self, rows: DataFrame, source: Source) -> Transformed:
-        """The transform of a source's rows, streaming or not; InvalidRequest that shows the place if it is refused."""
+    def apply(self, rows: DataFrame, source: Source) -> TransformResult:
+        """Apply the transform to rows, streaming or not; InvalidRequest with the line of SQL if Spark rejects it."""
         if self.sql is not None:
             result = self._by_sql(with_data(rows, source), VIEWS[source])
         elif self.python is not None:
             result = self._by_function(with_data(rows, source), self.python)
         else:
-            return Transformed(_with_place(rows, source), self.mode or "append", False)
+            return TransformResult(_with_offset(rows, source), self.mode or "append", False)
         if rows.isStreaming and not result.isStreaming:
             raise InvalidRequest(
-                f"the transform does not read the {VIEWS[source]}",
+                f"the transform does not read {VIEWS[source]}",
                 hint=f"Select from {VIEWS[source]}: {self.sql or self.python}",
             )
         result = _without_helpers(result, rows)
@@ -119,35 +120,35 @@ class Transform:
         if result.isStreaming:
             with _refusals(self.sql, self.python):
                 _refuse_impossible(result, mode)
-        return Transformed(result, mode, bool(needs))
+        return TransformResult(result, mode, bool(needs))
 
     def _by_sql(self, rows: DataFrame, view: str) -> DataFrame:
         assert self.sql is not None
         spark = rows.sparkSession
-        with _one_view_at_a_time, _refusals(self.sql, None):
+        with _view_lock, _refusals(self.sql, None):
             rows.createOrReplaceTempView(view)
             try:
                 return spark.sql(self.sql)
             finally:
                 spark.catalog.dropTempView(view)
 
-    def _by_function(self, rows: DataFrame, place: str) -> DataFrame:
+    def _by_function(self, rows: DataFrame, name: str) -> DataFrame:
         function = self.function()
         try:
             takes = len(inspect.signature(function).parameters)
         except (TypeError, ValueError):
             takes = 1
-        with _refusals(None, place):
+        with _refusals(None, name):
             result = function(rows, rows.sparkSession) if takes >= 2 else function(rows)
         if not isinstance(result, DataFrame):
             raise InvalidRequest(
-                f"the function {place} gave {type(result).__name__}, not a DataFrame",
-                hint="Return the DataFrame that goes to the sinks.",
+                f"the function {name} returned {type(result).__name__}: expected a DataFrame",
+                hint="Return the DataFrame for the sinks.",
             )
         return result
 
     def function(self) -> Callable[..., Any]:
-        """The function that the transform names; InvalidRequest if there is none."""
+        """Import the function of the transform; InvalidRequest if it does not exist."""
         assert self.python is not None
         module_name, _, name = self.python.partition(":")
         if self.directory is not None and str(self.directory) not in sys.path:
@@ -157,10 +158,10 @@ class Transform:
         except (ImportError, SyntaxError) as error:
             raise InvalidRequest(
                 f"the transform {self.python} cannot be imported: {error}",
-                hint="The module must be beside the pipelines' file, or installed.",
+                hint="The module must be next to the pipeline file, or installed.",
             ) from error
         if self.directory is not None and _lies_in(module.__file__, self.directory):
-            # Spark's workers do not look beside the pipelines' file: what they need of it is sent to them.
+            # Spark's workers cannot import modules next to the pipeline file, so the code is sent to them.
             register_pickle_by_value(sys.modules[module_name.partition(".")[0]])  # type: ignore[no-untyped-call]
         function = getattr(module, name, None)
         if not callable(function):
@@ -168,27 +169,27 @@ class Transform:
         return function  # type: ignore[no-any-return]
 
 
-def transformed(
+def apply_transform(
     options: Mapping[str, Any] | None, rows: DataFrame, *, source: Source, directory: Path | None = None
 ) -> tuple[DataFrame, Mode]:
-    """The rows that the options make of a source's rows, and the mode in which the query has to be run."""
+    """Apply the transform in `options`; return the rows and the output mode of the query."""
     result = Transform.parse(options, directory=directory).apply(rows, source)
     return result.rows, result.mode
 
 
 def check(options: Mapping[str, Any] | None, *, directory: Path | None = None) -> None:
-    """InvalidRequest for what can be seen to be wrong without Spark."""
+    """Check a transform without Spark; InvalidRequest if it is invalid."""
     declared = Transform.parse(options, directory=directory)
     if declared.python is not None:
         declared.function()
 
 
 def with_data(rows: DataFrame, source: Source) -> DataFrame:
-    """A source's rows with their JSON as VARIANT beside: `data` of events, `old` and `new` of changes.
+    """Add the JSON of rows as VARIANT columns: `data` for events, `old` and `new` for changes.
 
-    So that `data:amount::double` is a number. Null for what is not JSON.
+    With them, `data:amount::double` is a number. Null if a value is not JSON.
     """
-    rows = _with_place(rows, source)
+    rows = _with_offset(rows, source)
     if source == "log":
         may_be_json = f.col("content_type").isNull() | f.col("content_type").contains("json")
         parsed = f.when(may_be_json, f.try_parse_json(f.col("payload").cast("string")))
@@ -201,10 +202,10 @@ def with_data(rows: DataFrame, source: Source) -> DataFrame:
     )
 
 
-def place_column(rows: DataFrame) -> str | None:
-    """The column that still holds each row's place in its source, if the transform passed it on."""
+def offset_column(rows: DataFrame) -> str | None:
+    """The column with the source offset of each row, if the transform passed it on."""
     for field in rows.schema.fields:
-        if field.metadata.get(PLACE):
+        if field.metadata.get(OFFSET):
             return field.name
     return None
 
@@ -214,13 +215,13 @@ def is_stateful(rows: DataFrame) -> bool:
     return any(field.metadata.get(STATEFUL) for field in rows.schema.fields)
 
 
-def _with_place(rows: DataFrame, source: Source) -> DataFrame:
-    place = PLACES[source]
-    return rows.withColumn(place, f.col(place).alias(place, metadata={PLACE: True}))
+def _with_offset(rows: DataFrame, source: Source) -> DataFrame:
+    name = OFFSET_COLUMNS[source]
+    return rows.withColumn(name, f.col(name).alias(name, metadata={OFFSET: True}))
 
 
 def _without_helpers(result: DataFrame, source: DataFrame) -> DataFrame:
-    """With `select *` the rows go on as they came; what was put beside them was for the conditions."""
+    """Remove the columns of `with_data` from the result of `select *`: they are only for use in expressions."""
     if not set(source.columns) <= set(result.columns):
         return result
     return result.drop(*(field.name for field in result.schema.fields if field.metadata.get(DERIVED)))
@@ -232,12 +233,12 @@ def _noted(field: StructField, note: str) -> Any:
 
 
 def _needed_modes(result: DataFrame) -> list[Mode]:
-    """The modes of all operators that keep state; none: each batch stands for itself."""
+    """The modes of all operators that keep state; empty if batches are independent."""
     needed: list[Mode] = []
     open_nodes = [result._jdf.queryExecution().analyzed()]
     while open_nodes:
         node = open_nodes.pop()
-        # What is not streaming is read anew for each batch.
+        # Inputs that are not streaming are read again for each batch.
         if not node.isStreaming():
             continue
         children = [node.children().apply(index) for index in range(node.children().size())]
@@ -249,7 +250,7 @@ def _needed_modes(result: DataFrame) -> list[Mode]:
             needed.append(_WITH_STATE[name])
         elif name == "Join" and all(child.isStreaming() for child in children):
             needed.append("append")
-        elif name == "Sort" and getattr(node, "global")():  # a word of Python's
+        elif name == "Sort" and getattr(node, "global")():  # `global` is a Python keyword
             needed.append("complete")
     return needed
 
@@ -262,7 +263,7 @@ def _mode_for(needed: list[Mode]) -> Mode:
 
 
 def _refuse_impossible(result: DataFrame, mode: Mode) -> None:
-    """Let Spark say now what it would say at the query's start."""
+    """Run the checks that Spark does at the start of the query."""
     jvm: Any = result.sparkSession._jvm
     modes = jvm.org.apache.spark.sql.streaming.OutputMode
     chosen = {"append": modes.Append, "update": modes.Update, "complete": modes.Complete}[mode]()
@@ -272,7 +273,7 @@ def _refuse_impossible(result: DataFrame, mode: Mode) -> None:
 
 @contextmanager
 def _refusals(sql: str | None, python: str | None) -> Iterator[None]:
-    """Spark's refusal of a transform as ours, with the place; and not on the screen as well."""
+    """Convert Spark's errors about a transform to InvalidRequest with the line of SQL, and suppress its log output."""
     log = logging.getLogger("SQLQueryContextLogger")
     before, log.disabled = log.disabled, True
     try:
@@ -280,16 +281,16 @@ def _refusals(sql: str | None, python: str | None) -> Iterator[None]:
     except PySparkException as error:
         message = _sentence(str(error))
         if sql is None:
-            raise InvalidRequest(f"Spark refuses the transform {python}: {message}") from error
+            raise InvalidRequest(f"Spark rejects the transform {python}: {message}") from error
         raise InvalidRequest(
-            f"Spark refuses the SQL of the transform: {message}", hint=shown_place(sql, _index_in(error, sql))
+            f"Spark rejects the SQL of the transform: {message}", hint=marked_line(sql, _index_in(error, sql))
         ) from error
     finally:
         log.disabled = before
 
 
 def _sentence(text: str) -> str:
-    """What Spark says, without the name of the error and the plan behind it."""
+    """Spark's message without the error class and the plan."""
     text = re.split(r"\s*SQLSTATE:", text.strip())[0]
     text = re.sub(r"^\[[\w.]+\]\s*", "", text)
     return " ".join(text.split())[:500]
@@ -306,8 +307,8 @@ def _index_in(error: PySparkException, sql: str) -> int | None:
     return sum(map(len, lines)) + int(found[2])
 
 
-def shown_place(sql: str, index: int | None) -> str:
-    """The line of the SQL with a mark under the place; the whole of it if the place is not known."""
+def marked_line(sql: str, index: int | None) -> str:
+    """The line of the SQL with a mark under the index; the whole SQL if the index is unknown."""
     if index is None:
         return sql
     start = sql.rfind("\n", 0, index) + 1

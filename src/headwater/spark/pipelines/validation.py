@@ -1,4 +1,4 @@
-"""Whether what a file of pipelines declares could run: asked before anything is started or changed."""
+"""Checks whether the declared pipelines can run, without starting or changing anything."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import headwater
-from headwater import calls
+from headwater.calls import log as log_calls
 from headwater.capture.slot import Slot
 from headwater.errors import HeadwaterError
 from headwater.spark.pipelines.file import PipelineFile, PipelineSpec
@@ -15,10 +15,10 @@ from headwater.spark.pipelines.transform import check
 
 
 def problems(declared: PipelineFile, *, dsn: str, directory: Path) -> list[str]:
-    """Everything that would keep a pipeline from running, each with the pipeline's name."""
+    """All problems that would prevent pipelines from running, each with the name of its pipeline."""
     found: list[str] = []
     with headwater.connect(dsn, pool_size=1) as log:
-        topics = {topic.name for topic in log.run(calls.topics())}
+        topics = {topic.name for topic in log.run(log_calls.topics())}
     for spec in declared.pipelines:
         found += [f"{spec.name}: {problem}" for problem in _of(spec, declared, dsn, directory, topics)]
     return found
@@ -27,7 +27,8 @@ def problems(declared: PipelineFile, *, dsn: str, directory: Path) -> list[str]:
 def _of(spec: PipelineSpec, declared: PipelineFile, dsn: str, directory: Path, topics: set[str]) -> list[str]:
     found = []
     if spec.source == "log":
-        found += [f'there is no topic "{name}"' for name in spec.source_options.get("topics", ()) if name not in topics]
+        missing = [name for name in spec.source_options.get("topics", ()) if name not in topics]
+        found += [f'topic "{name}" does not exist' for name in missing]
     else:
         publication = spec.source_options.get("publication", spec.slot)
         try:
@@ -37,7 +38,7 @@ def _of(spec: PipelineSpec, declared: PipelineFile, dsn: str, directory: Path, t
     for number, sink in enumerate(spec.sinks):
         settings = Settings(dsn=dsn, nats_url=declared.nats, directory=directory, checkpoints=declared.checkpoints)
         try:
-            # A sink is made without touching Spark, so there need not be one.
+            # Creating a sink does not use Spark.
             make_sink(sink.kind, sink.options, context_of(cast(Any, None), spec, settings, number))
         except HeadwaterError as error:
             found.append(f"to {sink.kind}: {error.message}")

@@ -1,1 +1,1 @@
-"""Replay: events of the past, from the log and its archive, to a target."""
+"""Replays past events from the log and its archives to a target."""

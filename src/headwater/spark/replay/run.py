@@ -1,6 +1,7 @@
-"""Replays: the past of the log, from wherever it is kept, to a topic, a group or a table, each event once.
+"""Replays past events from the log and archives to a topic, a queue or a table, each event exactly once.
 
-A replay goes in parts. What arrived is noted together with how far that is, so one that was killed goes on by its name.
+A replay runs in parts. Each part is written in one transaction with its progress, or idempotently before it, so a
+replay that was killed resumes under the same name. The plan (ranges and times) is fixed and stored when it starts.
 """
 
 from __future__ import annotations
@@ -20,26 +21,30 @@ from pyspark.sql import functions as f
 from pyspark.sql.streaming.datasource import ReadMaxRows
 
 import headwater
-from headwater import Headwater, calls
-from headwater.calls import KeptTopic, Replay
+from headwater import Headwater
+from headwater.calls import archives as archive_calls
+from headwater.calls import archives as archives_calls
+from headwater.calls import log as log_calls
+from headwater.calls import reading as reading_calls
+from headwater.calls.archives import Replay, TopicCoverage
 from headwater.client.database.connection import rows_of
 from headwater.errors import InvalidRequest
 from headwater.spark.arrow import EVENT
 from headwater.spark.formats.archive_reader import archived_ranges
-from headwater.spark.formats.log import LogSource, position_before, refuse_lost, stretches
-from headwater.spark.formats.log_ranges import Range, Stretch
-from headwater.spark.replay.targets import PRIVATE_PREFIX, Part, Target, ToGroup, ToTable, ToTopic
+from headwater.spark.formats.log import LogSource, estimate_ranges, position_before, refuse_lost
+from headwater.spark.formats.log_ranges import EstimatedRange, Range
+from headwater.spark.replay.targets import PRIVATE_PREFIX, Part, Target, ToQueue, ToTable, ToTopic
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
 
 __all__ = [
-    "Found",
+    "FoundEvents",
     "Preview",
-    "Progress",
+    "ReplayProgress",
     "Selection",
     "Target",
-    "ToGroup",
+    "ToQueue",
     "ToTable",
     "ToTopic",
     "preview",
@@ -51,7 +56,7 @@ EVENTS_PER_PART: Final = 200_000
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which events are to come again; None asks nothing. A time range includes its start, not its end."""
+    """Which events to replay; None means no restriction. A time range includes its start, not its end."""
 
     topics: tuple[str, ...] | None = None
     after: int | None = None
@@ -61,20 +66,20 @@ class Selection:
     types: tuple[str, ...] | None = None
     keys: tuple[bytes, ...] | None = None
 
-    def refuse_nonsense(self) -> None:
+    def check(self) -> None:
         if self.after is not None and self.since is not None:
-            raise InvalidRequest("say where to start once: after or since")
+            raise InvalidRequest("give only one of after and since")
         if any(at is not None and at.tzinfo is None for at in (self.since, self.until)):
-            raise InvalidRequest("a time to replay from or to needs a time zone")
+            raise InvalidRequest("since and until require a time zone")
 
     @property
-    def only_says_where_to_start(self) -> bool:
+    def is_open_ended(self) -> bool:
         return self == Selection(after=self.after, since=self.since)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What a replay has, or would have, of a topic in one place."""
+class FoundEvents:
+    """The events of a topic that a replay reads from the log or from the archive."""
 
     topic: str
     place: str
@@ -92,11 +97,11 @@ class Preview:
 
     start_after: int
     up_to: int
-    found: tuple[Found, ...]
+    found: tuple[FoundEvents, ...]
     rewind_to: int | None
-    """Where a group would begin anew: what the log has comes by that, and is not published."""
+    """The position to which the queue would be rewound: events in the log are delivered again, not published."""
     also_reached: tuple[str, ...]
-    """Other groups that would get what is published, since they are bound to every topic."""
+    """Other queues that would receive the published events, because they are bound to all topics."""
 
     @property
     def published(self) -> int:
@@ -105,8 +110,8 @@ class Preview:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """How far a replay is. The share is an estimate."""
+class ReplayProgress:
+    """The progress of a replay. `share` is an estimate."""
 
     name: str
     start_after: int
@@ -120,19 +125,19 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What was found out when a replay began, and has to stay as it was."""
+    """The plan of a replay, fixed when it starts."""
 
     start_after: int
     up_to: int
     gone_to: int
-    """Up to here, it is no loss if events are gone."""
+    """The position up to which events may be missing."""
     ranges: Mapping[str, Range]
-    """Of each topic what is read."""
+    """The range to read, by topic."""
     rewind_to: int | None = None
     since: datetime | None = None
     until: datetime | None = None
 
-    def dumped(self) -> dict[str, Any]:
+    def document(self) -> dict[str, Any]:
         return {
             "gone_to": self.gone_to,
             "ranges": {topic: list(positions) for topic, positions in self.ranges.items()},
@@ -156,15 +161,15 @@ class _Plan:
 
 
 def preview(spark: SparkSession, dsn: str, selection: Selection, target: Target) -> Preview:
-    """What a replay would do, found out by reading all of it and writing nothing."""
+    """Read all events of a replay without writing anything, and return what it would do."""
     with headwater.connect(dsn, pool_size=1) as log:
-        plan = _planned(log, selection, target)
-        reached = target.also_reached(log) if isinstance(target, ToGroup) else []
-        kept = {topic.topic: topic for topic in log.run(calls.kept_topics(None))}
-        if isinstance(target, ToGroup) and plan.rewind_to is not None:
-            # What the rewind brings is told too.
-            plan = replace(plan, up_to=log.run(calls.log_state()).settled, ranges=_bound_ranges(log, target, plan))
-    found: list[Found] = []
+        plan = _plan(log, selection, target)
+        reached = target.also_reached(log) if isinstance(target, ToQueue) else []
+        kept = {topic.topic: topic for topic in log.run(archive_calls.kept_topics(None))}
+        if isinstance(target, ToQueue) and plan.rewind_to is not None:
+            # Include the events that the rewind delivers.
+            plan = replace(plan, up_to=log.run(log_calls.log_state()).stable, ranges=_bound_ranges(log, target, plan))
+    found: list[FoundEvents] = []
     rows = _rows(spark, dsn, selection, plan, after=plan.start_after, up_to=plan.up_to)
     if rows is not None:
         expired = f.create_map(*[f.lit(x) for name in plan.ranges for x in (name, kept[name].expired_to)])
@@ -172,8 +177,8 @@ def preview(spark: SparkSession, dsn: str, selection: Selection, target: Target)
         grouped = rows.groupBy("topic", place.alias("place")).agg(
             f.count("*"), f.min("position"), f.max("position"), f.min("published_at"), f.max("published_at")
         )
-        with explained_errors():
-            found = [Found(*row) for row in grouped.sort("topic", "place").collect()]
+        with explain_errors():
+            found = [FoundEvents(*row) for row in grouped.sort("topic", "place").collect()]
     return Preview(plan.start_after, plan.up_to, tuple(found), plan.rewind_to, tuple(reached))
 
 
@@ -186,19 +191,19 @@ def replay(
     name: str,
     events_per_second: float | None = None,
     events_per_part: int = EVENTS_PER_PART,
-    on_progress: Callable[[Progress], None] = lambda progress: None,
-) -> Progress:
-    """Let events come again, each once. Repeated with the same name and request, it goes on where it was."""
+    on_progress: Callable[[ReplayProgress], None] = lambda progress: None,
+) -> ReplayProgress:
+    """Replay events, each exactly once. Called again with the same name and request, it resumes."""
     with headwater.connect(dsn, pool_size=2) as log:
-        state = _begun(log, name, selection, target)
+        state = _start_or_resume(log, name, selection, target)
         plan = _Plan.of(state)
-        kept = [topic for topic in log.run(calls.kept_topics(None)) if topic.topic in plan.ranges]
-        ahead = stretches(log, kept, after=plan.start_after, up_to=plan.up_to)
+        kept = [topic for topic in log.run(archives_calls.kept_topics(None)) if topic.topic in plan.ranges]
+        ahead = estimate_ranges(log, kept, after=plan.start_after, up_to=plan.up_to)
 
-        def progress(done_to: int, events: int) -> Progress:
+        def progress(done_to: int, events: int) -> ReplayProgress:
             share = _share(ahead, plan.start_after, done_to)
             finished = done_to >= plan.up_to
-            return Progress(name, plan.start_after, done_to, plan.up_to, events, share, finished, plan.rewind_to)
+            return ReplayProgress(name, plan.start_after, done_to, plan.up_to, events, share, finished, plan.rewind_to)
 
         done_to, events, came = state.done_to, state.events, 0
         on_progress(progress(done_to, events))
@@ -212,59 +217,62 @@ def replay(
                 written = 0
                 log.run(this.advance(0))
             else:
-                with explained_errors():
+                with explain_errors():
                     written = target.write(rows, this)
             done_to, events, came = end, events + written, came + written
             on_progress(progress(done_to, events))
             if events_per_second is not None and done_to < plan.up_to:
-                # A part is a second's worth, so this is no long sleep.
+                # A part has at most one second's worth of events, so this sleep is short.
                 time.sleep(max(0.0, began + came / events_per_second - time.monotonic()))
         return progress(done_to, events)
 
 
 @contextmanager
-def explained_errors() -> Iterator[None]:
-    """What went wrong in Spark, without its tracebacks: our own error, if that is at the bottom of it."""
+def explain_errors() -> Iterator[None]:
+    """Convert Spark errors to Headwater's errors, without Spark's tracebacks."""
     try:
         yield
     except PySparkException as error:
-        from headwater.spark.pipelines.batch_query import explained
+        from headwater.spark.pipelines.batch_query import explain
 
-        raise explained(str(error)) from error
+        raise explain(str(error)) from error
 
 
 def refuse_gone(log: Headwater, plan: _Plan, *, after: int) -> None:
-    """PositionExpired if events that were there when the replay began are nowhere any more."""
-    kept = [topic for topic in log.run(calls.kept_topics(None)) if topic.topic in plan.ranges]
+    """Raise PositionExpired if events that existed when the replay started are neither in the log nor archived."""
+    kept = [topic for topic in log.run(archives_calls.kept_topics(None)) if topic.topic in plan.ranges]
     refuse_lost(kept, after=max(after, plan.gone_to))
 
 
-def _begun(log: Headwater, name: str, selection: Selection, target: Target) -> Replay:
-    """The replay of that name; begun now if there is none."""
+def _start_or_resume(log: Headwater, name: str, selection: Selection, target: Target) -> Replay:
+    """The stored replay with this name, or a new one."""
     request = _request(selection, target)
-    stored = log.run(calls.find_replay(name))
+    stored = log.run(archive_calls.find_replay(name))
     if stored is not None:
-        # Says so if it is another request.
-        return log.run(calls.start_replay(name, request, start_after=0, up_to=0, plan={}))
-    if not isinstance(target, ToGroup):
+        # Raises if the stored request differs.
+        return log.run(archives_calls.start_replay(name, request, start_after=0, up_to=0, plan={}))
+    if not isinstance(target, ToQueue):
         target.prepare(log)
     elif not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", name):
         raise InvalidRequest(
-            f"{name!r} names a topic too, if it is a replay to a group", hint="Use up to 100 of A-Z a-z 0-9 . _ -"
+            f"invalid name {name!r} for a replay to a queue: it is also part of a topic name",
+            hint="Use 1 to 100 characters of A-Z a-z 0-9 . _ -",
         )
-    plan = _planned(log, selection, target)
-    call = calls.start_replay(name, request, start_after=plan.start_after, up_to=plan.up_to, plan=plan.dumped())
+    plan = _plan(log, selection, target)
+    call = archives_calls.start_replay(
+        name, request, start_after=plan.start_after, up_to=plan.up_to, plan=plan.document()
+    )
     with log.transaction() as connection, connection.cursor(binary=True) as cursor:
-        # A group is rewound with the note that it was, so that it happens once.
-        if isinstance(target, ToGroup):
+        # Rewind the queue in the transaction that records the replay, so that it happens exactly once.
+        if isinstance(target, ToQueue):
             target.begin(log, connection, name, rewind_to=plan.rewind_to)
         return call.decode(rows_of(cursor, call))
 
 
 def _request(selection: Selection, target: Target) -> dict[str, Any]:
-    """What was asked for, as it can be compared with a repetition, whose times may be told from a later now."""
+    """The request in a comparable form. Times are left out, because relative times differ in a repeated call."""
     return {
-        "to": target.described(),
+        "to": target.document(),
         "topics": None if selection.topics is None else sorted(selection.topics),
         "after": selection.after,
         "up_to": selection.up_to,
@@ -274,21 +282,21 @@ def _request(selection: Selection, target: Target) -> dict[str, Any]:
     }
 
 
-def _planned(log: Headwater, selection: Selection, target: Target) -> _Plan:
-    """What to read of which topics, as things are now."""
-    selection.refuse_nonsense()
+def _plan(log: Headwater, selection: Selection, target: Target) -> _Plan:
+    """Plan the topics and ranges to read, from the current state of the log."""
+    selection.check()
     bound = _topics(log, selection, target)
-    # Kept in the database with the plan: in whichever epoch the replay goes on, all of it is in the log's history.
-    settled = log.run(calls.log_state(sorted(bound))).settled
-    kept = log.run(calls.kept_topics(sorted(bound)))
+    # The plan is stored in the same database, so it stays valid in a later epoch.
+    stable = log.run(log_calls.log_state(sorted(bound))).stable
+    kept = log.run(archives_calls.kept_topics(sorted(bound)))
     start = selection.after or 0
     if selection.since is not None:
         start = position_before(log, sorted(bound), kept, selection.since)
     if selection.after is not None:
         refuse_lost(kept, after=selection.after)
     gone_to = 0 if selection.after is not None else max((topic.lost_to for topic in kept), default=0)
-    up_to = settled if selection.up_to is None else min(settled, selection.up_to)
-    if isinstance(target, ToGroup) and selection.only_says_where_to_start:
+    up_to = stable if selection.up_to is None else min(stable, selection.up_to)
+    if isinstance(target, ToQueue) and selection.is_open_ended:
         return _with_rewind(log, selection, kept, bound, start=start, gone_to=gone_to)
     ranges = {
         name: (max(start, low), min(up_to, high)) for name, (low, high) in bound.items() if max(start, low) < up_to
@@ -299,60 +307,62 @@ def _planned(log: Headwater, selection: Selection, target: Target) -> _Plan:
 def _with_rewind(
     log: Headwater,
     selection: Selection,
-    kept: list[KeptTopic],
+    kept: list[TopicCoverage],
     bound: Mapping[str, Range],
     *,
     start: int,
     gone_to: int,
 ) -> _Plan:
-    """A group is rewound for what the log has: to be published is only what it has not."""
+    """Plan a rewind of the queue for events in the log; only archived events are published."""
     ranges = {
         topic: (max(low, bound[topic][0]), min(high, bound[topic][1]))
         for archived in archived_ranges(kept, after=start, up_to=2**62).values()
         for topic, (low, high) in archived.items()
         if max(low, bound[topic][0]) < min(high, bound[topic][1])
     }
-    uncleared = log.run(calls.uncleared_topics(sorted(ranges), after=start)) if ranges else []
+    uncleared = log.run(archive_calls.uncleared_topics(sorted(ranges), after=start)) if ranges else []
     if uncleared:
         raise InvalidRequest(
-            f"retention is still clearing away events of {', '.join(uncleared)}, which the rewind would bring as well",
-            hint="Run headwater maintain until it sweeps nothing, then try again.",
+            f"retention is still removing events of {', '.join(uncleared)}, which the rewind would deliver as well",
+            hint="Run headwater maintain until it removes nothing, then retry.",
         )
     up_to = max((high for _, high in ranges.values()), default=start)
-    # Of the log it is known to the event where a time begins; of an archive, to the file.
-    rewind_to = start if selection.since is None else log.run(calls.position_before(sorted(bound), selection.since))
+    # In the log, the position of a time is exact; in an archive, only the file is known.
+    rewind_to = (
+        start if selection.since is None else log.run(reading_calls.position_before(sorted(bound), selection.since))
+    )
     return _Plan(start, max(start, up_to), gone_to, ranges, rewind_to, selection.since, None)
 
 
 def _topics(log: Headwater, selection: Selection, target: Target) -> dict[str, Range]:
-    """The topics to read, each with the positions that count."""
-    there = {topic.name for topic in log.run(calls.topics())}
-    if isinstance(target, ToGroup):
+    """The topics to read, with their ranges of positions."""
+    existing = {topic.name for topic in log.run(log_calls.topics())}
+    if isinstance(target, ToQueue):
         bound = target.bound(log)
         named = {}
-        for name in there:
+        for name in existing:
             taken = [bound[binding] for binding in (name, None) if binding in bound]
             if taken and not name.startswith(PRIVATE_PREFIX):
                 named[name] = (min(low for low, _ in taken), max(high for _, high in taken))
     else:
-        # The copy is not copied.
+        # Without a selection, do not read the target topic itself.
         own = target.name if isinstance(target, ToTopic) and selection.topics is None else None
-        named = {name: (0, 2**62) for name in there if name != own}
+        named = {name: (0, 2**62) for name in existing if name != own}
     if selection.topics is None:
         return named
     for name in selection.topics:
-        log.run(calls.find_topic(name))
+        log.run(log_calls.find_topic(name))
     return {name: named[name] for name in selection.topics if name in named}
 
 
-def _bound_ranges(log: Headwater, target: ToGroup, plan: _Plan) -> dict[str, Range]:
-    """All that a rewound group gets again, from wherever."""
+def _bound_ranges(log: Headwater, target: ToQueue, plan: _Plan) -> dict[str, Range]:
+    """All ranges that a rewound queue receives again."""
     wanted = _topics(log, Selection(), target)
     return {name: (max(plan.start_after, low), high) for name, (low, high) in wanted.items()}
 
 
 def _part_end(log: Headwater, dsn: str, plan: _Plan, *, after: int, events: int) -> int:
-    """Where a part of at most so many events ends, as a stream would cut it."""
+    """The end of a part of at most `events` events."""
     if not plan.ranges:
         return plan.up_to
     options = {"dsn": dsn, "topics": ",".join(sorted(plan.ranges)), "waitSeconds": "0"}
@@ -369,7 +379,7 @@ def _part_end(log: Headwater, dsn: str, plan: _Plan, *, after: int, events: int)
 def _rows(
     spark: SparkSession, dsn: str, selection: Selection, plan: _Plan, *, after: int, up_to: int
 ) -> DataFrame | None:
-    """The chosen events of a part, in order within each partition and from one to the next; None: there can be none."""
+    """The selected events of a part, in order within and across partitions; None if there cannot be any."""
     topics = [name for name, (low, high) in plan.ranges.items() if low < up_to and high > after]
     if not topics or after >= up_to:
         return None
@@ -379,7 +389,7 @@ def _rows(
         .option("topics", ",".join(sorted(topics)))
         .option("after", str(after))
         .option("upTo", str(up_to))
-        # What was gone at the start is no loss; what goes later, refuse_gone tells.
+        # Events missing at the start are accepted; refuse_gone detects events that are removed later.
         .option("skipExpired", "true")
         .load()
     )
@@ -401,11 +411,11 @@ def _inside(topic: str, positions: Range) -> Column:
     return (f.col("topic") == topic) & (f.col("position") > low) & (f.col("position") <= high)
 
 
-def _share(ahead: list[Stretch], start: int, done_to: int) -> float:
-    """How much of what was ahead is done."""
-    total = sum(stretch.events for stretch in ahead)
+def _share(ahead: list[EstimatedRange], start: int, done_to: int) -> float:
+    """The completed share of the estimated events."""
+    total = sum(estimate.events for estimate in ahead)
     done = sum(
-        stretch.events * min(1.0, max(0.0, (done_to - stretch.after) / (stretch.up_to - stretch.after)))
-        for stretch in ahead
+        estimate.events * min(1.0, max(0.0, (done_to - estimate.after) / (estimate.up_to - estimate.after)))
+        for estimate in ahead
     )
     return 1.0 if total == 0 else done / total

@@ -1,4 +1,4 @@
-"""Where a replay can go: a topic, a group's past, a table. Each takes a part once, however often it comes."""
+"""Targets of a replay: a topic, a queue, a table. Writing a part is idempotent."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as f
 
 import headwater
-from headwater import Headwater, calls
-from headwater.calls import JSON_TYPE, Call
+from headwater import Headwater
+from headwater.calls import Call, pipelines
+from headwater.calls import archives as archives_calls
+from headwater.calls import queues as queue_calls
+from headwater.calls.encoding import JSON_TYPE
 from headwater.client.database.connection import rows_of
-from headwater.errors import InvalidRequest, TopicNotFound, TransactionAborted, translated
-from headwater.model import Binding
+from headwater.errors import InvalidRequest, TopicNotFound, TransactionAborted, translate_error
+from headwater.queue.model import Binding
 from headwater.spark.formats import log_writer
 from headwater.spark.formats.log_ranges import Range
-from headwater.spark.formats.log_writer import Staged
+from headwater.spark.formats.log_writer import StagedAttempt
 
 POSITION_HEADER: Final = "replayed-position"
 TOPIC_HEADER: Final = "replayed-topic"
@@ -32,40 +35,42 @@ TIME_HEADER: Final = "replayed-published-at"
 ID_HEADER: Final = "replayed-event-id"
 _TIME: Final = "yyyy-MM-dd'T'HH:mm:ss.SSSSSSXXX"
 PRIVATE_PREFIX: Final = "headwater.replay."
-# A topic that one group gets its past by is of no use for ever.
+# The private topic of a replay to a queue is needed only until the queue has processed it.
 PRIVATE_RETENTION: Final = timedelta(days=30)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a replay: the events after one position and up to another."""
+    """A part of a replay: the events after one position up to another."""
 
     dsn: str
     replay: str
     after: int
     up_to: int
     refuse_gone: Callable[[], None]
-    """To be asked when the events were read and before they count: PositionExpired if some were gone by then."""
+    """Call it after reading and before committing the events: PositionExpired if some were removed meanwhile."""
 
     def advance(self, events: int) -> Call[None]:
-        """The note that this part has arrived."""
-        return calls.advance_replay(self.replay, from_position=self.after, to_position=self.up_to, more_events=events)
+        """The call that records this part as done."""
+        return archives_calls.advance_replay(
+            self.replay, from_position=self.after, to_position=self.up_to, more_events=events
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class ToTopic:
-    """Events become events of a topic again, in their order, each with headers that say which one it was."""
+    """Publishes the events to a topic, in order, with headers that identify the original events."""
 
     name: str
 
-    def described(self) -> dict[str, str]:
+    def document(self) -> dict[str, str]:
         return {"topic": self.name}
 
     def prepare(self, log: Headwater) -> None:
         try:
             log.topic(self.name)
         except TopicNotFound:
-            # Only who has to make it needs the right to.
+            # Create it only if needed, because that requires a permission.
             log.create_topic(self.name, if_missing=True)
 
     def write(self, rows: DataFrame, part: Part) -> int:
@@ -73,21 +78,21 @@ class ToTopic:
 
 
 @dataclass(frozen=True, slots=True)
-class ToGroup:
-    """A queue gets its past again: by a rewind what the log has, by a topic of its own what only an archive has."""
+class ToQueue:
+    """Delivers past events to a queue again: those in the log by a rewind, archived ones through a private topic."""
 
     name: str
 
-    def described(self) -> dict[str, str]:
-        return {"group": self.name}
+    def document(self) -> dict[str, str]:
+        return {"queue": self.name}
 
     @staticmethod
     def topic(replay: str) -> str:
-        """The topic that brings a group its past. Bound to that group alone."""
+        """The private topic with the archived events, bound to this queue only."""
         return f"{PRIVATE_PREFIX}{replay}"
 
     def bound(self, log: Headwater) -> dict[str | None, Range]:
-        """The topics that the group is bound to, each with the positions that its bindings take; None: all topics."""
+        """The topics that the queue is bound to, with the ranges of their bindings; the key None means all topics."""
         found: dict[str | None, Range] = {}
         for binding in self._own_bindings(log):
             low, high = found.get(binding.topic, (binding.from_position, 0))
@@ -95,18 +100,18 @@ class ToGroup:
             found[binding.topic] = (min(low, binding.from_position), max(high, end))
         if not found:
             raise InvalidRequest(
-                f'group "{self.name}" is bound to nothing',
-                hint=f"Bind it: headwater group bind {self.name} --topic ...",
+                f'queue "{self.name}" has no bindings',
+                hint=f"Bind it: headwater queue bind {self.name} --topic ...",
             )
         return found
 
     def _own_bindings(self, log: Headwater) -> list[Binding]:
-        """All but those that an earlier replay made."""
+        """The bindings of the queue without those of earlier replays."""
         return [one for one in log.bindings(self.name) if not (one.topic or "").startswith(PRIVATE_PREFIX)]
 
     def also_reached(self, log: Headwater) -> list[str]:
-        """Other groups that get every topic, and so this one's too."""
-        queues = [group.name for group in log.groups() if group.name != self.name]
+        """Other queues that are bound to all topics, and so receive the private topic, too."""
+        queues = [queue.name for queue in log.queues() if queue.name != self.name]
         return [
             name
             for name in queues
@@ -114,15 +119,15 @@ class ToGroup:
         ]
 
     def begin(self, log: Headwater, connection: psycopg.Connection[Any], replay: str, *, rewind_to: int | None) -> None:
-        """Rewind the group, unless told otherwise, and bind it to a topic of its own as it is bound to others."""
+        """Rewind the queue if `rewind_to` is set, and bind it to the private topic with the filters of its bindings."""
         topic = self.topic(replay)
         if rewind_to is not None:
             with connection.cursor(binary=True) as cursor:
-                rows_of(cursor, calls.rewind_group(self.name, rewind_to))
+                rows_of(cursor, queue_calls.rewind_queue(self.name, rewind_to))
         log.create_topic(topic, retention=PRIVATE_RETENTION, if_missing=True, connection=connection)
         for binding in self._own_bindings(log):
             if binding.topic is not None:
-                # What a binding means is for Postgres to say: the same again, and of that topic.
+                # Copy the binding, restricted to events of its original topic.
                 headers = {**(binding.headers or {}), TOPIC_HEADER: binding.topic}
                 log.bind(
                     self.name,
@@ -139,7 +144,7 @@ class ToGroup:
 
 @dataclass(frozen=True, slots=True)
 class ToTable:
-    """Events become rows of a table, which is made if it is missing. The position is the key: each is there once."""
+    """Inserts the events into a table, created if missing. The key is the position, so each event is there once."""
 
     schema: str
     table: str
@@ -147,13 +152,13 @@ class ToTable:
     @classmethod
     def parse(cls, name: str) -> ToTable:
         schema, dot, table = name.rpartition(".")
-        if not table or "." in schema or (dot and not schema) or schema == "headwater":
+        if not table or "." in schema or (dot and not schema) or schema in ("headwater", "headwater_internal"):
             raise InvalidRequest(
-                f"{name!r} is no table to replay to", hint="Write schema.table, of another schema than the log's."
+                f"invalid table {name!r}: expected schema.table", hint="Use another schema than headwater."
             )
         return cls(schema or "public", table)
 
-    def described(self) -> dict[str, str]:
+    def document(self) -> dict[str, str]:
         return {"table": f"{self.schema}.{self.table}"}
 
     @property
@@ -167,22 +172,22 @@ class ToTable:
                     connection.execute(_CREATE.format(table=self.identifier))
                 self.refuse_unfit(connection)
             except psycopg.Error as error:
-                raise translated(error) from error
+                raise translate_error(error) from error
 
     def refuse_unfit(self, connection: psycopg.Connection[Any]) -> None:
-        """Say what a table lacks to take events, if it does."""
+        """Raise InvalidRequest if the table cannot hold events."""
         columns = self._columns(connection) or {}
         keyed = connection.execute(_KEYED, (f"{self.identifier.as_string()}",)).fetchone()
         if "position" not in columns or keyed is None:
             raise InvalidRequest(
-                f"the table {self.schema}.{self.table} has no column position that is its key",
-                hint="Name a table that is not there yet, and it is made; or add: position bigint primary key.",
+                f"the table {self.schema}.{self.table} has no unique column position",
+                hint="Name a new table, which is then created, or add: position bigint primary key.",
             )
 
     def columns(self, connection: psycopg.Connection[Any]) -> list[str]:
-        """The columns of the table that an event has something for."""
-        there = self._columns(connection) or {}
-        return [name for name in _COLUMNS if name in there]
+        """The columns of the table that events have, too."""
+        existing = self._columns(connection) or {}
+        return [name for name in _COLUMNS if name in existing]
 
     def _columns(self, connection: psycopg.Connection[Any]) -> dict[str, str] | None:
         rows = connection.execute(_TABLE_COLUMNS, (self.schema, self.table)).fetchall()
@@ -197,28 +202,28 @@ class ToTable:
         return events
 
 
-Target = ToTopic | ToGroup | ToTable
+Target = ToTopic | ToQueue | ToTable
 
 
 def publish(rows: DataFrame, part: Part, *, topic: str) -> int:
-    """Publish events to a topic and note that the replay came so far: both in one transaction, or neither."""
-    writer = calls.replay_writer(part.replay)
+    """Publish events to a topic and record the progress of the replay, in one transaction."""
+    writer = archives_calls.replay_writer(part.replay)
     staging = partial(_stage, dsn=part.dsn, topic=topic, writer=writer, epoch=part.up_to)
     staged = as_new_events(rows).mapInArrow(staging, "part int, attempt string, events long").collect()
     events: int = sum(row.events for row in staged)
     attempts = [row.attempt for row in sorted(staged, key=lambda row: row.part) if row.events]
-    call = calls.publish_epoch(writer, part.up_to, attempts=attempts, expected_events=events, replayable=True)
+    call = pipelines.publish_epoch(writer, part.up_to, attempts=attempts, expected_events=events, replayable=True)
     part.refuse_gone()
     with headwater.connect(part.dsn, pool_size=1) as log:
-        for tries_left in reversed(range(log_writer.PUBLISH_TRIES)):
+        for tries_left in reversed(range(log_writer.MAX_PUBLISH_ATTEMPTS)):
             try:
                 with log.transaction() as connection, connection.cursor(binary=True) as cursor:
-                    # First, since it decides who of two may go on.
+                    # First, because it decides which of two concurrent runs continues.
                     rows_of(cursor, part.advance(events))
                     if events and call.decode(rows_of(cursor, call)) is None:
                         raise InvalidRequest(
-                            f'a replay "{part.replay}" has published under this name before',
-                            hint=f"Take another name, or headwater replay --forget {part.replay}.",
+                            f'a replay "{part.replay}" has already published under this name',
+                            hint=f"Use another name, or run: headwater replay --forget {part.replay}",
                         )
                 break
             except TransactionAborted:
@@ -228,7 +233,7 @@ def publish(rows: DataFrame, part: Part, *, topic: str) -> int:
 
 
 def as_new_events(rows: DataFrame) -> DataFrame:
-    """Events of the log as events to publish, with headers that say which they were."""
+    """Convert events of the log to events to publish, with headers that identify the originals."""
     pairs: list[tuple[str, Column]] = [
         (POSITION_HEADER, f.col("position").cast("string")),
         (TOPIC_HEADER, f.concat(f.lit('"'), f.col("topic"), f.lit('"'))),
@@ -237,7 +242,7 @@ def as_new_events(rows: DataFrame) -> DataFrame:
     parts: list[Column] = []
     for number, (name, value) in enumerate(pairs):
         parts += [f.lit(f'{", " if number else ""}"{name}": '), value]
-    # An id may hold anything, so it is for others to write as JSON: of {"name":"..."} less its first brace.
+    # An id may contain any character, so Spark encodes it: {"name":"..."} without its first brace.
     own_id = f.to_json(f.struct(f.col("event_id").alias(ID_HEADER)))
     own_id = f.when(f.col("event_id").isNull(), f.lit("}")).otherwise(
         f.concat(f.lit(", "), f.substring(own_id, f.lit(2), f.length(own_id)))
@@ -245,7 +250,7 @@ def as_new_events(rows: DataFrame) -> DataFrame:
     before = f.when(f.col("headers").isNull() | (f.col("headers") == "{}"), f.lit("{")).otherwise(
         f.concat(f.substring("headers", f.lit(1), f.length("headers") - 1), f.lit(", "))
     )
-    # Behind the others: of a name that is there twice, Postgres keeps the last.
+    # After the existing headers: Postgres keeps the last of duplicate names.
     return rows.select(
         "payload", "key", "type", "routing_key", f.concat(before, *parts, own_id).alias("headers"), "content_type"
     )
@@ -256,7 +261,9 @@ def _stage(
 ) -> Iterator[pa.RecordBatch]:
     task = TaskContext.get()
     assert task is not None
-    done: Staged = log_writer.stage(dsn, batches, topic=topic, writer=writer, epoch=epoch, part=task.partitionId())
+    done: StagedAttempt = log_writer.stage(
+        dsn, batches, topic=topic, writer=writer, epoch=epoch, part=task.partitionId()
+    )
     yield pa.RecordBatch.from_pylist(
         [{"part": done.part, "attempt": done.attempt, "events": done.events}],
         schema=pa.schema([("part", pa.int32()), ("attempt", pa.string()), ("events", pa.int64())]),
@@ -264,7 +271,7 @@ def _stage(
 
 
 def _insert(batches: Iterator[pa.RecordBatch], *, dsn: str, target: ToTable) -> Iterator[pa.RecordBatch]:
-    """Put the events of a task into the table, less those that are there: one transaction."""
+    """Insert the events of a task that the table does not have yet, in one transaction."""
     events = 0
     with psycopg.connect(dsn, application_name="headwater spark") as connection:
         connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
@@ -281,7 +288,7 @@ def _insert(batches: Iterator[pa.RecordBatch], *, dsn: str, target: ToTable) -> 
 
 
 def _data_of(event: Mapping[str, Any]) -> str | None:
-    """The payload as JSON text, if that is what it is."""
+    """The payload as JSON text, if it is valid JSON."""
     payload = event["payload"]
     if payload is None or event["content_type"] != JSON_TYPE:
         return None
@@ -290,7 +297,7 @@ def _data_of(event: Mapping[str, Any]) -> str | None:
         json.loads(text)
     except ValueError:
         return None
-    # Postgres' jsonb cannot hold it.
+    # Postgres' jsonb does not support \u0000.
     return None if "\\u0000" in text else text
 
 

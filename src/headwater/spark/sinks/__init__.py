@@ -1,1 +1,1 @@
-"""The sinks of pipelines, one file each."""
+"""Sinks of pipelines, one module each."""

@@ -1,11 +1,11 @@
-"""What a pipeline that archives tells the log, so that retention waits for it and readers find what it keeps.
+"""Registers an archive with the log, so that retention waits for it and readers find it.
 
-Its sink registers before the first batch, which fixes from where on the archive is complete, and notes each batch
-after it is durable: what is not noted, retention does not take.
+The sink registers before the first batch, which fixes the position from which the archive is complete, and records
+each batch after it is durable: retention does not remove events that are not recorded as archived.
 
-Readers look in an archive only for what retention took, so never beyond the note. The note is in the database, so after
-a failover or a restore it is not beyond the log. Rows of events that the log has lost are therefore never read; they
-are removed before the archive gets its next batch.
+Readers use an archive only for events removed by retention, so never beyond the recorded position. That is in the
+database, so after a failover or restore it is not beyond the log. Archived rows of events that the log has lost are
+therefore never read; they are removed before the archive gets its next batch.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import headwater
-from headwater import calls
+from headwater.calls import archives as archive_calls
 from headwater.errors import InvalidRequest
 from headwater.spark.arrow import EVENT
 
-# A source with more options than these does not read all events of its topics after one position.
+# With any other option, a source does not read all events of its topics after one position.
 FITTING_OPTIONS = frozenset(
     {
         "topics", "after", "partitions", "max_events", "max_bytes", "maxEventsPerTrigger", "maxBytesPerTrigger",
@@ -28,29 +28,29 @@ FITTING_OPTIONS = frozenset(
 
 
 def refuse_unfit(source: str, options: Mapping[str, Any], columns: Sequence[str] | None = None) -> None:
-    """Say why what such a pipeline writes cannot stand in for the log, if it cannot."""
+    """Raise InvalidRequest if a pipeline with this source and these columns cannot write an archive."""
     if source != "log":
         raise InvalidRequest(
-            f"an archive holds the log, and this pipeline reads {source}", hint="Leave out archive: true."
+            f"an archive requires the source log, but this pipeline reads {source}", hint="Remove archive: true."
         )
     unfit = sorted(
         name for name, value in options.items() if name not in FITTING_OPTIONS and value not in (None, False)
     )
     if unfit:
         raise InvalidRequest(
-            f"an archive holds every event of its topics, and {', '.join(unfit)} would leave some out",
+            f"an archive must contain all events of its topics, but {', '.join(unfit)} would exclude some",
             hint="Read with the options topics and after only.",
         )
     missing = [] if columns is None else [name for name in EVENT.fieldNames() if name not in columns]
     if missing:
         raise InvalidRequest(
-            f"an archive holds events whole, and these rows lack {', '.join(missing)}",
-            hint="Leave out the transform, or archive: true.",
+            f"an archive requires all columns of an event, but these rows lack {', '.join(missing)}",
+            hint="Remove the transform, or archive: true.",
         )
 
 
 def topics_of(options: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """The topics that the options of a source name; None for the whole log."""
+    """The topics in the options of a source; None for the whole log."""
     named = options.get("topics")
     if named is None:
         return None
@@ -61,21 +61,21 @@ def topics_of(options: Mapping[str, Any]) -> tuple[str, ...] | None:
 def register(
     dsn: str, pipeline: str, *, location: str, source: str, options: Mapping[str, Any], written_to: int | None
 ) -> int:
-    """Note the archive of a pipeline before its first batch; the answer is up to where it is known to be complete.
+    """Register the archive of a pipeline before its first batch; return the position up to which it is complete.
 
-    `location` is absolute, `written_to` what the table notes for the pipeline already: what was written before there
-    was an archive does not count, since nobody knows from where on it is complete.
+    `location` is absolute; `written_to` is the version that the table already records for the pipeline. Rows written
+    before the registration do not count, because the position from which they are complete is unknown.
     """
     refuse_unfit(source, options)
     start_after = max(int(options.get("after") or 0), written_to or 0)
-    call = calls.register_archive(pipeline, location, topics=topics_of(options), start_after=start_after)
+    call = archive_calls.register_archive(pipeline, location, topics=topics_of(options), start_after=start_after)
     with headwater.connect(dsn, pool_size=1) as log:
         return log.run(call)
 
 
 def on_committed(dsn: str, pipeline: str, end: int, epoch: int | None = None) -> None:
-    """Note that the archive of a pipeline durably has everything up to `end`. Harmless when repeated.
+    """Record that the archive of a pipeline has everything up to `end` durably. Idempotent.
 
-    EpochChanged if `end` is of an epoch whose events the log has lost since."""
+    EpochChanged if the log has lost events up to `end` since that epoch."""
     with headwater.connect(dsn, pool_size=1) as log:
-        log.run(calls.note_archived(pipeline, to_position=end, epoch=epoch))
+        log.run(archive_calls.note_archived(pipeline, to_position=end, epoch=epoch))

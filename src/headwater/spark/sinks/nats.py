@@ -1,4 +1,4 @@
-"""The sink `nats`: captured changes to JetStream, and what a bridge has beside them; or rows that are messages."""
+"""The sink `nats`: publishes captured changes to JetStream with a bridge, or rows that are messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headwater.nats import codec
 from headwater.spark.formats import nats
 from headwater.spark.nats_bridge.bridge import Bridge, Zstd
 from headwater.spark.options import refuse_unknown_keys
-from headwater.spark.pipelines.batch import Batch, Context
+from headwater.spark.pipelines.batch import Batch, SinkContext
 
 OPTIONS: Final = ("url", "shape", "encoding", "zstd", "host", "port", "allow_shutdown", "retry_seconds")
 ZSTD: Final[Mapping[bool | str, Zstd]] = {
@@ -26,29 +26,29 @@ ZSTD: Final[Mapping[bool | str, Zstd]] = {
 
 
 class NatsBridgeSink:
-    """JetStream. Of captured changes, the bridge also serves schemas, snapshots and figures while it is open."""
+    """Publishes to JetStream. For captured changes, a bridge also serves schemas, snapshots and metrics."""
 
-    def __init__(self, options: Mapping[str, Any], context: Context) -> None:
+    def __init__(self, options: Mapping[str, Any], context: SinkContext) -> None:
         refuse_unknown_keys(options, OPTIONS, "the sink nats")
         url = options.get("url") or context.nats_url
         if not isinstance(url, str):
             raise InvalidRequest(
-                "the sink nats needs an address", hint="Write nats: nats://host:4222 at the top of the file."
+                "the sink nats requires an address", hint="Write nats: nats://host:4222 at the top of the file."
             )
         shape, encoding = options.get("shape", "each"), options.get("encoding", "msgpack")
         if shape not in nats.SHAPES:
-            raise InvalidRequest(f"{shape!r} is no shape: {', '.join(nats.SHAPES)}")
+            raise InvalidRequest(f"invalid shape {shape!r}: expected {' or '.join(nats.SHAPES)}")
         if encoding not in codec.ENCODINGS:
-            raise InvalidRequest(f"{encoding!r} is no encoding: {', '.join(codec.ENCODINGS)}")
+            raise InvalidRequest(f"invalid encoding {encoding!r}: expected {' or '.join(codec.ENCODINGS)}")
         zstd = options.get("zstd", False)
         if not isinstance(zstd, bool | str) or zstd not in ZSTD:
-            raise InvalidRequest(f"zstd is {zstd!r}, not true, false or dictionary")
+            raise InvalidRequest(f"invalid zstd {zstd!r}: expected true, false or dictionary")
         retry_seconds = options.get("retry_seconds", 60)
         if isinstance(retry_seconds, bool) or not isinstance(retry_seconds, int | float) or retry_seconds <= 0:
-            raise InvalidRequest(f"retry_seconds is {retry_seconds!r}, not a number above zero")
+            raise InvalidRequest(f"invalid retry_seconds {retry_seconds!r}: expected a number above 0")
         port = options.get("port")
         if port is not None and (isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65_535):
-            raise InvalidRequest(f"port is {port!r}, not a port")
+            raise InvalidRequest(f"invalid port {port!r}: expected 0 to 65535")
         self._context: Final = context
         self._url: Final = url
         self._shape: Final[nats.Shape] = shape
@@ -86,7 +86,7 @@ class NatsBridgeSink:
             )
             return {"stored": published.stored, "duplicates": published.duplicates}
         if self._context.rewound_in is not None and "msg_id" in rows.columns:
-            # An id that was made from a position may be that of an event that the log has lost, and would be dropped.
+            # An id derived from a position may have been used for a lost event; JetStream would drop the new message.
             rows = rows.withColumn("msg_id", f.concat("msg_id", f.lit(f"@{self._context.rewound_in}")))
         writer = rows.write.format("headwater.nats").mode("append").option("url", self._url)
         writer.option("retry_seconds", str(self._retry_seconds)).save()

@@ -1,6 +1,7 @@
-"""The sink `table`: rows kept in a table of Postgres, exactly once; and building such a table anew.
+"""The sink `table`: writes rows to a Postgres table exactly once, and rebuilds such tables.
 
-Tasks COPY rows into a staging table; one transaction puts them into the table and notes the batch.
+Tasks COPY rows into a staging table; one transaction merges them into the table and records the batch. Readers see only
+complete batches.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ from pyspark.sql import functions as f
 from pyspark.sql import types as t
 
 import headwater
-from headwater import Headwater, calls, errors
-from headwater.calls import Call, Projection
+from headwater import Headwater, errors
+from headwater.calls import Call, projections
+from headwater.calls import projections as projections_calls
+from headwater.calls.projections import Projection
 from headwater.errors import InvalidRequest, LogUnavailable, NotAllowed, TransactionAborted
 from headwater.spark import arrow
 from headwater.spark.options import refuse_unknown_keys
 from headwater.spark.pipelines import transform
-from headwater.spark.pipelines.batch import Batch, Context
+from headwater.spark.pipelines.batch import Batch, SinkContext
 
 T = TypeVar("T")
 TableMode = Literal["upsert", "append", "replace"]
@@ -34,9 +37,9 @@ TableMode = Literal["upsert", "append", "replace"]
 OPTIONS: Final = ("name", "key", "mode", "deletes")
 MODES: Final[tuple[TableMode, ...]] = ("upsert", "append", "replace")
 OUR_PREFIX: Final = "headwater_"
-LONGEST_NAME: Final = 63
-MERGE_TRIES: Final = 5
-SWITCH_TRIES: Final = 30
+MAX_NAME_BYTES: Final = 63
+MAX_MERGE_ATTEMPTS: Final = 5
+MAX_SWITCH_ATTEMPTS: Final = 30
 SWITCH_PAUSE_SECONDS: Final = 0.5
 
 _PLAIN_TYPES: Final[Mapping[type[t.DataType], str]] = {
@@ -59,7 +62,7 @@ _JSON_TYPES: Final = (t.ArrayType, t.MapType, t.StructType, t.VariantType)
 
 @dataclass(frozen=True, slots=True)
 class TableOptions:
-    """What the options of the sink say."""
+    """The parsed options of the sink."""
 
     schema: str
     table: str
@@ -74,25 +77,25 @@ class TableOptions:
         key = options.get("key", ())
         key = (key,) if isinstance(key, str) else key
         if not isinstance(key, Sequence) or not all(isinstance(name, str) and name for name in key):
-            raise InvalidRequest(f"the key of a table is {key!r}", hint="Write the names of columns: key: [customer].")
+            raise InvalidRequest(f"invalid key {key!r}: expected names of columns", hint="Write key: [customer].")
         if len(set(key)) < len(key):
-            raise InvalidRequest(f"the key of a table names a column twice: {', '.join(key)}")
+            raise InvalidRequest(f"invalid key: a column occurs twice in {', '.join(key)}")
         mode = options.get("mode", "upsert")
         if mode not in MODES:
-            raise InvalidRequest(f"the mode of a table is {mode!r}", hint=f"Known are {', '.join(MODES)}.")
+            raise InvalidRequest(f"invalid mode {mode!r}: expected {', '.join(MODES)}")
         if mode == "upsert" and not key:
             raise InvalidRequest(
-                "a table that is kept up to date needs a key",
-                hint="Write key: [column], or mode: append for rows that are only ever added.",
+                "mode upsert requires a key",
+                hint="Write key: [column], or mode: append to only add rows.",
             )
         deletes = options.get("deletes")
         if deletes is not None:
             if not (isinstance(deletes, str) and deletes):
-                raise InvalidRequest(f"deletes is {deletes!r}", hint="Write the name of a boolean column.")
+                raise InvalidRequest(f"invalid deletes {deletes!r}: expected the name of a boolean column")
             if mode != "upsert":
-                raise InvalidRequest(f"deletes has no meaning with mode {mode}", hint="Use mode: upsert.")
+                raise InvalidRequest(f"deletes cannot be combined with mode {mode}", hint="Use mode: upsert.")
             if deletes in key:
-                raise InvalidRequest(f"the column {deletes} says which rows go, and cannot be of the key")
+                raise InvalidRequest(f"the column {deletes} of deletes cannot be part of the key")
         return cls(schema, table, tuple(key), mode, deletes)
 
 
@@ -102,36 +105,39 @@ def _table_name(name: object) -> tuple[str, str]:
         words = [part for part in parts if isinstance(part, str) and part and "\0" not in part]
         if len(words) == len(parts) and len(words) in (1, 2):
             schema, table = words if len(words) == 2 else ("public", words[0])
-            if schema == "headwater":
-                raise InvalidRequest("the schema headwater is the log's own", hint="Name a table of another schema.")
-            if max(len(word.encode()) for word in words) > LONGEST_NAME:
-                raise InvalidRequest(f"the name {name} is longer than the {LONGEST_NAME} bytes that Postgres allows")
+            if schema in ("headwater", "headwater_internal"):
+                raise InvalidRequest(f"the schema {schema} is reserved", hint="Name a table of another schema.")
+            if max(len(word.encode()) for word in words) > MAX_NAME_BYTES:
+                raise InvalidRequest(f"the name {name} is longer than {MAX_NAME_BYTES} bytes, the limit of Postgres")
             return schema, table
     raise InvalidRequest(
-        f"the name of a table is {name!r}",
-        hint="Write name: schema.table; names with a dot in them as a list: [schema, table].",
+        f"invalid table name {name!r}: expected schema.table",
+        hint="Write name: schema.table; if a name contains a dot, write a list: [schema, table].",
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """What rows look like in Postgres: in the table, and on their way to it."""
+class TableColumns:
+    """The columns of the rows in Postgres: in the table and in the staging table."""
 
     columns: tuple[tuple[str, str], ...]
     staged: tuple[tuple[str, str], ...]
     as_json: frozenset[str]
 
     @classmethod
-    def of(cls, schema: t.StructType, options: TableOptions) -> Shape:
-        """The shape of a DataFrame's rows; InvalidRequest for what cannot be a column."""
+    def of(cls, schema: t.StructType, options: TableOptions) -> TableColumns:
+        """Derive the columns from a DataFrame's schema; InvalidRequest if one is not supported."""
         names = schema.fieldNames()
         if len({name.lower() for name in names}) < len(names):
-            raise InvalidRequest(f"two columns have one name: {', '.join(names)}", hint="Rename one: ... as name.")
+            raise InvalidRequest(
+                f"two columns have the same name: {', '.join(names)}", hint="Rename one of them: ... as name."
+            )
         for name in names:
-            if not name or len(name.encode()) > LONGEST_NAME or "\0" in name or name.startswith(OUR_PREFIX):
+            if not name or len(name.encode()) > MAX_NAME_BYTES or "\0" in name or name.startswith(OUR_PREFIX):
                 raise InvalidRequest(
-                    f"{name!r} cannot be the name of a column",
-                    hint=f"Rename it: at most {LONGEST_NAME} bytes, and not with {OUR_PREFIX} in front.",
+                    f"invalid column name {name!r}: "
+                    f"expected up to {MAX_NAME_BYTES} bytes, not starting with {OUR_PREFIX}",
+                    hint="Rename it in the transform.",
                 )
         wanted = [*options.key, *([options.deletes] if options.deletes else [])]
         missing = [name for name in wanted if name not in names]
@@ -142,20 +148,20 @@ class Shape:
             kind = postgres_type(field)
             if kind == "jsonb":
                 as_json.add(field.name)
-            # What is not text or binary in Arrow as in Postgres goes as text, and is read by Postgres.
+            # jsonb is staged as text and parsed by Postgres.
             staged.append((field.name, "text" if kind == "jsonb" else kind))
             if field.name == options.deletes:
                 if kind != "boolean":
-                    raise InvalidRequest(f"the column {field.name} says which rows go, and is no boolean but {kind}")
+                    raise InvalidRequest(f"the column {field.name} of deletes is {kind}: expected boolean")
             else:
                 columns.append((field.name, kind))
         for name in as_json & set(options.key):
-            raise InvalidRequest(f"the column {name} is JSON and cannot be of the key", hint="Cast it: ::string.")
+            raise InvalidRequest(f"the key column {name} is JSON, which is not allowed", hint="Cast it: ::string.")
         return cls(tuple(columns), tuple(staged), frozenset(as_json))
 
 
 def postgres_type(field: t.StructField) -> str:
-    """The type that a column of Spark has in Postgres; InvalidRequest for one without."""
+    """The Postgres type of a Spark column; InvalidRequest if there is none."""
     kind = field.dataType
     if isinstance(kind, t.DecimalType):
         return f"numeric({kind.precision},{kind.scale})"
@@ -165,13 +171,13 @@ def postgres_type(field: t.StructField) -> str:
         if isinstance(kind, spark_type):
             return name
     raise InvalidRequest(
-        f"the column {field.name} is {kind.simpleString()}, which Postgres has no type for",
+        f"the column {field.name} has the type {kind.simpleString()}, which has no equivalent in Postgres",
         hint=f"Cast it in the transform: cast({field.name} as string).",
     )
 
 
-def staged_columns(rows: DataFrame, shape: Shape) -> DataFrame:
-    """The rows as they are staged: what becomes jsonb is text on the way."""
+def staged_columns(rows: DataFrame, shape: TableColumns) -> DataFrame:
+    """Convert rows for staging: jsonb columns become text."""
 
     def staged(field: t.StructField) -> Column:
         column = f.col("`{}`".format(field.name.replace("`", "``")))
@@ -200,71 +206,74 @@ _STAGED_ARROW: Final = pa.schema(
 def stage(
     batches: Iterable[pa.RecordBatch], *, dsn: str, schema: str, table: str, part: int
 ) -> Iterator[pa.RecordBatch]:
-    """Put all rows of one task into the staging table, in one transaction, and say under which name.
+    """Insert all rows of one task into the staging table, in one transaction; return the name of the attempt.
 
-    What no further try would mend is said in the answer too, since from here an error would arrive as Spark's.
+    Errors that a retry would not fix are returned, too, because a raised error would become a Spark error.
     """
     attempt = uuid.uuid4().hex
     rows = 0
-    said: dict[str, Any] = {}
+    failure: dict[str, Any] = {}
     full = (batch for batch in batches if batch.num_rows)
     if (first := next(full, None)) is not None:
         try:
             with arrow.connect(dsn, autocommit=False) as connection:
                 batch: pa.RecordBatch | None = first
                 while batch is not None:
-                    arrow.add(connection, _placed(batch, attempt, part, rows), schema=schema, table=table)
+                    staged = _with_staging_columns(batch, attempt, part, rows)
+                    arrow.add(connection, staged, schema=schema, table=table)
                     rows += batch.num_rows
                     batch = next(full, None)
                 connection.commit()
         except (InvalidRequest, NotAllowed) as error:
-            said = {"kind": type(error).__name__, "message": error.message, "hint": error.hint}
-    answer = {"part": part, "attempt": attempt, "rows": rows, **said}
+            failure = {"kind": type(error).__name__, "message": error.message, "hint": error.hint}
+    answer = {"part": part, "attempt": attempt, "rows": rows, **failure}
     yield pa.RecordBatch.from_pylist([answer], schema=_STAGED_ARROW)
 
 
-def _placed(batch: pa.RecordBatch, attempt: str, part: int, place: int) -> pa.RecordBatch:
+def _with_staging_columns(batch: pa.RecordBatch, attempt: str, part: int, first_row: int) -> pa.RecordBatch:
     count = batch.num_rows
     ours = [
         pa.repeat(attempt, count),
         pa.repeat(pa.scalar(part, pa.int32()), count),
-        pa.array(np.arange(place, place + count)),
+        pa.array(np.arange(first_row, first_row + count)),
     ]
-    return pa.RecordBatch.from_arrays([*ours, *batch.columns], names=[*calls.STAGING_COLUMNS, *batch.schema.names])
+    return pa.RecordBatch.from_arrays(
+        [*ours, *batch.columns], names=[*projections.STAGING_COLUMNS, *batch.schema.names]
+    )
 
 
 class TableSink:
-    """Rows to a table of Postgres. Readers see whole batches only, and each batch once.
+    """Writes rows to a Postgres table, each batch exactly once. Readers see only complete batches.
 
-    With `rebuild`, the generation that `begin_rebuild` gave, it fills the table that is to take the place of the
-    one that is there. Else `generation`, known once it is prepared, says which checkpoint belongs to the table.
+    With `rebuild`, the checkpoint epoch from `begin_rebuild`, it fills the new table that will replace the existing
+    one. Otherwise `checkpoint_epoch`, known after `prepare`, identifies the checkpoint that belongs to the table.
     """
 
-    def __init__(self, options: Mapping[str, Any], context: Context, *, rebuild: int | None = None) -> None:
+    def __init__(self, options: Mapping[str, Any], context: SinkContext, *, rebuild: int | None = None) -> None:
         self._options: Final = TableOptions.parse(options)
         self._context: Final = context
         self._rebuild: Final = rebuild
         self._log: Headwater | None = None
         self._projection: Projection | None = None
-        self._shape: Shape | None = None
-        self._standing = calls.Standing(None, "")
+        self._shape: TableColumns | None = None
+        self._standing = projections_calls.ProjectionState(None, "")
 
     @property
-    def generation(self) -> int:
-        """Which generation of the table this writes. Each has a checkpoint of its own."""
-        assert self._projection is not None, "prepare() comes first"
-        return self._projection.generation
+    def checkpoint_epoch(self) -> int:
+        """The checkpoint epoch that this sink writes. Each has its own checkpoint."""
+        assert self._projection is not None, "call prepare() first"
+        return self._projection.checkpoint_epoch
 
     def prepare(self) -> None:
         log = self._connected()
-        generation = self._rebuild
-        if generation is None:
-            generation = log.run(calls.projection_generation(self._context.pipeline))
+        checkpoint_epoch = self._rebuild
+        if checkpoint_epoch is None:
+            checkpoint_epoch = log.run(projections.projection_epoch(self._context.pipeline))
         self._projection = Projection(
             self._context.pipeline,
             self._options.schema,
             self._options.table,
-            generation=generation,
+            checkpoint_epoch=checkpoint_epoch,
             rebuild=self._rebuild is not None,
         )
 
@@ -272,15 +281,15 @@ class TableSink:
         stateful = transform.is_stateful(rows)
         projection, shape = self._ready_for(rows)
         done_to = self._standing.done_to
-        # A query with state is run again even so: what it keeps for the next batch comes of running it.
+        # A query with state must run in any case, to update its state for the next batch.
         if done_to is not None and batch.end <= done_to and not stateful:
             return {"rows": 0, "written": 0, "removed": 0}
         staged = self._stage(staged_columns(rows, shape))
         count = sum(row.rows for row in staged)
         if count == 0 and not stateful and self._options.mode != "replace":
-            # Nothing to write down either: a note would be one more change for those who capture changes.
+            # Do not record the empty batch: the record would be another change for readers that capture changes.
             return {"rows": 0, "written": 0, "removed": 0}
-        call = calls.merge_projection(
+        call = projections.merge_projection(
             projection,
             attempts=[row.attempt for row in staged if row.rows],
             expected_rows=count,
@@ -288,14 +297,14 @@ class TableSink:
             number=batch.number,
             mode=self._options.mode,
             gone=self._options.deletes,
-            place=None if self._options.mode == "replace" else transform.place_column(rows),
-            # A position is read, an LSN is where reading goes on.
+            place=None if self._options.mode == "replace" else transform.offset_column(rows),
+            # A position was read; an LSN is where reading continues.
             place_reached=self._context.source == "changes",
             stateful=stateful,
             epoch=batch.epoch,
         )
-        done = _run(self._connected(), call, tries=MERGE_TRIES)
-        self._standing = calls.Standing(max(batch.end, done_to or 0), self._standing.staging)
+        done = _run(self._connected(), call, tries=MAX_MERGE_ATTEMPTS)
+        self._standing = projections_calls.ProjectionState(max(batch.end, done_to or 0), self._standing.staging)
         written, removed = done or (0, 0)
         return {"rows": count, "written": written, "removed": removed}
 
@@ -309,14 +318,14 @@ class TableSink:
             self._log = headwater.connect(self._context.dsn, pool_size=1)
         return self._log
 
-    def _ready_for(self, rows: DataFrame) -> tuple[Projection, Shape]:
-        assert self._projection is not None, "prepare() comes first"
-        shape = Shape.of(rows.schema, self._options)
+    def _ready_for(self, rows: DataFrame) -> tuple[Projection, TableColumns]:
+        assert self._projection is not None, "call prepare() first"
+        shape = TableColumns.of(rows.schema, self._options)
         if shape != self._shape:
-            call = calls.prepare_projection(
+            call = projections.prepare_projection(
                 self._projection, columns=shape.columns, staged=shape.staged, key=self._options.key
             )
-            self._standing = _run(self._connected(), call, tries=MERGE_TRIES)
+            self._standing = _run(self._connected(), call, tries=MAX_MERGE_ATTEMPTS)
             self._shape = shape
         return self._projection, shape
 
@@ -336,7 +345,7 @@ class TableSink:
 
 
 def _run(log: Headwater, call: Call[T], *, tries: int) -> T:
-    """Carry out a call, again where others were in its way."""
+    """Run a call, and retry it after conflicts with other transactions."""
     for attempt in range(1, tries + 1):
         try:
             return log.run(call)
@@ -346,50 +355,50 @@ def _run(log: Headwater, call: Call[T], *, tries: int) -> T:
         except psycopg.errors.LockNotAvailable as error:
             if attempt == tries:
                 raise LogUnavailable(
-                    f"others hold the table: {error.diag.message_primary}",
-                    hint="Nothing was changed. End long transactions that use it, and try again.",
+                    f"other transactions have locked the table: {error.diag.message_primary}",
+                    hint="Nothing was changed. End long transactions that use the table, then retry.",
                 ) from error
         time.sleep(SWITCH_PAUSE_SECONDS)
-    raise AssertionError("the last try returns or raises")
+    raise AssertionError("the last attempt returns or raises")
 
 
-def generation(log: Headwater, pipeline: str) -> int:
-    """Which generation of its tables a pipeline writes; 0 before the first rebuild. Each has its own checkpoint."""
-    return log.run(calls.projection_generation(pipeline))
+def checkpoint_epoch(log: Headwater, pipeline: str) -> int:
+    """The checkpoint epoch of a pipeline's tables; 0 before the first rebuild. Each has its own checkpoint."""
+    return log.run(projections_calls.projection_epoch(pipeline))
 
 
 def begin_rebuild(log: Headwater, pipeline: str, *, resume: bool = False) -> int:
-    """Begin to build all tables of a pipeline anew, beside the ones that are there. Gives the generation to write.
+    """Start a rebuild of all tables of a pipeline, next to the existing ones; return its checkpoint epoch.
 
-    Run the pipeline from the start of its source, with a checkpoint of that generation and sinks made with
-    `rebuild=generation`, until it has caught up; then `switch`. A rebuild that ended half way is given up by the next
-    one, or, with `resume` and its checkpoint, gone on with. The tables that are there are not touched.
+    Run the pipeline from the start of its source, with the checkpoint of that epoch and sinks created with
+    `rebuild=checkpoint_epoch`, until it has caught up; then call `switch`. An unfinished rebuild is discarded by the
+    next one, or continued with `resume` and its checkpoint. The existing tables are not changed.
     """
-    return _run(log, calls.begin_rebuild(pipeline, resume=resume), tries=MERGE_TRIES)
+    return _run(log, projections_calls.begin_rebuild(pipeline, resume=resume), tries=MAX_MERGE_ATTEMPTS)
 
 
 def abandon_rebuild(log: Headwater, pipeline: str) -> bool:
-    """Give a rebuild up and drop what it built. False if there was none."""
-    return _run(log, calls.abandon_rebuild(pipeline), tries=MERGE_TRIES)
+    """Discard a rebuild and drop its tables. False if there was none."""
+    return _run(log, projections_calls.abandon_rebuild(pipeline), tries=MAX_MERGE_ATTEMPTS)
 
 
 def switch(
     log: Headwater,
     pipeline: str,
     *,
-    generation: int,
+    checkpoint_epoch: int,
     caught_up_to: int,
     read_to: int | None = None,
     epoch: int | None = None,
 ) -> Mapping[str, int]:
-    """Make the tables of a pipeline equal to what was rebuilt, all in one transaction, and drop what was built.
+    """Make the tables of a pipeline equal to the rebuilt ones in one transaction, and drop the latter.
 
-    `caught_up_to` is where the rebuild's checkpoint ends, and where the pipeline goes on; `read_to`, how far the
-    rebuild has looked without finding more; `epoch`, in which it began: EpochChanged in another. From here on the
-    generation is the pipeline's; a runner of the former one is refused with ProjectionRebuilt.
+    `caught_up_to` is the end of the rebuild's checkpoint, where the pipeline continues; `read_to` is how far the
+    rebuild has read without finding more events; `epoch` is the epoch in which it started (EpochChanged in another).
+    Afterwards the pipeline uses this checkpoint epoch; runners with the former one get ProjectionRebuilt.
     """
-    call = calls.switch_rebuilt(
-        pipeline, generation=generation, caught_up_to=caught_up_to, read_to=read_to, epoch=epoch
+    call = projections.switch_rebuilt(
+        pipeline, checkpoint_epoch=checkpoint_epoch, caught_up_to=caught_up_to, read_to=read_to, epoch=epoch
     )
-    written, removed = _run(log, call, tries=SWITCH_TRIES)
+    written, removed = _run(log, call, tries=MAX_SWITCH_ATTEMPTS)
     return {"written": written, "removed": removed}

@@ -1,4 +1,4 @@
-"""The sink `topic`: rows become events of the log. Captured changes keep their transactions together."""
+"""The sink `topic`: publishes rows as events. The changes of a captured transaction stay together."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as f
 
 import headwater
-from headwater import calls
+from headwater.calls import pipeline_runs
 from headwater.errors import InvalidRequest
 from headwater.spark.formats import log_writer
 from headwater.spark.options import refuse_unknown_keys
-from headwater.spark.pipelines.batch import Batch, Context
+from headwater.spark.pipelines.batch import Batch, SinkContext
 
 OPTIONS: Final = ("name", "per_table")
 CHANGE_COLUMNS: Final = frozenset({"id", "xid", "commit_lsn", "sequence", "operation", "before", "after", "unchanged"})
-# What of a row of the log is its place there, and means nothing in another topic.
-PLACE_COLUMNS: Final = frozenset({"position", "partition", "topic_offset", "published_at"})
+# Columns that belong to the original position of an event and have no meaning in another topic.
+POSITION_COLUMNS: Final = frozenset({"position", "partition", "topic_offset", "published_at"})
 _TIME: Final = "yyyy-MM-dd'T'HH:mm:ss.SSSSSSXXX"
 
 
 def change_events(changes: DataFrame, *, topic: str, per_table: bool) -> DataFrame:
-    """Captured changes as events, in the order in which they were made.
+    """Convert captured changes to events, in order.
 
-    The type says what happened to which table, the key is the row's, the id is the change's, so that it is there once.
+    The type is table and operation, the key is the row's key, and the event id is the change's id, for deduplication.
     """
     table = f.concat_ws(".", "schema", "table")
     kind = f.concat_ws(".", "schema", "table", "operation")
     head = f.to_json(
         f.struct(table.alias("table"), f.col("operation"), f.col("committed_at")), {"timestampFormat": _TIME}
     )
-    # The images are JSON already: joined as text, nobody has to read them for it.
+    # The row images are JSON texts: concatenate them without parsing.
     payload = f.concat(
         f.substring(head, f.lit(1), f.length(head) - 1),
         f.lit(',"key":'), _or_null("key"),
@@ -58,15 +58,15 @@ def _or_null(name: str) -> Column:
 
 
 def events(rows: DataFrame, *, topic: str | None, pipeline: str) -> DataFrame:
-    """Any rows as events: columns that an event has are taken as they are; without a payload, the others are it."""
+    """Convert rows to events: event columns are kept; without a payload, the other columns become it, as JSON."""
     names = rows.columns
     if topic is not None and "topic" in names:
         rows = rows.drop("topic")
     if "position" in names:
-        # From one event of the log comes one here, however often it is read.
+        # Derive the event id from the position, so that a repeated read does not duplicate events.
         own = f.concat(f.lit(f"{pipeline}-"), f.col("position").cast("string"))
         rows = rows.withColumn("event_id", f.coalesce(f.col("event_id"), own) if "event_id" in names else own)
-    rows = rows.drop(*PLACE_COLUMNS)
+    rows = rows.drop(*POSITION_COLUMNS)
     others = [name for name in rows.columns if name not in log_writer.COLUMNS]
     if "payload" not in names and "data" not in names:
         rows = rows.withColumn("data", f.to_json(f.struct(*others)))
@@ -74,19 +74,19 @@ def events(rows: DataFrame, *, topic: str | None, pipeline: str) -> DataFrame:
 
 
 class TopicSink:
-    """Rows to topics of the log. A batch is one transaction of Postgres: it is there whole or not at all."""
+    """Publishes rows to topics. A batch is published in one Postgres transaction."""
 
-    def __init__(self, options: Mapping[str, Any], context: Context) -> None:
+    def __init__(self, options: Mapping[str, Any], context: SinkContext) -> None:
         refuse_unknown_keys(options, OPTIONS, "the sink topic")
         name, per_table = options.get("name"), options.get("per_table", False)
         if name is not None and not (isinstance(name, str) and name):
-            raise InvalidRequest(f"the topic's name is {name!r}, not a text")
+            raise InvalidRequest(f"invalid topic name {name!r}: expected a text")
         if not isinstance(per_table, bool):
-            raise InvalidRequest(f"per_table is {per_table!r}, neither true nor false")
+            raise InvalidRequest(f"invalid per_table {per_table!r}: expected true or false")
         if per_table and (context.source != "changes" or not context.source_options.get("tables")):
-            raise InvalidRequest("per_table is for captured changes whose tables are named")
+            raise InvalidRequest("per_table requires the source changes with tables")
         if context.source == "changes" and name is None:
-            raise InvalidRequest("captured changes need a topic to go to", hint="Write topic: {name: ...}.")
+            raise InvalidRequest("captured changes require the name of a topic", hint="Write topic: {name: ...}.")
         self._name: Final[str | None] = name
         self._per_table: Final = per_table
         self._context: Final = context
@@ -94,7 +94,7 @@ class TopicSink:
 
     def prepare(self) -> None:
         with headwater.connect(self._context.dsn, pool_size=1) as log:
-            self._writer = log.run(calls.pipeline_writer(self._context.pipeline, self._context.sink_number))
+            self._writer = log.run(pipeline_runs.pipeline_writer(self._context.pipeline, self._context.sink_number))
             for name in self._topics():
                 log.create_topic(name, if_missing=True)
 
@@ -111,7 +111,7 @@ class TopicSink:
             ready = change_events(rows, topic=self._name, per_table=self._per_table)
         else:
             ready = events(rows, topic=self._name, pipeline=batch.pipeline)
-        # In the plan's own order: a repeated batch stages the same events in the same places.
+        # In the order of the plan: a repeated batch stages the same events in the same order.
         writer = ready.write.format("headwater").mode("append")
         writer = writer.option("dsn", self._context.dsn).option("writer", self._writer).option("epoch", str(batch.end))
         if "topic" not in ready.columns:
@@ -121,4 +121,4 @@ class TopicSink:
         return {}
 
     def close(self) -> None:
-        """Each batch has its own connections."""
+        """Nothing to close: each batch opens its own connections."""

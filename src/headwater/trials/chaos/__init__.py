@@ -1,17 +1,17 @@
-"""A trial of the log by disaster: producers publish and readers of every kind read while everything is killed.
+"""Fault-injection test of the log (`headwater chaos`): producers publish and readers read while faults are injected.
 
-What was published and what each reader got is noted in files outside of the database, so that even a commit that the
-database forgets is found missing. `headwater chaos` runs it; read `trial.py` first.
+Producers and readers record what was published and delivered in files outside the database, so that a commit that the
+database loses is detected. Start reading at `trial.py`.
 """
 
 from typing import Final
 
-from headwater.trials.chaos.cast import READERS
-from headwater.trials.chaos.faults import DISASTERS
-from headwater.trials.chaos.trial import Outcome, Plan, Progress, run
+from headwater.trials.chaos.faults import FAULTS
+from headwater.trials.chaos.participants import READERS
+from headwater.trials.chaos.trial import TrialPlan, TrialProgress, TrialResult, run
 from headwater.trials.chaos.verdict import ReaderVerdict, Verdict
 
-KINDS: Final = tuple(DISASTERS)
+KINDS: Final = tuple(FAULTS)
 ROLES: Final = tuple(dict.fromkeys(reader.role for reader in READERS))
 
-__all__ = ["KINDS", "ROLES", "Outcome", "Plan", "Progress", "ReaderVerdict", "Verdict", "run"]
+__all__ = ["KINDS", "ROLES", "ReaderVerdict", "TrialPlan", "TrialProgress", "TrialResult", "Verdict", "run"]

@@ -1,7 +1,7 @@
-"""The Postgres on trial: one server that is crashed and started again, and standbys that take over from it.
+"""The Postgres servers of a trial: a primary that is crashed and restarted, and standbys that replace it.
 
-After a failover another server of another directory is the primary; everything reaches it through the trial's proxy,
-which is switched over. The servers that were made here are removed here.
+After a failover the primary is another server in another directory; the proxy of the trial then connects to it. The
+cluster removes the standbys that it created.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ WALWRITER: Final = "select pid, wait_event from pg_stat_activity where backend_t
 
 
 class StandbyFailed(Exception):
-    """The standby did not do within its time what a failover needs."""
+    """The standby did not reach the required state in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """What was acknowledged between these moments may be gone with an old primary: its standby did not get it.
+    """A period in which a primary may have acknowledged events that its standby did not receive.
 
-    Seconds of the clock that the journals use. `began`: everything acknowledged before had reached the standby.
+    Times are those of the journals. Everything acknowledged before `began` had reached the standby.
     """
 
     began: float
@@ -44,26 +44,26 @@ class Divergence:
 
 @dataclass(slots=True)
 class Cluster:
-    """The current primary and what became of the others."""
+    """The current primary and its standbys."""
 
     server: Postgres
-    # How to connect to its database, past the proxy.
+    # The address of the database without the proxy.
     dsn: str
     directory: Path
     divergences: list[Divergence] = field(default_factory=list)
-    _made: list[Postgres] = field(default_factory=list)
-    # Counts every standby ever made: the directory of one that is the primary now must not be taken again.
+    _created: list[Postgres] = field(default_factory=list)
+    # Counts all standbys ever created, so that no directory is reused.
     _standbys: int = 0
 
     def kill(self) -> None:
-        """SIGKILL for every process of the server; it recovers from its WAL."""
+        """Kill every process of the server with SIGKILL and restart it; it recovers from its WAL."""
         self.server.kill()
         self.server.start()
 
     def stop_walwriter(self) -> int | None:
-        """SIGSTOP for the walwriter while it waits for work; its process id. None: there is none, or it never waits.
+        """Suspend the walwriter while it is idle; returns its process id, or None if that failed.
 
-        Stopped while it writes or flushes, it would keep a lock that every commit needs, and all would wait for ever.
+        If it were suspended during a write or flush, it would hold a lock that every commit needs.
         """
         deadline = time.monotonic() + DEADLINE_SECONDS
         with connected(self.dsn) as connection:
@@ -74,7 +74,7 @@ class Cluster:
                 pid = int(row[0])
                 os.kill(pid, signal.SIGSTOP)
                 try:
-                    # It is asked again now that the answer stays true.
+                    # Check again, since it may have started to work before the signal.
                     if connection.execute(WALWRITER).fetchone() == (pid, "WalWriterMain"):
                         return pid
                 except BaseException:
@@ -85,24 +85,24 @@ class Cluster:
         return None
 
     def inserted_lsn(self) -> str:
-        """How far the WAL is written, flushed or not."""
+        """The insert position of the WAL, flushed or not."""
         with connected(self.dsn) as connection:
             row = connection.execute("select pg_current_wal_insert_lsn()::text").fetchone()
         return str(row[0]) if row else "0/0"
 
     def is_flushed(self, lsn: str) -> bool:
-        """Whether anything behind this place of the WAL would survive a crash."""
+        """Whether any WAL after this LSN is flushed and would survive a crash."""
         with connected(self.dsn) as connection:
             row = connection.execute("select pg_current_wal_flush_lsn() > %s::pg_lsn", (lsn,)).fetchone()
         return bool(row and row[0])
 
     def stop_at_once(self, walwriter: int | None) -> None:
-        """SIGQUIT for the postmaster, which ends without flushing; `walwriter`, stopped before, never runs again."""
+        """Stop the server with SIGQUIT, without flushing WAL. The suspended `walwriter` is killed."""
         pid = self.server.pid
         if pid is not None:
             os.kill(pid, signal.SIGQUIT)
         if walwriter is not None:
-            # The postmaster would wait for it, and it must not run again.
+            # The postmaster waits for it to exit, but it must not flush.
             with suppress(ProcessLookupError):
                 os.kill(walwriter, signal.SIGKILL)
         self.server.stop(mode="immediate")
@@ -111,15 +111,15 @@ class Cluster:
         self.server.start()
 
     def make_standby(self) -> Postgres:
-        """A standby that has everything that was acknowledged so far, and gets nothing more."""
+        """Create and start a standby of the current primary."""
         self._standbys += 1
         standby = self.server.make_standby(self.directory / f"standby-{self._standbys}")
-        self._made.append(standby)
+        self._created.append(standby)
         standby.start()
         return standby
 
     def cut_off(self, standby: Postgres) -> float:
-        """Let the standby get everything acknowledged until now, then nothing more; returns that moment."""
+        """Disconnect the standby after it has received everything acknowledged so far; returns that time."""
         now = time.monotonic()
         with connected(self.dsn) as primary:
             row = primary.execute("select pg_current_wal_flush_lsn()::text").fetchone()
@@ -132,7 +132,7 @@ class Cluster:
         return now
 
     def promote(self, standby: Postgres, *, cut_off_at: float) -> None:
-        """The primary is killed; the standby takes over with what it has."""
+        """Kill the primary and promote the standby."""
         old = self.server
         old.kill()
         self.divergences.append(Divergence(cut_off_at, time.monotonic()))
@@ -145,13 +145,13 @@ class Cluster:
         self._remove(old)
 
     def close(self) -> None:
-        """Stop and remove the servers that were made here. The first one belongs to the caller."""
-        for server in list(self._made):
+        """Stop and remove the standbys. The first server belongs to the caller."""
+        for server in list(self._created):
             self._remove(server)
 
     def _remove(self, server: Postgres) -> None:
-        if server in self._made:
-            self._made.remove(server)
+        if server in self._created:
+            self._created.remove(server)
             with suppress(EmbeddedError):
                 server.stop(mode="immediate")
             shutil.rmtree(server.data_dir, ignore_errors=True)
@@ -162,17 +162,17 @@ def connected(dsn: str) -> psycopg.Connection[Any]:
 
 
 def host_and_port(dsn: str) -> tuple[str, int]:
-    """What libpq makes of an address, whichever way it was given."""
+    """The host and port of a DSN, as libpq resolves it."""
     with connected(dsn) as connection:
         return connection.info.host, connection.info.port
 
 
-def _wait(connection: psycopg.Connection[Any], question: str, *parameters: object) -> None:
+def _wait(connection: psycopg.Connection[Any], query: str, *parameters: object) -> None:
     deadline = time.monotonic() + DEADLINE_SECONDS
     while True:
-        row = connection.execute(question, parameters or None).fetchone()
+        row = connection.execute(query, parameters or None).fetchone()
         if row and row[0]:
             return
         if time.monotonic() > deadline:
-            raise StandbyFailed(f"the standby did not answer yes within {DEADLINE_SECONDS:g} seconds: {question}")
+            raise StandbyFailed(f"the standby did not meet the condition within {DEADLINE_SECONDS:g} seconds: {query}")
         time.sleep(POLL_SECONDS)

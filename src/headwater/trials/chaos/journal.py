@@ -1,7 +1,8 @@
-"""What processes have done, line by line in files that outlive their being killed.
+"""Journals of producers and readers: files of JSON lines that survive the kill of a process.
 
-A producer's journal (`NAME.journal`) has what it tried and what was acknowledged; a reader's (`READER.delivered`) has
-what it got, with the place that it would take up again from. The kernel has each line as soon as it is written.
+The journal of a producer (`NAME.journal`) records attempts and acknowledgements. The delivery log of a reader
+(`READER.delivered`) records the received events and the checkpoint to resume from. Each line is one write, so it is
+in the kernel's page cache before the process continues.
 """
 
 from __future__ import annotations
@@ -16,73 +17,73 @@ from typing import Any, Literal, NamedTuple
 Kind = Literal["tried", "acknowledged", "rolled back"]
 
 
-class Line(NamedTuple):
-    """One thing that a producer noted, of numbers of its own. `at`: seconds of a clock that all processes share."""
+class JournalEntry(NamedTuple):
+    """One entry of a producer about events with these numbers. `at` is a monotonic time that all processes share."""
 
-    who: str
+    producer: str
     kind: Kind
     numbers: Sequence[int]
     at: float = 0.0
 
 
 class Journal:
-    """Notes of one producer."""
+    """The journal of one producer."""
 
-    def __init__(self, directory: Path, who: str) -> None:
-        self._who = who
-        self._file = _opened(directory / f"{who}.journal")
+    def __init__(self, directory: Path, producer: str) -> None:
+        self._producer = producer
+        self._file = _open(directory / f"{producer}.journal")
 
-    def note(self, kind: Kind, numbers: Iterable[int]) -> None:
-        _write(self._file, [self._who, kind, list(numbers), time.monotonic()])
+    def record(self, kind: Kind, numbers: Iterable[int]) -> None:
+        _write(self._file, [self._producer, kind, list(numbers), time.monotonic()])
 
-    def note_range(self, kind: Kind, first: int, count: int) -> None:
-        """The same for many numbers in a row, in one short line."""
-        _write(self._file, [self._who, kind, {"first": first, "count": count}, time.monotonic()])
+    def record_range(self, kind: Kind, first: int, count: int) -> None:
+        """Record consecutive numbers in one short line."""
+        _write(self._file, [self._producer, kind, {"first": first, "count": count}, time.monotonic()])
 
     def close(self) -> None:
         os.close(self._file)
 
 
-class Deliveries:
-    """Notes of one reader. Its next process goes on in the same file, so that the order of deliveries is kept.
+class DeliveryLog:
+    """The delivery log of one reader. All processes of the reader append to one file, which keeps the order.
 
-    `process`: which of several processes of one reader notes this.
+    `process` identifies one of several concurrent processes of a reader.
     """
 
     def __init__(self, directory: Path, reader: str, *, process: str | None = None) -> None:
         self._process = process
         self._path = directory / f"{reader}.delivered"
-        self._file = _opened(self._path)
+        self._file = _open(self._path)
 
-    def note(self, events: Sequence[str], place: Any = None) -> None:
-        """These came; `place` is what a reader that remembers its place by itself would remember now."""
-        _write(self._file, [list(events), place, self._process])
+    def record(self, events: Sequence[str], checkpoint: Any = None) -> None:
+        """Record received events, and the checkpoint of a reader that stores its own position."""
+        _write(self._file, [list(events), checkpoint, self._process])
 
-    def place(self) -> Any:
-        """What was remembered last; None at the beginning."""
+    def checkpoint(self) -> Any:
+        """The last recorded checkpoint; None at the beginning."""
         last = None
         with self._path.open("rb") as lines:
-            # Only the end: the file of a long trial is large.
+            # Read only the end, since the file of a long trial is large.
             lines.seek(max(0, self._path.stat().st_size - 10_000_000))
             for line in lines:
                 last = line
         return None if last is None else json.loads(last)[1]
 
 
-class DeliveriesTail:
-    """What is added to a reader's notes, read as it comes."""
+class DeliveryLogReader:
+    """Reads new entries of a delivery log."""
 
     def __init__(self, directory: Path, reader: str) -> None:
         self._path = directory / f"{reader}.delivered"
         self._read_to = 0
 
     def new(self) -> Iterator[str]:
-        """The events that were noted since the last call."""
+        """The events recorded since the last call."""
         for _, events in self.new_by_process():
             yield from events
 
     def new_by_process(self) -> Iterator[tuple[str | None, Sequence[str]]]:
-        """The same, with the process that noted them."""
+        """The events recorded since the last call, with the process that received them."""
         if not self._path.exists():
             return
         with self._path.open("rb") as lines:
@@ -95,23 +96,23 @@ class DeliveriesTail:
                 yield process, events
 
 
-def read_all(directory: Path) -> Iterator[Line]:
-    """Every line of every producer here; of each in the order of writing."""
+def read_all(directory: Path) -> Iterator[JournalEntry]:
+    """Read the journals of all producers."""
     for path in sorted(directory.glob("*.journal")):
         with path.open() as lines:
             for line in lines:
-                who, kind, numbers, at = json.loads(line)
+                producer, kind, numbers, at = json.loads(line)
                 if isinstance(numbers, dict):
                     numbers = range(numbers["first"], numbers["first"] + numbers["count"])
-                yield Line(who, kind, numbers, at)
+                yield JournalEntry(producer, kind, numbers, at)
 
 
-def delivered(directory: Path, reader: str) -> list[str]:
-    """Every event that a reader got, as often and in the order that it did."""
-    return list(DeliveriesTail(directory, reader).new())
+def read_delivered(directory: Path, reader: str) -> list[str]:
+    """Read all deliveries of a reader, in order and with repetitions."""
+    return list(DeliveryLogReader(directory, reader).new())
 
 
-def _opened(path: Path) -> int:
+def _open(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
 

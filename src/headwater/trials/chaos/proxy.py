@@ -1,4 +1,4 @@
-"""Between the processes of a trial and Postgres: connections that can be cut in the middle of a byte, or stall."""
+"""A TCP proxy between the processes of a trial and Postgres that can cut and stall connections."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ START_SECONDS: Final = 10.0
 
 
 class Proxy:
-    """Hands bytes on, both ways, until told not to. Runs in a thread of its own."""
+    """Forwards bytes in both directions. Runs its own event loop in a thread."""
 
     def __init__(self, dsn: str, directory: Path) -> None:
         self._host, self._port = host_and_port(dsn)
-        # Under this number its socket is known, whatever that of a later server is.
+        # The port in the name of its socket stays the same after a failover.
         self._own_port = self._port
         self._local = self._host.startswith("/")
         self._directory = directory
-        self._links: set[asyncio.StreamWriter] = set()
+        self._clients: set[asyncio.StreamWriter] = set()
         self._ready = threading.Event()
         self._stalled_until = 0.0
         self._loop = asyncio.new_event_loop()
@@ -37,19 +37,19 @@ class Proxy:
         if self._local:
             self.dsn = make_conninfo(dsn, host=str(directory), port=self._own_port)
         else:
-            # The name stays, so that a certificate still fits it.
-            self.dsn = make_conninfo(dsn, hostaddr="127.0.0.1", port=self._listens_on)
+            # The host name stays, so that it still matches the certificate.
+            self.dsn = make_conninfo(dsn, hostaddr="127.0.0.1", port=self._tcp_port)
 
     def cut(self, share: float, seed: int) -> None:
-        """Cut this share of the connections, with whatever is on its way in them."""
+        """Cut this share of the connections, including data in transit."""
         self._loop.call_soon_threadsafe(self._cut, share, random.Random(seed))
 
     def stall(self, seconds: float) -> None:
-        """Let nothing through for this long, without closing a connection."""
+        """Forward nothing for this long, without closing connections."""
         self._loop.call_soon_threadsafe(self._stall, seconds)
 
     def switch(self, dsn: str) -> None:
-        """Lead every connection from now on to another server; those to the old one are cut."""
+        """Connect to another server from now on, and cut the connections to the old one."""
         host, port = host_and_port(dsn)
         self._loop.call_soon_threadsafe(self._switch, host, port)
 
@@ -74,47 +74,47 @@ class Proxy:
 
     async def _listen(self) -> asyncio.Server:
         if self._local:
-            return await asyncio.start_unix_server(self._link, self._directory / f".s.PGSQL.{self._own_port}")
-        server = await asyncio.start_server(self._link, "127.0.0.1", 0)
-        self._listens_on: int = server.sockets[0].getsockname()[1]
+            return await asyncio.start_unix_server(self._handle, self._directory / f".s.PGSQL.{self._own_port}")
+        server = await asyncio.start_server(self._handle, "127.0.0.1", 0)
+        self._tcp_port: int = server.sockets[0].getsockname()[1]
         return server
 
-    async def _link(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._links.add(writer)
+    async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._clients.add(writer)
         try:
             if self._local:
-                there = await asyncio.open_unix_connection(f"{self._host}/.s.PGSQL.{self._port}")
+                server = await asyncio.open_unix_connection(f"{self._host}/.s.PGSQL.{self._port}")
             else:
-                there = await asyncio.open_connection(self._host, self._port)
+                server = await asyncio.open_connection(self._host, self._port)
         except OSError:
-            # No server: the caller finds out as it would without a proxy.
-            self._links.discard(writer)
+            # No server: close the connection of the client.
+            self._clients.discard(writer)
             writer.transport.abort()
             return
-        far_reader, far_writer = there
+        server_reader, server_writer = server
         try:
-            halves = [
-                asyncio.ensure_future(self._hand_on(reader, far_writer)),
-                asyncio.ensure_future(self._hand_on(far_reader, writer)),
+            directions = [
+                asyncio.ensure_future(self._forward(reader, server_writer)),
+                asyncio.ensure_future(self._forward(server_reader, writer)),
             ]
-            await asyncio.wait(halves, return_when=asyncio.FIRST_COMPLETED)
-            for half in halves:
-                half.cancel()
+            await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
+            for direction in directions:
+                direction.cancel()
         finally:
-            self._links.discard(writer)
-            for end in (writer, far_writer):
+            self._clients.discard(writer)
+            for end in (writer, server_writer):
                 end.close()
 
-    async def _hand_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError):
             while data := await reader.read(CHUNK_BYTES):
                 await asyncio.sleep(self._stalled_until - self._loop.time())
                 writer.write(data)
                 await writer.drain()
 
-    def _cut(self, share: float, chance: random.Random) -> None:
-        for writer in list(self._links):
-            if chance.random() < share:
+    def _cut(self, share: float, rng: random.Random) -> None:
+        for writer in list(self._clients):
+            if rng.random() < share:
                 writer.transport.abort()
 
     def _switch(self, host: str, port: int) -> None:

@@ -1,7 +1,7 @@
 """The readers of a trial that use the library: follow, process, SQL subscription, event store.
 
-Each notes what it got in a file. One without a cursor takes up again from the place in its own notes, as a program
-would that keeps its position on another disk.
+Each records its deliveries in a file. A reader without a cursor resumes from the checkpoint in that file, as a program
+does that stores its position outside the database.
 """
 
 from __future__ import annotations
@@ -16,41 +16,41 @@ import psycopg
 import headwater
 from headwater import App, Event
 from headwater.errors import EpochChanged, LogUnavailable
-from headwater.trials.chaos.journal import Deliveries
-from headwater.trials.chaos.queue_workers import INSERT_EFFECT, run_app
-from headwater.trials.chaos.stage import (
+from headwater.trials.chaos.config import (
     FOLLOW,
     FOLLOW_BARE,
     PROCESS,
     SQL,
     STORE,
     STORE_BARE,
-    Stage,
+    TrialConfig,
     id_of,
     quiet_and_busy,
 )
+from headwater.trials.chaos.journal import DeliveryLog
+from headwater.trials.chaos.queue_workers import INSERT_EFFECT, run_app
 
-AGAIN_SECONDS: Final = 0.1
+RETRY_SECONDS: Final = 0.1
 BATCH_SIZE: Final = 200
 
 
-def again_and_again(act: Callable[[], None]) -> None:
-    """As a supervisor would: after every outage from the start."""
+def retry_forever(act: Callable[[], None]) -> None:
+    """Restart after every outage, as a supervisor does."""
     while True:
         try:
             return act()
         except LogUnavailable:
-            threading.Event().wait(AGAIN_SECONDS)
+            threading.Event().wait(RETRY_SECONDS)
 
 
-def side_by_side(acts: Sequence[Callable[[], None]]) -> None:
-    """Run readers in threads; the error of one ends the process."""
+def run_concurrently(acts: Sequence[Callable[[], None]]) -> None:
+    """Run readers in threads; an error of one ends the process."""
     over = threading.Event()
     errors: list[BaseException] = []
 
     def run(act: Callable[[], None]) -> None:
         try:
-            again_and_again(act)
+            retry_forever(act)
         except BaseException as error:
             errors.append(error)
             raise
@@ -64,99 +64,99 @@ def side_by_side(acts: Sequence[Callable[[], None]]) -> None:
         raise errors[0]
 
 
-def follow(stage: Stage) -> None:
-    """With a cursor, which the log keeps."""
+def follow(config: TrialConfig) -> None:
+    """Follow with a cursor in the database."""
 
     def one(reader: str) -> None:
-        deliveries = Deliveries(Path(stage.directory), reader)
-        with _log(stage) as log:
+        deliveries = DeliveryLog(Path(config.directory), reader)
+        with _log(config) as log:
             for batch in log.follow_batches(
-                stage.topics_of(reader), cursor=stage.consumer(reader), batch_size=BATCH_SIZE, must_not_lose=True
+                config.topics_of(reader), cursor=config.consumer(reader), batch_size=BATCH_SIZE, holds_retention=True
             ):
-                deliveries.note([id_of(event.data) for event in batch])
+                deliveries.record([id_of(event.data) for event in batch])
 
-    side_by_side([lambda reader=reader: one(reader) for reader in quiet_and_busy(FOLLOW)])  # type: ignore[misc]
+    run_concurrently([lambda reader=reader: one(reader) for reader in quiet_and_busy(FOLLOW)])  # type: ignore[misc]
 
 
-def follow_without_cursor(stage: Stage) -> None:
-    """From a position that the reader remembers by itself, with the epoch in which it got that position."""
+def follow_without_cursor(config: TrialConfig) -> None:
+    """Follow from a position and an epoch that the reader stores itself."""
 
     def one(reader: str) -> None:
-        deliveries = Deliveries(Path(stage.directory), reader)
-        with _log(stage) as log:
-            position, epoch = deliveries.place() or (0, log.state().epoch)
+        deliveries = DeliveryLog(Path(config.directory), reader)
+        with _log(config) as log:
+            position, epoch = deliveries.checkpoint() or (0, log.state().epoch)
             while True:
                 try:
-                    # As it raises in another epoch, everything that it delivers is of this one.
+                    # It raises in another epoch, so everything delivered belongs to this epoch.
                     for batch in log.follow_batches(
-                        stage.topics_of(reader),
+                        config.topics_of(reader),
                         after=position,
                         epoch=epoch,
                         batch_size=BATCH_SIZE,
                         on_epoch_change="error",
                     ):
                         position = batch[-1].position
-                        deliveries.note([id_of(event.data) for event in batch], (position, epoch))
+                        deliveries.record([id_of(event.data) for event in batch], (position, epoch))
                 except EpochChanged as changed:
                     position, epoch = changed.common_position, changed.epoch
 
-    side_by_side([lambda reader=reader: one(reader) for reader in quiet_and_busy(FOLLOW_BARE)])  # type: ignore[misc]
+    run_concurrently([lambda reader=reader: one(reader) for reader in quiet_and_busy(FOLLOW_BARE)])  # type: ignore[misc]
 
 
-def process(stage: Stage) -> None:
-    """Its effects and its cursor are in one transaction."""
+def process(config: TrialConfig) -> None:
+    """Process events; effects and cursor are written in one transaction."""
 
     def one(reader: str) -> None:
         def handle(connection: psycopg.Connection[Any], events: Sequence[Event]) -> None:
             with connection.cursor() as cursor:
                 cursor.executemany(INSERT_EFFECT, [(reader, id_of(event.data)) for event in events])
 
-        with _log(stage) as log:
+        with _log(config) as log:
             log.process(
-                stage.topics_of(reader),
+                config.topics_of(reader),
                 handle,
-                cursor=stage.consumer(reader),
+                cursor=config.consumer(reader),
                 batch_size=BATCH_SIZE,
-                must_not_lose=True,
+                holds_retention=True,
             )
 
-    side_by_side([lambda reader=reader: one(reader) for reader in quiet_and_busy(PROCESS)])  # type: ignore[misc]
+    run_concurrently([lambda reader=reader: one(reader) for reader in quiet_and_busy(PROCESS)])  # type: ignore[misc]
 
 
-def subscribe_by_sql(stage: Stage, name: str) -> None:
-    deliveries = Deliveries(Path(stage.directory), SQL)
+def subscribe_by_sql(config: TrialConfig, name: str) -> None:
+    deliveries = DeliveryLog(Path(config.directory), SQL)
     app = App()
 
-    @app.subscriber(stage.consumer(SQL), stage.quiet_condition, name="chaos")
+    @app.subscriber(config.consumer(SQL), config.quiet_filter, name="chaos")
     async def take(event: Event) -> None:
-        deliveries.note([id_of(event.data)])
+        deliveries.record([id_of(event.data)])
 
-    run_app(app, stage, name)
+    run_app(app, config, name)
 
 
-def subscribe_to_store(stage: Stage) -> None:
-    """Catch up, then live; with a cursor, and from a position that the reader remembers by itself."""
+def subscribe_to_store(config: TrialConfig) -> None:
+    """Subscribe to the event store, with a cursor and from a position that the reader stores itself."""
 
     def with_cursor() -> None:
-        deliveries = Deliveries(Path(stage.directory), STORE)
-        with _log(stage) as log:
-            for batch in log.store(stage.store_topic).subscribe_batches(
-                cursor=stage.consumer(STORE), batch_size=BATCH_SIZE
+        deliveries = DeliveryLog(Path(config.directory), STORE)
+        with _log(config) as log:
+            for batch in log.store(config.store_topic).subscribe_batches(
+                cursor=config.consumer(STORE), batch_size=BATCH_SIZE
             ):
-                deliveries.note([id_of(event.data) for event in batch])
+                deliveries.record([id_of(event.data) for event in batch])
 
     def without_cursor() -> None:
-        deliveries = Deliveries(Path(stage.directory), STORE_BARE)
-        position, epoch = deliveries.place() or (0, None)
-        with _log(stage) as log:
-            # In another epoch it goes back by itself, to the last position that both epochs share.
-            for page in log.store(stage.store_topic).subscribe_pages(
+        deliveries = DeliveryLog(Path(config.directory), STORE_BARE)
+        position, epoch = deliveries.checkpoint() or (0, None)
+        with _log(config) as log:
+            # In another epoch it goes back automatically to the last common position.
+            for page in log.store(config.store_topic).subscribe_pages(
                 after=position, epoch=epoch, batch_size=BATCH_SIZE
             ):
-                deliveries.note([id_of(event.data) for event in page.events], (page.events[-1].position, page.epoch))
+                deliveries.record([id_of(event.data) for event in page.events], (page.events[-1].position, page.epoch))
 
-    side_by_side([with_cursor, without_cursor])
+    run_concurrently([with_cursor, without_cursor])
 
 
-def _log(stage: Stage) -> headwater.Headwater:
-    return headwater.connect(stage.dsn, pool_size=1, application_name=stage.name)
+def _log(config: TrialConfig) -> headwater.Headwater:
+    return headwater.connect(config.dsn, pool_size=1, application_name=config.name)

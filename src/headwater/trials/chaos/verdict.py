@@ -1,9 +1,9 @@
-"""Whether anything was lost: what producers and readers noted, compared with what the log has at the end. Pure.
+"""The verdict: compares the journals of producers and readers with the log at the end. Pure code.
 
-Events are known by producer and number, never by position: after a crash or a failover a position may be another
-event's. What was acknowledged while a standby was cut off, and is not in the log of the standby that took over, is
-counted as lost with the old primary: asynchronous replication promises no more. Everything that is in the log at the
-end must have come to every reader of its topic.
+Events are identified by producer and number, never by position: after a crash or a failover a position may belong to
+another event. An event that was acknowledged while the standby was disconnected, and is missing after the failover, is
+counted as lost with the old primary: asynchronous replication does not guarantee more.
+Invariant: every event that is in the log at the end was delivered to every reader of its topic.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from headwater.trials.chaos.cast import Order
 from headwater.trials.chaos.cluster import Divergence
-from headwater.trials.chaos.journal import Line
+from headwater.trials.chaos.journal import JournalEntry
+from headwater.trials.chaos.participants import Order
 
 MAX_EXAMPLES: Final = 3
 
 
-class Found(NamedTuple):
-    """An event that is in the log: which producer made it, as which of its own, and where it is."""
+class LoggedEvent(NamedTuple):
+    """An event in the log: its producer and number, and its position, partition and offset."""
 
     position: int
     producer: str
     number: int
-    lane: tuple[str, int]
+    partition: tuple[str, int]
     offset: int | None
 
     @property
@@ -35,21 +35,21 @@ class Found(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
-    """What one reader got: every delivery in its order, and what its queue has given up on."""
+class ReaderDeliveries:
+    """All deliveries of one reader in order, and the dead letters of its queue."""
 
     name: str
     topics: frozenset[str]
     delivered: Sequence[str]
     dead: frozenset[str] = frozenset()
     order: Order = "none"
-    # Its effects are in the transaction that acknowledges, so once means once.
+    # It writes its effects in the transaction that acknowledges the events.
     exactly_once: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ReaderVerdict:
-    """What came of one reader, in events. `wanted`: those of its topics that are in the log."""
+    """The verdict on one reader, in events. `wanted` is the number of events of its topics in the log."""
 
     name: str
     wanted: int
@@ -63,28 +63,28 @@ class ReaderVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What came of a trial, in events."""
+    """The verdict on a trial, in events."""
 
     produced: int
     acknowledged: int
-    # Deliveries that ended well, over all readers.
+    # Successful deliveries of all readers.
     processed: int
     dead: int
-    # Acknowledged and not in the log, or in the log and for some reader neither delivered nor dead.
+    # Acknowledged but not in the log, or in the log but for some reader neither delivered nor a dead letter.
     lost: int
-    # Acknowledged by a primary whose standby did not have them when it took over.
+    # Acknowledged by a primary but not replicated to the standby that took over.
     lost_with_old_primary: int
-    # In the log twice, or with two effects where there must be one.
+    # In the log twice, or with two effects of an exactly-once reader.
     duplicates: int
-    # Of transactions of which a part is in the log.
+    # Transactions of which only a part is in the log.
     torn: int
-    # In the log though their transaction was rolled back, or though no producer made them.
+    # In the log although the transaction was rolled back or no producer published them.
     invented: int
-    # Missing or doubled offsets in lanes that count without a gap.
+    # Missing or duplicate offsets in partitions with dense offsets.
     gaps: int
-    # Came to a reader for the first time after an event that is behind them in the log.
+    # First delivered after an event with a higher position.
     out_of_order: int
-    # Delivered again to a reader that may see an event twice: allowed, and worth knowing.
+    # Delivered more than once to an at-least-once reader, which is allowed.
     repeated: int
     readers: tuple[ReaderVerdict, ...]
     examples: tuple[str, ...]
@@ -94,8 +94,8 @@ class Verdict:
         return not (self.lost or self.duplicates or self.torn or self.invented or self.gaps or self.out_of_order)
 
 
-class _Notes(NamedTuple):
-    """What producers noted."""
+class _ProducerRecords(NamedTuple):
+    """The journal entries of all producers."""
 
     transactions: dict[str, list[Sequence[int]]]
     tried_at: dict[tuple[str, int], float]
@@ -104,13 +104,13 @@ class _Notes(NamedTuple):
 
 
 def judge(
-    lines: Iterable[Line],
-    found: Sequence[Found],
-    readers: Iterable[Reader],
+    entries: Iterable[JournalEntry],
+    found: Sequence[LoggedEvent],
+    readers: Iterable[ReaderDeliveries],
     divergences: Sequence[Divergence] = (),
 ) -> Verdict:
-    """Compare the producers' notes with the log, and the log with what readers got."""
-    notes = _sort(lines)
+    """Compare the journals of producers with the log, and the log with the deliveries of readers."""
+    records = _group_entries(entries)
     present = Counter((event.producer, event.number) for event in found)
     examples: list[str] = []
 
@@ -118,14 +118,14 @@ def judge(
         examples.extend(f"{what}: {one}" for one in which[:MAX_EXAMPLES])
         return len(which)
 
-    missing = [one for one in notes.acknowledged_at if one not in present]
-    excused = [one for one in missing if _is_excused(notes, one, divergences)]
-    gone = set(excused)
-    lost = count("acknowledged and not in the log", [one for one in missing if one not in gone])
+    missing = [one for one in records.acknowledged_at if one not in present]
+    lost_in_failover = [one for one in missing if _may_be_lost_in_failover(records, one, divergences)]
+    gone = set(lost_in_failover)
+    lost = count("acknowledged but not in the log", [one for one in missing if one not in gone])
     duplicates = count("in the log more than once", [one for one, times in present.items() if times > 1])
-    torn = count("a part of a transaction", list(_torn(notes, present)))
-    invented = count("in the log and never made", [one for one in present if one not in notes.tried_at])
-    invented += count("in the log though rolled back", [one for one in notes.rolled_back if one in present])
+    torn = count("only a part of a transaction", list(_torn(records, present)))
+    invented = count("in the log but never published", [one for one in present if one not in records.tried_at])
+    invented += count("in the log although rolled back", [one for one in records.rolled_back if one in present])
 
     judged: list[ReaderVerdict] = []
     for reader in readers:
@@ -134,11 +134,11 @@ def judge(
         examples += more
     return Verdict(
         produced=len(found),
-        acknowledged=len(notes.acknowledged_at),
+        acknowledged=len(records.acknowledged_at),
         processed=sum(one.delivered for one in judged),
         dead=sum(one.dead for one in judged),
         lost=lost + sum(one.lost for one in judged),
-        lost_with_old_primary=len(excused),
+        lost_with_old_primary=len(lost_in_failover),
         duplicates=duplicates + sum(one.duplicates for one in judged),
         torn=torn,
         invented=invented,
@@ -150,70 +150,72 @@ def judge(
     )
 
 
-def _sort(lines: Iterable[Line]) -> _Notes:
-    notes = _Notes({}, {}, {}, set())
-    for line in lines:
-        events = [(line.who, number) for number in line.numbers]
-        match line.kind:
+def _group_entries(entries: Iterable[JournalEntry]) -> _ProducerRecords:
+    records = _ProducerRecords({}, {}, {}, set())
+    for entry in entries:
+        events = [(entry.producer, number) for number in entry.numbers]
+        match entry.kind:
             case "tried":
-                notes.transactions.setdefault(line.who, []).append(line.numbers)
-                notes.tried_at.update(dict.fromkeys(events, line.at))
+                records.transactions.setdefault(entry.producer, []).append(entry.numbers)
+                records.tried_at.update(dict.fromkeys(events, entry.at))
             case "acknowledged":
-                notes.acknowledged_at.update(dict.fromkeys(events, line.at))
+                records.acknowledged_at.update(dict.fromkeys(events, entry.at))
             case "rolled back":
-                notes.rolled_back.update(events)
-    return notes
+                records.rolled_back.update(events)
+    return records
 
 
-def _is_excused(notes: _Notes, event: tuple[str, int], divergences: Sequence[Divergence]) -> bool:
-    """Whether an old primary may have acknowledged it while its standby was cut off. A note may come late: what counts
-    is that it was tried before that primary ended, and acknowledged after the standby was cut off."""
-    acknowledged_at = notes.acknowledged_at[event]
-    tried_at = notes.tried_at.get(event, acknowledged_at)
+def _may_be_lost_in_failover(
+    records: _ProducerRecords, event: tuple[str, int], divergences: Sequence[Divergence]
+) -> bool:
+    """Whether an old primary may have acknowledged the event while its standby was disconnected: it was tried before
+    that primary ended, and its acknowledgement was recorded after the standby was disconnected."""
+    acknowledged_at = records.acknowledged_at[event]
+    tried_at = records.tried_at.get(event, acknowledged_at)
     return any(tried_at < one.ended and acknowledged_at >= one.began for one in divergences)
 
 
-def _torn(notes: _Notes, present: Counter[tuple[str, int]]) -> Iterable[tuple[str, int, str]]:
-    for producer, transactions in notes.transactions.items():
+def _torn(records: _ProducerRecords, present: Counter[tuple[str, int]]) -> Iterable[tuple[str, int, str]]:
+    for producer, transactions in records.transactions.items():
         for numbers in transactions:
-            there = sum((producer, number) in present for number in numbers)
-            if 0 < there < len(numbers):
-                yield (producer, numbers[0], f"{there} of {len(numbers)}")
+            logged = sum((producer, number) in present for number in numbers)
+            if 0 < logged < len(numbers):
+                yield (producer, numbers[0], f"{logged} of {len(numbers)}")
 
 
-def _judge_reader(reader: Reader, found: Sequence[Found]) -> tuple[ReaderVerdict, list[str]]:
+def _judge_reader(reader: ReaderDeliveries, found: Sequence[LoggedEvent]) -> tuple[ReaderVerdict, list[str]]:
     examples: list[str] = []
 
     def count(what: str, which: Sequence[object]) -> int:
         examples.extend(f"{what} {reader.name}: {one}" for one in which[:MAX_EXAMPLES])
         return len(which)
 
-    # By its first position: what a producer has sent again is in the log more than once.
-    wanted = {event.id: event for event in reversed(found) if event.lane[0] in reader.topics}
+    # Reversed, so that the first position counts if an event is in the log more than once.
+    wanted = {event.id: event for event in reversed(found) if event.partition[0] in reader.topics}
     times = Counter(one for one in reader.delivered if one in wanted)
-    again = [one for one, often in times.items() if often > 1]
+    repeated = [one for one, often in times.items() if often > 1]
     duplicates = 0
     if reader.exactly_once:
-        duplicates = count("had its effect more than once in", again)
-        duplicates += count("is dead and had its effect in", [one for one in times if one in reader.dead])
-    never = [event for one, event in wanted.items() if one not in times and one not in reader.dead]
+        duplicates = count("had its effect more than once in", repeated)
+        duplicates += count("is a dead letter but had its effect in", [one for one in times if one in reader.dead])
+    undelivered = [event for one, event in wanted.items() if one not in times and one not in reader.dead]
     return (
         ReaderVerdict(
             name=reader.name,
             wanted=len(wanted),
             delivered=len(times),
-            repeated=0 if reader.exactly_once else len(again),
+            repeated=0 if reader.exactly_once else len(repeated),
             dead=len(reader.dead),
-            lost=count("never came to", [f"{event.id} at {event.position}" for event in never]),
+            lost=count("never delivered to", [f"{event.id} at {event.position}" for event in undelivered]),
             duplicates=duplicates,
-            out_of_order=count("came too late to", _out_of_order(reader, wanted)),
+            out_of_order=count("delivered out of order to", _out_of_order(reader, wanted)),
         ),
         examples,
     )
 
 
-def _out_of_order(reader: Reader, wanted: dict[str, Found]) -> list[str]:
-    """Events that came for the first time after one that is behind them. A repetition may be anywhere."""
+def _out_of_order(reader: ReaderDeliveries, wanted: dict[str, LoggedEvent]) -> list[str]:
+    """Events whose first delivery came after an event with a higher position. Repeated deliveries do not count."""
     if reader.order == "none":
         return []
     late: list[str] = []
@@ -224,17 +226,17 @@ def _out_of_order(reader: Reader, wanted: dict[str, Found]) -> list[str]:
         if event is None or one in seen:
             continue
         seen.add(one)
-        lane = event.lane if reader.order == "partition" else None
-        if event.position < reached.get(lane, 0):
+        partition = event.partition if reader.order == "partition" else None
+        if event.position < reached.get(partition, 0):
             late.append(f"{one} at {event.position}")
-        reached[lane] = max(event.position, reached.get(lane, 0))
+        reached[partition] = max(event.position, reached.get(partition, 0))
     return late
 
 
-def _gaps(found: Sequence[Found]) -> int:
-    """How many offsets are not where the next one belongs, in the lanes that have offsets."""
-    lanes: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+def _gaps(found: Sequence[LoggedEvent]) -> int:
+    """Count the offsets that are not dense, in partitions with offsets."""
+    partitions: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
     for event in found:
         if event.offset is not None:
-            lanes[event.lane].append(event.offset)
-    return sum(offset != place for offsets in lanes.values() for place, offset in enumerate(offsets))
+            partitions[event.partition].append(event.offset)
+    return sum(offset != expected for offsets in partitions.values() for expected, offset in enumerate(offsets))

@@ -1,8 +1,8 @@
--- Accounts of the doors that listen, and what they may do.
+-- Accounts of the servers, and their permissions.
 
--- Make an account, or give it a new password: the verifiers are made where the password is. Who came in with the old
--- password has to come in again.
-create or replace function headwater.set_account(
+-- Create an account, or set a new password: the verifiers are computed where the password is known. Sessions created
+-- with the old password end.
+create or replace function headwater_internal.set_account(
     name text,
     salt_256 bytea,
     iterations_256 integer,
@@ -17,7 +17,7 @@ create or replace function headwater.set_account(
 returns void
 language sql
 begin atomic
-    insert into headwater.account as a
+    insert into headwater_internal.account as a
         (name, salt_256, iterations_256, stored_key_256, server_key_256, salt_512, iterations_512, stored_key_512,
          server_key_512, administrator)
     values (
@@ -36,12 +36,12 @@ begin atomic
         stored_key_512 = excluded.stored_key_512,
         server_key_512 = excluded.server_key_512,
         administrator = coalesce(set_account.administrator, a.administrator);
-    delete from headwater.api_key k where k.account = set_account.name and k.session;
+    delete from headwater_internal.api_key k where k.account = set_account.name and k.session;
 end;
 
--- Give an account other verifiers for one mechanism; one that is not there is made. Without verifiers: take from it those
--- that it has; false: it has none.
-create or replace function headwater.set_credential(
+-- Set the verifiers of an account for one mechanism; a missing account is created. Without verifiers: delete those of
+-- the mechanism; false if there are none.
+create or replace function headwater_internal.set_credential(
     name text,
     mechanism text,
     salt bytea,
@@ -56,9 +56,9 @@ declare
     first constant boolean := mechanism = 'SCRAM-SHA-256';
 begin
     if salt is not null then
-        insert into headwater.account (name) values (set_credential.name) on conflict do nothing;
+        insert into headwater_internal.account (name) values (set_credential.name) on conflict do nothing;
     end if;
-    update headwater.account a
+    update headwater_internal.account a
     set
         salt_256 = case when first then salt else a.salt_256 end,
         iterations_256 = case when first then iterations else a.iterations_256 end,
@@ -75,48 +75,48 @@ begin
 end;
 $$;
 
--- Whether no account has a name. Until the transaction ends nobody else makes one, or changes one.
-create or replace function headwater.account_is_free(name text)
+-- Whether no account has a name. Until the transaction ends, no other transaction can create or change an account.
+create or replace function headwater_internal.account_is_free(name text)
 returns boolean
 language plpgsql
 volatile
 as $$
 begin
-    lock table headwater.account in share row exclusive mode;
-    -- In a new snapshot: what others made before the lock is seen.
-    return not exists (select from headwater.account a where a.name = account_is_free.name);
+    lock table headwater_internal.account in share row exclusive mode;
+    -- In a new snapshot, which sees accounts created before the lock was acquired.
+    return not exists (select from headwater_internal.account a where a.name = account_is_free.name);
 end;
 $$;
 
--- Delete an account with its permissions. False: there is none.
-create or replace function headwater.delete_account(name text)
+-- Delete an account with its permissions. Returns false if it does not exist.
+create or replace function headwater_internal.delete_account(name text)
 returns boolean
 language plpgsql
 as $$
 begin
-    delete from headwater.permission p where p.account = delete_account.name;
-    delete from headwater.account a where a.name = delete_account.name;
+    delete from headwater_internal.permission p where p.account = delete_account.name;
+    delete from headwater_internal.account a where a.name = delete_account.name;
     return found;
 end;
 $$;
 
--- Allow something; what is allowed already stays so.
-create or replace function headwater.allow(account text, action text, kind text, name text, prefix boolean default false)
+-- Grant a permission; does nothing if it was already granted.
+create or replace function headwater_internal.allow(account text, action text, kind text, name text, prefix boolean default false)
 returns void
 language sql
 begin atomic
-    insert into headwater.permission (account, action, kind, name, prefix)
+    insert into headwater_internal.permission (account, action, kind, name, prefix)
     values (allow.account, allow.action, allow.kind, allow.name, allow.prefix)
     on conflict do nothing;
 end;
 
--- Take a permission back. False: it was not given.
-create or replace function headwater.disallow(account text, action text, kind text, name text, prefix boolean default false)
+-- Revoke a permission. Returns false if it was not granted.
+create or replace function headwater_internal.disallow(account text, action text, kind text, name text, prefix boolean default false)
 returns boolean
 language plpgsql
 as $$
 begin
-    delete from headwater.permission p
+    delete from headwater_internal.permission p
     where
         p.account = disallow.account and p.action = disallow.action and p.kind = disallow.kind
         and p.name = disallow.name and p.prefix = disallow.prefix;

@@ -1,25 +1,25 @@
--- Audit: what administrators did, as events of the log itself, each in the transaction of what it tells.
+-- Audit: what administrators did, as events of the log itself, each in the transaction of the action.
 
--- Note that somebody did something to something. Called beside the act, in its transaction: neither is there without
--- the other. The topic is made when it is first needed. Nothing secret may be in `detail`.
-create or replace function headwater.audit(actor text, action text, subject text, detail jsonb default '{}')
+-- Record an action of an actor on a subject; returns the position of the event. Called in the transaction of the
+-- action, so that both are committed or neither. The topic is created on first use. `detail` must not contain secrets.
+create or replace function headwater_internal.audit(actor text, action text, subject text, detail jsonb default '{}')
 returns bigint
 language plpgsql
 security definer
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    topic headwater.topic;
+    topic headwater_internal.topic;
     noted bigint;
 begin
-    if not exists (select from headwater.topic t where t.name = 'headwater.audit' and t.deleted_at is null) then
+    if not exists (select from headwater_internal.topic t where t.name = 'headwater.audit' and t.deleted_at is null) then
         perform headwater.create_topic('headwater.audit', if_missing => true);
     end if;
-    topic := headwater.find_topic('headwater.audit');
-    perform headwater.advertise_publisher(topic.name);
-    insert into headwater.event (position, topic_id, key, type, content_type, payload)
+    topic := headwater_internal.find_topic('headwater.audit');
+    perform headwater_internal.advertise_publisher(topic.name);
+    insert into headwater_internal.event (position, topic_id, key, type, content_type, payload)
     values (
-        nextval('headwater.position'), topic.id, convert_to(left(subject, 16000), 'UTF8'), action, 'application/json',
+        nextval('headwater_internal.position'), topic.id, convert_to(left(subject, 16000), 'UTF8'), action, 'application/json',
         convert_to(
             jsonb_build_object('actor', actor, 'action', action, 'subject', subject, 'detail', detail)::text, 'UTF8'
         )

@@ -1,10 +1,11 @@
--- Dead letters: look at them, give them another life, or drop them.
+-- Dead letters: list them, redrive them, or discard them.
 
--- The dead letters of a group, oldest first: all of them, or those named, of a topic, whose error is like a pattern, or
--- of one handler or subscription of a group that reads for subscriptions. There several handlers may have given up on
--- one event: an answer is never cut between them, so it may be longer than batch_size.
+-- List the dead letters of a queue, oldest first: all of them, or those at these positions, of a topic, whose error
+-- matches a LIKE pattern, or of one handler or subscription (for a queue of SQL subscriptions). There, several handlers
+-- may have given up on one event, and a page is never cut between them, so it may exceed batch_size. HW011 if the queue
+-- does not exist.
 create or replace function headwater.dead_letters(
-    group_name text,
+    queue_name text,
     positions bigint[] default null,
     topic text default null,
     error_like text default null,
@@ -31,11 +32,11 @@ begin atomic
     select
         d.position, t.name, e.key, e.type, d.attempts, d.last_error, d.history, d.died_at,
         d.subscription_id, d.handler
-    from headwater.dead_letter d
-    left join headwater.topic t on t.id = d.topic_id
-    left join headwater.event e on e.topic_id = d.topic_id and e.position = d.position
+    from headwater_internal.dead_letter d
+    left join headwater_internal.topic t on t.id = d.topic_id
+    left join headwater_internal.event e on e.topic_id = d.topic_id and e.position = d.position
     where
-        d.group_id = (headwater.find_group(group_name)).id
+        d.queue_id = (headwater_internal.find_queue(queue_name)).id
         and (positions is null or d.position = any (positions))
         and (dead_letters.topic is null or t.name = dead_letters.topic)
         and (error_like is null or d.last_error like error_like)
@@ -46,10 +47,10 @@ begin atomic
     fetch first (batch_size) rows with ties;
 end;
 
--- Give dead letters a fresh set of tries, those whose event is still there. Those of a subscriber go to the handler that
--- gave up, and to no other. Returns how many.
+-- Return dead letters to the queue with a fresh set of attempts, if their events still exist. Those of a subscription
+-- go only to the handler that gave up. Returns their number. HW011 if the queue does not exist.
 create or replace function headwater.redrive(
-    group_name text,
+    queue_name text,
     positions bigint[] default null,
     topic text default null,
     error_like text default null,
@@ -61,44 +62,44 @@ returns bigint
 language plpgsql
 as $$
 declare
-    target constant headwater.consumer_group := headwater.find_group(group_name);
+    target constant headwater_internal.queue := headwater_internal.find_queue(queue_name);
     redriven bigint;
 begin
-    perform headwater.lock_group(target.id);
+    perform headwater_internal.lock_queue(target.id);
     with chosen as (
-        delete from headwater.dead_letter d
+        delete from headwater_internal.dead_letter d
         using
             headwater.dead_letters(
-                group_name, redrive.positions, redrive.topic, redrive.error_like, 0, batch_size, redrive.handler,
+                queue_name, redrive.positions, redrive.topic, redrive.error_like, 0, batch_size, redrive.handler,
                 redrive.subscription_id
             ) as c,
-            headwater.event e
+            headwater_internal.event e
         where
-            d.group_id = target.id and d.position = c.position
+            d.queue_id = target.id and d.position = c.position
             and d.subscription_id is not distinct from c.subscription and d.handler is not distinct from c.handler_name
             and e.topic_id = d.topic_id and e.position = d.position
-            and not exists (select from headwater.topic t where t.id = d.topic_id and t.expired_to >= d.position)
+            and not exists (select from headwater_internal.topic t where t.id = d.topic_id and t.expired_to >= d.position)
         returning d.*, e.key
     ),
     kept as (
-        insert into headwater.redelivery
-            (group_id, position, topic_id, attempt, visible_at, alone, key_hash, last_error, history)
+        insert into headwater_internal.redelivery
+            (queue_id, position, topic_id, attempt, visible_at, isolated, key_hash, last_error, history)
         select
-            c.group_id, c.position, c.topic_id, 0,
+            c.queue_id, c.position, c.topic_id, 0,
             case when target.ordered_keys and c.key is not null then 'infinity' else clock_timestamp() end,
-            c.alone,
-            case when target.ordered_keys then headwater.key_order_hash(c.key) end,
+            c.isolated,
+            case when target.ordered_keys then headwater_internal.key_order_hash(c.key) end,
             c.last_error, c.history
         from chosen c
         where c.subscription_id is null
-        on conflict (group_id, position) do nothing
+        on conflict (queue_id, position) do nothing
         returning key_hash
     ),
     retried as (
-        insert into headwater.subscription_retry as r
-            (group_id, subscription_id, handler, position, topic_id, attempt, due_at, last_error, history)
+        insert into headwater_internal.subscription_retry as r
+            (queue_id, subscription_id, handler, position, topic_id, attempt, due_at, last_error, history)
         select
-            c.group_id, c.subscription_id, c.handler, c.position, c.topic_id, 0, clock_timestamp(), c.last_error, c.history
+            c.queue_id, c.subscription_id, c.handler, c.position, c.topic_id, 0, clock_timestamp(), c.last_error, c.history
         from chosen c
         where c.subscription_id is not null
         on conflict on constraint subscription_retry_subscription_id_handler_position_key do update
@@ -107,15 +108,15 @@ begin
     )
     select (select count(*) from kept) + (select count(*) from retried) into redriven;
     if target.ordered_keys then
-        perform headwater.free_next_of_keys(target.id, headwater.waiting_keys(target.id));
+        perform headwater_internal.free_next_of_keys(target.id, headwater_internal.waiting_keys(target.id));
     end if;
     return redriven;
 end;
 $$;
 
--- Drop dead letters for good: the group counts them as done. Returns how many.
+-- Delete dead letters: the queue counts them as done. Returns their number. HW011 if the queue does not exist.
 create or replace function headwater.discard(
-    group_name text,
+    queue_name text,
     positions bigint[] default null,
     topic text default null,
     error_like text default null,
@@ -127,14 +128,14 @@ returns bigint
 language sql
 begin atomic
     with gone as (
-        delete from headwater.dead_letter d
+        delete from headwater_internal.dead_letter d
         using
             headwater.dead_letters(
-                group_name, discard.positions, discard.topic, discard.error_like, 0, batch_size, discard.handler,
+                queue_name, discard.positions, discard.topic, discard.error_like, 0, batch_size, discard.handler,
                 discard.subscription_id
             ) as c
         where
-            d.group_id = (headwater.find_group(group_name)).id and d.position = c.position
+            d.queue_id = (headwater_internal.find_queue(queue_name)).id and d.position = c.position
             and d.subscription_id is not distinct from c.subscription and d.handler is not distinct from c.handler_name
         returning 1
     )

@@ -1,51 +1,51 @@
--- Kafka's fetch: where lanes begin and end, and the events of one from an offset on.
+-- Kafka fetch: where partitions begin and end, and the events of a partition from an offset on.
 
--- When an event happened, for Kafka: as its producer says, or as the log does. (As `stable` as what it calls, or Postgres
--- would not put it into the queries that use it, and a call for each event costs more than reading it.)
-create or replace function headwater.kafka_time(produced_ms bigint, published_at timestamptz)
+-- The timestamp of an event for Kafka: the producer's, or the time at which it was published. (STABLE like the
+-- functions that it calls, or Postgres would not inline it, and a call for each event costs more than reading it.)
+create or replace function headwater_internal.kafka_time(produced_ms bigint, published_at timestamptz)
 returns bigint
 language sql
 stable
 return coalesce(produced_ms, floor(extract(epoch from published_at) * 1000)::bigint);
 
--- Where lanes begin and end: the offset up to which all was taken, and the one after the last that can be read; with their
--- place in the arrays, and the kind of their topic. No row for a lane that does not exist. Events below `end_offset` are
--- read in a later statement. A lane begins where it is noted to: what compaction took is a gap like others, also at the
--- beginning. A consumer may be at any offset up to `max_offset`: an open topic ends at its stable position, and positions
--- up to the head of the log were issued, so a consumer there waits.
-create or replace function headwater.kafka_bounds(topic_ids integer[], lanes integer[])
+-- The bounds of partitions: the offset before which everything was removed, and the one after the last that can be
+-- read; with their index in the arrays and the kind of their topic. No row for a partition that does not exist. Read
+-- events below `end_offset` in a later statement. A partition begins where its recorded start is: events removed by
+-- compaction are gaps, also at the beginning. A consumer may be at any offset up to `max_offset`: an open topic ends at
+-- its stable position, but positions up to the head were assigned, so a consumer there waits.
+create or replace function headwater_internal.kafka_bounds(topic_ids integer[], partitions integer[])
 returns table (
-    topic_id integer, lane integer, start_offset bigint, end_offset bigint, place integer, kind text, max_offset bigint
+    topic_id integer, partition integer, start_offset bigint, end_offset bigint, place integer, kind text, max_offset bigint
 )
 language plpgsql
 volatile
 as $$
 declare
-    settled_to bigint;
+    stable_to bigint;
     stable_topic integer;
     asked record;
 begin
     for asked in
         select
-            t.id, t.name, t.kind, t.expired_to, l.lane, l.place, coalesce(b.start_offset, 0) as begin_at
-        from unnest(topic_ids, lanes) with ordinality as l (topic_id, lane, place)
-        join headwater.topic t on t.id = l.topic_id and t.deleted_at is null and l.lane between 0 and t.partitions - 1
-        left join headwater.kafka_lane b on b.topic_id = t.id and b.partition = l.lane
+            t.id, t.name, t.kind, t.expired_to, l.partition, l.place, coalesce(b.start_offset, 0) as begin_at
+        from unnest(topic_ids, partitions) with ordinality as l (topic_id, partition, place)
+        join headwater_internal.topic t on t.id = l.topic_id and t.deleted_at is null and l.partition between 0 and t.partitions - 1
+        left join headwater_internal.kafka_partition b on b.topic_id = t.id and b.partition = l.partition
     loop
         topic_id := asked.id;
-        lane := asked.lane;
+        kafka_bounds.partition := asked.partition;
         place := asked.place;
         kind := asked.kind;
         if asked.kind = 'open' then
             if asked.id is distinct from stable_topic then
-                settled_to := headwater.stable_position(array[asked.name]);
+                stable_to := headwater.stable_position(array[asked.name]);
                 stable_topic := asked.id;
             end if;
             start_offset := greatest(asked.expired_to + 1, asked.begin_at);
-            end_offset := greatest(settled_to + 1, start_offset);
+            end_offset := greatest(stable_to + 1, start_offset);
             max_offset := greatest(headwater.head() + 1, end_offset);
         else
-            end_offset := headwater.next_offset(asked.id, asked.lane);
+            end_offset := headwater_internal.next_offset(asked.id, asked.partition);
             start_offset := asked.begin_at;
             max_offset := end_offset;
         end if;
@@ -54,9 +54,9 @@ begin
 end;
 $$;
 
--- Leader epochs are the epochs of the log. The epoch of the event at an offset; where there is none, of the next one, or
--- else the present epoch.
-create or replace function headwater.kafka_epoch_at(topic_id integer, lane integer, at_offset bigint)
+-- Leader epochs are the epochs of the log. Returns the epoch of the event at an offset; if there is none, that of the
+-- next event, or else the current epoch.
+create or replace function headwater_internal.kafka_epoch_at(topic_id integer, partition integer, at_offset bigint)
 returns integer
 language plpgsql
 volatile
@@ -64,26 +64,27 @@ as $$
 declare
     event_position bigint;
 begin
-    if (select t.kind from headwater.topic t where t.id = kafka_epoch_at.topic_id) = 'open' then
-        return headwater.epoch_of(at_offset);
+    if (select t.kind from headwater_internal.topic t where t.id = kafka_epoch_at.topic_id) = 'open' then
+        return headwater_internal.epoch_of(at_offset);
     end if;
     select e.position into event_position
-    from headwater.event e
-    where e.topic_id = kafka_epoch_at.topic_id and e.partition = lane and e.topic_offset >= at_offset
+    from headwater_internal.event e
+    where e.topic_id = kafka_epoch_at.topic_id and e.partition = kafka_epoch_at.partition and e.topic_offset >= at_offset
     order by e.topic_offset
     limit 1;
     return case
-        when event_position is null then headwater.current_epoch() else headwater.epoch_of(event_position)
+        when event_position is null then headwater.current_epoch() else headwater_internal.epoch_of(event_position)
     end;
 end;
 $$;
 
--- Where a leader epoch ends in a lane: the offset after its last event, by which a consumer that has read in that epoch
--- sees whether its offset is still that of the same event. `epoch` is the latest one that is not after the one asked
--- for, `present` the present one. Both -1: the lane does not exist (`present` is null then), or the epoch has not begun.
-create or replace function headwater.kafka_epoch_end(
+-- The end of a leader epoch in a partition: the offset after its last event, by which a consumer that has read in that
+-- epoch detects whether its offset still belongs to the same event. `epoch` is the latest one that is not after the
+-- requested one, `present` the current one. Both -1: the partition does not exist (then `present` is null), or the
+-- epoch has not begun.
+create or replace function headwater_internal.kafka_epoch_end(
     topic_id integer,
-    lane integer,
+    partition integer,
     asked_epoch integer,
     out epoch integer,
     out end_offset bigint,
@@ -98,7 +99,7 @@ declare
 begin
     epoch := -1;
     end_offset := -1;
-    select b.* into bounds from headwater.kafka_bounds(array[topic_id], array[lane]) as b;
+    select b.* into bounds from headwater_internal.kafka_bounds(array[topic_id], array[kafka_epoch_end.partition]) as b;
     if not found then
         return;
     end if;
@@ -107,38 +108,39 @@ begin
         epoch := present;
         end_offset := bounds.end_offset;
     elsif asked_epoch between 0 and present then
-        epoch := coalesce((select max(e.number) from headwater.epoch e where e.number <= asked_epoch), asked_epoch);
+        epoch := coalesce((select max(e.number) from headwater_internal.epoch e where e.number <= asked_epoch), asked_epoch);
         common := headwater.common_position(asked_epoch, 9223372036854775806);
         if bounds.kind = 'open' then
             end_offset := common + 1;
         else
             select e.topic_offset into end_offset
-            from headwater.event e
-            where e.topic_id = kafka_epoch_end.topic_id and e.partition = lane and e.position > common
+            from headwater_internal.event e
+            where e.topic_id = kafka_epoch_end.topic_id and e.partition = kafka_epoch_end.partition and e.position > common
             order by e.topic_offset
             limit 1;
             end_offset := coalesce(end_offset, bounds.end_offset);
         end if;
-        -- What retention took is of no epoch any more: a consumer that goes back goes to what there is.
+        -- Events removed by retention belong to no epoch any more: a consumer that goes back goes to the first that
+        -- exists.
         end_offset := greatest(end_offset, bounds.start_offset);
     end if;
 end;
 $$;
 
--- How much of a fetch's limit an event takes: its parts, and what a record has besides.
-create or replace function headwater.kafka_size(e headwater.event)
+-- How much of a fetch limit an event uses: its fields, and the overhead of a record.
+create or replace function headwater_internal.kafka_size(e headwater_internal.event)
 returns integer
 language sql
 stable
 return 12 + coalesce(octet_length(e.payload), 0) + coalesce(octet_length(e.key), 0)
     + coalesce(pg_column_size(e.headers), 0) + coalesce(octet_length(e.record_headers), 0);
 
--- A page of a sequenced lane: up to `max_events` events from an offset on and below `end_offset`, until `max_bytes` are
--- reached; one event comes whatever its size. In a lane, positions grow with offsets: `after_position`, that of an
--- earlier event or 0, spares the look into older segments. All null: there is no event.
-create or replace function headwater.kafka_page(
+-- A page of a sequenced partition: up to `max_events` events from an offset on and below `end_offset`, until
+-- `max_bytes` are reached; at least one event, whatever its size. Within a partition, positions grow with offsets:
+-- `after_position`, that of an earlier event or 0, avoids reading older segments. All null: there is no event.
+create or replace function headwater_internal.kafka_page(
     topic_id integer,
-    lane integer,
+    partition integer,
     from_offset bigint,
     end_offset bigint,
     after_position bigint,
@@ -155,16 +157,16 @@ declare
 begin
     select max(f.topic_offset), max(f.position), sum(f.bytes) into last_offset, last_position, bytes
     from (
-        select e.topic_offset, e.position, headwater.kafka_size(e) as bytes
-        from headwater.event e
+        select e.topic_offset, e.position, headwater_internal.kafka_size(e) as bytes
+        from headwater_internal.event e
         where
-            e.topic_id = kafka_page.topic_id and e.partition = lane
+            e.topic_id = kafka_page.topic_id and e.partition = kafka_page.partition
             and e.topic_offset >= from_offset and e.topic_offset < end_offset and e.position > after_position
         order by e.topic_offset
         limit max_events
     ) as f;
     if bytes > max_bytes then
-        -- Only now by a running sum, which costs three times as much.
+        -- Only now with a running sum, which costs three times as much.
         select max(g.topic_offset), max(g.position) into last_offset, last_position
         from (
             select
@@ -172,10 +174,10 @@ begin
                 f.position,
                 sum(f.bytes) over (order by f.topic_offset rows between unbounded preceding and 1 preceding) as before
             from (
-                select e.topic_offset, e.position, headwater.kafka_size(e) as bytes
-                from headwater.event e
+                select e.topic_offset, e.position, headwater_internal.kafka_size(e) as bytes
+                from headwater_internal.event e
                 where
-                    e.topic_id = kafka_page.topic_id and e.partition = lane
+                    e.topic_id = kafka_page.topic_id and e.partition = kafka_page.partition
                     and e.topic_offset >= from_offset and e.topic_offset < end_offset and e.position > after_position
                 order by e.topic_offset
                 limit max_events
@@ -186,11 +188,11 @@ begin
 end;
 $$;
 
--- When the event at an offset was published, in milliseconds. Null: there is none, or not after the position, which must
--- be below its own.
-create or replace function headwater.kafka_published_ms(
+-- The time at which the event at an offset was published, in milliseconds. Null: there is none after the position,
+-- which must be below its own.
+create or replace function headwater_internal.kafka_published_ms(
     topic_id integer,
-    lane integer,
+    partition integer,
     topic_offset bigint,
     after_position bigint
 )
@@ -198,41 +200,41 @@ returns bigint
 language sql
 stable
 return (
-    select headwater.kafka_time(null, e.published_at)
-    from headwater.event e
+    select headwater_internal.kafka_time(null, e.published_at)
+    from headwater_internal.event e
     where
         e.topic_id = kafka_published_ms.topic_id
-        and e.partition = kafka_published_ms.lane
+        and e.partition = kafka_published_ms.partition
         and e.topic_offset = kafka_published_ms.topic_offset
         and e.position > kafka_published_ms.after_position
 );
 
 -- The epoch of the first event of a page.
-create or replace function headwater.kafka_page_epoch(
-    topic_id integer, lane integer, from_offset bigint, after_position bigint
+create or replace function headwater_internal.kafka_page_epoch(
+    topic_id integer, partition integer, from_offset bigint, after_position bigint
 )
 returns integer
 language sql
 volatile
-return headwater.epoch_of((
+return headwater_internal.epoch_of((
     select e.position
-    from headwater.event e
+    from headwater_internal.event e
     where
-        e.topic_id = kafka_page_epoch.topic_id and e.partition = kafka_page_epoch.lane
+        e.topic_id = kafka_page_epoch.topic_id and e.partition = kafka_page_epoch.partition
         and e.topic_offset >= from_offset and e.position > kafka_page_epoch.after_position
     order by e.topic_offset
     limit 1
 ));
 
--- What a fetch must know before it reads. For each lane asked for, by its number: its bounds; the page from an offset on,
--- if one is wanted, with the time at which its last event was published; and the same of other events, each given by the
--- number of its lane, its offset and a position below its own, by which a broker sees whether what it remembers of the
--- lane is still true. No row for a lane that does not exist. Where `max_bytes` is null the events are not looked at: the
--- page, then called plain, is the next `max_events` offsets. All events of a page are of one epoch, `page_epoch`;
--- `present` is the present epoch.
-create or replace function headwater.kafka_look(
+-- Everything that a fetch needs before it reads. For each requested partition, by its number: its bounds; if wanted,
+-- the page from an offset on, with the time at which its last event was published; and the same time for other events,
+-- each given by the number of its partition, its offset and a position below its own, by which a broker validates its
+-- cache of the partition. No row for a partition that does not exist. If `max_bytes` is null the events are not read:
+-- the page, then called plain, is the next `max_events` offsets. All events of a page belong to one epoch,
+-- `page_epoch`; `present` is the current epoch.
+create or replace function headwater_internal.kafka_look(
     topic_ids integer[],
-    lanes integer[],
+    partitions integer[],
     from_offsets bigint[],
     after_positions bigint[],
     max_events integer[],
@@ -259,51 +261,51 @@ volatile
 as $$
 declare
     present_epoch constant integer := headwater.current_epoch();
-    -- Events after this position are of the present epoch.
-    present_after constant bigint := pg_sequence_last_value('headwater.epoch_start');
+    -- Events after this position belong to the current epoch.
+    present_after constant bigint := pg_sequence_last_value('headwater_internal.epoch_start');
     common bigint;
-    lane record;
+    bounds record;
 begin
     present := present_epoch;
-    for lane in select * from headwater.kafka_bounds(topic_ids, lanes) loop
-        number := lane.place;
-        start_offset := lane.start_offset;
-        end_offset := lane.end_offset;
-        max_offset := lane.max_offset;
+    for bounds in select * from headwater_internal.kafka_bounds(topic_ids, partitions) loop
+        number := bounds.place;
+        start_offset := bounds.start_offset;
+        end_offset := bounds.end_offset;
+        max_offset := bounds.max_offset;
         page_epoch := present_epoch;
         last_offset := null;
         last_position := null;
         last_ms := null;
         plain := max_bytes[number] is null;
         kept_ms := '{}';
-        if lane.kind = 'sequenced' and from_offsets[number] >= start_offset and from_offsets[number] < end_offset then
+        if bounds.kind = 'sequenced' and from_offsets[number] >= start_offset and from_offsets[number] < end_offset then
             if plain then
-                select e.topic_offset, e.position, headwater.kafka_time(null, e.published_at)
+                select e.topic_offset, e.position, headwater_internal.kafka_time(null, e.published_at)
                 into last_offset, last_position, last_ms
-                from headwater.event e
+                from headwater_internal.event e
                 where
-                    e.topic_id = lane.topic_id and e.partition = lane.lane
+                    e.topic_id = bounds.topic_id and e.partition = bounds.partition
                     and e.topic_offset = least(from_offsets[number] + max_events[number], end_offset) - 1
                     and e.position > after_positions[number];
             else
                 select p.last_offset, p.last_position into last_offset, last_position
-                from headwater.kafka_page(
-                    lane.topic_id, lane.lane, from_offsets[number], end_offset, after_positions[number],
+                from headwater_internal.kafka_page(
+                    bounds.topic_id, bounds.partition, from_offsets[number], end_offset, after_positions[number],
                     max_events[number], max_bytes[number]
                 ) as p;
-                last_ms := headwater.kafka_published_ms(lane.topic_id, lane.lane, last_offset, last_position - 1);
+                last_ms := headwater_internal.kafka_published_ms(bounds.topic_id, bounds.partition, last_offset, last_position - 1);
             end if;
             if last_position is not null and after_positions[number] < present_after then
-                page_epoch := headwater.kafka_page_epoch(
-                    lane.topic_id, lane.lane, from_offsets[number], after_positions[number]
+                page_epoch := headwater_internal.kafka_page_epoch(
+                    bounds.topic_id, bounds.partition, from_offsets[number], after_positions[number]
                 );
                 common := headwater.common_position(page_epoch, last_position);
                 if common < last_position then
-                    select e.topic_offset, e.position, headwater.kafka_time(null, e.published_at)
+                    select e.topic_offset, e.position, headwater_internal.kafka_time(null, e.published_at)
                     into last_offset, last_position, last_ms
-                    from headwater.event e
+                    from headwater_internal.event e
                     where
-                        e.topic_id = lane.topic_id and e.partition = lane.lane
+                        e.topic_id = bounds.topic_id and e.partition = bounds.partition
                         and e.topic_offset >= from_offsets[number] and e.topic_offset <= last_offset
                         and e.position > after_positions[number] and e.position <= common
                     order by e.topic_offset desc
@@ -313,10 +315,10 @@ begin
         end if;
         if number = any (kept_numbers) then
             kept_ms := array(
-                select headwater.kafka_published_ms(lane.topic_id, lane.lane, k.kept_offset, k.kept_after)
+                select headwater_internal.kafka_published_ms(bounds.topic_id, bounds.partition, k.kept_offset, k.kept_after)
                 from unnest(kept_numbers, kept_offsets, kept_after)
-                    with ordinality as k (lane_number, kept_offset, kept_after, place)
-                where k.lane_number = number
+                    with ordinality as k (partition_number, kept_offset, kept_after, place)
+                where k.partition_number = number
                 order by k.place
             );
         end if;
@@ -325,11 +327,11 @@ begin
 end;
 $$;
 
--- The events of a page of a sequenced lane, which lies between the two positions. What few events have is in `parts`:
--- headers, type, routing key, content type and id.
-create or replace function headwater.kafka_fetch_sequenced(
+-- The events of a page of a sequenced partition, which lies between the two positions. Fields that few events have are
+-- in `parts`: headers, type, routing key, content type and id.
+create or replace function headwater_internal.kafka_fetch_sequenced(
     topic_id integer,
-    lane integer,
+    partition integer,
     from_offset bigint,
     last_offset bigint,
     after_position bigint,
@@ -347,29 +349,30 @@ language sql
 stable
 begin atomic
     select
-        e.topic_offset, headwater.kafka_time(e.produced_ms, e.published_at), e.key, e.payload, e.record_headers,
+        e.topic_offset, headwater_internal.kafka_time(e.produced_ms, e.published_at), e.key, e.payload, e.record_headers,
         case
             when num_nonnulls(e.headers, e.type, e.routing_key, e.content_type, e.event_id) > 0
             then jsonb_build_array(e.headers, e.type, e.routing_key, e.content_type, e.event_id)
         end
-    from headwater.event e
+    from headwater_internal.event e
     where
         e.topic_id = kafka_fetch_sequenced.topic_id
-        and e.partition = kafka_fetch_sequenced.lane
+        and e.partition = kafka_fetch_sequenced.partition
         and e.topic_offset >= from_offset
         and e.topic_offset <= kafka_fetch_sequenced.last_offset
         and e.position > after_position
         and e.position <= kafka_fetch_sequenced.last_position
     order by e.topic_offset
-    -- Offsets are numbered one by one. That there are not more tells Postgres to read them in their order.
+    -- Offsets are dense. The limit makes Postgres read them in index order.
     limit kafka_fetch_sequenced.last_offset - from_offset + 1;
 end;
 
--- The same of a page that is taken to be plain: only what each event has, and only of events that have no more, and
--- whose key and payload have up to `max_part` bytes each. If there are as many as offsets, then the page was plain.
-create or replace function headwater.kafka_fetch_plain(
+-- The same for a page that is assumed to be plain: only the fields that each event has, only of events without other
+-- fields, and whose key and payload have up to `max_part` bytes each. If the number of rows equals the number of
+-- offsets, the page was plain.
+create or replace function headwater_internal.kafka_fetch_plain(
     topic_id integer,
-    lane integer,
+    partition integer,
     from_offset bigint,
     last_offset bigint,
     after_position bigint,
@@ -380,11 +383,11 @@ returns table (time_ms bigint, key bytea, payload bytea)
 language sql
 stable
 begin atomic
-    select headwater.kafka_time(e.produced_ms, e.published_at), e.key, e.payload
-    from headwater.event e
+    select headwater_internal.kafka_time(e.produced_ms, e.published_at), e.key, e.payload
+    from headwater_internal.event e
     where
         e.topic_id = kafka_fetch_plain.topic_id
-        and e.partition = kafka_fetch_plain.lane
+        and e.partition = kafka_fetch_plain.partition
         and e.topic_offset >= from_offset
         and e.topic_offset <= kafka_fetch_plain.last_offset
         and e.position > after_position
@@ -396,11 +399,11 @@ begin atomic
     limit kafka_fetch_plain.last_offset - from_offset + 1;
 end;
 
--- The same of an open topic, whose offsets are its positions, below `end_offset`, which the caller knows to be settled:
+-- The same for an open topic, whose offsets are its positions, below `end_offset`, which the caller knows to be stable:
 -- a page and its events.
-create or replace function headwater.kafka_fetch_open(
+create or replace function headwater_internal.kafka_fetch_open(
     topic_id integer,
-    lane integer,
+    partition integer,
     from_offset bigint,
     end_offset bigint,
     max_events integer,
@@ -418,7 +421,7 @@ language sql
 stable
 begin atomic
     select
-        p.position, headwater.kafka_time(p.produced_ms, p.published_at), p.key, p.payload, p.record_headers,
+        p.position, headwater_internal.kafka_time(p.produced_ms, p.published_at), p.key, p.payload, p.record_headers,
         case
             when num_nonnulls(p.headers, p.type, p.routing_key, p.content_type, p.event_id) > 0
             then jsonb_build_array(p.headers, p.type, p.routing_key, p.content_type, p.event_id)
@@ -428,11 +431,11 @@ begin atomic
             e.*,
             sum(e.size) over (order by e.position rows between unbounded preceding and 1 preceding) as bytes_before
         from (
-            select f.*, headwater.kafka_size(f) as size
-            from headwater.event f
+            select f.*, headwater_internal.kafka_size(f) as size
+            from headwater_internal.event f
             where
                 f.topic_id = kafka_fetch_open.topic_id
-                and f.partition = kafka_fetch_open.lane
+                and f.partition = kafka_fetch_open.partition
                 and f.position >= from_offset
                 and f.position < end_offset
             order by f.position
@@ -443,9 +446,9 @@ begin atomic
     order by p.position;
 end;
 
--- The first event of a lane at or after a time (null: the one with the latest time), as its offset and its time.
--- Producers give times in any order, so the lane is looked through.
-create or replace function headwater.kafka_offset_at(topic_id integer, lane integer, at_ms bigint, before_offset bigint)
+-- The first event of a partition at or after a time (null: the one with the latest time), as its offset and its time.
+-- Producers send timestamps in any order, so the whole partition is scanned.
+create or replace function headwater_internal.kafka_offset_at(topic_id integer, partition integer, at_ms bigint, before_offset bigint)
 returns table (topic_offset bigint, time_ms bigint)
 language sql
 stable
@@ -454,12 +457,12 @@ begin atomic
     from (
         select
             coalesce(e.topic_offset, e.position) as topic_offset,
-            headwater.kafka_time(e.produced_ms, e.published_at) as time_ms
-        from headwater.event e
-        join headwater.topic t on t.id = e.topic_id
+            headwater_internal.kafka_time(e.produced_ms, e.published_at) as time_ms
+        from headwater_internal.event e
+        join headwater_internal.topic t on t.id = e.topic_id
         where
             e.topic_id = kafka_offset_at.topic_id
-            and e.partition = kafka_offset_at.lane
+            and e.partition = kafka_offset_at.partition
             and e.position > t.expired_to
             and coalesce(e.topic_offset, e.position) < before_offset
     ) as o

@@ -1,11 +1,11 @@
--- Kafka's produce: batches of many requests in one transaction, each producer's batch once.
+-- Kafka produce: batches of many requests in one transaction, each idempotent producer's batch exactly once.
 
--- Whether a producer's batch is the next of its lane, one that came before, or neither. Only the holder of the lane
--- may ask. `outcome`: append, duplicate (then with the offset it got), out of order, fenced.
-create or replace function headwater.kafka_check_sequence(
+-- Whether a producer's batch is the next of its partition, a duplicate, or out of order. The caller must hold the lock
+-- of the partition. `outcome`: append, duplicate (then with its offset), out of order, fenced.
+create or replace function headwater_internal.kafka_check_sequence(
     producer_id bigint,
     topic_id integer,
-    lane integer,
+    partition integer,
     epoch integer,
     first_sequence integer,
     last_sequence integer,
@@ -16,16 +16,16 @@ language plpgsql
 stable
 as $$
 declare
-    known headwater.kafka_producer_lane;
+    known headwater_internal.kafka_producer_partition;
     place integer;
     newest integer;
 begin
     select * into known
-    from headwater.kafka_producer_lane p
+    from headwater_internal.kafka_producer_partition p
     where
         p.producer_id = kafka_check_sequence.producer_id
         and p.topic_id = kafka_check_sequence.topic_id
-        and p.partition = lane;
+        and p.partition = kafka_check_sequence.partition;
     if not found then
         outcome := 'append';
     elsif epoch < known.epoch then
@@ -38,7 +38,7 @@ begin
         if place is not null and known.last_sequences[place] = last_sequence then
             outcome := 'duplicate';
             base_offset := known.base_offsets[place];
-        -- Sequences start again at 0 after 2147483647.
+        -- Sequence numbers restart at 0 after 2147483647.
         elsif first_sequence = (case when newest = 2147483647 then 0 else newest + 1 end) then
             outcome := 'append';
         else
@@ -48,11 +48,11 @@ begin
 end;
 $$;
 
--- Note a batch as the newest of its producer in a lane.
-create or replace function headwater.kafka_note_batch(
+-- Record a batch as the newest of its producer in a partition.
+create or replace function headwater_internal.kafka_note_batch(
     producer_id bigint,
     topic_id integer,
-    lane integer,
+    partition integer,
     epoch integer,
     first_sequence integer,
     last_sequence integer,
@@ -61,10 +61,10 @@ create or replace function headwater.kafka_note_batch(
 returns void
 language sql
 begin atomic
-    insert into headwater.kafka_producer_lane as p
+    insert into headwater_internal.kafka_producer_partition as p
         (producer_id, topic_id, partition, epoch, first_sequences, last_sequences, base_offsets)
     values (
-        kafka_note_batch.producer_id, kafka_note_batch.topic_id, lane, kafka_note_batch.epoch,
+        kafka_note_batch.producer_id, kafka_note_batch.topic_id, kafka_note_batch.partition, kafka_note_batch.epoch,
         array[first_sequence], array[last_sequence], array[kafka_note_batch.base_offset]
     )
     on conflict (producer_id, topic_id, partition) do update
@@ -85,11 +85,12 @@ begin atomic
         updated_at = clock_timestamp();
 end;
 
--- Write records to lanes that the caller holds. The first three arrays are of batches, a null offset passes over one;
--- the others are of records, in the order of the batches, or null where no record has that part.
-create or replace function headwater.kafka_write(
+-- Write records to partitions that the caller has locked. The first three arrays describe batches, a null offset skips
+-- one; the others describe records, in the order of the batches, or are null if no record has that field. HW015 for a
+-- reserved topic.
+create or replace function headwater_internal.kafka_write(
     topic_ids integer[],
-    lanes integer[],
+    partitions integer[],
     counts integer[],
     base_offsets bigint[],
     appended_at timestamptz,
@@ -109,32 +110,32 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
     record_topics integer[];
-    record_lanes integer[];
+    record_partitions integer[];
     record_offsets bigint[];
 begin
     if exists (
         select from unnest(topic_ids, base_offsets) as b (topic_id, base_offset)
-        join headwater.topic t on t.id = b.topic_id
+        join headwater_internal.topic t on t.id = b.topic_id
         where t.reserved and b.base_offset is not null
     ) then
-        raise exception 'a topic whose name begins with "headwater." is written by Headwater alone'
-            using errcode = 'HW015', hint = 'Produce to a topic of your own.';
+        raise exception 'topics whose names begin with "headwater." are reserved: only Headwater writes to them'
+            using errcode = 'HW015', hint = 'Produce to a topic with another name.';
     end if;
-    perform headwater.advertise_publisher(t.name) from headwater.topic t where t.id = any (topic_ids);
-    select array_agg(b.topic_id), array_agg(b.lane), array_agg(b.base_offset + n.place)
-    into record_topics, record_lanes, record_offsets
-    from unnest(topic_ids, lanes, counts, base_offsets) as b (topic_id, lane, count, base_offset)
+    perform headwater_internal.advertise_publisher(t.name) from headwater_internal.topic t where t.id = any (topic_ids);
+    select array_agg(b.topic_id), array_agg(b.partition), array_agg(b.base_offset + n.place)
+    into record_topics, record_partitions, record_offsets
+    from unnest(topic_ids, partitions, counts, base_offsets) as b (topic_id, partition, count, base_offset)
     cross join lateral generate_series(0, b.count - 1) as n (place);
-    insert into headwater.event
+    insert into headwater_internal.event
         (position, topic_id, partition, topic_offset, key, type, routing_key, headers, content_type, payload,
          published_at, produced_ms, record_headers)
     select
-        nextval('headwater.position'), r.topic_id, r.lane, r.topic_offset, r.key, r.type, r.routing_key, r.headers::jsonb, r.content_type, r.payload,
+        nextval('headwater_internal.position'), r.topic_id, r.partition, r.topic_offset, r.key, r.type, r.routing_key, r.headers::jsonb, r.content_type, r.payload,
         appended_at, r.produced, r.record_headers
     from (
         select
             unnest(record_topics) as topic_id,
-            unnest(record_lanes) as lane,
+            unnest(record_partitions) as partition,
             unnest(record_offsets) as topic_offset,
             unnest(keys) as key,
             unnest(types) as type,
@@ -149,8 +150,8 @@ begin
 end;
 $$;
 
--- Hold all these lanes to the end of the transaction, in the one order that every publisher keeps within a topic.
-create or replace function headwater.kafka_hold_lanes(topic_ids integer[], lanes integer[])
+-- Lock all these partitions until the transaction ends, in the same order as every publisher: by topic, then partition.
+create or replace function headwater_internal.kafka_hold_partitions(topic_ids integer[], partitions integer[])
 returns void
 language plpgsql
 as $$
@@ -158,23 +159,23 @@ declare
     held record;
 begin
     for held in
-        select l.topic_id, array_agg(l.lane) as lanes
-        from unnest(topic_ids, lanes) as l (topic_id, lane)
+        select l.topic_id, array_agg(l.partition) as partitions
+        from unnest(topic_ids, partitions) as l (topic_id, partition)
         group by l.topic_id
         order by l.topic_id
     loop
-        perform headwater.lock_lanes(held.topic_id, held.lanes);
+        perform headwater_internal.lock_partitions(held.topic_id, held.partitions);
     end loop;
 end;
 $$;
 
--- Append batches, of one or many requests, in the order given: the arrays are those of kafka_write, with the producers
--- of the batches (an id below 0: the producer is not idempotent). One row comes back for each batch, in order; its
--- `outcome` is appended, duplicate, out of order, fenced, no topic or reserved. What was appended has positions after
--- `after_position`, and is of `epoch`.
-create or replace function headwater.kafka_append(
+-- Append batches of one or many requests, in the order given: the arrays are those of kafka_write(), with the producers
+-- of the batches (an id below 0: not idempotent). Returns one row for each batch, in order; `outcome` is appended,
+-- duplicate, out of order, fenced, no topic or reserved. Appended events have positions after `after_position`, in
+-- `epoch`.
+create or replace function headwater_internal.kafka_append(
     topic_ids integer[],
-    lanes integer[],
+    partitions integer[],
     counts integer[],
     producer_ids bigint[],
     producer_epochs integer[],
@@ -190,44 +191,44 @@ create or replace function headwater.kafka_append(
 )
 returns table (outcome text, base_offset bigint, appended_ms bigint, after_position bigint, epoch integer)
 language plpgsql
--- Somebody who publishes to a lane in a long transaction must not stop those who write to others.
+-- A long transaction that publishes to one partition must not block producers to others.
 set lock_timeout = '1s'
 as $$
 declare
     appended_at constant timestamptz := date_trunc('milliseconds', clock_timestamp());
-    drawn constant bigint := headwater.head();
+    head constant bigint := headwater.head();
     outcomes text[] := '{}';
     answers bigint[] := '{}';
     bases bigint[] := '{}';
-    -- Where each lane goes on, by the number of its first batch.
-    first_of_lane integer[];
+    -- The next offset of each partition, indexed by its first batch.
+    first_of_partition integer[];
     next_offsets bigint[] := '{}';
     checked record;
-    lane_number integer;
+    partition_number integer;
     last_sequence integer;
 begin
-    perform headwater.kafka_hold_lanes(topic_ids, lanes);
-    select array_agg(f.first_batch order by f.batch) into first_of_lane
+    perform headwater_internal.kafka_hold_partitions(topic_ids, partitions);
+    select array_agg(f.first_batch order by f.batch) into first_of_partition
     from (
-        select b.batch, min(b.batch) over (partition by b.topic_id, b.lane) as first_batch
-        from unnest(topic_ids, lanes) with ordinality as b (topic_id, lane, batch)
+        select b.batch, min(b.batch) over (partition by b.topic_id, b.partition) as first_batch
+        from unnest(topic_ids, partitions) with ordinality as b (topic_id, partition, batch)
     ) as f;
     for batch in 1 .. cardinality(topic_ids) loop
-        lane_number := first_of_lane[batch];
-        if lane_number = batch then
+        partition_number := first_of_partition[batch];
+        if partition_number = batch then
             next_offsets[batch] := case
                 when exists (
-                    select from headwater.topic t
+                    select from headwater_internal.topic t
                     where
                         t.id = topic_ids[batch] and t.deleted_at is null and t.kind = 'sequenced'
-                        and not t.event_store and not t.reserved and lanes[batch] < t.partitions
+                        and not t.event_store and not t.reserved and kafka_append.partitions[batch] < t.partitions
                 )
-                then headwater.next_offset(topic_ids[batch], lanes[batch])
+                then headwater_internal.next_offset(topic_ids[batch], partitions[batch])
             end;
         end if;
-        if next_offsets[lane_number] is null then
+        if next_offsets[partition_number] is null then
             outcomes[batch] := case
-                when exists (select from headwater.topic t where t.id = topic_ids[batch] and t.reserved) then 'reserved'
+                when exists (select from headwater_internal.topic t where t.id = topic_ids[batch] and t.reserved) then 'reserved'
                 else 'no topic'
             end;
             bases[batch] := null;
@@ -237,8 +238,8 @@ begin
         if producer_ids[batch] >= 0 then
             last_sequence := (sequences[batch]::bigint + counts[batch] - 1) % 2147483648;
             select c.outcome, c.base_offset into checked
-            from headwater.kafka_check_sequence(
-                producer_ids[batch], topic_ids[batch], lanes[batch], producer_epochs[batch], sequences[batch], last_sequence
+            from headwater_internal.kafka_check_sequence(
+                producer_ids[batch], topic_ids[batch], partitions[batch], producer_epochs[batch], sequences[batch], last_sequence
             ) as c;
             if checked.outcome <> 'append' then
                 outcomes[batch] := checked.outcome;
@@ -246,23 +247,23 @@ begin
                 answers[batch] := checked.base_offset;
                 continue;
             end if;
-            perform headwater.kafka_note_batch(
-                producer_ids[batch], topic_ids[batch], lanes[batch], producer_epochs[batch], sequences[batch],
-                last_sequence, next_offsets[lane_number]
+            perform headwater_internal.kafka_note_batch(
+                producer_ids[batch], topic_ids[batch], partitions[batch], producer_epochs[batch], sequences[batch],
+                last_sequence, next_offsets[partition_number]
             );
         end if;
         outcomes[batch] := 'appended';
-        bases[batch] := next_offsets[lane_number];
-        answers[batch] := next_offsets[lane_number];
-        next_offsets[lane_number] := next_offsets[lane_number] + counts[batch];
+        bases[batch] := next_offsets[partition_number];
+        answers[batch] := next_offsets[partition_number];
+        next_offsets[partition_number] := next_offsets[partition_number] + counts[batch];
     end loop;
-    perform headwater.kafka_write(
-        topic_ids, lanes, counts, bases, appended_at,
+    perform headwater_internal.kafka_write(
+        topic_ids, partitions, counts, bases, appended_at,
         payloads, keys, types, routing_keys, headers, content_types, produced, record_headers
     );
     return query
     select
-        r.outcome, r.base_offset, (extract(epoch from appended_at) * 1000)::bigint, drawn, headwater.current_epoch()
+        r.outcome, r.base_offset, (extract(epoch from appended_at) * 1000)::bigint, head, headwater.current_epoch()
     from unnest(outcomes, answers) with ordinality as r (outcome, base_offset, batch)
     order by r.batch;
 end;

@@ -1,12 +1,12 @@
--- Kafka's topics: made with their own settings, listed with all that a broker must know of them.
+-- Kafka topics: created with Kafka's settings, and listed with everything that a broker needs.
 
--- A topic as the Kafka door sees it.
-create or replace view headwater.kafka_topic_overview as
+-- A topic as the Kafka server sees it.
+create or replace view headwater_internal.kafka_topic_overview as
 select
     t.id,
     t.name,
     t.kind,
-    -- An event store has marks for its events, which only its own functions write.
+    -- The events of an event store have index terms, which only its own functions write.
     t.kind = 'sequenced' and not t.event_store as writable,
     t.partitions,
     t.retention,
@@ -17,21 +17,21 @@ select
     coalesce(k.compacted, false) as compacted,
     coalesce(k.tombstones_kept, interval '1 day') as tombstones_kept,
     k.retention_bytes,
-    -- What keys and values must fit; null: nothing.
+    -- The schemas to which keys and values must conform; null: none.
     (
         select jsonb_object_agg(b.part, jsonb_build_array(b.subject, b.framed, b.strategy))
-        from headwater.topic_schema b
+        from headwater_internal.topic_schema b
         where b.topic_id = t.id
     ) as schemas,
     coalesce(k.deletes, true) as deletes,
     coalesce(k.settings, '{}') as settings
-from headwater.topic t
-left join headwater.kafka_topic k on k.topic_id = t.id
+from headwater_internal.topic t
+left join headwater_internal.kafka_topic k on k.topic_id = t.id
 where t.deleted_at is null;
 
--- Change settings of a topic, all or none; null leaves one as it is. A size of -1 removes the limit. `settings` are those
--- that are only told; what is null in them is forgotten.
-create or replace function headwater.kafka_alter_topic(
+-- Change settings of a topic, all or none; null leaves one unchanged. A size of -1 removes the limit. `settings` are
+-- those that are only stored and reported; a null in them deletes one.
+create or replace function headwater_internal.kafka_alter_topic(
     topic text,
     timestamp_type text default null,
     compression_type text default null,
@@ -48,15 +48,15 @@ create or replace function headwater.kafka_alter_topic(
 returns void
 language sql
 begin atomic
-    -- Nothing happens where there are none.
-    select headwater.set_topic_schemas(kafka_alter_topic.topic, s.schemas)
+    -- Does nothing if there are none.
+    select headwater_internal.set_topic_schemas(kafka_alter_topic.topic, s.schemas)
     from (select kafka_alter_topic.schemas as schemas) as s
     where s.schemas is not null;
     select headwater.alter_topic(
         kafka_alter_topic.topic, null, kafka_alter_topic.retention, kafka_alter_topic.max_payload_bytes, null,
         keep_forever
     );
-    insert into headwater.kafka_topic as k
+    insert into headwater_internal.kafka_topic as k
         (topic_id, timestamp_type, compression_type, compacted, tombstones_kept, retention_bytes, deletes, settings)
     select
         t.id,
@@ -67,7 +67,7 @@ begin atomic
         nullif(kafka_alter_topic.retention_bytes, -1),
         coalesce(kafka_alter_topic.deletes, true),
         jsonb_strip_nulls(coalesce(kafka_alter_topic.settings, '{}'))
-    from headwater.find_topic(kafka_alter_topic.topic) as t
+    from headwater_internal.find_topic(kafka_alter_topic.topic) as t
     on conflict (topic_id) do update
     set
         timestamp_type = coalesce(kafka_alter_topic.timestamp_type, k.timestamp_type),
@@ -79,8 +79,8 @@ begin atomic
         settings = jsonb_strip_nulls(k.settings || coalesce(kafka_alter_topic.settings, '{}'));
 end;
 
--- Make a sequenced topic with its settings, all or nothing.
-create or replace function headwater.kafka_create_topic(
+-- Create a sequenced topic with its settings, all or nothing; returns its id.
+create or replace function headwater_internal.kafka_create_topic(
     name text,
     partitions integer,
     retention interval default null,
@@ -98,7 +98,7 @@ returns integer
 language plpgsql
 as $$
 declare
-    created headwater.topic;
+    created headwater_internal.topic;
 begin
     created := headwater.create_topic(
         name, 'sequenced', partitions, retention, coalesce(max_payload_bytes, 1048576)
@@ -106,36 +106,37 @@ begin
     if
         num_nonnulls(timestamp_type, compression_type, compacted, tombstones_kept, retention_bytes, deletes, settings) > 0
     then
-        perform headwater.kafka_alter_topic(
+        perform headwater_internal.kafka_alter_topic(
             name, timestamp_type, compression_type, compacted, tombstones_kept, retention_bytes, deletes => deletes,
             settings => settings
         );
     end if;
     if schemas is not null then
-        perform headwater.set_topic_schemas(name, schemas);
+        perform headwater_internal.set_topic_schemas(name, schemas);
     end if;
     return created.id;
 end;
 $$;
 
--- The topic that a client named and nobody made, if the log is set to make such. Null: it is not.
-create or replace function headwater.kafka_create_missing(name text, partitions integer)
+-- Create the missing topic that a client named, if the setting `auto_create_topics` is on; returns its id. Null: the
+-- setting is off.
+create or replace function headwater_internal.kafka_create_missing(name text, partitions integer)
 returns integer
 language plpgsql
 as $$
 begin
-    if not (select s.auto_create_topics from headwater.setting s) then
+    if not (select s.auto_create_topics from headwater_internal.setting s) then
         return null;
     end if;
     return (headwater.create_topic(name, 'sequenced', partitions, if_missing => true)).id;
 end;
 $$;
 
--- The topics whose whole names a regular expression fits. Postgres looks, since it can be stopped.
-create or replace function headwater.kafka_matching_topics(pattern text)
+-- The topics whose whole name matches a regular expression. Evaluated by Postgres, where a timeout can stop it.
+create or replace function headwater_internal.kafka_matching_topics(pattern text)
 returns setof text
 language sql
 stable
 begin atomic
-    select t.name from headwater.topic t where t.deleted_at is null and t.name ~ ('^(?:' || pattern || ')$');
+    select t.name from headwater_internal.topic t where t.deleted_at is null and t.name ~ ('^(?:' || pattern || ')$');
 end;

@@ -1,29 +1,33 @@
--- Leases: how they end, are kept, and run out.
+-- Leases: how they are settled, extended and expire.
 
 -- Move these redeliveries to the dead letters.
-create or replace function headwater.bury(target headwater.consumer_group, positions bigint[], errors text[])
+create or replace function headwater_internal.bury(target headwater_internal.queue, positions bigint[], errors text[])
 returns void
 language sql
 begin atomic
     with dying as (
-        delete from headwater.redelivery r
+        delete from headwater_internal.redelivery r
         using unnest(positions, errors) as u (position, error)
-        where r.group_id = target.id and r.position = u.position
+        where r.queue_id = target.id and r.position = u.position
         returning r.*, u.error
     )
-    insert into headwater.dead_letter (group_id, position, topic_id, attempts, alone, last_error, history)
+    insert into headwater_internal.dead_letter (queue_id, position, topic_id, attempts, isolated, last_error, history)
     select
-        d.group_id, d.position, d.topic_id, d.attempt, d.alone,
+        d.queue_id, d.position, d.topic_id, d.attempt, d.isolated,
         left(coalesce(d.error, d.last_error), 10000),
-        headwater.with_try(d.history, d.attempt, d.worker, d.error)
+        headwater_internal.with_try(d.history, d.attempt, d.worker, d.error)
     from dying d;
 end;
 
--- Say how the events of a lease ended: 'done', 'retry' (after the delay, or the group's backoff), 'dead', or
--- 'release' (again after the delay, not counted as a try). `rest_done`: all events not named are done, and the lease
--- ends. A lease that another worker may have by now is HW006, and then nothing is changed.
+-- Fused for speed: first attempts (ledger) and retries (redelivery) are settled in one function, because a further call
+-- costs as much as settling a batch.
+--
+-- Settle events of a lease with a verdict for each: 'done', 'retry' (after the delay, or the queue's backoff), 'dead',
+-- or 'release' (available again after the delay, not counted as an attempt). With `rest_done`, all events not listed
+-- are done and the lease ends. HW006 if the lease has expired, ended or was revoked: then nothing is changed. HW002 for
+-- invalid verdicts, HW011 if the queue does not exist.
 create or replace function headwater.settle(
-    group_name text,
+    queue_name text,
     token bigint,
     positions bigint[] default null,
     verdicts text[] default null,
@@ -38,8 +42,8 @@ set enable_seqscan = off
 set enable_bitmapscan = off
 as $$
 declare
-    target constant headwater.consumer_group := headwater.find_group(group_name);
-    lease headwater.ledger;
+    target constant headwater_internal.queue := headwater_internal.find_queue(queue_name);
+    lease headwater_internal.ledger;
     held bigint[];
     fresh bigint[];
     held_keys bigint[];
@@ -52,87 +56,87 @@ begin
         perform set_config('synchronous_commit', 'off', true);
     end if;
     if target.ordered_keys then
-        -- A claim must not decide that a key is busy while its lease ends.
-        perform headwater.lock_group(target.id);
+        -- A claim must not see a key as busy while the lease of that key ends.
+        perform headwater_internal.lock_queue(target.id);
     end if;
     if positions is null and rest_done and not target.ordered_keys then
-        -- The happy path: two statements, no rows of its own.
-        update headwater.ledger l
+        -- The common case: two statements and no additional rows.
+        update headwater_internal.ledger l
         set settled = true
-        where l.group_id = target.id and l.token = settle.token and not l.settled;
+        where l.queue_id = target.id and l.token = settle.token and not l.settled;
         if not found then
-            delete from headwater.redelivery r where r.group_id = target.id and r.token = settle.token;
+            delete from headwater_internal.redelivery r where r.queue_id = target.id and r.token = settle.token;
             if not found then
-                perform headwater.refuse_lost_lease(group_name, token);
+                perform headwater_internal.refuse_lost_lease(queue_name, token);
             end if;
-        elsif exists (select from headwater.redelivery r where r.group_id = target.id and r.token = settle.token) then
-            delete from headwater.redelivery r where r.group_id = target.id and r.token = settle.token;
+        elsif exists (select from headwater_internal.redelivery r where r.queue_id = target.id and r.token = settle.token) then
+            delete from headwater_internal.redelivery r where r.queue_id = target.id and r.token = settle.token;
         end if;
         return;
     end if;
 
     select * into lease
-    from headwater.ledger l
-    where l.group_id = target.id and l.token = settle.token and not l.settled
+    from headwater_internal.ledger l
+    where l.queue_id = target.id and l.token = settle.token and not l.settled
     for update;
     select array_agg(r.position), array_agg(r.key_hash) filter (where r.key_hash is not null) into held, held_keys
     from (
-        select r.position, r.key_hash from headwater.redelivery r
-        where r.group_id = target.id and r.token = settle.token
+        select r.position, r.key_hash from headwater_internal.redelivery r
+        where r.queue_id = target.id and r.token = settle.token
         for update
     ) as r;
     if lease.token is null and held is null then
-        perform headwater.refuse_lost_lease(group_name, token);
+        perform headwater_internal.refuse_lost_lease(queue_name, token);
     end if;
     if exists (select from unnest(verdicts) as v where v is null or v not in ('done', 'retry', 'dead', 'release'))
         or cardinality(verdicts) <> (select count(distinct p) from unnest(positions) as p)
     then
-        raise exception 'each position needs a verdict: done, retry, dead or release' using errcode = 'HW002';
+        raise exception 'each position needs one verdict: done, retry, dead or release' using errcode = 'HW002';
     end if;
 
-    -- Second tries and later.
-    delete from headwater.redelivery r
+    -- Retries.
+    delete from headwater_internal.redelivery r
     using unnest(positions, verdicts) as u (position, verdict)
-    where r.group_id = target.id and r.token = settle.token and r.position = u.position and u.verdict = 'done';
+    where r.queue_id = target.id and r.token = settle.token and r.position = u.position and u.verdict = 'done';
     select array_agg(r.position), array_agg(u.error) into doomed, doomed_errors
-    from headwater.redelivery r
+    from headwater_internal.redelivery r
     join unnest(positions, verdicts, errors) as u (position, verdict, error) on u.position = r.position
     where
-        r.group_id = target.id and r.token = settle.token
+        r.queue_id = target.id and r.token = settle.token
         and (u.verdict = 'dead' or u.verdict = 'retry' and r.attempt >= target.max_attempts);
     if doomed is not null then
-        perform headwater.bury(target, doomed, doomed_errors);
+        perform headwater_internal.bury(target, doomed, doomed_errors);
     end if;
-    update headwater.redelivery r
+    update headwater_internal.redelivery r
     set
         attempt = case u.verdict when 'release' then r.attempt - 1 else r.attempt end,
         visible_at = clock_timestamp() + coalesce(
             make_interval(secs => u.delay),
-            case u.verdict when 'release' then interval '0' else headwater.backoff(target, r.attempt) end
+            case u.verdict when 'release' then interval '0' else headwater_internal.backoff(target, r.attempt) end
         ),
         dated_at = clock_timestamp(),
         token = null,
         worker = null,
-        alone = r.alone and u.verdict = 'release',
+        isolated = r.isolated and u.verdict = 'release',
         last_error = coalesce(left(u.error, 10000), r.last_error),
         history = case u.verdict
             when 'release' then r.history
-            else headwater.with_try(r.history, r.attempt, r.worker, u.error)
+            else headwater_internal.with_try(r.history, r.attempt, r.worker, u.error)
         end
     from unnest(positions, verdicts, errors, delays) as u (position, verdict, error, delay)
     where
-        r.group_id = target.id and r.token = settle.token and r.position = u.position
+        r.queue_id = target.id and r.token = settle.token and r.position = u.position
         and u.verdict in ('retry', 'release');
     if rest_done then
-        delete from headwater.redelivery r where r.group_id = target.id and r.token = settle.token;
+        delete from headwater_internal.redelivery r where r.queue_id = target.id and r.token = settle.token;
     end if;
 
-    -- First tries.
+    -- First attempts.
     if lease.token is not null then
         with ended as (
             select e.position, e.topic_id, e.key, u.verdict, u.error, u.delay
-            from headwater.bound_events(
-                target.id, headwater.bound_topics(target.id, lease.lo - 1), lease.lo, lease.hi
+            from headwater_internal.bound_events(
+                target.id, headwater_internal.bound_topics(target.id, lease.lo - 1), lease.lo, lease.hi
             ) as e
             left join unnest(positions, verdicts, errors, delays) as u (position, verdict, error, delay)
                 on u.position = e.position
@@ -141,8 +145,8 @@ begin
         judged as (
             select
                 d.*,
-                case when target.ordered_keys then headwater.key_order_hash(d.key) end as key_hash,
-                -- In a group with ordered keys nothing is done behind a try that failed.
+                case when target.ordered_keys then headwater_internal.key_order_hash(d.key) end as key_hash,
+                -- With ordered keys, no event is done after a failed event of the same key.
                 coalesce(
                     d.verdict,
                     case
@@ -156,16 +160,16 @@ begin
             from ended d
         ),
         died as (
-            insert into headwater.dead_letter (group_id, position, topic_id, attempts, alone, last_error, history)
+            insert into headwater_internal.dead_letter (queue_id, position, topic_id, attempts, isolated, last_error, history)
             select
                 target.id, j.position, j.topic_id, 1, false, left(j.error, 10000),
-                headwater.with_try('[]', 1, lease.worker, j.error)
+                headwater_internal.with_try('[]', 1, lease.worker, j.error)
             from judged j
             where j.outcome = 'dead' or j.outcome = 'retry' and target.max_attempts = 1
         ),
         again as (
-            insert into headwater.redelivery
-                (group_id, position, topic_id, attempt, visible_at, key_hash, last_error, history)
+            insert into headwater_internal.redelivery
+                (queue_id, position, topic_id, attempt, visible_at, key_hash, last_error, history)
             select
                 target.id, j.position, j.topic_id,
                 case j.outcome when 'retry' then 1 else 0 end,
@@ -173,13 +177,13 @@ begin
                     when j.delay is null and j.outcome = 'release' and j.key_hash is not null then 'infinity'
                     else clock_timestamp() + coalesce(
                         make_interval(secs => j.delay),
-                        case j.outcome when 'retry' then headwater.backoff(target, 1) else interval '0' end
+                        case j.outcome when 'retry' then headwater_internal.backoff(target, 1) else interval '0' end
                     )
                 end,
                 j.key_hash,
                 left(j.error, 10000),
                 case j.outcome
-                    when 'retry' then headwater.with_try('[]', 1, lease.worker, j.error)
+                    when 'retry' then headwater_internal.with_try('[]', 1, lease.worker, j.error)
                     else '[]'
                 end
             from judged j
@@ -191,20 +195,20 @@ begin
             array_agg(distinct j.key_hash) filter (where j.outcome is null and j.key_hash is not null)
         into fresh, fresh_keys, open_keys
         from judged j;
-        update headwater.ledger l
+        update headwater_internal.ledger l
         set
             settled = rest_done or l.acked_events + coalesce(cardinality(fresh), 0) >= l.events,
-            acked = coalesce(l.acked, '{}') + coalesce(headwater.as_multirange(fresh), '{}'),
+            acked = coalesce(l.acked, '{}') + coalesce(headwater_internal.as_multirange(fresh), '{}'),
             acked_events = l.acked_events + coalesce(cardinality(fresh), 0),
             keys = case when l.keys is not null then coalesce(open_keys, '{}') end
-        where l.group_id = target.id and l.token = settle.token;
+        where l.queue_id = target.id and l.token = settle.token;
     end if;
     if exists (
         select
         from unnest(positions, verdicts) as u (position, verdict)
         where
             not (u.position = any (coalesce(held, '{}')) or u.position = any (coalesce(fresh, '{}')))
-            -- To give back what one no longer has is nothing, and so is an event that went with its topic.
+            -- Releasing an event that is no longer leased is not an error, nor is an event deleted with its topic.
             and u.verdict <> 'release'
             and (
                 lease.token is null
@@ -212,239 +216,243 @@ begin
                 or u.position <@ coalesce(lease.acked, '{}')
             )
     ) then
-        perform headwater.refuse_lost_lease(group_name, token);
+        perform headwater_internal.refuse_lost_lease(queue_name, token);
     end if;
     if target.ordered_keys then
-        perform headwater.free_next_of_keys(
+        perform headwater_internal.free_next_of_keys(
             target.id, coalesce(held_keys, '{}') || coalesce(fresh_keys, '{}') || coalesce(lease.keys, '{}')
         );
     end if;
 end;
 $$;
 
-create or replace function headwater.refuse_lost_lease(group_name text, token bigint)
+-- Raise HW006 for a lease.
+create or replace function headwater_internal.refuse_lost_lease(queue_name text, token bigint)
 returns void
 language plpgsql
 as $$
 begin
-    raise exception 'lease % of group "%" is lost: it ended, ran out or was rewound', token, group_name
+    raise exception 'lease % of queue "%" is lost: it was settled, has expired or was revoked by a rewind', token, queue_name
         using errcode = 'HW006',
-              detail = json_build_object('group', group_name, 'token', token)::text,
-              hint = 'Another worker may have its events. Drop this result, claim anew, and extend leases in time.';
+              detail = json_build_object('queue', queue_name, 'token', token)::text,
+              hint = 'Another worker may have claimed its events. Discard this result, claim again, and extend leases in time.';
 end;
 $$;
 
--- Keep a lease for so many seconds from now (null: the group's). Returns when it ends; HW006 if it is lost.
-create or replace function headwater.extend_lease(group_name text, token bigint, lease_seconds float8 default null)
+-- Extend a lease to `lease_seconds` from now (null: the queue's setting). Returns the time at which it ends. HW006 if
+-- the lease is lost, HW011 if the queue does not exist.
+create or replace function headwater.extend_lease(queue_name text, token bigint, lease_seconds float8 default null)
 returns timestamptz
 language plpgsql
 set enable_seqscan = off
 set enable_bitmapscan = off
 as $$
 declare
-    target constant headwater.consumer_group := headwater.find_group(group_name);
+    target constant headwater_internal.queue := headwater_internal.find_queue(queue_name);
     ends_at constant timestamptz :=
         clock_timestamp() + make_interval(secs => coalesce(lease_seconds, target.lease_seconds));
     kept boolean;
 begin
-    update headwater.ledger l
+    update headwater_internal.ledger l
     set expires_at = ends_at, dated_at = clock_timestamp()
-    where l.group_id = target.id and l.token = extend_lease.token and not l.settled;
+    where l.queue_id = target.id and l.token = extend_lease.token and not l.settled;
     kept := found;
-    update headwater.redelivery r
+    update headwater_internal.redelivery r
     set visible_at = ends_at, dated_at = clock_timestamp()
-    where r.group_id = target.id and r.token = extend_lease.token;
+    where r.queue_id = target.id and r.token = extend_lease.token;
     if not kept and not found then
-        perform headwater.refuse_lost_lease(group_name, token);
+        perform headwater_internal.refuse_lost_lease(queue_name, token);
     end if;
     return ends_at;
 end;
 $$;
 
--- Turn leases that ran out into redeliveries, and forget claims that are long settled. Returns how many events
--- were given back. Any process may call it at any time.
-create or replace function headwater.reap(group_name text)
+-- Long, because all steps run under one acquisition of the queue's lock.
+--
+-- Return the events of expired leases to the queue, and delete the rows of claims that were settled long ago. Returns
+-- the number of events returned. Any process may call it at any time. HW011 if the queue does not exist.
+create or replace function headwater.reap(queue_name text)
 returns integer
 language plpgsql
 set enable_seqscan = off
 set enable_bitmapscan = off
 as $$
 declare
-    target constant headwater.consumer_group := headwater.find_group(group_name);
+    target constant headwater_internal.queue := headwater_internal.find_queue(queue_name);
     forgotten bigint := coalesce(
-        (select p.settled_token from headwater.group_progress p where p.group_id = target.id), 0
+        (select p.settled_token from headwater_internal.queue_progress p where p.queue_id = target.id), 0
     );
-    -- One time for all: they come again in the order of the log.
+    -- One time for all of them, so that they are redelivered in the order of the log.
     ended_at constant timestamptz := clock_timestamp();
-    lapsed headwater.ledger;
+    lapsed headwater_internal.ledger;
     lapsed_again record;
     given_back integer := 0;
     step integer;
     freed bigint[];
     lowest_open bigint;
 begin
-    if not headwater.try_lock_group(target.id) then
+    if not headwater_internal.try_lock_queue(target.id) then
         return 0;
     end if;
     for lapsed in
-        select l.* from headwater.ledger l
+        select l.* from headwater_internal.ledger l
         where
-            l.group_id = target.id and l.token > greatest(forgotten, target.start_token)
+            l.queue_id = target.id and l.token > greatest(forgotten, target.start_token)
             and not l.settled
-            and (l.expires_at < ended_at or l.dated_at > ended_at + headwater.clock_tolerance())
+            and (l.expires_at < ended_at or l.dated_at > ended_at + headwater_internal.clock_tolerance())
         order by l.token
         for update skip locked
     loop
-        if lapsed.dated_at > ended_at + headwater.clock_tolerance() then
-            -- The clock went back since: the lease is counted from now on.
-            update headwater.ledger l
+        if lapsed.dated_at > ended_at + headwater_internal.clock_tolerance() then
+            -- The clock was set back since: restart the lease.
+            update headwater_internal.ledger l
             set expires_at = ended_at + (lapsed.expires_at - lapsed.dated_at), dated_at = ended_at
-            where l.group_id = target.id and l.token = lapsed.token;
+            where l.queue_id = target.id and l.token = lapsed.token;
             continue;
         end if;
-        update headwater.ledger l set settled = true where l.group_id = target.id and l.token = lapsed.token;
+        update headwater_internal.ledger l set settled = true where l.queue_id = target.id and l.token = lapsed.token;
         with unacked as (
             select
                 e.position, e.topic_id,
-                case when target.ordered_keys then headwater.key_order_hash(e.key) end as key_hash,
-                -- Nobody knows which event of several was at fault, so none is counted down.
+                case when target.ordered_keys then headwater_internal.key_order_hash(e.key) end as key_hash,
+                -- It is unknown which of several events failed, so the attempt is not counted for any of them.
                 case when lapsed.events - lapsed.acked_events = 1 then 1 else 0 end as attempt
-            from headwater.bound_events(
-                target.id, headwater.bound_topics(target.id, lapsed.lo - 1), lapsed.lo, lapsed.hi
+            from headwater_internal.bound_events(
+                target.id, headwater_internal.bound_topics(target.id, lapsed.lo - 1), lapsed.lo, lapsed.hi
             ) as e
             where
                 (lapsed.acked is null or not e.position <@ lapsed.acked)
-                -- Events that had to wait behind their key were never in this lease.
+                -- Events deferred because of their key were never in this lease.
                 and not exists (
-                    select from headwater.redelivery r where r.group_id = target.id and r.position = e.position
+                    select from headwater_internal.redelivery r where r.queue_id = target.id and r.position = e.position
                 )
         ),
         died as (
-            insert into headwater.dead_letter
-                (group_id, position, topic_id, attempts, alone, last_error, history)
+            insert into headwater_internal.dead_letter
+                (queue_id, position, topic_id, attempts, isolated, last_error, history)
             select
                 target.id, u.position, u.topic_id, u.attempt, true, 'lease expired',
-                headwater.with_try('[]', u.attempt, lapsed.worker, 'lease expired')
+                headwater_internal.with_try('[]', u.attempt, lapsed.worker, 'lease expired')
             from unacked u
             where u.attempt >= target.max_attempts
         )
-        insert into headwater.redelivery
-            (group_id, position, topic_id, attempt, visible_at, alone, key_hash, last_error, history)
+        insert into headwater_internal.redelivery
+            (queue_id, position, topic_id, attempt, visible_at, isolated, key_hash, last_error, history)
         select
             target.id, u.position, u.topic_id, u.attempt,
             case when u.key_hash is null then ended_at else 'infinity' end,
-            true, u.key_hash, 'lease expired', headwater.with_try('[]', u.attempt, lapsed.worker, 'lease expired')
+            true, u.key_hash, 'lease expired', headwater_internal.with_try('[]', u.attempt, lapsed.worker, 'lease expired')
         from unacked u
         where u.attempt < target.max_attempts;
         get diagnostics step = row_count;
         given_back := given_back + step;
         if lapsed.keys is not null then
-            perform headwater.free_next_of_keys(target.id, lapsed.keys);
+            perform headwater_internal.free_next_of_keys(target.id, lapsed.keys);
         end if;
     end loop;
 
-    -- Leases of second tries, and waits, that began before the clock went back.
-    update headwater.redelivery r
+    -- Leases of retries, and waits, that began before the clock was set back.
+    update headwater_internal.redelivery r
     set visible_at = ended_at + (r.visible_at - r.dated_at), dated_at = ended_at
     where
-        r.group_id = target.id and r.visible_at > ended_at and r.visible_at < 'infinity'
-        and r.dated_at > ended_at + headwater.clock_tolerance();
+        r.queue_id = target.id and r.visible_at > ended_at and r.visible_at < 'infinity'
+        and r.dated_at > ended_at + headwater_internal.clock_tolerance();
 
-    -- The same for second tries and later.
+    -- The same for retries.
     for lapsed_again in
         select r.token, count(*) as held
-        from headwater.redelivery r
-        where r.group_id = target.id and r.token is not null and r.visible_at < ended_at
+        from headwater_internal.redelivery r
+        where r.queue_id = target.id and r.token is not null and r.visible_at < ended_at
         group by r.token
     loop
         select array_agg(r.key_hash) filter (where r.key_hash is not null), count(*) into freed, step
         from (
-            select r.key_hash from headwater.redelivery r
-            where r.group_id = target.id and r.token = lapsed_again.token
+            select r.key_hash from headwater_internal.redelivery r
+            where r.queue_id = target.id and r.token = lapsed_again.token
             for update skip locked
         ) as r;
-        -- A lease is lost as a whole or not at all, and this one is just being settled.
+        -- A lease is lost as a whole or not at all; this one is being settled at the moment.
         continue when step < lapsed_again.held;
         if step = 1 then
-            perform headwater.bury(target, array[r.position], array['lease expired'])
-            from headwater.redelivery r
-            where r.group_id = target.id and r.token = lapsed_again.token and r.attempt >= target.max_attempts;
+            perform headwater_internal.bury(target, array[r.position], array['lease expired'])
+            from headwater_internal.redelivery r
+            where r.queue_id = target.id and r.token = lapsed_again.token and r.attempt >= target.max_attempts;
         end if;
-        update headwater.redelivery r
+        update headwater_internal.redelivery r
         set
             attempt = case when step = 1 then r.attempt else r.attempt - 1 end,
             visible_at = ended_at,
             dated_at = ended_at,
             token = null,
             worker = null,
-            alone = true,
+            isolated = true,
             last_error = 'lease expired',
-            history = headwater.with_try(
+            history = headwater_internal.with_try(
                 r.history, case when step = 1 then r.attempt else r.attempt - 1 end, r.worker, 'lease expired'
             )
-        where r.group_id = target.id and r.token = lapsed_again.token;
+        where r.queue_id = target.id and r.token = lapsed_again.token;
         get diagnostics step = row_count;
         given_back := given_back + step;
         if freed is not null then
-            perform headwater.free_next_of_keys(target.id, freed);
+            perform headwater_internal.free_next_of_keys(target.id, freed);
         end if;
     end loop;
 
-    -- What became due at a time at which claims do not look any more: its settle() was slow to commit.
-    update headwater.redelivery r
+    -- Events that became due at a time that claims no longer scan, because their settle() committed late.
+    update headwater_internal.redelivery r
     set visible_at = clock_timestamp(), dated_at = clock_timestamp()
     where
-        r.group_id = target.id and r.token is null
+        r.queue_id = target.id and r.token is null
         and r.visible_at <= (
-            select case when l.due_after is not null then least(l.due_after, ended_at) end from headwater.ledger l
-            where l.group_id = target.id and l.token > target.start_token
+            select case when l.due_after is not null then least(l.due_after, ended_at) end from headwater_internal.ledger l
+            where l.queue_id = target.id and l.token > target.start_token
             order by l.token desc
             limit 1
         );
 
-    -- What retention took, or went with its topic, will not be tried again.
+    -- Events removed by retention or deleted with their topic are not retried.
     with gone as (
-        delete from headwater.redelivery r
-        using headwater.topic t
+        delete from headwater_internal.redelivery r
+        using headwater_internal.topic t
         where
-            r.group_id = target.id and r.token is null and t.id = r.topic_id
+            r.queue_id = target.id and r.token is null and t.id = r.topic_id
             and (t.deleted_at is not null or r.position <= t.expired_to)
         returning r.key_hash
     )
     select array_agg(g.key_hash) filter (where g.key_hash is not null) into freed from gone g;
     if freed is not null then
-        perform headwater.free_next_of_keys(target.id, freed);
+        perform headwater_internal.free_next_of_keys(target.id, freed);
     end if;
 
-    -- Forget in bulk: a row a call would be a hot row.
+    -- Delete in bulk: deleting one row with each call would create a hot row.
     select min(l.token) into lowest_open
-    from headwater.ledger l
-    where l.group_id = target.id and l.token > forgotten and not l.settled;
-    lowest_open := coalesce(lowest_open, (select max(l.token) from headwater.ledger l where l.group_id = target.id));
+    from headwater_internal.ledger l
+    where l.queue_id = target.id and l.token > forgotten and not l.settled;
+    lowest_open := coalesce(lowest_open, (select max(l.token) from headwater_internal.ledger l where l.queue_id = target.id));
     if (
         select count(*) from (
-            select from headwater.ledger l
-            where l.group_id = target.id and l.token > forgotten and l.token < lowest_open
+            select from headwater_internal.ledger l
+            where l.queue_id = target.id and l.token > forgotten and l.token < lowest_open
             limit 1000
         ) as many
     ) = 1000 then
         with gone as (
-            delete from headwater.ledger l
-            where l.group_id = target.id and l.token > forgotten and l.token < lowest_open
+            delete from headwater_internal.ledger l
+            where l.queue_id = target.id and l.token > forgotten and l.token < lowest_open
             returning l.events
         )
-        insert into headwater.group_progress as p (group_id, settled_token, past_events)
+        insert into headwater_internal.queue_progress as p (queue_id, settled_token, past_events)
         select target.id, lowest_open - 1, coalesce(sum(g.events), 0) from gone g
-        on conflict (group_id) do update
+        on conflict (queue_id) do update
             set settled_token = excluded.settled_token, past_events = p.past_events + excluded.past_events;
     end if;
     return given_back;
 end;
 $$;
 
--- The queues for which reap() may find work: a lease that ended, a lease or a wait dated by a clock that was set back, a
--- redelivery, or claims to forget. One query for all queues, so that an idle queue costs a few index lookups.
-create or replace function headwater.queues_to_reap()
+-- The queues for which reap() may have work: an expired lease, a lease or wait dated before the clock was set back, a
+-- redelivery, or claims to delete. One query for all queues, so that an idle queue costs a few index lookups.
+create or replace function headwater_internal.queues_to_reap()
 returns setof text
 language sql
 stable
@@ -452,25 +460,25 @@ set enable_seqscan = off
 set enable_bitmapscan = off
 begin atomic
     select g.name
-    from headwater.consumer_group g
-    left join headwater.group_progress p on p.group_id = g.id
+    from headwater_internal.queue g
+    left join headwater_internal.queue_progress p on p.queue_id = g.id
     where
-        g.kind = 'queue'
+        g.kind = 'bindings'
         and (
-            exists (select from headwater.redelivery r where r.group_id = g.id)
+            exists (select from headwater_internal.redelivery r where r.queue_id = g.id)
             or exists (
-                select from headwater.ledger l
+                select from headwater_internal.ledger l
                 where
-                    l.group_id = g.id and l.token > greatest(p.settled_token, g.start_token) and not l.settled
+                    l.queue_id = g.id and l.token > greatest(p.settled_token, g.start_token) and not l.settled
                     and (
                         l.expires_at < clock_timestamp()
-                        or l.dated_at > clock_timestamp() + headwater.clock_tolerance()
+                        or l.dated_at > clock_timestamp() + headwater_internal.clock_tolerance()
                     )
             )
-            -- As many as reap() forgets at once.
+            -- As many as reap() deletes at once.
             or exists (
-                select from headwater.ledger l
-                where l.group_id = g.id and l.token > coalesce(p.settled_token, 0)
+                select from headwater_internal.ledger l
+                where l.queue_id = g.id and l.token > coalesce(p.settled_token, 0)
                 offset 999
                 limit 1
             )
@@ -478,17 +486,17 @@ begin atomic
     order by g.id;
 end;
 
--- By how many positions a queue is moved past events of others, at least.
-create or replace function headwater.skip_stride()
+-- The minimum number of positions by which a queue is moved past events of other topics.
+create or replace function headwater_internal.skip_stride()
 returns integer
 language sql
 immutable
 return 10000;
 
--- The queues that are so far behind the head that skip_unbound_events() may move them, in random order: where a round has
--- to end early, every queue gets its turn in some later round. `selective`: those with a binding that selects by more than
--- the topic, whose events must be looked at one by one; else those of whole topics.
-create or replace function headwater.queues_to_skip(selective boolean)
+-- The queues that are far enough behind the head for skip_unbound_events() to move them, in random order: if a round
+-- ends early, every queue is reached in a later one. `selective`: queues with a binding that selects by more than the
+-- topic, whose events must be checked one by one; otherwise queues of whole topics.
+create or replace function headwater_internal.queues_to_skip(selective boolean)
 returns setof text
 language sql
 volatile
@@ -496,32 +504,33 @@ set enable_seqscan = off
 set enable_bitmapscan = off
 begin atomic
     select g.name
-    from headwater.consumer_group g
+    from headwater_internal.queue g
     where
-        g.kind = 'queue'
-        -- A queue that was never bound to anything still waits for its beginning.
-        and exists (select from headwater.binding b where b.group_id = g.id)
+        g.kind = 'bindings'
+        -- A queue that never had a binding still waits at its start position.
+        and exists (select from headwater_internal.binding b where b.queue_id = g.id)
         and selective = exists (
-            select from headwater.binding b
+            select from headwater_internal.binding b
             where
-                b.group_id = g.id
+                b.queue_id = g.id
                 and (b.topic_id is null or b.type is not null or b.pattern is not null or b.headers is not null)
         )
-        and headwater.head() - headwater.frontier(g) >= headwater.skip_stride()
+        and headwater.head() - headwater_internal.claimed_position(g) >= headwater_internal.skip_stride()
     order by random();
 end;
 
--- Move a queue's claimed position past events that are not its own, in strides, so that a queue whose events are rare
--- does not hold retention back. Returns how much it looked at: topics and events. Any process may call it at any time.
-create or replace function headwater.skip_unbound_events(group_name text)
+-- Move the claimed position of a queue past events that its bindings do not select, in strides, so that a queue with
+-- rare events does not hold retention back. Returns the number of topics and events examined. Any process may call it
+-- at any time.
+create or replace function headwater_internal.skip_unbound_events(queue_name text)
 returns bigint
 language plpgsql
 set enable_seqscan = off
 set enable_bitmapscan = off
 as $$
 declare
-    target headwater.consumer_group := headwater.find_group(group_name);
-    stride constant integer := headwater.skip_stride();
+    target headwater_internal.queue := headwater_internal.find_queue(queue_name);
+    stride constant integer := headwater_internal.skip_stride();
     last_claimed bigint;
     ids integer[];
     whole_topics boolean;
@@ -531,32 +540,33 @@ declare
     scanned_to bigint;
     first_own bigint;
 begin
-    if headwater.head() - headwater.frontier(target) < stride or not headwater.try_lock_group(target.id) then
+    if headwater.head() - headwater_internal.claimed_position(target) < stride or not headwater_internal.try_lock_queue(target.id) then
         return 1;
     end if;
-    target := headwater.find_group(group_name);
-    last_claimed := headwater.frontier(target);
-    -- Every event of the topics is the queue's. Null: it was never bound to anything, and waits for its beginning.
+    target := headwater_internal.find_queue(queue_name);
+    last_claimed := headwater_internal.claimed_position(target);
+    -- Whether the bindings select every event of the topics. Null: the queue never had a binding and waits at its start
+    -- position.
     select
         bool_and(
             b.topic_id is not null and b.type is null and b.pattern is null and b.headers is null
             and greatest(b.from_position, b.to_position) <= last_claimed
         )
     into whole_topics
-    from headwater.binding b
-    where b.group_id = target.id;
+    from headwater_internal.binding b
+    where b.queue_id = target.id;
     if whole_topics is null then
         return 1;
     end if;
-    ids := headwater.bound_topics(target.id, last_claimed);
+    ids := headwater_internal.bound_topics(target.id, last_claimed);
     looked_at := 1 + cardinality(ids);
-    pass_to := headwater.refresh_settled();
+    pass_to := headwater_internal.refresh_stable();
     if whole_topics then
         select min(f.position) into first_own
         from unnest(ids) as i (id)
-        join headwater.topic t on t.id = i.id
+        join headwater_internal.topic t on t.id = i.id
         cross join lateral (
-            select e.position from headwater.event e
+            select e.position from headwater_internal.event e
             where e.topic_id = t.id and e.position > greatest(last_claimed, t.expired_to) and e.position <= pass_to
             order by e.position
             limit 1
@@ -568,7 +578,7 @@ begin
             select f.position
             from unnest(ids) as i (id)
             cross join lateral (
-                select e.position from headwater.event e
+                select e.position from headwater_internal.event e
                 where e.topic_id = i.id and e.position > last_claimed and e.position <= pass_to
                 order by e.position
                 limit stride
@@ -581,13 +591,13 @@ begin
             pass_to := scanned_to;
         end if;
         select min(e.position) into first_own
-        from headwater.bound_events(target.id, ids, last_claimed + 1, pass_to) as e;
+        from headwater_internal.bound_events(target.id, ids, last_claimed + 1, pass_to) as e;
     end if;
     pass_to := least(pass_to, first_own - 1);
     if pass_to - last_claimed >= stride then
-        insert into headwater.ledger (group_id, token, lo, hi, events, worker, expires_at, settled)
+        insert into headwater_internal.ledger (queue_id, token, lo, hi, events, worker, expires_at, settled)
         values (
-            target.id, headwater.next_token(), last_claimed + 1, pass_to, 0, '', clock_timestamp(), true
+            target.id, headwater_internal.next_token(), last_claimed + 1, pass_to, 0, '', clock_timestamp(), true
         );
     end if;
     return looked_at;

@@ -1,16 +1,16 @@
--- Metrics: the log in figures, as rows of name, labels and value. What each means, `observability/metrics.py` says.
+-- Metrics: the log in figures, as rows of name, labels and value. `observability/metrics.py` describes each of them.
 --
--- Everything here is bounded: figures by name are given for `most` of a kind, and nothing counts more than some
--- thousand events of a topic or a group. So many may ask often.
+-- All queries are bounded: at most `most` objects of a kind are listed, and at most some thousand events of a topic or
+-- queue are counted. Frequent calls by many clients are therefore safe.
 
--- The log as a whole: how far it is, what holds it up, how much room it takes.
-create or replace function headwater.metrics_of_log()
+-- The log as a whole: its head, its publishers, its size.
+create or replace function headwater_internal.metrics_of_log()
 returns table (name text, labels text[], value float8)
 language sql
 volatile
 begin atomic
     with
-    state as (select s.drawn, s.settled from headwater.log_state() as s),
+    state as (select s.head, s.stable from headwater.log_state() as s),
     publishers as (
         select p.pid, coalesce(extract(epoch from p.age), 0) as age, row_number() over (order by p.age desc nulls last) as place
         from headwater.publisher_in_flight p
@@ -18,18 +18,18 @@ begin atomic
     segments as (
         select
             count(*) filter (where s.closed_at is not null) as closed,
-            count(*) filter (where s.lo > state.drawn) as ahead,
-            count(*) filter (where s.closed_at is null and s.lo <= state.drawn) as open,
+            count(*) filter (where s.lo > state.head) as ahead,
+            count(*) filter (where s.closed_at is null and s.lo <= state.head) as open,
             min(s.opened_at) as oldest,
-            max(s.hi - state.drawn - 1) filter (where state.drawn + 1 >= s.lo and state.drawn + 1 < s.hi) as free
-        from headwater.segment s
+            max(s.hi - state.head - 1) filter (where state.head + 1 >= s.lo and state.head + 1 < s.hi) as free
+        from headwater_internal.segment s
         cross join state
     )
-    select 'headwater_log_drawn_position', '{}'::text[], drawn::float8 from state
-    union all select 'headwater_log_settled_position', '{}', settled from state
+    select 'headwater_log_head_position', '{}'::text[], head::float8 from state
+    union all select 'headwater_log_stable_position', '{}', stable from state
     union all
-    select 'headwater_log_positions_total', '{}', headwater.positions_between(0, state.drawn) + u.dropped_positions
-    from state cross join headwater.upkeep u
+    select 'headwater_log_positions_total', '{}', headwater_internal.positions_between(0, state.head) + u.dropped_positions
+    from state cross join headwater_internal.maintenance_state u
     union all select 'headwater_publishers_in_flight', '{}', count(*) from publishers
     union all select 'headwater_oldest_publisher_age_seconds', '{}', coalesce(max(age), 0) from publishers
     union all select 'headwater_oldest_publisher_pid', '{}', coalesce(max(pid) filter (where place = 1), 0) from publishers
@@ -43,25 +43,25 @@ begin atomic
     union all
     select 'headwater_log_bytes', '{}', coalesce(sum(pg_total_relation_size(i.inhrelid)), 0)
     from pg_inherits i
-    where i.inhparent = 'headwater.event'::regclass
+    where i.inhparent = 'headwater_internal.event'::regclass
     union all
-    select 'headwater_retention_held_positions', '{}', headwater.positions_between(headwater.releasable(), state.settled)
+    select 'headwater_retention_held_positions', '{}', headwater_internal.positions_between(headwater_internal.releasable(), state.stable)
     from state
     union all
     select 'headwater_maintenance_age_seconds', '{}',
         greatest(extract(epoch from clock_timestamp() - u.maintained_at), 0)
-    from headwater.upkeep u
+    from headwater_internal.maintenance_state u
     where u.maintained_at is not null
-    union all select 'headwater_clock_steps_total', '{}', coalesce(max(c.id), 0) from headwater.clock_step c
+    union all select 'headwater_clock_steps_total', '{}', coalesce(max(c.id), 0) from headwater_internal.clock_step c
     union all
     select
         'headwater_scheduled_overdue_seconds', '{}',
         coalesce(greatest(extract(epoch from clock_timestamp() - min(s.due_at)), 0), 0)
-    from headwater.scheduled s;
+    from headwater_internal.scheduled s;
 end;
 
--- Topics: where each ends, and how fast it grows. The rate is that of its last 50 events, or of the last minute.
-create or replace function headwater.metrics_of_topics(most integer)
+-- Topics: the last position of each and its publish rate, from the last 50 events or the last minute.
+create or replace function headwater_internal.metrics_of_topics(most integer)
 returns table (name text, labels text[], value float8)
 language sql
 volatile
@@ -69,7 +69,7 @@ begin atomic
     with shown as (
         select t.name, l.last_position, l.last_published, l.recent, l.since
         from (
-            select o.id, o.name from headwater.topic o where o.deleted_at is null order by o.name limit most
+            select o.id, o.name from headwater_internal.topic o where o.deleted_at is null order by o.name limit most
         ) as t
         cross join lateral (
             select
@@ -79,14 +79,14 @@ begin atomic
                 min(e.published_at) filter (where e.published_at > clock_timestamp() - interval '1 minute') as since
             from (
                 select o.position, o.published_at
-                from headwater.event o
+                from headwater_internal.event o
                 where o.topic_id = t.id
                 order by o.position desc
                 limit 50
             ) as e
         ) as l
     )
-    select 'headwater_topics', '{}'::text[], count(*)::float8 from headwater.topic t where t.deleted_at is null
+    select 'headwater_topics', '{}'::text[], count(*)::float8 from headwater_internal.topic t where t.deleted_at is null
     union all select 'headwater_topic_last_position', array[s.name], coalesce(s.last_position, 0) from shown s
     union all
     select 'headwater_topic_silent_seconds', array[s.name], greatest(extract(epoch from clock_timestamp() - s.last_published), 0)
@@ -102,42 +102,43 @@ begin atomic
     from shown s;
 end;
 
--- Queues and reading groups: how far behind, what is leased, tried again, given up.
-create or replace function headwater.metrics_of_groups(most integer)
+-- Queues and queues of SQL subscriptions: lag, leased events, retries, dead letters.
+create or replace function headwater_internal.metrics_of_queues(most integer)
 returns table (name text, labels text[], value float8)
 language sql
 volatile
 begin atomic
-    select 'headwater_groups', '{}'::text[], count(*)::float8 from headwater.consumer_group
+    select 'headwater_queues', '{}'::text[], count(*)::float8 from headwater_internal.queue
     union all
     select m.name, array[o.name], m.value
-    from headwater.group_overviews(max_groups => most) as o
+    from headwater_internal.queue_overviews(max_queues => most) as o
     cross join lateral (
         values
-            ('headwater_group_lag_events', o.lag_events::float8),
-            ('headwater_group_lag_is_more', o.lag_is_more::integer::float8),
-            ('headwater_group_lag_seconds', coalesce(o.lag_seconds, 0)),
-            ('headwater_group_unfinished_seconds', coalesce(o.unfinished_seconds, 0)),
-            ('headwater_group_leased_events', o.processing::float8),
-            ('headwater_group_open_leases', o.open_leases::float8),
-            ('headwater_group_redeliveries', o.redeliveries::float8),
-            ('headwater_group_dead_letters', o.dead::float8),
-            ('headwater_group_claimed_events_total', o.claimed::float8),
-            ('headwater_group_paused', o.paused::integer::float8),
-            ('headwater_group_has_workers', (o.state not in ('no_workers', 'no_reader'))::integer::float8),
-            ('headwater_group_stalled', (o.state = 'stalled')::integer::float8)
+            ('headwater_queue_lag_events', o.lag_events::float8),
+            ('headwater_queue_lag_is_more', o.lag_is_more::integer::float8),
+            ('headwater_queue_lag_seconds', coalesce(o.lag_seconds, 0)),
+            ('headwater_queue_unfinished_seconds', coalesce(o.unfinished_seconds, 0)),
+            ('headwater_queue_leased_events', o.processing::float8),
+            ('headwater_queue_open_leases', o.open_leases::float8),
+            ('headwater_queue_redeliveries', o.redeliveries::float8),
+            ('headwater_queue_dead_letters', o.dead::float8),
+            ('headwater_queue_claimed_events_total', o.claimed::float8),
+            ('headwater_queue_paused', o.paused::integer::float8),
+            ('headwater_queue_has_workers', (o.state not in ('no_workers', 'no_reader'))::integer::float8),
+            ('headwater_queue_stalled', (o.state = 'stalled')::integer::float8)
     ) as m (name, value);
 end;
 
-create or replace function headwater.metrics_of_cursors(most integer)
+-- Cursors: the lag of each.
+create or replace function headwater_internal.metrics_of_cursors(most integer)
 returns table (name text, labels text[], value float8)
 language sql
 volatile
 begin atomic
-    select 'headwater_cursors', '{}'::text[], count(*)::float8 from headwater.cursor
+    select 'headwater_cursors', '{}'::text[], count(*)::float8 from headwater_internal.cursor
     union all
     select m.name, array[c.name], m.value
-    from headwater.cursor_lags(array(select o.name from headwater.cursor o order by o.name limit most)) as c
+    from headwater_internal.cursor_lags(array(select o.name from headwater_internal.cursor o order by o.name limit most)) as c
     cross join lateral (
         values
             ('headwater_cursor_lag_events', c.lag_events::float8),
@@ -146,8 +147,8 @@ begin atomic
     ) as m (name, value);
 end;
 
--- Pipelines, replication slots, consumer groups of Kafka: whoever takes the log or its tables elsewhere.
-create or replace function headwater.metrics_of_doors(most integer)
+-- Pipelines, replication slots and Kafka consumer groups: the consumers outside of the log.
+create or replace function headwater_internal.metrics_of_servers(most integer)
 returns table (name text, labels text[], value float8)
 language sql
 volatile
@@ -159,14 +160,14 @@ begin atomic
         from (
             select
                 k.group_name, k.topic_id,
-                sum((headwater.kafka_lag(k.topic_id, k.partition, k.committed_offset)).events) as lag
-            from headwater.kafka_offset k
-            join headwater.topic l on l.id = k.topic_id and l.deleted_at is null
+                sum((headwater_internal.kafka_lag(k.topic_id, k.partition, k.committed_offset)).events) as lag
+            from headwater_internal.kafka_offset k
+            join headwater_internal.topic l on l.id = k.topic_id and l.deleted_at is null
             group by k.group_name, k.topic_id
             order by k.group_name, k.topic_id
             limit most
         ) as o
-        join headwater.topic t on t.id = o.topic_id
+        join headwater_internal.topic t on t.id = o.topic_id
     )
     select 'headwater_pipeline_running', array[p.name], (p.state in ('running', 'failing', 'stopping'))::integer::float8
     from pipelines p
@@ -195,7 +196,7 @@ begin atomic
     union all select 'headwater_kafka_group_lag_events', array[k.group_name, k.topic_name], k.lag from kafka k;
 end;
 
--- All of it. For at most `most` topics, groups, cursors, pipelines and pairs of a Kafka group and its topic.
+-- All metrics, for at most `most` topics, queues, cursors, pipelines and pairs of a Kafka consumer group and a topic.
 create or replace function headwater.metrics(most integer default 200)
 returns table (name text, labels text[], value float8)
 language sql
@@ -203,27 +204,27 @@ volatile
 security definer
 set search_path = pg_catalog, pg_temp
 begin atomic
-    select m.name, m.labels, m.value from headwater.metrics_of_log() as m
+    select m.name, m.labels, m.value from headwater_internal.metrics_of_log() as m
     union all
-    select m.name, m.labels, m.value from headwater.metrics_of_topics(most) as m
+    select m.name, m.labels, m.value from headwater_internal.metrics_of_topics(most) as m
     union all
-    select m.name, m.labels, m.value from headwater.metrics_of_groups(most) as m
+    select m.name, m.labels, m.value from headwater_internal.metrics_of_queues(most) as m
     union all
-    select m.name, m.labels, m.value from headwater.metrics_of_cursors(most) as m
+    select m.name, m.labels, m.value from headwater_internal.metrics_of_cursors(most) as m
     union all
-    select m.name, m.labels, m.value from headwater.metrics_of_doors(most) as m;
+    select m.name, m.labels, m.value from headwater_internal.metrics_of_servers(most) as m;
 end;
 
--- What tells whether the log can be worked with: whether this is a primary that takes writes, how long ago upkeep
--- ran, how many positions are left to draw before publishing fails, and since when the oldest publisher is open.
-create or replace function headwater.log_health(
+-- The health of the log: whether this is a primary that accepts writes, how long ago maintenance ran, how many
+-- positions can be assigned before publishing fails, and since when the oldest publisher is open.
+create or replace function headwater_internal.log_health(
     out primary_server boolean,
     out writable boolean,
     out maintained_seconds_ago float8,
     out positions_left bigint,
     out oldest_publisher_pid integer,
     out oldest_publisher_seconds float8,
-    out unsettled bigint
+    out unstable bigint
 )
 language plpgsql
 volatile
@@ -233,16 +234,16 @@ as $$
 begin
     primary_server := not pg_is_in_recovery();
     writable := primary_server and current_setting('default_transaction_read_only') = 'off';
-    select extract(epoch from clock_timestamp() - u.maintained_at) into maintained_seconds_ago from headwater.upkeep u;
+    select extract(epoch from clock_timestamp() - u.maintained_at) into maintained_seconds_ago from headwater_internal.maintenance_state u;
     if not primary_server then
         return;
     end if;
-    select coalesce(max(s.hi), 0) - headwater.head() - 1 into positions_left from headwater.segment s;
+    select coalesce(max(s.hi), 0) - headwater.head() - 1 into positions_left from headwater_internal.segment s;
     select p.pid, extract(epoch from p.age)
     into oldest_publisher_pid, oldest_publisher_seconds
     from headwater.publisher_in_flight p
     order by p.age desc nulls last
     limit 1;
-    select s.drawn - s.settled into unsettled from headwater.log_state() as s;
+    select s.head - s.stable into unstable from headwater.log_state() as s;
 end;
 $$;

@@ -1,7 +1,7 @@
--- What a person asks of the log: single events, what bindings select, who holds what, how large it is.
+-- Overviews for people and tools: single events, what bindings select, leases, the size of the log.
 
--- The events at these positions, in order, of all topics or of one; nothing above `up_to`.
-create or replace function headwater.events_at(positions bigint[], topics text[] default null, up_to bigint default null)
+-- The events at these positions, in order, of all topics or of one; none above `up_to`.
+create or replace function headwater_internal.events_at(positions bigint[], topics text[] default null, up_to bigint default null)
 returns setof headwater.stored_event
 language sql
 stable
@@ -9,21 +9,22 @@ begin atomic
     select
         e.position, t.name, e.partition, e.topic_offset, e.key, e.type, e.routing_key,
         e.headers, e.content_type, e.payload, e.event_id, e.published_at
-    from headwater.topic t
-    join headwater.event e on e.topic_id = t.id and e.position > t.expired_to
+    from headwater_internal.topic t
+    join headwater_internal.event e on e.topic_id = t.id and e.position > t.expired_to
     where
-        t.id = any (headwater.topic_ids(events_at.topics))
+        t.id = any (headwater_internal.topic_ids(events_at.topics))
         and e.position = any (positions)
         and (up_to is null or e.position <= up_to)
     order by e.position;
 end;
 
--- What a queue's bindings select after a position, without claiming it: up to `batch_size` positions are looked at, of
--- what is stable of its topics and not above `settled_to`. Then one row without an event, whose position is where to go on.
-create or replace function headwater.read_bound(
-    group_name text,
+-- The events that a queue's bindings select after a position, without claiming them: up to `batch_size` positions are
+-- examined, up to the stable position of its topics and not above `up_to`. Then one row without an event, whose
+-- position is where to continue.
+create or replace function headwater_internal.read_bound(
+    queue_name text,
     after bigint,
-    settled_to bigint default null,
+    up_to bigint default null,
     batch_size integer default 1000,
     max_bytes bigint default 16777216
 )
@@ -32,13 +33,13 @@ language plpgsql
 volatile
 as $$
 declare
-    target constant headwater.consumer_group := headwater.find_queue(group_name);
-    ids constant integer[] := headwater.bound_topics(target.id, after);
-    -- A binding to no topic in particular waits for every publisher: a topic may be made in this moment.
-    stable_to constant bigint := least(settled_to, (headwater.stable_positions(
+    target constant headwater_internal.queue := headwater_internal.find_bound_queue(queue_name);
+    ids constant integer[] := headwater_internal.bound_topics(target.id, after);
+    -- A binding to any topic waits for every publisher: a topic may be created at this moment.
+    stable_to constant bigint := least(up_to, (headwater_internal.stable_positions(
         null,
         case
-            when not exists (select from headwater.binding b where b.group_id = target.id and b.topic_id is null)
+            when not exists (select from headwater_internal.binding b where b.queue_id = target.id and b.topic_id is null)
                 then ids
         end
     )).stable);
@@ -51,7 +52,7 @@ begin
     from unnest(ids) as i (id)
     cross join lateral (
         select e.position
-        from headwater.event e
+        from headwater_internal.event e
         where e.topic_id = i.id and e.position > after and e.position <= stable_to
         order by e.position
         limit 1
@@ -62,8 +63,8 @@ begin
             select
                 e.position, t.name, e.partition, e.topic_offset, e.key, e.type, e.routing_key,
                 e.headers, e.content_type, e.payload, e.event_id, e.published_at
-            from headwater.bound_events(target.id, ids, first_after + 1, going_on_at) as e
-            join headwater.topic t on t.id = e.topic_id and e.position > t.expired_to
+            from headwater_internal.bound_events(target.id, ids, first_after + 1, going_on_at) as e
+            join headwater_internal.topic t on t.id = e.topic_id and e.position > t.expired_to
             order by e.position
         loop
             return next one;
@@ -74,33 +75,33 @@ begin
             end if;
         end loop;
     end if;
-    -- Last, since retention may have come between these statements.
-    perform headwater.refuse_expired(ids, after);
+    -- Checked last, because retention may have run between these statements.
+    perform headwater_internal.refuse_expired(ids, after);
     return next (
         going_on_at, null, null, null, null, null, null, null, null, null, null, null
     )::headwater.stored_event;
 end;
 $$;
 
--- One line a group, of either kind, with how far behind it is. The age is of what its topics hold, so for a group that
--- is bound to a part of a topic it is at least that of its own.
-create or replace view headwater.group_lag as
+-- One row for each queue, of either kind, with its lag. The age is that of the events of its topics, so for a queue
+-- that is bound to a part of a topic it is an upper bound.
+create or replace view headwater.queue_lag as
 select
     o.name,
     o.kind,
     o.state,
     o.paused,
-    o.frontier as "position",
+    o.claimed_position as "position",
     o.lag_events,
     o.lag_is_more,
     o.lag_seconds,
     o.processing as leased,
     o.retrying as redeliveries,
     o.dead
-from headwater.group_overviews() as o;
+from headwater_internal.queue_overviews() as o;
 
--- The leases that are out for a group, and those that ran out and were not yet given to others.
-create or replace function headwater.leases(group_name text)
+-- The current leases of a queue, and the expired ones whose events were not returned to the queue yet.
+create or replace function headwater_internal.leases(queue_name text)
 returns table (
     token bigint,
     worker text,
@@ -113,34 +114,34 @@ language sql
 volatile
 begin atomic
     select l.token, l.worker, l.lo, l.hi, (l.events - l.acked_events)::bigint, l.expires_at
-    from headwater.open_claims(headwater.find_queue(group_name)) l
+    from headwater_internal.open_claims(headwater_internal.find_bound_queue(queue_name)) l
     union all
     select r.token, min(r.worker), min(r.position), max(r.position), count(*), max(r.visible_at)
-    from headwater.redelivery r
-    where r.group_id = (headwater.find_queue(group_name)).id and r.token is not null
+    from headwater_internal.redelivery r
+    where r.queue_id = (headwater_internal.find_bound_queue(queue_name)).id and r.token is not null
     group by r.token
     order by 6, 1;
 end;
 
--- How large the log is. Events are estimated, from what Postgres last counted.
-create or replace function headwater.log_size(
+-- The size of the log. The number of events is an estimate from the statistics of Postgres.
+create or replace function headwater_internal.log_size(
     out segments bigint, out bytes bigint, out events_estimate bigint, out oldest timestamptz
 )
 language sql
 stable
 begin atomic
     select
-        (select count(*) from headwater.segment s where s.opened_at is not null),
+        (select count(*) from headwater_internal.segment s where s.opened_at is not null),
         coalesce(sum(pg_total_relation_size(c.oid)), 0)::bigint,
         coalesce(sum(greatest(c.reltuples, 0)), 0)::bigint,
-        (select min(s.opened_at) from headwater.segment s)
+        (select min(s.opened_at) from headwater_internal.segment s)
     from pg_catalog.pg_inherits i
     join pg_catalog.pg_class c on c.oid = i.inhrelid
-    where i.inhparent = 'headwater.event'::regclass;
+    where i.inhparent = 'headwater_internal.event'::regclass;
 end;
 
--- What a topic holds, or holds up to a position, counted up to 10,000 events.
-create or replace function headwater.topic_contents(
+-- The contents of a topic, or those up to a position, counted up to 10,000 events.
+create or replace function headwater_internal.topic_contents(
     topic text,
     up_to bigint default 281474976710655,
     out events bigint,
@@ -152,36 +153,36 @@ language sql
 stable
 begin atomic
     select least(c.events, 10000), c.events > 10000, f.position, l.position
-    from headwater.find_topic(topic_contents.topic) as t
+    from headwater_internal.find_topic(topic_contents.topic) as t
     cross join lateral (
         select count(*) as events
         from (
-            select from headwater.event e
+            select from headwater_internal.event e
             where e.topic_id = t.id and e.position > t.expired_to and e.position <= up_to
             limit 10001
         ) as counted
     ) as c
     left join lateral (
         select e.position
-        from headwater.event e
+        from headwater_internal.event e
         where e.topic_id = t.id and e.position > t.expired_to and e.position <= up_to
         order by e.position
         limit 1
     ) as f on true
     left join lateral (
         select e.position
-        from headwater.event e
+        from headwater_internal.event e
         where e.topic_id = t.id and e.position > t.expired_to and e.position <= up_to
         order by e.position desc
         limit 1
     ) as l on true;
 end;
 
--- How many events a queue's bindings select after a position, up to another, counted up to 10,000; with
--- `only_binding`, those that this one of its bindings selects and no other. Between the first and the last position are all of them; where
--- there are more than are counted, these are the bounds of what was asked for.
-create or replace function headwater.bound_contents(
-    group_name text,
+-- The number of events after a position, up to another, that a queue's bindings select, counted up to 10,000; with
+-- `only_binding`, those that only this binding selects. All of them are between the first and the last position
+-- returned; if there are more than are counted, these are the requested bounds.
+create or replace function headwater_internal.bound_contents(
+    queue_name text,
     after bigint,
     up_to bigint default 281474976710655,
     only_binding integer default null,
@@ -198,18 +199,18 @@ begin atomic
         c.events > 10000,
         case when c.events > 10000 then after + 1 else c.first_position end,
         case when c.events > 10000 then least(up_to, headwater.head()) else c.last_position end
-    from headwater.find_queue(group_name) as g
-    cross join lateral (select headwater.bound_topics(g.id, after) as ids) as t
+    from headwater_internal.find_bound_queue(queue_name) as g
+    cross join lateral (select headwater_internal.bound_topics(g.id, after) as ids) as t
     cross join lateral (
         select count(*) as events, min(counted.position) as first_position, max(counted.position) as last_position
         from (
             select e.position
-            from headwater.bound_events(g.id, t.ids, after + 1, up_to) as e
+            from headwater_internal.bound_events(g.id, t.ids, after + 1, up_to) as e
             where
                 only_binding is null
                 or not exists (
                     select
-                    from headwater.bound_events_without(
+                    from headwater_internal.bound_events_without(
                         g.id, only_binding, array[e.topic_id], e.position, e.position
                     )
                 )
@@ -218,10 +219,10 @@ begin atomic
     ) as c;
 end;
 
--- What a queue has yet to be done with: events that were not claimed yet, those in work, and those that are to be tried
--- again. Counted up to 10,000 of the first kind.
-create or replace function headwater.undone_contents(
-    group_name text,
+-- The remaining work of a queue: unclaimed events, leased events, and events to be retried. The unclaimed ones are
+-- counted up to 10,000.
+create or replace function headwater_internal.undone_contents(
+    queue_name text,
     out events bigint,
     out events_is_more boolean,
     out first_position bigint,
@@ -231,27 +232,27 @@ language sql
 stable
 begin atomic
     select sum(p.events)::bigint, bool_or(p.events_is_more), min(p.first_position), max(p.last_position)
-    from headwater.find_queue(group_name) as g
+    from headwater_internal.find_bound_queue(queue_name) as g
     cross join lateral (
         select n.events, n.events_is_more, n.first_position, n.last_position
-        from headwater.bound_contents(group_name, headwater.frontier(g)) as n
+        from headwater_internal.bound_contents(queue_name, headwater_internal.claimed_position(g)) as n
         union all
         select count(*), false, min(e.position), max(e.position)
-        from headwater.open_claims(g) as l
-        cross join lateral headwater.bound_events(
-            g.id, headwater.bound_topics(g.id, l.lo - 1), l.lo, l.hi
+        from headwater_internal.open_claims(g) as l
+        cross join lateral headwater_internal.bound_events(
+            g.id, headwater_internal.bound_topics(g.id, l.lo - 1), l.lo, l.hi
         ) as e
         where l.acked is null or not e.position <@ l.acked
         union all
         select count(*), false, min(r.position), max(r.position)
-        from headwater.redelivery r
-        where r.group_id = g.id
+        from headwater_internal.redelivery r
+        where r.queue_id = g.id
     ) as p;
 end;
 
--- How many dead letters of a queue are meant, and which are the first and the last.
-create or replace function headwater.dead_letter_count(
-    group_name text,
+-- The number of selected dead letters of a queue, and the first and last of their positions.
+create or replace function headwater_internal.dead_letter_count(
+    queue_name text,
     positions bigint[] default null,
     topic text default null,
     error_like text default null,
@@ -266,16 +267,16 @@ stable
 begin atomic
     select count(*), min(d.position), max(d.position)
     from headwater.dead_letters(
-        group_name, dead_letter_count.positions, dead_letter_count.topic, dead_letter_count.error_like, 0, 1000000,
+        queue_name, dead_letter_count.positions, dead_letter_count.topic, dead_letter_count.error_like, 0, 1000000,
         dead_letter_count.handler, dead_letter_count.subscription_id
     ) as d;
 end;
 
--- What stops publishing or delivery and cannot be seen in the log's figures.
---   segment   the table of a segment is missing: events of its positions cannot be published, or are gone
---   register  what is noted as settled is beyond the head: queues would skip the events in between
---   cursor, group  it stands beyond the head: it gets nothing until the log has come there
-create or replace function headwater.log_faults()
+-- Faults that stop publishing or delivery and cannot be seen in the metrics:
+--   segment   the table of a segment is missing: events at its positions cannot be published, or are lost
+--   register  the recorded stable position is beyond the head: queues would skip the events in between
+--   cursor, queue  its position is beyond the head: it gets nothing until the log reaches it
+create or replace function headwater_internal.log_faults()
 returns table (kind text, name text, "position" bigint, head bigint)
 language sql
 volatile
@@ -283,35 +284,35 @@ security definer
 set search_path = pg_catalog, pg_temp
 begin atomic
     with log as materialized (select headwater.head() as head)
-    select 'segment', 'event_' || lpad((s.lo / headwater.segment_size())::text, 7, '0'), s.lo, l.head
-    from headwater.segment s
+    select 'segment', 'event_' || lpad((s.lo / headwater_internal.segment_size())::text, 7, '0'), s.lo, l.head
+    from headwater_internal.segment s
     cross join log l
     where not exists (
         select
         from pg_catalog.pg_class c
-        join pg_catalog.pg_inherits i on i.inhrelid = c.oid and i.inhparent = 'headwater.event'::regclass
+        join pg_catalog.pg_inherits i on i.inhrelid = c.oid and i.inhparent = 'headwater_internal.event'::regclass
         where
-            c.relnamespace = 'headwater'::regnamespace
-            and c.relname = 'event_' || lpad((s.lo / headwater.segment_size())::text, 7, '0')
+            c.relnamespace = 'headwater_internal'::regnamespace
+            and c.relname = 'event_' || lpad((s.lo / headwater_internal.segment_size())::text, 7, '0')
     )
     union all
-    select 'register', 'settled_register', pg_sequence_last_value('headwater.settled_register'), l.head
+    select 'register', 'stable_register', pg_sequence_last_value('headwater_internal.stable_register'), l.head
     from log l
-    where pg_sequence_last_value('headwater.settled_register') > l.head
+    where pg_sequence_last_value('headwater_internal.stable_register') > l.head
     union all
     select 'cursor', c.name, c.position, l.head
-    from headwater.cursor c
+    from headwater_internal.cursor c
     cross join log l
     where c.position > l.head
     union all
-    select 'group', g.name, f.position, l.head
-    from headwater.consumer_group g
+    select 'queue', g.name, f.position, l.head
+    from headwater_internal.queue g
     cross join log l
     cross join lateral (
         select
             case g.kind
-                when 'queue' then headwater.frontier(g)
-                else (select d.position from headwater.reading d where d.group_id = g.id)
+                when 'bindings' then headwater_internal.claimed_position(g)
+                else (select d.position from headwater_internal.reading d where d.queue_id = g.id)
             end as "position"
     ) as f
     where f.position > l.head

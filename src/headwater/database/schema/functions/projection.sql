@@ -1,7 +1,7 @@
--- Projections: tables that pipelines keep. A batch and the note of it are one transaction.
+-- Projections: tables maintained by pipelines. Each batch and its record are written in one transaction.
 
--- The name of a table that stands beside another: its staging table, or the one that a rebuild fills.
-create or replace function headwater.beside(name text, purpose text)
+-- The name of an auxiliary table of a table: its staging table, or the one that a rebuild fills.
+create or replace function headwater_internal.beside(name text, purpose text)
 returns text
 language sql
 immutable
@@ -10,28 +10,28 @@ return case
     else 'projection_' || md5(name) || '__' || purpose
 end;
 
--- A table by its name; null if there is none.
-create or replace function headwater.table_named(schema_name text, table_name text)
+-- The table of that name; null if it does not exist.
+create or replace function headwater_internal.table_named(schema_name text, table_name text)
 returns regclass
 language sql
 stable
 return to_regclass(format('%I.%I', schema_name, table_name));
 
--- HW020: the table is of another generation now.
-create or replace function headwater.refuse_rebuilt(pipeline text, schema_name text, table_name text)
+-- Raise HW020: the table belongs to another checkpoint epoch now.
+create or replace function headwater_internal.refuse_rebuilt(pipeline text, schema_name text, table_name text)
 returns void
 language plpgsql
 as $$
 begin
-    raise exception 'table %.% was rebuilt meanwhile, or its rebuild was given up', schema_name, table_name
+    raise exception 'table %.% was rebuilt meanwhile, or its rebuild was abandoned', schema_name, table_name
         using errcode = 'HW020',
               detail = json_build_object('pipeline', pipeline, 'table', schema_name || '.' || table_name)::text,
-              hint = 'Start the pipeline again: it goes on from what holds now.';
+              hint = 'Start the pipeline again: it continues from the current checkpoint.';
 end;
 $$;
 
--- Make the table of a projection.
-create or replace function headwater.create_projection_table(
+-- Create the table of a projection.
+create or replace function headwater_internal.create_projection_table(
     schema_name text, table_name text, columns text[], types text[], key_columns text[]
 )
 returns void
@@ -51,10 +51,10 @@ begin
 end;
 $$;
 
--- Write rows into a table by `mode`: 'upsert' (the rows' keys become as they are), 'append' (rows are added; one whose
--- key is there is left out) or 'replace' (the table becomes the rows). `source` is a query that has the columns and a
--- boolean headwater_gone, with each key once unless the mode is append. What would not change is not touched.
-create or replace function headwater.write_projection_rows(
+-- Write rows into a table by `mode`: 'upsert' (insert or update by key), 'append' (insert; rows whose key exists are
+-- skipped) or 'replace' (the table is made equal to the rows). `source` is a query with the columns and a boolean
+-- headwater_gone, with each key once unless the mode is append. Rows that would not change are not written.
+create or replace function headwater_internal.write_projection_rows(
     target regclass,
     source text,
     columns text[],
@@ -94,7 +94,7 @@ begin
             );
         end if;
     elsif same_key is null then
-        -- Without a key there is nothing to compare by.
+        -- Without a key, rows cannot be compared.
         unchanged := 'false';
         removal := format('delete from %s as t returning 1', target);
     else
@@ -115,7 +115,7 @@ begin
                 format('delete from %s as t using r where %s and r.headwater_gone returning 1', target, same_key)
         end;
     end if;
-    -- One statement, one snapshot: what is removed and what is written are different keys.
+    -- One statement, one snapshot: the keys removed and the keys written are disjoint.
     execute format(
         'with r as (select %s, s.headwater_gone from (%s) as s), '
         'removed as (%s), '
@@ -126,13 +126,14 @@ begin
 end;
 $$;
 
--- Get a table ready for rows of this shape: make it, or see that the one that is there fits; make its staging table.
--- With `rebuild` it is the table that the running rebuild fills. Returns where the table stands.
-create or replace function headwater.prepare_projection(
+-- Prepare a table for rows of this shape: create it, or check that the existing one fits; create its staging table.
+-- With `rebuild` it is the table that the current rebuild fills. Returns the state of the projection. HW002 if the
+-- table does not fit, HW015 if permissions are missing.
+create or replace function headwater_internal.prepare_projection(
     pipeline text,
     schema_name text,
     table_name text,
-    generation bigint,
+    checkpoint_epoch bigint,
     rebuild boolean,
     columns text[],
     types text[],
@@ -140,62 +141,62 @@ create or replace function headwater.prepare_projection(
     staged_types text[],
     key_columns text[]
 )
-returns headwater.projection
+returns headwater_internal.projection
 language plpgsql
 set lock_timeout = '5s'
 as $$
 declare
-    target_name constant text := case when rebuild then headwater.beside(table_name, 'rebuild') else table_name end;
-    staging_name constant text := headwater.beside(target_name, 'staged');
+    target_name constant text := case when rebuild then headwater_internal.beside(table_name, 'rebuild') else table_name end;
+    staging_name constant text := headwater_internal.beside(target_name, 'staged');
     shown constant text := format('%I.%I', schema_name, target_name);
-    rebuild_hint constant text := format('Build it anew: headwater pipeline rebuild %s', pipeline);
+    rebuild_hint constant text := format('Rebuild it: headwater pipeline rebuild %s', pipeline);
     target regclass;
-    kept headwater.projection;
+    kept headwater_internal.projection;
     misfit text;
 begin
     if to_regnamespace(quote_ident(schema_name)) is null then
-        raise exception 'there is no schema "%"', schema_name
+        raise exception 'schema "%" does not exist', schema_name
             using errcode = 'HW002', hint = format('Create it: create schema %I', schema_name);
     end if;
     if not rebuild then
-        insert into headwater.projection (schema_name, table_name, pipeline)
+        insert into headwater_internal.projection (schema_name, table_name, pipeline)
         values (prepare_projection.schema_name, target_name, prepare_projection.pipeline)
         on conflict on constraint projection_pkey do nothing;
     end if;
     select p.* into kept
-    from headwater.projection p
+    from headwater_internal.projection p
     where p.schema_name = prepare_projection.schema_name and p.table_name = target_name
     for update;
     if not found then
-        perform headwater.refuse_rebuilt(pipeline, schema_name, table_name);
+        perform headwater_internal.refuse_rebuilt(pipeline, schema_name, table_name);
     elsif kept.pipeline <> prepare_projection.pipeline then
-        raise exception 'table % is kept by the pipeline "%"', shown, kept.pipeline
-            using errcode = 'HW002', hint = 'Let each pipeline keep a table of its own.';
-    elsif kept.generation <> prepare_projection.generation then
-        perform headwater.refuse_rebuilt(pipeline, schema_name, table_name);
+        raise exception 'table % belongs to the pipeline "%"', shown, kept.pipeline
+            using errcode = 'HW002', hint = 'Use another table: a table can belong to only one pipeline.';
+    elsif kept.checkpoint_epoch <> prepare_projection.checkpoint_epoch then
+        perform headwater_internal.refuse_rebuilt(pipeline, schema_name, table_name);
     end if;
 
-    target := headwater.table_named(schema_name, target_name);
+    target := headwater_internal.table_named(schema_name, target_name);
     if kept.columns = '{}' then
         if target is null then
-            perform headwater.create_projection_table(schema_name, target_name, columns, types, key_columns);
-            target := headwater.table_named(schema_name, target_name);
+            perform headwater_internal.create_projection_table(schema_name, target_name, columns, types, key_columns);
+            target := headwater_internal.table_named(schema_name, target_name);
         elsif rebuild then
-            raise exception 'there is a table % that no pipeline made', shown
-                using errcode = 'HW002', hint = 'Rename it: a rebuild needs that name for a while.';
+            raise exception 'table % exists, but no pipeline created it', shown
+                using errcode = 'HW002', hint = 'Rename it: a rebuild needs that name temporarily.';
         else
-            perform headwater.refuse_foreign_table(target, columns, key_columns);
+            perform headwater_internal.refuse_foreign_table(target, columns, key_columns);
         end if;
     else
         if target is null then
-            raise exception 'table %, which this pipeline kept, is gone', shown
+            raise exception 'table % of this pipeline does not exist any more', shown
                 using errcode = 'HW002', hint = rebuild_hint;
         end if;
         if kept.columns <> prepare_projection.columns
             or kept.column_types <> prepare_projection.types
             or kept.key_columns <> prepare_projection.key_columns
         then
-            raise exception 'table % has (%), key (%); the rows now have (%), key (%)', shown,
+            raise exception 'table % has the columns (%) and the key (%), but the rows have the columns (%) and the key (%)', shown,
                 (select string_agg(c || ' ' || t, ', ') from unnest(kept.columns, kept.column_types) as u (c, t)),
                 array_to_string(kept.key_columns, ', '),
                 (select string_agg(c || ' ' || t, ', ') from unnest(columns, types) as u (c, t)),
@@ -208,19 +209,19 @@ begin
             select from pg_attribute a where a.attrelid = target and a.attname = c and not a.attisdropped
         );
         if misfit is not null then
-            raise exception 'table % has lost its columns %', shown, misfit
+            raise exception 'table % does not have the columns % any more', shown, misfit
                 using errcode = 'HW002', hint = rebuild_hint;
         end if;
     end if;
 
-    if headwater.table_named(schema_name, staging_name) is not null then
+    if headwater_internal.table_named(schema_name, staging_name) is not null then
         if not kept.has_staging then
-            raise exception 'there is a table %.% that no pipeline made', schema_name, staging_name
-                using errcode = 'HW002', hint = 'Rename it: rows are staged under that name.';
+            raise exception 'table %.% exists, but no pipeline created it', schema_name, staging_name
+                using errcode = 'HW002', hint = 'Rename it: the pipeline needs that name for its staging table.';
         end if;
         execute format('drop table %I.%I', schema_name, staging_name);
     end if;
-    -- Unlogged: a crash of the server empties it, the count at the merge notices, and the batch is run again.
+    -- Unlogged: a crash of the server empties it; the merge then counts too few rows, and the batch is run again.
     execute format(
         'create unlogged table %I.%I (headwater_attempt text, headwater_part integer, headwater_place bigint%s)',
         schema_name,
@@ -228,9 +229,9 @@ begin
         (select string_agg(format(', %I %s', u.c, u.t), '' order by u.n)
          from unnest(staged_columns, staged_types) with ordinality as u (c, t, n))
     );
-    -- Without rows, to see that they could be written.
+    -- A dry run without rows, to check that such rows can be written.
     begin
-        perform headwater.write_projection_rows(
+        perform headwater_internal.write_projection_rows(
             target,
             format('select s.*, false as headwater_gone from %I.%I as s limit 0', schema_name, staging_name),
             columns,
@@ -239,11 +240,11 @@ begin
         );
     exception
         when cannot_coerce or undefined_function or datatype_mismatch or invalid_column_reference then
-            raise exception 'such rows cannot be written to %: %', shown, sqlerrm
+            raise exception 'the rows cannot be written to %: %', shown, sqlerrm
                 using errcode = 'HW002', hint = 'Change the table, or cast the columns in the transform.';
     end;
 
-    update headwater.projection p
+    update headwater_internal.projection p
     set columns = prepare_projection.columns,
         column_types = types,
         key_columns = prepare_projection.key_columns,
@@ -253,17 +254,17 @@ begin
     return kept;
 exception
     when insufficient_privilege then
-        raise exception 'the role % may not keep the table %: %', current_user, shown, sqlerrm
+        raise exception 'role % lacks permissions on the table %: %', current_user, shown, sqlerrm
             using errcode = 'HW015',
                   hint = format(
-                      'It needs a schema to make tables in, and a table of its own: '
+                      'The role must own the table and be allowed to create tables in its schema: '
                       'grant usage, create on schema %I to %I', schema_name, current_user
                   );
 end;
 $$;
 
--- HW002 unless a table that somebody else made has exactly these columns, and the key.
-create or replace function headwater.refuse_foreign_table(target regclass, columns text[], key_columns text[])
+-- HW002 unless a table that no pipeline created has exactly these columns and the key.
+create or replace function headwater_internal.refuse_foreign_table(target regclass, columns text[], key_columns text[])
 returns void
 language plpgsql
 as $$
@@ -276,12 +277,12 @@ declare
 begin
     if (select c.relkind not in ('r', 'p') from pg_class c where c.oid = target) then
         raise exception '% is not a table', target
-            using errcode = 'HW002', hint = 'Name a table, or a name that is free.';
+            using errcode = 'HW002', hint = 'Name a table, or a name that does not exist yet.';
     end if;
     if not (there <@ columns and columns <@ there) then
-        raise exception 'the table % has the columns (%), the rows have (%)',
+        raise exception 'table % has the columns (%), but the rows have (%)',
             target, array_to_string(there, ', '), array_to_string(columns, ', ')
-            using errcode = 'HW002', hint = 'Name another table, or one that is not there yet: it will be made.';
+            using errcode = 'HW002', hint = 'Name another table, or one that does not exist yet: it will be created.';
     end if;
     if key_columns <> '{}' and not exists (
         select from pg_index i
@@ -294,21 +295,22 @@ begin
                 order by 1
             ) = array(select k from unnest(key_columns) as k order by 1)
     ) then
-        raise exception 'the table % has no primary key or unique index on (%)', target, array_to_string(key_columns, ', ')
-            using errcode = 'HW002', hint = 'Add it, or name another key.';
+        raise exception 'table % has no primary key or unique index on (%)', target, array_to_string(key_columns, ', ')
+            using errcode = 'HW002', hint = 'Add one, or use another key.';
     end if;
 end;
 $$;
 
--- Put what the named attempts have staged into the table and note the batch, both or neither. `written` is null if
--- the table has that batch. `gone` names a boolean column that says "remove this key". `place_column` is where rows
--- carry their place in the source; those that the table has are left out (`place_reached`: places at `done_to`
--- itself are still to come, as LSNs are). With the epoch in which the batch was read, HW021 if the log has lost some of it.
-create or replace function headwater.merge_projection(
+-- Merge the staged rows of these attempts into the table and record the batch, atomically. `written` is null if the
+-- table already has that batch. `gone` names a boolean column that means "delete this key". `place_column` holds the
+-- offset of each row in the source; rows that the table already has are skipped (`place_reached`: rows at `done_to`
+-- itself are still new, as with LSNs). With the epoch in which the batch was read, HW021 if the log has lost events of
+-- it. HW016 if staged rows are missing, HW020 if the table was rebuilt.
+create or replace function headwater_internal.merge_projection(
     pipeline text,
     schema_name text,
     table_name text,
-    generation bigint,
+    checkpoint_epoch bigint,
     rebuild boolean,
     attempts text[],
     expected_rows bigint,
@@ -326,10 +328,10 @@ create or replace function headwater.merge_projection(
 language plpgsql
 as $$
 declare
-    target_name constant text := case when rebuild then headwater.beside(table_name, 'rebuild') else table_name end;
-    staging constant regclass := headwater.table_named(schema_name, headwater.beside(target_name, 'staged'));
-    rebuild_hint constant text := format('Build the table anew: headwater pipeline rebuild %s', pipeline);
-    kept headwater.projection;
+    target_name constant text := case when rebuild then headwater_internal.beside(table_name, 'rebuild') else table_name end;
+    staging constant regclass := headwater_internal.table_named(schema_name, headwater_internal.beside(target_name, 'staged'));
+    rebuild_hint constant text := format('Rebuild the table: headwater pipeline rebuild %s', pipeline);
+    kept headwater_internal.projection;
     mine text;
     key_list text;
     place_order text := '';
@@ -337,41 +339,41 @@ declare
     found_rows bigint;
     lacks_key boolean;
 begin
-    perform headwater.refuse_lost_position(merge_projection.epoch, batch_end);
+    perform headwater_internal.refuse_lost_position(merge_projection.epoch, batch_end);
     select p.* into kept
-    from headwater.projection p
+    from headwater_internal.projection p
     where
         p.schema_name = merge_projection.schema_name
         and p.table_name = target_name
         and p.pipeline = merge_projection.pipeline
-        and p.generation = merge_projection.generation
+        and p.checkpoint_epoch = merge_projection.checkpoint_epoch
     for update;
     if not found or staging is null then
-        perform headwater.refuse_rebuilt(pipeline, schema_name, table_name);
+        perform headwater_internal.refuse_rebuilt(pipeline, schema_name, table_name);
     end if;
     if kept.done_to >= batch_end then
-        perform headwater.empty_staging(staging, attempts);
+        perform headwater_internal.empty_staging(staging, attempts);
         return;
     end if;
-    -- Numbers begin again with a new checkpoint only.
+    -- Batch numbers restart only with a new checkpoint epoch.
     if kept.done_batch >= batch_number then
         if stateful then
-            raise exception 'the state of pipeline "%" is gone with its checkpoint, and the rest of the log cannot bring it back', pipeline
+            raise exception 'the state of pipeline "%" was lost with its checkpoint and cannot be restored from the rest of the log', pipeline
                 using errcode = 'HW002', hint = rebuild_hint;
         elsif mode = 'append' and kept.key_columns = '{}' and place_column is null then
-            raise exception 'with a new checkpoint, pipeline "%" cannot tell which rows the table has', pipeline
+            raise exception 'with a new checkpoint, pipeline "%" cannot detect which rows the table already has', pipeline
                 using errcode = 'HW002',
-                      hint = rebuild_hint || '. To be safe from this, select the position too, or give the table a key.';
+                      hint = rebuild_hint || '. To avoid this, also select the position, or give the table a key.';
         end if;
     end if;
 
     mine := format('s.headwater_attempt = any (%L::text[])', attempts);
     execute format('select count(*) from %s as s where %s', staging, mine) into found_rows;
     if found_rows <> expected_rows then
-        raise exception 'of % staged rows % are left', expected_rows, found_rows
+        raise exception '% rows were staged, but only % are left', expected_rows, found_rows
             using errcode = 'HW016',
                   detail = json_build_object('expected', expected_rows, 'found', found_rows)::text,
-                  hint = 'The server has restarted since, or another runner was here. Run the batch again.';
+                  hint = 'Postgres has restarted since, or another runner has written a batch. Run the batch again.';
     end if;
     if place_column is not null then
         place_order := format('s.%I desc, ', place_column);
@@ -386,15 +388,15 @@ begin
         execute format('select exists (select from %s as s where %s and num_nulls(%s) > 0)', staging, mine, key_list)
         into lacks_key;
         if lacks_key then
-            raise exception 'a row for %.% has no %', schema_name, table_name, array_to_string(kept.key_columns, ', ')
-                using errcode = 'HW002', hint = 'The columns of the key must not be null: leave such rows out by `where`.';
+            raise exception 'a row for %.% has a null in the key (%)', schema_name, table_name, array_to_string(kept.key_columns, ', ')
+                using errcode = 'HW002', hint = 'The columns of the key must not be null: exclude such rows with `where`.';
         end if;
     end if;
     select w.written, w.removed into written, removed
-    from headwater.write_projection_rows(
-        headwater.table_named(schema_name, target_name),
+    from headwater_internal.write_projection_rows(
+        headwater_internal.table_named(schema_name, target_name),
         case
-            -- Of several rows for a key the last one in the source counts.
+            -- Of several rows of a key, the last one in the source is used.
             when key_list is not null and mode <> 'append' then format(
                 'select distinct on (%s) s.*, %s as headwater_gone from %s as s where %s '
                 'order by %s, %ss.headwater_part desc, s.headwater_place desc',
@@ -407,21 +409,21 @@ begin
         end,
         kept.columns, kept.key_columns, mode
     ) as w;
-    update headwater.projection p
+    update headwater_internal.projection p
     set done_to = batch_end, done_batch = batch_number, done_at = clock_timestamp()
     where p.schema_name = merge_projection.schema_name and p.table_name = target_name;
-    perform headwater.empty_staging(staging, attempts);
+    perform headwater_internal.empty_staging(staging, attempts);
 end;
 $$;
 
--- Take staged rows away that nobody needs any more.
-create or replace function headwater.empty_staging(staging regclass, attempts text[])
+-- Delete staged rows that are no longer needed.
+create or replace function headwater_internal.empty_staging(staging regclass, attempts text[])
 returns void
 language plpgsql
 as $$
 begin
     execute format('lock table %s in access exclusive mode nowait', staging);
-    -- With it goes what dead tasks left. A live one of another runner would notice by the count.
+    -- This also removes what crashed tasks have staged. A running task of another runner detects it by the row count.
     execute format('truncate %s', staging);
 exception
     when lock_not_available then

@@ -1,8 +1,9 @@
--- Retention: what may go, and the upkeep of the log as a whole.
+-- Retention: which events may be removed, and the maintenance of the log as a whole.
 
--- Expire what the topics' retention allows: whole segments are dropped; where a segment must stay for one
--- topic, the events of others are swept out of it, `sweep_size` at a time.
-create or replace function headwater.expire(
+-- Remove events beyond the retention of their topics: whole segments are dropped; if a segment must stay for one topic,
+-- the events of other topics are deleted from it, `sweep_size` at a time. One long function, because each segment is
+-- decided and changed under the same locks.
+create or replace function headwater_internal.expire(
     sweep_size integer default 50000,
     out segments_dropped integer,
     out events_swept bigint
@@ -10,8 +11,8 @@ create or replace function headwater.expire(
 language plpgsql
 as $$
 declare
-    stable constant bigint := headwater.settled();
-    -- The lowest hold on each topic that has one; and that on all topics.
+    stable constant bigint := headwater.stable_position();
+    -- The lowest hold on each topic that has one, and the lowest hold on all topics.
     held_topics integer[];
     held_to bigint[];
     all_held_to bigint;
@@ -27,15 +28,15 @@ begin
         min(h.position) filter (where h.topic_id is null)
     into held_topics, held_to, all_held_to
     from (
-        select h.topic_id, min(h.held_after) as position from headwater.retention_holds() as h group by h.topic_id
+        select h.topic_id, min(h.held_after) as position from headwater_internal.retention_holds() as h group by h.topic_id
     ) as h;
     for old in
-        -- Closed at the latest of the times of those before it: a clock that was set back must not let a segment
+        -- The latest closing time of this and all earlier segments: after the clock was set back, a segment must not
         -- expire before an older one.
         select c.lo, c.hi, c.last_position, c.closed_at
         from (
             select s.lo, s.hi, s.last_position, max(s.closed_at) over (order by s.lo) as closed_at
-            from headwater.segment s
+            from headwater_internal.segment s
             where s.closed_at is not null
         ) as c
         where c.hi - 1 <= stable
@@ -43,11 +44,11 @@ begin
     loop
         for expired in
             select t.id, e.position as last_position
-            from headwater.topic t
+            from headwater_internal.topic t
             left join unnest(held_topics, held_to) as h (topic_id, position) on h.topic_id = t.id
             cross join lateral (
                 select e.position
-                from headwater.event e
+                from headwater_internal.event e
                 where e.topic_id = t.id and e.position >= old.lo and e.position < old.hi
                 order by e.position desc
                 limit 1
@@ -58,43 +59,44 @@ begin
                     t.deleted_at is not null
                     or (
                         old.closed_at < clock_timestamp() - t.retention
-                        -- One that is only compacted keeps the newest event of each key, however old.
-                        and not exists (select from headwater.kafka_topic k where k.topic_id = t.id and not k.deletes)
-                        -- What a consumer still needs waits for it. (least() leaves out what is null.)
+                        -- A topic that is only compacted keeps the newest event of each key, however old.
+                        and not exists (select from headwater_internal.kafka_topic k where k.topic_id = t.id and not k.deletes)
+                        -- Events that a consumer still needs are kept. (least() ignores nulls.)
                         and e.position <= least(h.position, all_held_to, stable)
                     )
                 )
         loop
-            -- A lane whose tail goes away must not start to count again; and it begins after what went.
+            -- A partition whose last event is removed must not restart its offsets; its first offset is after the
+            -- removed events.
             with gone as (
                 select e.topic_id, e.partition, max(e.topic_offset) + 1 as next_offset
-                from headwater.event e
+                from headwater_internal.event e
                 where
                     e.topic_id = expired.id and e.position >= old.lo and e.position < old.hi
                     and e.topic_offset is not null
                 group by e.topic_id, e.partition
             ), counted as (
-                insert into headwater.lane as l (topic_id, partition, next_offset)
+                insert into headwater_internal.partition_tail as l (topic_id, partition, next_offset)
                 select g.topic_id, g.partition, g.next_offset from gone g
                 on conflict (topic_id, partition) do update
                     set next_offset = greatest(l.next_offset, excluded.next_offset)
             )
-            insert into headwater.kafka_lane as l (topic_id, partition, start_offset)
+            insert into headwater_internal.kafka_partition as l (topic_id, partition, start_offset)
             select g.topic_id, g.partition, g.next_offset from gone g
             on conflict (topic_id, partition) do update
                 set start_offset = greatest(l.start_offset, excluded.start_offset);
-            update headwater.topic t
+            update headwater_internal.topic t
             set expired_to = expired.last_position
             where t.id = expired.id and t.expired_to < expired.last_position;
-            delete from headwater.event_identity i
+            delete from headwater_internal.event_identity i
             where i.topic_id = expired.id and i.position <= expired.last_position;
         end loop;
-        -- Dropped only if no topic that is there still wants an event of it.
+        -- Dropped only if no existing topic still needs an event of it.
         if not exists (
             select
-            from headwater.topic t
+            from headwater_internal.topic t
             cross join lateral (
-                select from headwater.event e
+                select from headwater_internal.event e
                 where
                     e.topic_id = t.id and e.position >= old.lo and e.position < old.hi
                     and e.position > t.expired_to
@@ -104,24 +106,24 @@ begin
         ) then
             begin
                 execute format(
-                    'drop table headwater.%I',
-                    'event_' || lpad((old.lo / headwater.segment_size())::text, 7, '0')
+                    'drop table headwater_internal.%I',
+                    'event_' || lpad((old.lo / headwater_internal.segment_size())::text, 7, '0')
                 );
-                delete from headwater.segment s where s.lo = old.lo;
-                update headwater.upkeep u
+                delete from headwater_internal.segment s where s.lo = old.lo;
+                update headwater_internal.maintenance_state u
                 set dropped_positions = u.dropped_positions + coalesce(old.last_position - greatest(old.lo, 1) + 1, 0);
                 segments_dropped := segments_dropped + 1;
             exception
                 when lock_not_available then
-                    -- A long transaction reads or publishes. The next round tries again.
+                    -- A long transaction is reading or publishing. The next round retries.
                     null;
             end;
         elsif events_swept < sweep_size then
-            delete from headwater.event e
+            delete from headwater_internal.event e
             using (
                 select f.topic_id, f.position
-                from headwater.topic t
-                join headwater.event f on f.topic_id = t.id
+                from headwater_internal.topic t
+                join headwater_internal.event f on f.topic_id = t.id
                 where
                     f.position >= old.lo and f.position < old.hi
                     and (t.deleted_at is not null or f.position <= t.expired_to)
@@ -133,18 +135,19 @@ begin
         end if;
     end loop;
     with gone as (
-        delete from headwater.topic t
+        delete from headwater_internal.topic t
         where
             t.deleted_at < clock_timestamp() - interval '1 day'
-            and not exists (select from headwater.event e where e.topic_id = t.id)
+            and not exists (select from headwater_internal.event e where e.topic_id = t.id)
         returning t.id
     )
-    delete from headwater.event_identity i using gone where i.topic_id = gone.id;
+    delete from headwater_internal.event_identity i using gone where i.topic_id = gone.id;
 end;
 $$;
 
--- All the upkeep of the log, safe to call from anywhere at any time: due events enter, segments are made ahead
--- and dropped behind, leases that ran out end. `busy` says that somebody else is at it.
+-- Run all maintenance of the log: publish due events, create segments ahead and drop expired ones, return the events of
+-- expired leases, delete expired data. Safe to call from any process at any time. Returns what was done; `busy` if
+-- another session is running it, or a table was locked.
 create or replace function headwater.maintain(
     out busy boolean,
     out released integer,
@@ -158,7 +161,7 @@ set search_path = pg_catalog, pg_temp
 set lock_timeout = '250ms'
 as $$
 declare
-    group_name text;
+    queue_name text;
     selective boolean;
     looked_at bigint;
 begin
@@ -166,47 +169,47 @@ begin
     if busy then
         return;
     end if;
-    perform headwater.note_clock();
-    perform headwater.redate();
+    perform headwater_internal.note_clock();
+    perform headwater_internal.redate();
     perform headwater.current_epoch();
-    perform headwater.end_long_publishers();
-    select r.released into released from headwater.release_due() as r;
+    perform headwater_internal.end_long_publishers();
+    select r.released into released from headwater_internal.release_due() as r;
     begin
-        segments_made := headwater.rotate();
-        select e.segments_dropped, e.events_swept into segments_dropped, events_swept from headwater.expire() as e;
+        segments_made := headwater_internal.rotate();
+        select e.segments_dropped, e.events_swept into segments_dropped, events_swept from headwater_internal.expire() as e;
     exception
         when lock_not_available then
-            -- Somebody works on the tables themselves. The next round tries again.
+            -- A table is locked by another session. The next round retries.
             busy := true;
     end;
     begin
-        events_swept := coalesce(events_swept, 0) + headwater.expire_by_size();
-        perform headwater.kafka_expire_groups();
+        events_swept := coalesce(events_swept, 0) + headwater_internal.expire_by_size();
+        perform headwater_internal.kafka_expire_groups();
     exception
-        -- Somebody measures a topic, or commits for a group that was to be forgotten.
+        -- Another session is measuring a topic, or committing for a group that was to be deleted.
         when lock_not_available then null;
     end;
-    perform headwater.expire_subscriptions();
-    perform headwater.clear_staged();
-    perform headwater.forget_answers();
-    perform headwater.clear_marks();
-    -- Last, since it keeps these queues from claiming until the end of the transaction. Only those with something to do.
-    for group_name in select * from headwater.queues_to_reap() loop
+    perform headwater_internal.expire_subscriptions();
+    perform headwater_internal.clear_staged();
+    perform headwater_internal.forget_answers();
+    perform headwater_internal.clear_index_terms();
+    -- Last, because it keeps these queues from claiming until the end of the transaction. Only queues with work to do.
+    for queue_name in select * from headwater_internal.queues_to_reap() loop
         begin
-            perform headwater.reap(group_name);
+            perform headwater.reap(queue_name);
         exception
             -- Deleted meanwhile, or locked by another session.
             when sqlstate 'HW011' or lock_not_available then null;
         end;
     end loop;
-    -- The slow ones must not keep the fast ones waiting, nor these those: each kind has its own bound.
+    -- Each kind has its own limit, so that slow queues do not delay fast ones, nor the reverse.
     foreach selective in array array[false, true] loop
         looked_at := 0;
-        for group_name in select * from headwater.queues_to_skip(selective) loop
-            -- The rest waits for the next round.
+        for queue_name in select * from headwater_internal.queues_to_skip(selective) loop
+            -- The next round continues.
             exit when looked_at >= 100000;
             begin
-                looked_at := looked_at + headwater.skip_unbound_events(group_name);
+                looked_at := looked_at + headwater_internal.skip_unbound_events(queue_name);
             exception
                 when sqlstate 'HW011' or lock_not_available then null;
             end;

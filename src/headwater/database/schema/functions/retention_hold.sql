@@ -1,121 +1,122 @@
--- Retention holds: which consumer still needs which events. Retention takes nothing of a topic above its lowest hold.
+-- Retention holds: which consumer still needs which events. Retention removes no event of a topic above its lowest
+-- hold.
 --
--- A consumer that must not lose an event holds the topics that it reads, and no others: a cursor its topics, a queue
--- those of its bindings, an event that waits for another try its own, a group of SQL subscriptions and an archive
--- theirs. A consumer without a list of topics (a binding without a topic, a cursor over the whole log) holds them all.
--- A queue without bindings, and one that may lose, holds nothing. Dead letters hold nothing.
+-- A consumer with holds_retention holds the topics that it reads, and no others: a cursor its topics, a queue those of
+-- its bindings, an event that waits for a retry its own, a queue of SQL subscriptions and an archive theirs. A consumer
+-- without a list of topics (a binding to any topic, a cursor over the whole log) holds all of them. A queue without
+-- bindings, or without holds_retention, holds nothing. Dead letters hold nothing.
 
--- Every hold: its consumer can do without everything at or below `held_after`. A hold without a topic is on all
--- topics. `of_topic`: those on this topic only.
-create or replace function headwater.retention_holds(of_topic integer default null)
+-- Every hold: its consumer no longer needs the events at or below `held_after`. A hold without a topic applies to all
+-- topics. `of_topic`: only the holds on this topic.
+create or replace function headwater_internal.retention_holds(of_topic integer default null)
 returns table (consumer_kind text, consumer text, topic_id integer, held_after bigint)
 language sql
 stable
 begin atomic
     with
     queue as materialized (
-        select g.id, g.name, g.start_token, headwater.frontier(g) as frontier
-        from headwater.consumer_group g
+        select g.id, g.name, g.start_token, headwater_internal.claimed_position(g) as claimed_position
+        from headwater_internal.queue g
         where
-            g.kind = 'queue' and g.must_not_lose
+            g.kind = 'bindings' and g.holds_retention
             and exists (
-                select from headwater.binding b
-                where b.group_id = g.id and (of_topic is null or b.topic_id is null or b.topic_id = of_topic)
+                select from headwater_internal.binding b
+                where b.queue_id = g.id and (of_topic is null or b.topic_id is null or b.topic_id = of_topic)
             )
     ),
-    -- What is leased is needed from the first open claim on.
+    -- Leased events are needed from the first open claim on.
     claimed as (
         select
             q.id, q.name,
             least(
-                q.frontier,
+                q.claimed_position,
                 (
                     select min(l.lo) - 1
-                    from headwater.ledger l
+                    from headwater_internal.ledger l
                     where
-                        l.group_id = q.id and not l.settled
+                        l.queue_id = q.id and not l.settled
                         and l.token > greatest(
                             q.start_token,
-                            (select p.settled_token from headwater.group_progress p where p.group_id = q.id)
+                            (select p.settled_token from headwater_internal.queue_progress p where p.queue_id = q.id)
                         )
                 )
             ) as position
         from queue q
     )
     select 'cursor', c.name, t.id, c.position
-    from headwater.cursor c
+    from headwater_internal.cursor c
     left join lateral unnest(c.topics) as n (name) on true
-    left join headwater.topic t on t.name = n.name and t.deleted_at is null
+    left join headwater_internal.topic t on t.name = n.name and t.deleted_at is null
     where
-        c.must_not_lose and (c.topics is null or t.id is not null)
+        c.holds_retention and (c.topics is null or t.id is not null)
         and (of_topic is null or t.id is null or t.id = of_topic)
     union all
     select 'queue', q.name, b.topic_id, min(greatest(q.position, b.from_position))
     from claimed q
-    join headwater.binding b on b.group_id = q.id
+    join headwater_internal.binding b on b.queue_id = q.id
     where
         (b.to_position is null or b.to_position > q.position)
         and (of_topic is null or b.topic_id is null or b.topic_id = of_topic)
     group by q.name, b.topic_id
     union all
     select 'queue', g.name, r.topic_id, min(r.position) - 1
-    from headwater.redelivery r
-    join headwater.consumer_group g on g.id = r.group_id
-    where g.must_not_lose and (of_topic is null or r.topic_id = of_topic)
+    from headwater_internal.redelivery r
+    join headwater_internal.queue g on g.id = r.queue_id
+    where g.holds_retention and (of_topic is null or r.topic_id = of_topic)
     group by g.name, r.topic_id
     union all
-    select 'group', s.name, t.id, s.position
+    select 'subscription queue', s.name, t.id, s.position
     from (
         select
             g.name, d.topics,
             least(
                 d.position,
                 (
-                    select min(r.position) - 1 from headwater.subscription_retry r
-                    where r.group_id = g.id and r.due_at is not null
+                    select min(r.position) - 1 from headwater_internal.subscription_retry r
+                    where r.queue_id = g.id and r.due_at is not null
                 ),
-                -- A stopped filter has had nothing after it.
-                (select min(f.position) from headwater.filter_stop f where f.group_id = g.id)
+                -- A stopped filter has processed nothing after its position.
+                (select min(f.position) from headwater_internal.filter_stop f where f.queue_id = g.id)
             ) as position
-        from headwater.consumer_group g
-        join headwater.reading d on d.group_id = g.id
-        where g.kind <> 'queue' and g.must_not_lose
+        from headwater_internal.queue g
+        join headwater_internal.reading d on d.queue_id = g.id
+        where g.kind <> 'bindings' and g.holds_retention
     ) as s
     left join lateral unnest(s.topics) as n (name) on true
-    left join headwater.topic t on t.name = n.name and t.deleted_at is null
+    left join headwater_internal.topic t on t.name = n.name and t.deleted_at is null
     where
         (s.topics is null or t.id is not null)
         and (of_topic is null or t.id is null or t.id = of_topic)
     union all
     select 'archive', a.name, t.id, a.archived_to
-    from headwater.archive a
+    from headwater_internal.archive a
     left join lateral unnest(a.topics) as n (name) on true
-    left join headwater.topic t on t.name = n.name and t.deleted_at is null
+    left join headwater_internal.topic t on t.name = n.name and t.deleted_at is null
     where
         (a.topics is null or t.id is not null)
         and (of_topic is null or t.id is null or t.id = of_topic);
 end;
 
--- The last position up to which retention may take the events of a topic.
-create or replace function headwater.releasable_of(topic_id integer)
+-- The last position up to which retention may remove events of a topic.
+create or replace function headwater_internal.releasable_of(topic_id integer)
 returns bigint
 language sql
 volatile
 return least(
-    headwater.settled(),
-    (select min(h.held_after) from headwater.retention_holds(releasable_of.topic_id) as h)
+    headwater.stable_position(),
+    (select min(h.held_after) from headwater_internal.retention_holds(releasable_of.topic_id) as h)
 );
 
--- The last position that no consumer needs any more, whichever topic it reads.
-create or replace function headwater.releasable()
+-- The last position that no consumer needs any more, for all topics.
+create or replace function headwater_internal.releasable()
 returns bigint
 language sql
 volatile
-return least(headwater.settled(), (select min(h.held_after) from headwater.retention_holds() as h));
+return least(headwater.stable_position(), (select min(h.held_after) from headwater_internal.retention_holds() as h));
 
--- Which consumer keeps events that are older than their topic's retention: a row for each consumer and topic, up to
--- `most`. Of the consumers that hold all topics only the one furthest behind is looked at. `events` are those that it
--- still needs, counted up to 10,000; `bytes` are those of their payloads and keys.
+-- The consumers that keep events beyond the retention of their topic: a row for each consumer and topic, up to `most`.
+-- Of the consumers that hold all topics, only the one furthest behind is included. `events` are those that it still
+-- needs, counted up to 10,000; `bytes` is the size of their payloads and keys.
 create or replace function headwater.retention_held(most integer default 100)
 returns table (
     consumer_kind text,
@@ -131,7 +132,7 @@ language sql
 volatile
 begin atomic
     with
-    holds as materialized (select h.* from headwater.retention_holds() as h),
+    holds as materialized (select h.* from headwater_internal.retention_holds() as h),
     of_topics as (
         select h.consumer_kind, h.consumer, h.topic_id, min(h.held_after) as held_after
         from holds h
@@ -140,23 +141,23 @@ begin atomic
         union all
         select o.consumer_kind, o.consumer, t.id, o.held_after
         from (select h.* from holds h where h.topic_id is null order by h.held_after limit 1) as o
-        cross join headwater.topic t
+        cross join headwater_internal.topic t
         where t.deleted_at is null and t.retention is not null
     ),
     waiting as (
         select h.consumer_kind, h.consumer, t.id, t.name, t.retention, t.expired_to, h.held_after, f.published_at
         from of_topics h
-        join headwater.topic t on t.id = h.topic_id and t.retention is not null
+        join headwater_internal.topic t on t.id = h.topic_id and t.retention is not null
         cross join lateral (
             select e.published_at
-            from headwater.event e
+            from headwater_internal.event e
             where e.topic_id = t.id and e.position > greatest(h.held_after, t.expired_to)
             order by e.position
             limit 1
         ) as f
         where
             t.deleted_at is null and f.published_at < clock_timestamp() - t.retention
-            and not exists (select from headwater.kafka_topic k where k.topic_id = t.id and not k.deletes)
+            and not exists (select from headwater_internal.kafka_topic k where k.topic_id = t.id and not k.deletes)
         order by f.published_at
         limit most
     )
@@ -170,7 +171,7 @@ begin atomic
             coalesce(sum(coalesce(octet_length(f.payload), 0) + coalesce(octet_length(f.key), 0)), 0)::bigint as bytes
         from (
             select e.published_at, e.payload, e.key
-            from headwater.event e
+            from headwater_internal.event e
             where e.topic_id = w.id and e.position > greatest(w.held_after, w.expired_to)
             order by e.position
             limit 10001

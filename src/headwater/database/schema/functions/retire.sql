@@ -1,8 +1,8 @@
 -- Functions of earlier versions: kept for one version, for programs that still run, and then dropped.
 --
--- Comes after all files that define functions: what was not defined in this very transaction is of the past. One that
--- was given further parameters, which have defaults, is dropped at once: the new form takes the old calls, and beside
--- each other Postgres could not choose between them.
+-- Runs after all files that define functions: a function that was not defined in this transaction belongs to an earlier
+-- version. One that got further parameters with defaults is dropped at once: the new function accepts the old calls,
+-- and with both of them Postgres could not choose.
 
 do $$
 declare
@@ -25,26 +25,26 @@ begin
                     and (p.pronargs = 0 or n.proargtypes::text like p.proargtypes::text || ' %')
             ) as grown
         from pg_proc p
-        left join headwater.retired_function r on r.signature = p.oid::regprocedure::text
+        left join headwater_internal.retired_function r on r.signature = p.oid::regprocedure::text
         where
-            p.pronamespace = 'headwater'::regnamespace
-            -- Older than this transaction; not `<>`, since an upgrade may be a part of a larger transaction.
+            p.pronamespace in ('headwater'::regnamespace, 'headwater_internal'::regnamespace)
+            -- Older than this transaction; not `<>`, since the upgrade may be part of a larger transaction.
             and age(p.xmin) > age(pg_current_xact_id()::xid)
     loop
         if past.grown then
             execute format('drop function %s', past.signature);
         elsif past.retired_by is null then
-            insert into headwater.retired_function (signature, retired_by) values (past.signature, installing);
+            insert into headwater_internal.retired_function (signature, retired_by) values (past.signature, installing);
         elsif past.retired_by <> installing then
             begin
                 execute format('drop function %s', past.signature);
             exception
                 when dependent_objects_still_exist then
-                    raise notice '% is of an earlier version, and something of yours needs it', past.signature;
+                    raise notice '% belongs to an earlier version and was not dropped: another object depends on it', past.signature;
             end;
         end if;
     end loop;
-    delete from headwater.retired_function r
+    delete from headwater_internal.retired_function r
     where
         to_regprocedure(r.signature) is null
         or exists (

@@ -1,7 +1,7 @@
--- Scheduled events: they wait in a table, however far ahead, and enter the log when due.
+-- Scheduled events: they wait in a table, for any length of time, and enter the log when due.
 
--- Schedule one event. Returns its schedule id; with an event id that waits already,
--- the id of that one; with one that is in the log, null.
+-- Schedule one event for `deliver_at`. Returns its schedule id; if an event with the same event id is already
+-- scheduled, the schedule id of that one; if it is already in the log, null. Errors as for publish_bytes().
 create or replace function headwater.schedule_bytes(
     topic text,
     payload bytea,
@@ -19,22 +19,22 @@ security definer
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    destination constant headwater.topic := headwater.topic_to_publish(topic);
+    destination constant headwater_internal.topic := headwater_internal.topic_to_publish(topic);
     schedule_id bigint;
 begin
-    perform headwater.refuse_too_large(destination, octet_length(payload), octet_length(headers::text));
+    perform headwater_internal.refuse_too_large(destination, octet_length(payload), octet_length(headers::text));
     if event_id is not null then
-        insert into headwater.event_identity (topic_id, event_id)
+        insert into headwater_internal.event_identity (topic_id, event_id)
         values (destination.id, schedule_bytes.event_id)
         on conflict do nothing;
         if not found then
             select s.id into schedule_id
-            from headwater.scheduled s
+            from headwater_internal.scheduled s
             where s.topic_id = destination.id and s.event_id = schedule_bytes.event_id;
             return schedule_id;
         end if;
     end if;
-    insert into headwater.scheduled
+    insert into headwater_internal.scheduled
         (due_at, topic_id, key, type, routing_key, headers, content_type, payload, event_id)
     values
         (deliver_at, destination.id, key, type, routing_key, headers, content_type, payload, event_id)
@@ -43,10 +43,11 @@ begin
 end;
 $$;
 
--- Move the events that are due into the log, at most `batch_size` of them, and say when the next is due.
--- Any process may call it at any time; each event enters once. One that cannot enter now stays and holds up no other:
--- those of a topic whose lane somebody holds are tried again soon, one that its topic no longer takes in a minute.
-create or replace function headwater.release_due(
+-- Publish the scheduled events that are due, at most `batch_size`, and return their number and the seconds until the
+-- next one is due. Any process may call it at any time; each event is published once. An event that cannot be published
+-- now does not delay the others: if a partition of its topic is locked it is retried soon; if its topic no longer
+-- accepts it, in a minute.
+create or replace function headwater_internal.release_due(
     batch_size integer default 1000,
     out released integer,
     out next_due_seconds float8
@@ -63,8 +64,8 @@ begin
     released := 0;
     for due in
         select s.*, t.name as topic
-        from headwater.scheduled s
-        join headwater.topic t on t.id = s.topic_id and t.deleted_at is null
+        from headwater_internal.scheduled s
+        join headwater_internal.topic t on t.id = s.topic_id and t.deleted_at is null
         where s.due_at <= clock_timestamp()
         order by s.due_at, s.id
         limit batch_size
@@ -72,9 +73,9 @@ begin
     loop
         continue when due.topic_id = any (held);
         begin
-            delete from headwater.scheduled s where s.id = due.id;
-            -- The id was taken when the event was scheduled; give it back for the moment of publishing.
-            delete from headwater.event_identity i
+            delete from headwater_internal.scheduled s where s.id = due.id;
+            -- The event id was reserved when the event was scheduled; release it for publishing.
+            delete from headwater_internal.event_identity i
             where due.event_id is not null and i.topic_id = due.topic_id and i.event_id = due.event_id;
             perform headwater.publish_bytes(
                 due.topic, due.payload, due.key, due.type, due.routing_key, due.headers, due.content_type, due.event_id
@@ -84,20 +85,20 @@ begin
             when lock_not_available then
                 held := held || due.topic_id;
             when sqlstate 'HW003' then
-                update headwater.scheduled s set due_at = clock_timestamp() + interval '1 minute' where s.id = due.id;
+                update headwater_internal.scheduled s set due_at = clock_timestamp() + interval '1 minute' where s.id = due.id;
         end;
     end loop;
     select extract(epoch from min(s.due_at) - clock_timestamp())
     into next_due_seconds
-    from headwater.scheduled s
-    join headwater.topic t on t.id = s.topic_id and t.deleted_at is null;
+    from headwater_internal.scheduled s
+    join headwater_internal.topic t on t.id = s.topic_id and t.deleted_at is null;
     if held <> '{}' then
         next_due_seconds := greatest(next_due_seconds, 1);
     end if;
 end;
 $$;
 
--- Take back a scheduled event. True if it was still waiting.
+-- Cancel a scheduled event. Returns true if it was still waiting.
 create or replace function headwater.cancel_scheduled(schedule_id bigint)
 returns boolean
 language plpgsql
@@ -105,16 +106,16 @@ security definer
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    cancelled headwater.scheduled;
+    cancelled headwater_internal.scheduled;
 begin
-    delete from headwater.scheduled s where s.id = schedule_id returning * into cancelled;
-    delete from headwater.event_identity i
+    delete from headwater_internal.scheduled s where s.id = schedule_id returning * into cancelled;
+    delete from headwater_internal.event_identity i
     where i.topic_id = cancelled.topic_id and i.event_id = cancelled.event_id and i.position is null;
     return cancelled.id is not null;
 end;
 $$;
 
--- Give a scheduled event another time. True if it was still waiting.
+-- Move a scheduled event to another time. Returns true if it was still waiting.
 create or replace function headwater.move_scheduled(schedule_id bigint, deliver_at timestamptz)
 returns boolean
 language plpgsql
@@ -122,7 +123,7 @@ security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-    update headwater.scheduled s set due_at = deliver_at where s.id = schedule_id;
+    update headwater_internal.scheduled s set due_at = deliver_at where s.id = schedule_id;
     return found;
 end;
 $$;

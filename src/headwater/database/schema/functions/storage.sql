@@ -1,8 +1,8 @@
--- Whether the disk of the database has room.
+-- Whether the disk of the database has free space.
 
--- Write half a megabyte to new pages and give them back. Fails with disk_full (53100) where there is no room.
--- Readiness calls it only after a write found the disk full.
-create or replace function headwater.probe_storage() returns void
+-- Write half a megabyte to new pages and release them. 53100 (disk_full) if there is no space. The readiness check
+-- calls it only after a write has failed with disk_full.
+create or replace function headwater_internal.probe_storage() returns void
 language plpgsql volatile
 as $$
 begin

@@ -2,16 +2,16 @@
 --
 -- A query is a JSON array of items and matches what any of them matches; an empty one matches everything. An item is
 -- {"types": [...], "tags": [...], "fields": {...}}: one of the types, all of the tags, and all of the fields, which are
--- top-level scalars of the data compared as text. What an item does not name it does not ask for.
+-- top-level scalars of the data compared as text. A part that an item omits is not restricted.
 
--- Whether the fields of an item are those of the data. What is no JSON has none.
-create or replace function headwater.fields_match(payload bytea, content_type text, fields jsonb)
+-- Whether the data has the fields of an item. A payload that is not JSON has none.
+create or replace function headwater_internal.fields_match(payload bytea, content_type text, fields jsonb)
 returns boolean
 language plpgsql
 immutable
 as $$
 declare
-    data constant jsonb := headwater.as_json(payload, content_type);
+    data constant jsonb := headwater_internal.as_json(payload, content_type);
 begin
     return not exists (
         select
@@ -24,9 +24,9 @@ end;
 $$;
 
 -- The positions between two, both excluded, of the events that one item of a query matches: the first `max_rows`, or
--- with `backwards` the last. It goes through the events of the rarest tag, or of the types
--- if these are rarer, and only without either through all.
-create or replace function headwater.item_matches(
+-- with `backwards` the last. It scans the events of the rarest tag, or those of the types if these are rarer, and all
+-- events only if there is neither. Long, since each direction needs a query of its own.
+create or replace function headwater_internal.item_matches(
     topic_id integer,
     item jsonb,
     above bigint,
@@ -46,39 +46,39 @@ declare
     types_are_rarer boolean := false;
 begin
     if asked is not null then
-        -- An index leads to events as a tag does.
+        -- A field index leads to events as a tag does.
         tags := tags || array(
-            select m.mark
-            from headwater.field_index x
+            select m.index_term
+            from headwater_internal.field_index x
             cross join lateral (
-                select headwater.field_mark(x.id, x.fields, x.kinds, x.conditions, x.combine, asked) as mark
+                select headwater_internal.field_index_term(x.id, x.fields, x.kinds, x.conditions, x.combine, asked) as index_term
             ) as m
             where
                 x.topic_id = item_matches.topic_id and not x.dropped and x.filled_to >= x.fill_to
-                and m.mark is not null
+                and m.index_term is not null
         );
     end if;
     if cardinality(tags) + least(cardinality(types), 1) > 1 then
-        -- Counting a few tells what is rare from what is common. The types together are one way.
+        -- Counting a few is enough to find which is rare. The types together count as one.
         select
-            array_agg(w.mark order by w.few) filter (where w.mark not like ':%'),
-            coalesce(sum(w.few) filter (where w.mark like ':%') < min(w.few) filter (where w.mark not like ':%'), false)
+            array_agg(w.index_term order by w.few) filter (where w.index_term not like ':%'),
+            coalesce(sum(w.few) filter (where w.index_term like ':%') < min(w.few) filter (where w.index_term not like ':%'), false)
         into tags, types_are_rarer
         from (
             select
-                u.mark,
+                u.index_term,
                 (
                     select count(*)
                     from (
                         select
-                        from headwater.event_mark m
+                        from headwater_internal.event_index_term m
                         where
-                            m.topic_id = item_matches.topic_id and m.mark = u.mark
+                            m.topic_id = item_matches.topic_id and m.index_term = u.index_term
                             and m.position > above and m.position < below
                         limit 256
                     ) as f
                 ) as few
-            from (select distinct v as mark from unnest(tags || types) as v) as u
+            from (select distinct v as index_term from unnest(tags || types) as v) as u
         ) as w;
     end if;
     if cardinality(tags) > 0 and not types_are_rarer then
@@ -90,55 +90,55 @@ begin
     elsif backwards then
         return query
         select e.position
-        from headwater.event e
+        from headwater_internal.event e
         where
             e.topic_id = item_matches.topic_id and e.position > above and e.position < below
-            and (asked is null or headwater.fields_match(e.payload, e.content_type, asked))
+            and (asked is null or headwater_internal.fields_match(e.payload, e.content_type, asked))
         order by e.position desc
         limit max_rows;
         return;
     else
         return query
         select e.position
-        from headwater.event e
+        from headwater_internal.event e
         where
             e.topic_id = item_matches.topic_id and e.position > above and e.position < below
-            and (asked is null or headwater.fields_match(e.payload, e.content_type, asked))
+            and (asked is null or headwater_internal.fields_match(e.payload, e.content_type, asked))
         order by e.position
         limit max_rows;
         return;
     end if;
-    -- The same twice but for the order, which no parameter can turn round.
+    -- The same twice except for the order, which cannot be a parameter.
     if backwards then
         return query
         select f.position
-        from unnest(ways) as w (mark)
+        from unnest(ways) as w (index_term)
         cross join lateral (
             select m.position
-            from headwater.event_mark m
+            from headwater_internal.event_index_term m
             where
-                m.topic_id = item_matches.topic_id and m.mark = w.mark
+                m.topic_id = item_matches.topic_id and m.index_term = w.index_term
                 and m.position > above and m.position < below
                 and (cardinality(types) = 0 or exists (
                     select
-                    from headwater.event_mark n
-                    where n.topic_id = item_matches.topic_id and n.mark = any (types) and n.position = m.position
+                    from headwater_internal.event_index_term n
+                    where n.topic_id = item_matches.topic_id and n.index_term = any (types) and n.position = m.position
                 ))
                 and (cardinality(tags) = 0 or not exists (
                     select
-                    from unnest(tags) as t (mark)
+                    from unnest(tags) as t (index_term)
                     where not exists (
                         select
-                        from headwater.event_mark n
-                        where n.topic_id = item_matches.topic_id and n.mark = t.mark and n.position = m.position
+                        from headwater_internal.event_index_term n
+                        where n.topic_id = item_matches.topic_id and n.index_term = t.index_term and n.position = m.position
                     )
                 ))
                 and (asked is null or exists (
                     select
-                    from headwater.event e
+                    from headwater_internal.event e
                     where
                         e.topic_id = item_matches.topic_id and e.position = m.position
-                        and headwater.fields_match(e.payload, e.content_type, asked)
+                        and headwater_internal.fields_match(e.payload, e.content_type, asked)
                 ))
             order by m.position desc
             limit max_rows
@@ -148,33 +148,33 @@ begin
     else
         return query
         select f.position
-        from unnest(ways) as w (mark)
+        from unnest(ways) as w (index_term)
         cross join lateral (
             select m.position
-            from headwater.event_mark m
+            from headwater_internal.event_index_term m
             where
-                m.topic_id = item_matches.topic_id and m.mark = w.mark
+                m.topic_id = item_matches.topic_id and m.index_term = w.index_term
                 and m.position > above and m.position < below
                 and (cardinality(types) = 0 or exists (
                     select
-                    from headwater.event_mark n
-                    where n.topic_id = item_matches.topic_id and n.mark = any (types) and n.position = m.position
+                    from headwater_internal.event_index_term n
+                    where n.topic_id = item_matches.topic_id and n.index_term = any (types) and n.position = m.position
                 ))
                 and (cardinality(tags) = 0 or not exists (
                     select
-                    from unnest(tags) as t (mark)
+                    from unnest(tags) as t (index_term)
                     where not exists (
                         select
-                        from headwater.event_mark n
-                        where n.topic_id = item_matches.topic_id and n.mark = t.mark and n.position = m.position
+                        from headwater_internal.event_index_term n
+                        where n.topic_id = item_matches.topic_id and n.index_term = t.index_term and n.position = m.position
                     )
                 ))
                 and (asked is null or exists (
                     select
-                    from headwater.event e
+                    from headwater_internal.event e
                     where
                         e.topic_id = item_matches.topic_id and e.position = m.position
-                        and headwater.fields_match(e.payload, e.content_type, asked)
+                        and headwater_internal.fields_match(e.payload, e.content_type, asked)
                 ))
             order by m.position
             limit max_rows
@@ -185,8 +185,8 @@ begin
 end;
 $$;
 
--- The position of the latest event above a position that a query matches; null: there is none.
-create or replace function headwater.latest_match(topic_id integer, query jsonb, above bigint)
+-- The position of the latest event above a position that a query matches; null if there is none.
+create or replace function headwater_internal.latest_match(topic_id integer, query jsonb, above bigint)
 returns bigint
 language plpgsql
 stable
@@ -200,19 +200,19 @@ declare
 begin
     for i in 0 .. greatest(jsonb_array_length(query) - 1, 0) loop
         item := coalesce(query -> i, '{}');
-        -- An empty list asks for as little as none.
+        -- An empty list means the same as no list.
         typed := coalesce(jsonb_array_length(item -> 'types'), 0) > 0;
         searched := false;
         if jsonb_array_length(item -> 'tags') = 1 and coalesce(item -> 'fields', '{}') = '{}' then
-            -- Nearly every condition is of this shape, and few events have the tag. Where many have it and none of the
-            -- last has a type, the types may be the better way.
+            -- Nearly every condition has this form, and few events have the tag. If many have it and none of the latest
+            -- has a type, searching by type may be faster.
             select m.position into found_position
             from (
                 select n.position
-                from headwater.event_mark n
+                from headwater_internal.event_index_term n
                 where
                     n.topic_id = latest_match.topic_id
-                    and n.mark = '#' || (item #>> '{tags,0}')
+                    and n.index_term = '#' || (item #>> '{tags,0}')
                     and n.position > greatest(above, latest)
                 order by n.position desc
                 limit 64
@@ -221,17 +221,17 @@ begin
                 not typed or exists (
                     select
                     from jsonb_array_elements_text(item -> 'types') as t (type)
-                    join headwater.event_mark n
-                        on n.topic_id = latest_match.topic_id and n.mark = ':' || t.type and n.position = m.position
+                    join headwater_internal.event_index_term n
+                        on n.topic_id = latest_match.topic_id and n.index_term = ':' || t.type and n.position = m.position
                 )
             order by m.position desc
             limit 1;
             searched := found_position is not null or not typed or not exists (
                 select
-                from headwater.event_mark n
+                from headwater_internal.event_index_term n
                 where
                     n.topic_id = latest_match.topic_id
-                    and n.mark = '#' || (item #>> '{tags,0}')
+                    and n.index_term = '#' || (item #>> '{tags,0}')
                     and n.position > greatest(above, latest)
                 order by n.position desc
                 offset 64
@@ -240,7 +240,7 @@ begin
         end if;
         if not searched then
             select m into found_position
-            from headwater.item_matches(topic_id, item, greatest(above, latest), 9223372036854775807, 1, true) as m;
+            from headwater_internal.item_matches(topic_id, item, greatest(above, latest), 9223372036854775807, 1, true) as m;
         end if;
         latest := greatest(latest, found_position);
     end loop;
@@ -248,8 +248,8 @@ begin
 end;
 $$;
 
--- Refuse what is no query.
-create or replace function headwater.refuse_bad_query(query jsonb)
+-- HW002 for an invalid query.
+create or replace function headwater_internal.refuse_bad_query(query jsonb)
 returns void
 language plpgsql
 immutable
@@ -267,7 +267,8 @@ begin
             or jsonb_typeof(item -> 'types') <> 'array'
             or jsonb_typeof(item -> 'tags') <> 'array'
             or jsonb_typeof(item -> 'fields') <> 'object'
-            -- What no event can have would make a condition true for ever. (The limits of `headwater/query.py`.)
+            -- A value that no event can have would make a condition always true. (The limits of
+            -- `headwater/eventstore/query.py`.)
             or jsonb_path_exists(
                 item,
                 'strict $.types[*] ? (@.type() != "string" || !(@ like_regex "^.{1,200}$" flag "s"))',
@@ -284,17 +285,17 @@ begin
                 silent => true
             )
     ) then
-        raise exception 'a query is a JSON array of items'
+        raise exception 'invalid query: expected a JSON array of items'
             using errcode = 'HW002',
-                  hint = 'An item is {"types": [...], "tags": [...], "fields": {...}}, each of them optional: '
-                      'types and tags are texts, fields are texts, numbers or booleans.';
+                  hint = 'An item is {"types": [...], "tags": [...], "fields": {...}}, each part optional: '
+                      'types and tags are strings, fields are strings, numbers or booleans.';
     end if;
 end;
 $$;
 
--- Events of an event store that a query matches, between two positions, both excluded: the first `batch_size`, or with
--- `backwards` the last, newest first; fewer if they come to `max_bytes`, but one whatever its size. With the epoch that
--- the positions are of, HW021 if the log is in another.
+-- The events of an event store between two positions, both excluded, that a query matches: the first `batch_size`, or
+-- with `backwards` the last, newest first; fewer if `max_bytes` is reached, but at least one. With the epoch of the
+-- positions, HW021 if the log is in another one. HW004 if the event store does not exist, HW002 for an invalid query.
 create or replace function headwater.read_matching(
     topic text,
     query jsonb default '[]',
@@ -312,23 +313,23 @@ set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 as $$
 declare
-    store constant headwater.topic := headwater.find_event_store(topic);
+    store constant headwater_internal.topic := headwater_internal.find_event_store(topic);
     turn constant integer := case when backwards then -1 else 1 end;
     found_positions bigint[];
 begin
-    perform headwater.refuse_bad_query(query);
+    perform headwater_internal.refuse_bad_query(query);
     if epoch is not null then
-        perform headwater.refuse_other_epoch(
+        perform headwater_internal.refuse_other_epoch(
             epoch, case when backwards then least(before - 1, headwater.head()) else after end
         );
     end if;
     if batch_size < 1 then
-        raise exception 'a batch is 1 event or more' using errcode = 'HW002';
+        raise exception 'invalid batch_size: expected at least 1' using errcode = 'HW002';
     end if;
     found_positions := array(
         select distinct turn * m
         from jsonb_array_elements(case when jsonb_array_length(query) = 0 then '[{}]'::jsonb else query end) as item
-        cross join lateral headwater.item_matches(store.id, item, after, before, batch_size, backwards) as m
+        cross join lateral headwater_internal.item_matches(store.id, item, after, before, batch_size, backwards) as m
         order by 1
         limit batch_size
     );
@@ -342,9 +343,9 @@ begin
             p.place,
             sum(s.bytes) over (order by p.place rows unbounded preceding) - s.bytes as bytes_before
         from unnest(found_positions) with ordinality as p (turned, place)
-        join headwater.event f on f.topic_id = store.id and f.position = turn * p.turned
+        join headwater_internal.event f on f.topic_id = store.id and f.position = turn * p.turned
         cross join lateral (
-            -- All of its parts. (The same in `headwater/query.py`.)
+            -- The size of all parts of the event. (The same in `headwater/eventstore/query.py`.)
             select
                 coalesce(octet_length(f.payload), 0) + coalesce(octet_length(f.headers::jsonb::text), 0)
                 + coalesce(octet_length(array_to_string(f.tags, '')), 0) + coalesce(octet_length(f.type), 0)
@@ -357,7 +358,7 @@ end;
 $$;
 
 -- The events of an event store at these positions, in order.
-create or replace function headwater.read_at(topic text, positions bigint[])
+create or replace function headwater_internal.read_at(topic text, positions bigint[])
 returns setof headwater.store_event
 language sql
 stable
@@ -365,12 +366,13 @@ begin atomic
     select
         e.position, e.topic_offset::bigint, e.event_id::text, e.type::text, e.tags, e.headers::jsonb,
         e.content_type::text, e.payload::bytea, e.published_at
-    from headwater.event e
-    where e.topic_id = (headwater.find_event_store(topic)).id and e.position = any (positions)
+    from headwater_internal.event e
+    where e.topic_id = (headwater_internal.find_event_store(topic)).id and e.position = any (positions)
     order by e.position;
 end;
 
--- How many events of an event store a query matches, between two positions, both excluded.
+-- The number of events of an event store between two positions, both excluded, that a query matches. HW004 if the event
+-- store does not exist, HW002 for an invalid query.
 create or replace function headwater.count_matching(
     topic text,
     query jsonb default '[]',
@@ -382,18 +384,19 @@ language plpgsql
 stable
 as $$
 declare
-    store constant headwater.topic := headwater.find_event_store(topic);
+    store constant headwater_internal.topic := headwater_internal.find_event_store(topic);
 begin
-    perform headwater.refuse_bad_query(query);
+    perform headwater_internal.refuse_bad_query(query);
     return (
         select count(distinct m)
         from jsonb_array_elements(case when jsonb_array_length(query) = 0 then '[{}]'::jsonb else query end) as item
-        cross join lateral headwater.item_matches(store.id, item, after, before, null, false) as m
+        cross join lateral headwater_internal.item_matches(store.id, item, after, before, null, false) as m
     );
 end;
 $$;
 
--- For each item of a query, in order, its latest event, with the item's place from 1 on. Items without one have no row.
+-- For each item of a query, in order, its latest event, with the number of the item, from 1, in `place`. Items without
+-- a match have no row. HW004 if the event store does not exist, HW002 for an invalid query.
 create or replace function headwater.latest_matching(
     topic text,
     query jsonb,
@@ -413,7 +416,7 @@ language plpgsql
 stable
 as $$
 begin
-    perform headwater.refuse_bad_query(query);
+    perform headwater_internal.refuse_bad_query(query);
     return query
     select i.place, e.*
     from jsonb_array_elements(query) with ordinality as i (item, place)
@@ -424,15 +427,15 @@ begin
 end;
 $$;
 
--- The last position of an event store; 0: it is empty.
+-- The last position of an event store; 0 if it is empty. HW004 if it does not exist.
 create or replace function headwater.event_store_head(topic text)
 returns bigint
 language sql
 stable
 return coalesce((
     select e.position
-    from headwater.event e
-    where e.topic_id = (headwater.find_event_store(topic)).id
+    from headwater_internal.event e
+    where e.topic_id = (headwater_internal.find_event_store(topic)).id
     order by e.position desc
     limit 1
 ), 0);

@@ -1,7 +1,7 @@
--- Snapshots of an event store: states that decisions were made on, and the last event in each.
+-- Snapshots of an event store: saved states of decisions, each with the position of its last event.
 
--- The state that was saved for a query; no row if there is none of this version.
-create or replace function headwater.load_snapshot(
+-- The saved state of a query; no row if there is none of this version.
+create or replace function headwater_internal.load_snapshot(
     topic text,
     name text,
     query_hash text,
@@ -14,17 +14,17 @@ language sql
 stable
 begin atomic
     select s.position, s.state
-    from headwater.store_snapshot s
+    from headwater_internal.store_snapshot s
     where
-        s.topic_id = (headwater.find_event_store(topic)).id
+        s.topic_id = (headwater_internal.find_event_store(topic)).id
         and s.name = load_snapshot.name
         and s.query_hash = load_snapshot.query_hash
         and s.version = load_snapshot.version;
 end;
 
--- Save a state with the position of the last event in it. It never goes back: of two the later one stays. Those of
--- earlier versions go. With the epoch that the position is of, HW021 if the log is in another.
-create or replace function headwater.save_snapshot(
+-- Save a state with the position of its last event. Of two states the later one is kept. Those of earlier versions are
+-- deleted. With the epoch of the position, HW021 if the log is in another one.
+create or replace function headwater_internal.save_snapshot(
     topic text,
     name text,
     query_hash text,
@@ -38,36 +38,36 @@ language plpgsql
 volatile
 as $$
 declare
-    store constant headwater.topic := headwater.find_event_store(topic);
+    store constant headwater_internal.topic := headwater_internal.find_event_store(topic);
 begin
     if epoch is not null then
-        perform headwater.refuse_other_epoch(epoch, at_position);
+        perform headwater_internal.refuse_other_epoch(epoch, at_position);
     end if;
-    insert into headwater.store_snapshot as s (topic_id, name, query_hash, version, position, state)
+    insert into headwater_internal.store_snapshot as s (topic_id, name, query_hash, version, position, state)
     values (
         store.id, save_snapshot.name, save_snapshot.query_hash, save_snapshot.version, at_position, save_snapshot.state
     )
     on conflict on constraint store_snapshot_pkey do update
         set position = excluded.position, state = excluded.state, saved_at = excluded.saved_at
         where s.position < excluded.position;
-    delete from headwater.store_snapshot s
+    delete from headwater_internal.store_snapshot s
     where
         s.topic_id = store.id and s.name = save_snapshot.name and s.query_hash = save_snapshot.query_hash
         and s.version < save_snapshot.version;
 end;
 $$;
 
--- Forget the snapshots of a name, all versions of them. Returns how many there were.
-create or replace function headwater.forget_snapshots(topic text, name text)
+-- Delete the snapshots of a name, in all versions. Returns their number.
+create or replace function headwater_internal.forget_snapshots(topic text, name text)
 returns bigint
 language plpgsql
 volatile
 as $$
 declare
-    store constant headwater.topic := headwater.find_event_store(topic);
+    store constant headwater_internal.topic := headwater_internal.find_event_store(topic);
     forgotten bigint;
 begin
-    delete from headwater.store_snapshot s where s.topic_id = store.id and s.name = forget_snapshots.name;
+    delete from headwater_internal.store_snapshot s where s.topic_id = store.id and s.name = forget_snapshots.name;
     get diagnostics forgotten = row_count;
     return forgotten;
 end;

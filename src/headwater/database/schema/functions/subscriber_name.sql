@@ -1,22 +1,23 @@
--- Names of subscribers: one session at a time has a name, and it is free again when the session ends, however it ends.
+-- Subscriber names: a name is held by one session at a time, and released when the session ends, for whatever reason.
 
 -- The key of the advisory lock of a name.
-create or replace function headwater.subscriber_key(topic_id integer, name text)
+create or replace function headwater_internal.subscriber_key(topic_id integer, name text)
 returns bigint
 language sql
 immutable
 return (29295::bigint << 48) | (hashtextextended(name, topic_id) & ((1::bigint << 48) - 1));
 
--- Take a name for this session. False: another session has it. Whoever takes it twice has to give it back twice.
-create or replace function headwater.take_subscriber_name(topic text, name text)
+-- Acquire a name for this session. Returns false if another session holds it. A name acquired twice must be released
+-- twice.
+create or replace function headwater_internal.take_subscriber_name(topic text, name text)
 returns boolean
 language sql
 volatile
-return pg_try_advisory_lock(headwater.subscriber_key((headwater.find_event_store(topic)).id, name));
+return pg_try_advisory_lock(headwater_internal.subscriber_key((headwater_internal.find_event_store(topic)).id, name));
 
--- Give a name back. False: this session did not have it.
-create or replace function headwater.give_subscriber_name(topic text, name text)
+-- Release a name. Returns false if this session did not hold it.
+create or replace function headwater_internal.give_subscriber_name(topic text, name text)
 returns boolean
 language sql
 volatile
-return pg_advisory_unlock(headwater.subscriber_key((headwater.find_event_store(topic)).id, name));
+return pg_advisory_unlock(headwater_internal.subscriber_key((headwater_internal.find_event_store(topic)).id, name));

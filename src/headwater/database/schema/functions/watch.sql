@@ -1,16 +1,16 @@
--- Table events without WAL: what happens to a table is published by a trigger, in the writer's transaction.
+-- Table events without WAL: a trigger publishes the changes of a table in the transaction that makes them.
 
--- One trigger for each kind of statement reads all rows of a statement from its transition tables and publishes them
--- in batches. A trigger for each row is used where that would change what is published or in which order:
---   * partitioned tables and partitions: a statement trigger does not fire for rows that come by the other table;
---   * tables with inheritance: the transition tables hold the rows of children too;
---   * tables with other AFTER ROW triggers: what those write to the same table would be published before the
---     statement that caused it.
--- The arguments of both: topic, the columns to show (empty: all), the columns whose change matters (empty: any), the
+-- A trigger for each kind of statement reads all rows of the statement from its transition tables and publishes them in
+-- batches. A row trigger is used where that would change what is published, or its order:
+--   * partitioned tables and partitions: a statement trigger does not fire for rows written through the other table;
+--   * tables with inheritance: the transition tables also hold the rows of children;
+--   * tables with other AFTER ROW triggers: what those write to the same table would be published before the statement
+--     that caused it.
+-- The arguments of both: topic, the columns to include (empty: all), the columns whose change matters (empty: any), the
 -- columns of the primary key.
 
--- The event of one row, as JSON, and its key: the primary key as text; of several columns, as a JSON array.
-create or replace function headwater.table_event(
+-- The event of one row as JSON, and its key: the primary key as text; for several columns, a JSON array.
+create or replace function headwater_internal.table_event(
     op text, table_schema text, table_name text, before jsonb, after jsonb, changed text[], shown text[]
 )
 returns jsonb
@@ -32,7 +32,8 @@ return jsonb_build_object(
     else jsonb_build_object('changed', to_jsonb(array(select c from unnest(changed) as c where c = any (shown))))
 end;
 
-create or replace function headwater.table_event_key(image jsonb, key_columns text[])
+-- The key of the event of one row: the primary key as text; for several columns, a JSON array.
+create or replace function headwater_internal.table_event_key(image jsonb, key_columns text[])
 returns text
 language sql
 immutable
@@ -44,31 +45,32 @@ return case
     )
 end;
 
--- Refuse a payload that the topic does not take; else return it.
-create or replace function headwater.fitting_payload(payload bytea, destination headwater.topic)
+-- The payload; HW003 if it exceeds the limit of the topic.
+create or replace function headwater_internal.fitting_payload(payload bytea, destination headwater_internal.topic)
 returns bytea
 language plpgsql
 immutable
 as $$
 begin
-    perform headwater.refuse_too_large(destination, octet_length(payload), null);
+    perform headwater_internal.refuse_too_large(destination, octet_length(payload), null);
     return payload;
 end;
 $$;
 
--- Publish what one statement did, in the order of its rows. The rows of the two transition tables of an update belong
--- together by their order: Postgres adds to both at once. The rows go from there to the log without being collected.
-create or replace function headwater.publish_table_changes()
+-- Publish the changes of one statement, in the order of its rows. The rows of the two transition tables of an update
+-- belong together by their order: Postgres appends to both at once. The rows go from there to the log without being
+-- collected. One long function, because transition tables are visible only in the trigger function itself.
+create or replace function headwater_internal.publish_table_changes()
 returns trigger
 language plpgsql
--- The writer of a watched table may not for that reason publish anything else.
+-- So that writing to a watched table does not require, or grant, the permission to publish.
 security definer
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-    destination constant headwater.topic := headwater.topic_to_publish(tg_argv[0]);
+    destination constant headwater_internal.topic := headwater_internal.topic_to_publish(tg_argv[0]);
     topic_id constant integer := destination.id;
-    lanes constant integer := destination.partitions;
+    partitions constant integer := destination.partitions;
     keyless constant integer := floor(random() * destination.partitions);
     most_bytes constant integer := destination.max_payload_bytes;
     shown constant text[] := nullif(tg_argv[1], '')::text[];
@@ -77,7 +79,7 @@ declare
     key_size constant integer := coalesce(cardinality(key_columns), 0);
     op constant text := lower(tg_op);
     routing_key constant text := left(tg_table_schema || '.' || tg_table_name || '.' || op, 255);
-    -- What every payload begins with.
+    -- The beginning of every payload.
     opening constant text := format(
         '{"op": %s, "schema": %s, "table": %s, ',
         to_jsonb(op), to_jsonb(tg_table_schema::text), to_jsonb(tg_table_name::text)
@@ -86,7 +88,7 @@ declare
     nothing bigint[];
 begin
     if destination.kind <> 'open' then
-        -- Offsets are given by publish_batch: up to 1000 rows and about 4 MB at a time.
+        -- publish_batch() assigns the offsets: up to 1000 rows and about 4 MB at a time.
         for batch in execute
             'select array_agg(p.payload order by p.place) as payloads, array_agg(p.key order by p.place) as keys
             from (
@@ -98,9 +100,9 @@ begin
                     select
                         c.place,
                         convert_to(
-                            headwater.table_event($1, $2, $3, c.before, c.after, c.changed, $4)::text, ''UTF8''
+                            headwater_internal.table_event($1, $2, $3, c.before, c.after, c.changed, $4)::text, ''UTF8''
                         ) as payload,
-                        convert_to(headwater.table_event_key(coalesce(c.after, c.before), $6), ''UTF8'') as key
+                        convert_to(headwater_internal.table_event_key(coalesce(c.after, c.before), $6), ''UTF8'') as key
                     from (
                         select
                             r.*,
@@ -141,15 +143,15 @@ begin
         if not exists (select from new_rows) then
             return null;
         end if;
-        perform headwater.advertise_publisher(destination.name);
-        insert into headwater.event (position, topic_id, partition, key, type, routing_key, content_type, payload)
+        perform headwater_internal.advertise_publisher(destination.name);
+        insert into headwater_internal.event (position, topic_id, partition, key, type, routing_key, content_type, payload)
         select
-            nextval('headwater.position'), topic_id,
-            case when lanes = 1 then 0 else headwater.lane_of(e.key, lanes, keyless) end,
+            nextval('headwater_internal.position'), topic_id,
+            case when partitions = 1 then 0 else headwater_internal.partition_of(e.key, partitions, keyless) end,
             e.key, op, routing_key, 'application/json',
             case
                 when octet_length(e.payload) <= most_bytes then e.payload
-                else headwater.fitting_payload(e.payload, destination)
+                else headwater_internal.fitting_payload(e.payload, destination)
             end
         from (
             select
@@ -177,15 +179,15 @@ begin
         if not exists (select from old_rows) then
             return null;
         end if;
-        perform headwater.advertise_publisher(destination.name);
-        insert into headwater.event (position, topic_id, partition, key, type, routing_key, content_type, payload)
+        perform headwater_internal.advertise_publisher(destination.name);
+        insert into headwater_internal.event (position, topic_id, partition, key, type, routing_key, content_type, payload)
         select
-            nextval('headwater.position'), topic_id,
-            case when lanes = 1 then 0 else headwater.lane_of(e.key, lanes, keyless) end,
+            nextval('headwater_internal.position'), topic_id,
+            case when partitions = 1 then 0 else headwater_internal.partition_of(e.key, partitions, keyless) end,
             e.key, op, routing_key, 'application/json',
             case
                 when octet_length(e.payload) <= most_bytes then e.payload
-                else headwater.fitting_payload(e.payload, destination)
+                else headwater_internal.fitting_payload(e.payload, destination)
             end
         from (
             select
@@ -213,15 +215,15 @@ begin
         if not exists (select from new_rows) then
             return null;
         end if;
-        perform headwater.advertise_publisher(destination.name);
-        insert into headwater.event (position, topic_id, partition, key, type, routing_key, content_type, payload)
+        perform headwater_internal.advertise_publisher(destination.name);
+        insert into headwater_internal.event (position, topic_id, partition, key, type, routing_key, content_type, payload)
         select
-            nextval('headwater.position'), topic_id,
-            case when lanes = 1 then 0 else headwater.lane_of(e.key, lanes, keyless) end,
+            nextval('headwater_internal.position'), topic_id,
+            case when partitions = 1 then 0 else headwater_internal.partition_of(e.key, partitions, keyless) end,
             e.key, op, routing_key, 'application/json',
             case
                 when octet_length(e.payload) <= most_bytes then e.payload
-                else headwater.fitting_payload(e.payload, destination)
+                else headwater_internal.fitting_payload(e.payload, destination)
             end
         from (
             select
@@ -263,7 +265,7 @@ begin
                 order by o.place
                 offset 0
             ) as r
-            -- An update that changes nothing that is looked at is no event.
+            -- An update that changes none of the watched columns is not published.
             where r.changed <> '{}' and (watched is null or r.changed && watched)
             offset 0
         ) as e;
@@ -272,11 +274,11 @@ begin
 end;
 $$;
 
--- The same of one row, and of a truncate.
-create or replace function headwater.publish_table_change()
+-- The same for one row, and for TRUNCATE.
+create or replace function headwater_internal.publish_table_change()
 returns trigger
 language plpgsql
--- Who may write to a watched table may not for that reason publish anything else.
+-- So that writing to a watched table does not require, or grant, the permission to publish.
 security definer
 set search_path = pg_catalog, pg_temp
 as $$
@@ -309,7 +311,7 @@ begin
         select array_agg(n.key order by n.key) into changed
         from jsonb_each(after) as n
         where n.value is distinct from before -> n.key;
-        -- An update that changes nothing that is looked at is no event.
+        -- An update that changes none of the watched columns is not published.
         if changed is null or watched is not null and not changed && watched then
             return null;
         end if;
@@ -339,9 +341,10 @@ begin
 end;
 $$;
 
--- Publish what happens to a table: inserts, updates, deletes and truncates, with images of the row before and after.
--- `columns`: show only these. `when_changed`: an update counts only if one of these changed. The topic is made if it
--- is missing; by default table.<schema>.<table>. Returns its name. Calling it again changes the settings.
+-- Publish the changes of a table: inserts, updates, deletes and truncates, with the row before and after. `columns`:
+-- include only these. `when_changed`: publish an update only if one of these changed. The topic, by default
+-- `table.<schema>.<table>`, is created if it is missing; its name is returned. Calling it again changes the settings.
+-- HW002 if the table cannot be watched, a column does not exist, or nothing is to be watched.
 create or replace function headwater.watch_table(
     watched regclass,
     topic text default null,
@@ -365,13 +368,13 @@ declare
     unknown text;
 begin
     if watched is null then
-        raise exception 'there is no such table' using errcode = 'HW002', hint = 'Name it with its schema.';
+        raise exception 'table does not exist' using errcode = 'HW002', hint = 'Qualify its name with its schema.';
     end if;
     select n.nspname, c.relname, c.relkind, c.relispartition, c.relhassubclass into source
     from pg_class c join pg_namespace n on n.oid = c.relnamespace
     where c.oid = watched;
-    if source.relkind not in ('r', 'p') or source.nspname = 'headwater' then
-        raise exception '% is not a table that can be watched', watched using errcode = 'HW002';
+    if source.relkind not in ('r', 'p') or source.nspname in ('headwater', 'headwater_internal') then
+        raise exception '% cannot be watched: expected an ordinary or partitioned table that is not one of Headwater''s own', watched using errcode = 'HW002';
     end if;
     select c into unknown
     from unnest(columns || when_changed) as c
@@ -404,14 +407,14 @@ begin
     by_row := source.relkind = 'p' or source.relispartition or source.relhassubclass
         or exists (select from pg_inherits i where i.inhrelid = watched)
         or exists (
-            -- Of tgtype, 1 is for each row, 2 is before, 64 is instead of.
+            -- In tgtype, 1 means row trigger, 2 before, 64 instead of.
             select from pg_trigger t
             where t.tgrelid = watched and not t.tgisinternal and t.tgtype & 1 = 1 and t.tgtype & (2 | 64) = 0
         );
     if by_row and operations <> '{}' then
         execute format(
             'create trigger headwater_watch after %s on %s for each row '
-            'execute function headwater.publish_table_change(%L, %L, %L, %L)',
+            'execute function headwater_internal.publish_table_change(%L, %L, %L, %L)',
             array_to_string(operations, ' or '), watched, destination, coalesce(columns::text, ''),
             coalesce(when_changed::text, ''), coalesce(key_columns::text, '')
         );
@@ -419,7 +422,7 @@ begin
         foreach operation in array operations loop
             execute format(
                 'create trigger %I after %s on %s referencing %s for each statement '
-                'execute function headwater.publish_table_changes(%L, %L, %L, %L)',
+                'execute function headwater_internal.publish_table_changes(%L, %L, %L, %L)',
                 'headwater_watch_' || operation, operation, watched,
                 case operation
                     when 'insert' then 'new table as new_rows'
@@ -434,7 +437,7 @@ begin
     if truncates then
         execute format(
             'create trigger headwater_watch_truncate after truncate on %s for each statement '
-            'execute function headwater.publish_table_change(%L, %L, %L, %L)',
+            'execute function headwater_internal.publish_table_change(%L, %L, %L, %L)',
             watched, destination, '', '', ''
         );
     end if;
@@ -442,7 +445,7 @@ begin
 end;
 $$;
 
--- Publish no more of what happens to a table. True if it was watched.
+-- Stop publishing the changes of a table. Returns true if it was watched.
 create or replace function headwater.unwatch_table(watched regclass)
 returns boolean
 language plpgsql

@@ -1,27 +1,27 @@
--- Webhooks: what is sent where, and how fast. The events themselves are claimed and settled as those of any queue.
+-- Webhooks: which queue is sent to which URL, and how fast. The events are claimed and settled as those of any queue.
 
--- The webhook of that name, or HW011.
-create or replace function headwater.find_webhook(webhook_name text)
-returns headwater.webhook
+-- The webhook of that name; HW011 if it does not exist.
+create or replace function headwater_internal.find_webhook(webhook_name text)
+returns headwater_internal.webhook
 language plpgsql
 stable
 as $$
 declare
-    found_webhook headwater.webhook;
+    found_webhook headwater_internal.webhook;
 begin
-    select * into found_webhook from headwater.webhook w where w.name = webhook_name;
+    select * into found_webhook from headwater_internal.webhook w where w.name = webhook_name;
     if not found then
-        raise exception 'there is no webhook "%"', webhook_name
+        raise exception 'webhook "%" does not exist', webhook_name
             using errcode = 'HW011',
                   detail = json_build_object('webhook', webhook_name)::text,
-                  hint = 'See headwater webhook list; make one with headwater webhook create.';
+                  hint = 'List webhooks: headwater webhook list. Create one: headwater webhook create.';
     end if;
     return found_webhook;
 end;
 $$;
 
--- A secret is 'whsec_' and 24 to 64 bytes in base64, as the Standard Webhooks scheme has it.
-create or replace function headwater.refuse_bad_secret(secret text)
+-- HW002 unless a secret is 'whsec_' followed by 24 to 64 bytes in base64, as Standard Webhooks defines it.
+create or replace function headwater_internal.refuse_bad_secret(secret text)
 returns void
 language plpgsql
 immutable
@@ -37,15 +37,15 @@ begin
         end;
     end if;
     if key_bytes is null or length(key_bytes) not between 24 and 64 then
-        -- Without the secret itself: messages end up in logs.
-        raise exception 'a secret is whsec_ followed by 24 to 64 bytes in base64'
-            using errcode = 'HW002', hint = 'Leave it out to have one made.';
+        -- The message does not contain the secret: messages end up in logs.
+        raise exception 'invalid secret: expected whsec_ followed by 24 to 64 bytes in base64'
+            using errcode = 'HW002', hint = 'Omit it to have one generated.';
     end if;
 end;
 $$;
 
--- Headers are names and values that HTTP can carry, and none that delivery itself sets.
-create or replace function headwater.refuse_bad_webhook_headers(headers jsonb)
+-- HW002 unless the headers are valid in HTTP, and none of them is set by the delivery itself.
+create or replace function headwater_internal.refuse_bad_webhook_headers(headers jsonb)
 returns void
 language plpgsql
 immutable
@@ -54,7 +54,7 @@ declare
     bad text;
 begin
     if jsonb_typeof(headers) <> 'object' or pg_column_size(headers) > 16384 then
-        raise exception 'the headers of a webhook are an object of up to 16 kB' using errcode = 'HW002';
+        raise exception 'invalid webhook headers: expected a JSON object of at most 16 kB' using errcode = 'HW002';
     end if;
     select h.key into bad
     from jsonb_each(headers) as h
@@ -64,7 +64,7 @@ begin
         or (h.value #>> '{}') !~ '^([!-~]([ -~]*[!-~])?)?$'
     limit 1;
     if bad is not null then
-        raise exception 'header "%" cannot be sent: names are tokens, values are printable ASCII', bad
+        raise exception 'invalid header "%": expected a token as name and printable ASCII as value', bad
             using errcode = 'HW002';
     end if;
     select h.key into bad
@@ -74,15 +74,16 @@ begin
         or lower(h.key) in ('host', 'connection', 'keep-alive', 'te', 'trailer', 'transfer-encoding', 'upgrade', 'expect')
     limit 1;
     if bad is not null then
-        raise exception 'header "%" is set by the delivery itself', bad using errcode = 'HW002';
+        raise exception 'header "%" is reserved: the delivery sets it', bad using errcode = 'HW002';
     end if;
 end;
 $$;
 
--- Send the events of a group to a URL: those of a queue, or those that its SQL subscriptions match. HW013 if there is such a webhook, or the queue has one already.
-create or replace function headwater.create_webhook(
+-- Create a webhook that sends the events of a queue, or those that its SQL subscriptions match, to a URL. HW013 if a
+-- webhook of that name exists, or if the queue already has one.
+create or replace function headwater_internal.create_webhook(
     webhook_name text,
-    group_name text,
+    queue_name text,
     url text,
     secret text,
     headers jsonb default null,
@@ -92,18 +93,18 @@ create or replace function headwater.create_webhook(
     gzip_above_bytes integer default null,
     client_errors text default null
 )
-returns headwater.webhook
+returns headwater_internal.webhook
 language plpgsql
 as $$
 declare
-    target constant headwater.consumer_group := headwater.find_group(group_name);
-    created headwater.webhook;
+    target constant headwater_internal.queue := headwater_internal.find_queue(queue_name);
+    created headwater_internal.webhook;
     other text;
 begin
-    perform headwater.refuse_bad_secret(secret);
-    perform headwater.refuse_bad_webhook_headers(coalesce(create_webhook.headers, '{}'));
-    insert into headwater.webhook (
-        name, group_id, url, secrets, headers, body, timeout_seconds, rate_per_second, gzip_above_bytes, client_errors
+    perform headwater_internal.refuse_bad_secret(secret);
+    perform headwater_internal.refuse_bad_webhook_headers(coalesce(create_webhook.headers, '{}'));
+    insert into headwater_internal.webhook (
+        name, queue_id, url, secrets, headers, body, timeout_seconds, rate_per_second, gzip_above_bytes, client_errors
     )
     values (
         webhook_name,
@@ -120,22 +121,23 @@ begin
     on conflict do nothing
     returning * into created;
     if created.id is null then
-        select w.name into other from headwater.webhook w where w.group_id = target.id and w.name <> webhook_name;
+        select w.name into other from headwater_internal.webhook w where w.queue_id = target.id and w.name <> webhook_name;
         if other is not null then
-            raise exception 'group "%" is sent by webhook "%" already', group_name, other
+            raise exception 'queue "%" already has the webhook "%"', queue_name, other
                 using errcode = 'HW013',
-                      detail = json_build_object('webhook', other, 'group', group_name)::text,
-                      hint = 'A second receiver needs a group of its own.';
+                      detail = json_build_object('webhook', other, 'queue', queue_name)::text,
+                      hint = 'Create another queue for a second receiver.';
         end if;
-        raise exception 'webhook "%" exists already', webhook_name
+        raise exception 'webhook "%" already exists', webhook_name
             using errcode = 'HW013', detail = json_build_object('webhook', webhook_name)::text;
     end if;
     return created;
 end;
 $$;
 
--- Change what can change; null leaves a setting as it is; 0 removes the rate, or turns compression off.
-create or replace function headwater.alter_webhook(
+-- Change the settings of a webhook and return it; null leaves a setting unchanged; 0 removes the rate limit, or turns
+-- compression off. HW011 if it does not exist.
+create or replace function headwater_internal.alter_webhook(
     webhook_name text,
     url text default null,
     headers jsonb default null,
@@ -145,14 +147,14 @@ create or replace function headwater.alter_webhook(
     gzip_above_bytes integer default null,
     client_errors text default null
 )
-returns headwater.webhook
+returns headwater_internal.webhook
 language plpgsql
 as $$
 declare
-    altered headwater.webhook := headwater.find_webhook(webhook_name);
+    altered headwater_internal.webhook := headwater_internal.find_webhook(webhook_name);
 begin
-    perform headwater.refuse_bad_webhook_headers(coalesce(alter_webhook.headers, '{}'));
-    update headwater.webhook w
+    perform headwater_internal.refuse_bad_webhook_headers(coalesce(alter_webhook.headers, '{}'));
+    update headwater_internal.webhook w
     set
         url = coalesce(alter_webhook.url, w.url),
         headers = coalesce(alter_webhook.headers, w.headers),
@@ -169,41 +171,41 @@ begin
 end;
 $$;
 
--- Let a webhook send ('active') or not ('paused', by somebody; 'disabled', by its receiver). `seen_version`: only if
--- nobody has changed it since; otherwise it is returned as it is.
-create or replace function headwater.set_webhook_state(
+-- Set the state of a webhook: 'active', 'paused' (by a user) or 'disabled' (because of its receiver). With
+-- `seen_version`, only if the webhook has not changed since; otherwise it is returned unchanged.
+create or replace function headwater_internal.set_webhook_state(
     webhook_name text, state text, reason text default null, seen_version bigint default null
 )
-returns headwater.webhook
+returns headwater_internal.webhook
 language plpgsql
 as $$
 declare
-    altered headwater.webhook := headwater.find_webhook(webhook_name);
+    altered headwater_internal.webhook := headwater_internal.find_webhook(webhook_name);
 begin
-    update headwater.webhook w
+    update headwater_internal.webhook w
     set
         state = set_webhook_state.state,
         state_reason = case when set_webhook_state.state <> 'active' then left(reason, 1000) end,
         version = w.version + 1,
         updated_at = clock_timestamp()
     where w.id = altered.id and (seen_version is null or w.version = seen_version);
-    return headwater.find_webhook(webhook_name);
+    return headwater_internal.find_webhook(webhook_name);
 end;
 $$;
 
--- Sign with another secret from now on, and with the `keep` newest of those before it too.
-create or replace function headwater.rotate_webhook_secret(webhook_name text, secret text, keep integer default 1)
-returns headwater.webhook
+-- Sign with a new secret from now on, and also with the `keep` newest of the previous ones.
+create or replace function headwater_internal.rotate_webhook_secret(webhook_name text, secret text, keep integer default 1)
+returns headwater_internal.webhook
 language plpgsql
 as $$
 declare
-    altered headwater.webhook := headwater.find_webhook(webhook_name);
+    altered headwater_internal.webhook := headwater_internal.find_webhook(webhook_name);
 begin
-    perform headwater.refuse_bad_secret(secret);
+    perform headwater_internal.refuse_bad_secret(secret);
     if keep not between 0 and 4 then
-        raise exception 'of the secrets before, 0 to 4 can be kept' using errcode = 'HW002';
+        raise exception 'invalid keep: expected 0 to 4 previous secrets' using errcode = 'HW002';
     end if;
-    update headwater.webhook w
+    update headwater_internal.webhook w
     set
         secrets = array[secret] || (array_remove(w.secrets, secret))[:keep],
         version = w.version + 1,
@@ -214,29 +216,30 @@ begin
 end;
 $$;
 
--- Forget a webhook; its group stays, with what was not sent. False: there is none.
-create or replace function headwater.delete_webhook(webhook_name text)
+-- Delete a webhook; its queue stays, with the events that were not sent. Returns false if it does not exist.
+create or replace function headwater_internal.delete_webhook(webhook_name text)
 returns boolean
 language plpgsql
 as $$
 begin
-    delete from headwater.webhook w where w.name = webhook_name;
+    delete from headwater_internal.webhook w where w.name = webhook_name;
     return found;
 end;
 $$;
 
--- The next turn of a webhook that has a rate, whoever asks: how many seconds until it; null if it was deleted.
-create or replace function headwater.next_webhook_turn(webhook_id integer, rate_per_second float8)
+-- Reserve the next sending slot of a webhook with a rate limit. Returns the seconds until it; null if the webhook was
+-- deleted.
+create or replace function headwater_internal.next_webhook_turn(webhook_id integer, rate_per_second float8)
 returns float8
 language sql
 volatile
 begin atomic
-    insert into headwater.webhook_pace as p (webhook_id, next_at)
+    insert into headwater_internal.webhook_pace as p (webhook_id, next_at)
     select w.id, clock_timestamp() + make_interval(secs => 1 / next_webhook_turn.rate_per_second)
-    from headwater.webhook w
+    from headwater_internal.webhook w
     where w.id = next_webhook_turn.webhook_id
     on conflict (webhook_id) do update
-        -- A turn that was given later than now is of before the clock went back.
+        -- A slot reserved for later than its own date proves that the clock was set back.
         set next_at = greatest(case when p.dated_at <= clock_timestamp() then p.next_at end, clock_timestamp())
                 + make_interval(secs => 1 / next_webhook_turn.rate_per_second),
             dated_at = clock_timestamp()

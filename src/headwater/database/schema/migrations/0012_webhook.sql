@@ -1,11 +1,11 @@
 -- Webhooks: queues whose events are sent to a URL.
 
-create table headwater.webhook (
+create table headwater_internal.webhook (
     id               integer     generated always as identity primary key,
     name             text        not null unique
         constraint "a webhook name is 1 to 200 characters" check (length(name) between 1 and 200),
-    -- Bindings, retries, dead letters and how many are sent at once are the group's to say.
-    group_id         integer     not null unique references headwater.consumer_group (id) on delete cascade,
+    -- Bindings, retries, dead letters and how many are sent at once are the queue's to say.
+    queue_id         integer     not null unique references headwater_internal.queue (id) on delete cascade,
     -- Begins the id of everything that is sent, so that ids of two logs never meet at one receiver.
     uid              uuid        not null default gen_random_uuid(),
     url              text        not null
@@ -39,8 +39,9 @@ create table headwater.webhook (
 );
 
 -- When the next request of a webhook with a rate may be sent, whichever process sends it. Unlogged: after a crash
--- nobody has to wait.
-create unlogged table headwater.webhook_pace (
-    webhook_id integer     primary key references headwater.webhook (id) on delete cascade,
-    next_at    timestamptz not null
+-- no request waits.
+create unlogged table headwater_internal.webhook_pace (
+    webhook_id integer     primary key references headwater_internal.webhook (id) on delete cascade,
+    next_at    timestamptz not null,
+    dated_at   timestamptz not null default clock_timestamp()
 ) with (fillfactor = 20);

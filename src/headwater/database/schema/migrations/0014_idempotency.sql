@@ -1,7 +1,6 @@
--- Answers to requests that came with a key, so that a repeat does nothing and is told the same.
--- oldest program: 13
+-- Responses to requests with an idempotency key: a repeated request does nothing and gets the same response.
 
-create table headwater.kept_answer (
+create table headwater_internal.kept_answer (
     -- SHA-256 of who asked, for what, and the key.
     key_hash     bytea       primary key check (octet_length(key_hash) = 32),
     -- SHA-256 of what was asked: the same key with another request is refused.
@@ -10,4 +9,4 @@ create table headwater.kept_answer (
     answer       text,
     kept_at      timestamptz not null default clock_timestamp()
 );
-create index kept_answer_kept_at on headwater.kept_answer (kept_at);
+create index kept_answer_kept_at on headwater_internal.kept_answer (kept_at);

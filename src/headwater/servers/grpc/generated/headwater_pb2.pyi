@@ -236,9 +236,9 @@ class DeleteTopicResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class CreateGroupRequest(_message.Message):
-    __slots__ = ("group", "topics", "after", "from_end", "lease_seconds", "max_attempts", "ordered_keys", "if_missing")
-    GROUP_FIELD_NUMBER: _ClassVar[int]
+class CreateQueueRequest(_message.Message):
+    __slots__ = ("queue", "topics", "after", "from_end", "lease_seconds", "max_attempts", "ordered_keys", "if_missing")
+    QUEUE_FIELD_NUMBER: _ClassVar[int]
     TOPICS_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
     FROM_END_FIELD_NUMBER: _ClassVar[int]
@@ -246,7 +246,7 @@ class CreateGroupRequest(_message.Message):
     MAX_ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     ORDERED_KEYS_FIELD_NUMBER: _ClassVar[int]
     IF_MISSING_FIELD_NUMBER: _ClassVar[int]
-    group: str
+    queue: str
     topics: _containers.RepeatedScalarFieldContainer[str]
     after: int
     from_end: bool
@@ -254,25 +254,25 @@ class CreateGroupRequest(_message.Message):
     max_attempts: int
     ordered_keys: bool
     if_missing: bool
-    def __init__(self, group: _Optional[str] = ..., topics: _Optional[_Iterable[str]] = ..., after: _Optional[int] = ..., from_end: _Optional[bool] = ..., lease_seconds: _Optional[float] = ..., max_attempts: _Optional[int] = ..., ordered_keys: _Optional[bool] = ..., if_missing: _Optional[bool] = ...) -> None: ...
+    def __init__(self, queue: _Optional[str] = ..., topics: _Optional[_Iterable[str]] = ..., after: _Optional[int] = ..., from_end: _Optional[bool] = ..., lease_seconds: _Optional[float] = ..., max_attempts: _Optional[int] = ..., ordered_keys: _Optional[bool] = ..., if_missing: _Optional[bool] = ...) -> None: ...
 
-class CreateGroupResponse(_message.Message):
+class CreateQueueResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class ClaimRequest(_message.Message):
-    __slots__ = ("group", "worker", "batch_size", "lease_seconds", "wait_seconds")
-    GROUP_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("queue", "worker", "batch_size", "lease_seconds", "wait_seconds")
+    QUEUE_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    group: str
+    queue: str
     worker: str
     batch_size: int
     lease_seconds: float
     wait_seconds: float
-    def __init__(self, group: _Optional[str] = ..., worker: _Optional[str] = ..., batch_size: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, queue: _Optional[str] = ..., worker: _Optional[str] = ..., batch_size: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ...) -> None: ...
 
 class ClaimedEvent(_message.Message):
     __slots__ = ("event", "attempt")
@@ -283,18 +283,18 @@ class ClaimedEvent(_message.Message):
     def __init__(self, event: _Optional[_Union[Event, _Mapping]] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Lease(_message.Message):
-    __slots__ = ("group", "token", "expires_at", "events", "alone")
-    GROUP_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("queue", "token", "expires_at", "events", "isolated")
+    QUEUE_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_AT_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
-    ALONE_FIELD_NUMBER: _ClassVar[int]
-    group: str
+    ISOLATED_FIELD_NUMBER: _ClassVar[int]
+    queue: str
     token: int
     expires_at: _timestamp_pb2.Timestamp
     events: _containers.RepeatedCompositeFieldContainer[ClaimedEvent]
-    alone: bool
-    def __init__(self, group: _Optional[str] = ..., token: _Optional[int] = ..., expires_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., events: _Optional[_Iterable[_Union[ClaimedEvent, _Mapping]]] = ..., alone: _Optional[bool] = ...) -> None: ...
+    isolated: bool
+    def __init__(self, queue: _Optional[str] = ..., token: _Optional[int] = ..., expires_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., events: _Optional[_Iterable[_Union[ClaimedEvent, _Mapping]]] = ..., isolated: _Optional[bool] = ...) -> None: ...
 
 class ClaimResponse(_message.Message):
     __slots__ = ("lease",)
@@ -341,18 +341,18 @@ class Release(_message.Message):
     def __init__(self, after_seconds: _Optional[float] = ...) -> None: ...
 
 class SettleRequest(_message.Message):
-    __slots__ = ("group", "token", "outcomes", "rest_done", "next")
-    GROUP_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("queue", "token", "outcomes", "rest_done", "next")
+    QUEUE_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     REST_DONE_FIELD_NUMBER: _ClassVar[int]
     NEXT_FIELD_NUMBER: _ClassVar[int]
-    group: str
+    queue: str
     token: int
     outcomes: _containers.RepeatedCompositeFieldContainer[Outcome]
     rest_done: bool
     next: ClaimRequest
-    def __init__(self, group: _Optional[str] = ..., token: _Optional[int] = ..., outcomes: _Optional[_Iterable[_Union[Outcome, _Mapping]]] = ..., rest_done: _Optional[bool] = ..., next: _Optional[_Union[ClaimRequest, _Mapping]] = ...) -> None: ...
+    def __init__(self, queue: _Optional[str] = ..., token: _Optional[int] = ..., outcomes: _Optional[_Iterable[_Union[Outcome, _Mapping]]] = ..., rest_done: _Optional[bool] = ..., next: _Optional[_Union[ClaimRequest, _Mapping]] = ...) -> None: ...
 
 class SettleResponse(_message.Message):
     __slots__ = ("next",)
@@ -361,14 +361,14 @@ class SettleResponse(_message.Message):
     def __init__(self, next: _Optional[_Union[Lease, _Mapping]] = ...) -> None: ...
 
 class ExtendRequest(_message.Message):
-    __slots__ = ("group", "token", "lease_seconds")
-    GROUP_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("queue", "token", "lease_seconds")
+    QUEUE_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    group: str
+    queue: str
     token: int
     lease_seconds: float
-    def __init__(self, group: _Optional[str] = ..., token: _Optional[int] = ..., lease_seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, queue: _Optional[str] = ..., token: _Optional[int] = ..., lease_seconds: _Optional[float] = ...) -> None: ...
 
 class ExtendResponse(_message.Message):
     __slots__ = ("expires_at",)
@@ -650,22 +650,22 @@ class SubscribeResponse(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[StoreEvent, _Mapping]]] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class CompeteRequest(_message.Message):
-    __slots__ = ("store", "group", "query", "worker", "batch_size", "lease_seconds", "stop_when_caught_up")
+    __slots__ = ("store", "queue", "query", "worker", "batch_size", "lease_seconds", "stop_when_caught_up")
     STORE_FIELD_NUMBER: _ClassVar[int]
-    GROUP_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_FIELD_NUMBER: _ClassVar[int]
     QUERY_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     STOP_WHEN_CAUGHT_UP_FIELD_NUMBER: _ClassVar[int]
     store: str
-    group: str
+    queue: str
     query: Query
     worker: str
     batch_size: int
     lease_seconds: float
     stop_when_caught_up: bool
-    def __init__(self, store: _Optional[str] = ..., group: _Optional[str] = ..., query: _Optional[_Union[Query, _Mapping]] = ..., worker: _Optional[str] = ..., batch_size: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., stop_when_caught_up: _Optional[bool] = ...) -> None: ...
+    def __init__(self, store: _Optional[str] = ..., queue: _Optional[str] = ..., query: _Optional[_Union[Query, _Mapping]] = ..., worker: _Optional[str] = ..., batch_size: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., stop_when_caught_up: _Optional[bool] = ...) -> None: ...
 
 class CompeteResponse(_message.Message):
     __slots__ = ("events",)
@@ -674,18 +674,18 @@ class CompeteResponse(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[StoreEvent, _Mapping]]] = ...) -> None: ...
 
 class DeadLettersRequest(_message.Message):
-    __slots__ = ("store", "group", "positions", "after", "batch_size")
+    __slots__ = ("store", "queue", "positions", "after", "batch_size")
     STORE_FIELD_NUMBER: _ClassVar[int]
-    GROUP_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_FIELD_NUMBER: _ClassVar[int]
     POSITIONS_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
     BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     store: str
-    group: str
+    queue: str
     positions: _containers.RepeatedScalarFieldContainer[int]
     after: int
     batch_size: int
-    def __init__(self, store: _Optional[str] = ..., group: _Optional[str] = ..., positions: _Optional[_Iterable[int]] = ..., after: _Optional[int] = ..., batch_size: _Optional[int] = ...) -> None: ...
+    def __init__(self, store: _Optional[str] = ..., queue: _Optional[str] = ..., positions: _Optional[_Iterable[int]] = ..., after: _Optional[int] = ..., batch_size: _Optional[int] = ...) -> None: ...
 
 class DeadLetter(_message.Message):
     __slots__ = ("position", "type", "attempts", "last_error", "history", "died_at")
@@ -710,16 +710,16 @@ class DeadLettersResponse(_message.Message):
     def __init__(self, letters: _Optional[_Iterable[_Union[DeadLetter, _Mapping]]] = ...) -> None: ...
 
 class RedriveRequest(_message.Message):
-    __slots__ = ("store", "group", "positions", "all")
+    __slots__ = ("store", "queue", "positions", "all")
     STORE_FIELD_NUMBER: _ClassVar[int]
-    GROUP_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_FIELD_NUMBER: _ClassVar[int]
     POSITIONS_FIELD_NUMBER: _ClassVar[int]
     ALL_FIELD_NUMBER: _ClassVar[int]
     store: str
-    group: str
+    queue: str
     positions: _containers.RepeatedScalarFieldContainer[int]
     all: bool
-    def __init__(self, store: _Optional[str] = ..., group: _Optional[str] = ..., positions: _Optional[_Iterable[int]] = ..., all: _Optional[bool] = ...) -> None: ...
+    def __init__(self, store: _Optional[str] = ..., queue: _Optional[str] = ..., positions: _Optional[_Iterable[int]] = ..., all: _Optional[bool] = ...) -> None: ...
 
 class RedriveResponse(_message.Message):
     __slots__ = ("count",)

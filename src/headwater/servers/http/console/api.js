@@ -1,60 +1,60 @@
-// How the console asks the server: JSON over HTTP, problems as errors, live events as a stream.
+// Requests to the server: JSON over HTTP, problems as errors, SSE streams.
 
 import { read } from "./json.js";
 
 export class Problem extends Error {
   constructor(status, body) {
-    super(body.detail || body.title || `the server answered ${status}`);
+    super(body.detail || body.title || `the server responded with status ${status}`);
     this.status = status;
     this.hint = body.hint || "";
     this.body = body;
   }
 }
 
-let whenShutOut = () => {};
-let whenReachable = () => {};
+let onSignedOut = () => {};
+let onReachable = () => {};
 
-/** What to do when nobody is signed in, and when the server is gone or back. */
-export function listen({ shutOut, reachable }) {
-  whenShutOut = shutOut;
-  whenReachable = reachable;
+/** Set the callbacks for a request without a valid session, and for a server that becomes unreachable or reachable. */
+export function listen({ signedOut, reachable }) {
+  onSignedOut = signedOut;
+  onReachable = reachable;
 }
 
-/** A body that is a text is JSON already, and sent as it is. */
-async function ask(method, path, body, { quiet = false } = {}) {
-  let answer;
+/** Send a request. A string body is JSON text and is sent unchanged. */
+async function send(method, path, body, { quiet = false } = {}) {
+  let response;
   try {
-    answer = await fetch(path, {
+    response = await fetch(path, {
       method,
-      // Shows the server that it is this page that asks, and no other site with our cookie.
+      // Protects against CSRF: other sites cannot send this header.
       headers: { "x-headwater-console": "1", accept: "application/json", ...(body === undefined ? {} : { "content-type": "application/json" }) },
       body: body === undefined || typeof body === "string" ? body : JSON.stringify(body),
       signal: AbortSignal.timeout(30_000),
     });
   } catch (error) {
-    whenReachable(false);
+    onReachable(false);
     throw new Problem(0, { detail: "The server cannot be reached." });
   }
-  whenReachable(true);
-  const text = await answer.text();
+  onReachable(true);
+  const text = await response.text();
   let found = {};
   try {
     found = text ? read(text) : {};
   } catch {
     found = { detail: text.slice(0, 300) };
   }
-  if (answer.ok) return found;
-  if (answer.status === 401 && !quiet) whenShutOut();
-  throw new Problem(answer.status, found);
+  if (response.ok) return found;
+  if (response.status === 401 && !quiet) onSignedOut();
+  throw new Problem(response.status, found);
 }
 
-export const get = (path, options) => ask("GET", path, undefined, options);
-export const post = (path, body = {}, options) => ask("POST", path, body, options);
-export const patch = (path, body) => ask("PATCH", path, body);
-export const put = (path, body) => ask("PUT", path, body);
-export const remove = (path) => ask("DELETE", path);
+export const get = (path, options) => send("GET", path, undefined, options);
+export const post = (path, body = {}, options) => send("POST", path, body, options);
+export const patch = (path, body) => send("PATCH", path, body);
+export const put = (path, body) => send("PUT", path, body);
+export const remove = (path) => send("DELETE", path);
 
-/** Whether somebody may do this. The server decides; this keeps what it would refuse from being offered. */
+/** Whether the account has a permission. Only for hiding what is not allowed; the server enforces permissions. */
 export const may = (me, action, kind, name) =>
   me.administrator || me.permissions.some((given) =>
     given.kind === kind && [action, "all"].includes(given.action) && (given.prefix ? name.startsWith(given.name) : [name, "*"].includes(given.name)));
@@ -63,7 +63,7 @@ export const may = (me, action, kind, name) =>
 export const path = (texts, ...values) =>
   texts.reduce((whole, text, i) => whole + text + (i < values.length ? encodeURIComponent(values[i]) : ""), "");
 
-/** A query string of what is given; empty values are left out. */
+/** A query string of the values; empty values are left out. */
 export function query(values) {
   const given = new URLSearchParams();
   for (const [name, value] of Object.entries(values)) {
@@ -73,7 +73,7 @@ export function query(values) {
   return text ? `?${text}` : "";
 }
 
-/** Live events of an address, until the answer is called. The browser resumes by itself where it was. */
+/** Follow an SSE stream until the returned function is called. The browser reconnects and resumes automatically. */
 export function follow(address, onEvent, onState) {
   const source = new EventSource(address);
   source.onmessage = (message) => onEvent(read(message.data));

@@ -1,11 +1,11 @@
-// The console's frame: which page is shown, who is signed in, light or dark.
+// The frame of the console: routing, sign-in, theme.
 
 import { get, listen, post, Problem, remove } from "./api.js";
-import { complain, h, note, said, show } from "./ui.js";
+import { errorText, h, note, noteError, show } from "./ui.js";
 import { overview } from "./pages/overview.js";
 import { topic, topics } from "./pages/topics.js";
 import { events } from "./pages/events.js";
-import { group, groups } from "./pages/groups.js";
+import { queue, queues } from "./pages/queues.js";
 import { subscriptions } from "./pages/subscriptions.js";
 import { store, stores } from "./pages/stores.js";
 import { pipeline, pipelines } from "./pages/pipelines.js";
@@ -17,7 +17,7 @@ const NAV = [
   ["/", "Overview"],
   ["/topics", "Topics"],
   ["/events", "Events"],
-  ["/groups", "Groups"],
+  ["/queues", "Queues"],
   ["/subscriptions", "Subscriptions"],
   ["/stores", "Event stores"],
   ["/pipelines", "Pipelines"],
@@ -26,14 +26,14 @@ const NAV = [
   ["/accounts", "Accounts"],
 ];
 
-// A page gets the parts of its address, and answers with what to do when it is left.
+// A page gets the parts of its path and returns a function that is called when the user leaves it.
 const PAGES = [
   [/^\/$/, overview],
   [/^\/topics$/, topics],
   [/^\/topics\/([^/]+)$/, topic],
   [/^\/events$/, events],
-  [/^\/groups$/, groups],
-  [/^\/groups\/([^/]+)$/, group],
+  [/^\/queues$/, queues],
+  [/^\/queues\/([^/]+)$/, queue],
   [/^\/subscriptions$/, subscriptions],
   [/^\/stores$/, stores],
   [/^\/stores\/([^/]+)$/, store],
@@ -50,54 +50,54 @@ let leave = null;
 let shown = 0;
 
 async function route() {
-  const [place, search = ""] = (location.hash.slice(1) || "/").split("?");
+  const [current, search = ""] = (location.hash.slice(1) || "/").split("?");
   for (const link of document.querySelectorAll("#nav a")) {
     const own = link.getAttribute("href").slice(1);
-    const here = own === "/" ? place === "/" : place === own || place.startsWith(`${own}/`);
-    if (here) link.setAttribute("aria-current", "page");
+    const isCurrent = own === "/" ? current === "/" : current === own || current.startsWith(`${own}/`);
+    if (isCurrent) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
-    // On a small screen the others stand beside it, out of sight.
+    // On a small screen the navigation scrolls: keep the current link visible.
     const nav = link.parentElement;
-    if (here) nav.scrollLeft = link.offsetLeft - nav.offsetLeft - (nav.clientWidth - link.offsetWidth) / 2;
+    if (isCurrent) nav.scrollLeft = link.offsetLeft - nav.offsetLeft - (nav.clientWidth - link.offsetWidth) / 2;
   }
   leave?.();
   leave = null;
   const turn = ++shown;
-  const [match, page] = PAGES.map(([pattern, page]) => [pattern.exec(place), page]).find(([found]) => found) ?? [];
+  const [match, page] = PAGES.map(([pattern, page]) => [pattern.exec(current), page]).find(([found]) => found) ?? [];
   if (!match) {
-    show(h("p.empty", "There is no such page. ", h("a", { href: "#/" }, "To the overview")));
+    show(h("p.empty", "Page not found. ", h("a", { href: "#/" }, "Go to the overview")));
     return;
   }
   try {
     const left = await page(...match.slice(1).map(decodeURIComponent), new URLSearchParams(search));
-    // Somebody may have gone on while this page was still loading.
+    // The user may have left while this page was still loading.
     if (turn === shown) leave = left ?? null;
     else left?.();
   } catch (error) {
-    if (turn === shown && error.status !== 401) wrong(error, route);
+    if (turn === shown && error.status !== 401) showError(error, route);
   }
 }
 
-function wrong(error, again) {
+function showError(error, retry) {
   if (!(error instanceof Problem)) console.error(error);
-  show(h("div.card.stack", said(error), h("button.second", { type: "button", onclick: again }, "Try again")));
+  show(h("div.card.stack", errorText(error), h("button.second", { type: "button", onclick: retry }, "Retry")));
 }
 
 function login() {
   leave?.();
   leave = null;
   document.title = "Sign in · Headwater";
-  const wrong = h("div");
+  const problem = h("div");
   const name = h("input", { name: "name", autocomplete: "username", required: true });
   const password = h("input", { name: "password", type: "password", autocomplete: "current-password", required: true });
-  const form = h("form", h("h1", "Sign in"), h("label", "Account", name), h("label", "Password", password), wrong, h("button", { type: "submit" }, "Sign in"));
+  const form = h("form", h("h1", "Sign in"), h("label", "Account", name), h("label", "Password", password), problem, h("button", { type: "submit" }, "Sign in"));
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
     try {
       await post("/v1/sessions", { name: name.value, password: password.value }, { quiet: true });
       await start();
     } catch (error) {
-      wrong.replaceChildren(h("p.bad", { role: "alert" }, error.message));
+      problem.replaceChildren(h("p.bad", { role: "alert" }, error.message));
     }
   });
   show(h("section.card.login", form));
@@ -111,7 +111,7 @@ async function start() {
   await route();
 }
 
-document.querySelector("#nav").append(...NAV.map(([place, name]) => h("a", { href: `#${place}` }, name)));
+document.querySelector("#nav").append(...NAV.map(([path, name]) => h("a", { href: `#${path}` }, name)));
 document.querySelector("#leave").addEventListener("click", async () => {
   try {
     await remove("/v1/sessions");
@@ -120,7 +120,7 @@ document.querySelector("#leave").addEventListener("click", async () => {
     login();
     note("Signed out.");
   } catch (error) {
-    complain(error);
+    noteError(error);
   }
 });
 
@@ -135,17 +135,17 @@ document.querySelector("#theme").addEventListener("click", () => {
 });
 
 document.querySelector(".skip").addEventListener("click", (event) => {
-  // The address says which page is shown, so the link may not change it.
+  // The fragment selects the page, so the link must not change it.
   event.preventDefault();
   document.querySelector("#main").focus();
 });
 
 listen({
-  shutOut: login,
-  reachable: (well) => {
+  signedOut: login,
+  reachable: (isReachable) => {
     const bar = document.querySelector("#offline");
-    bar.hidden = well;
-    bar.textContent = well ? "" : "The server cannot be reached; trying again.";
+    bar.hidden = isReachable;
+    bar.textContent = isReachable ? "" : "The server cannot be reached. Retrying…";
   },
 });
 addEventListener("hashchange", () => {
@@ -154,5 +154,5 @@ addEventListener("hashchange", () => {
   scrollTo(0, 0);
 });
 start().catch((error) => {
-  if (error.status !== 401) wrong(error, () => location.reload());
+  if (error.status !== 401) showError(error, () => location.reload());
 });

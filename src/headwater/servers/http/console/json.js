@@ -1,9 +1,9 @@
-// JSON as it was written. JavaScript's own reading rounds large numbers, drops zeros and puts keys in another order.
+// JSON as it was published. JSON.parse rounds large numbers, drops trailing zeros and reorders keys.
 
-// Members of answers that hold somebody's own JSON: read as the text that it is.
-const KEPT = new Set(["data", "headers", "metadata", "params", "definition"]);
+// Fields of responses that contain users' JSON: kept as text.
+const USER_JSON = new Set(["data", "headers", "metadata", "params", "definition"]);
 
-/** Where a text ends that begins at this quotation mark. */
+/** The end of the string that begins at this quotation mark. */
 function afterText(json, at) {
   for (let quote = json.indexOf('"', at + 1); quote >= 0; quote = json.indexOf('"', quote + 1)) {
     let slashes = 0;
@@ -13,7 +13,7 @@ function afterText(json, at) {
   return json.length;
 }
 
-/** Where a value ends that begins here. */
+/** The end of the value that begins here. */
 function afterValue(json, at) {
   let depth = 0;
   for (let i = at; i < json.length; i++) {
@@ -26,7 +26,7 @@ function afterValue(json, at) {
   return json.length;
 }
 
-/** An answer of the server. What is somebody's own JSON in it stays text; where it is null, it is null. */
+/** Parse a response of the server. Users' JSON in it stays text, except null. */
 export function read(json) {
   const parts = [];
   let taken = 0;
@@ -34,7 +34,7 @@ export function read(json) {
     const end = afterText(json, i);
     const name = json.slice(i + 1, end - 1);
     i = end;
-    if (!KEPT.has(name)) continue;
+    if (!USER_JSON.has(name)) continue;
     const [colon] = /^\s*:\s*/.exec(json.slice(end, end + 20)) ?? [];
     if (colon === undefined) continue;
     const begin = end + colon.length;
@@ -58,10 +58,10 @@ export function isJson(json) {
 
 export const isObject = (json) => isJson(json) && json.trimStart().startsWith("{");
 
-/** Whether there is nothing in it. */
+/** Whether it is missing or an empty object. */
 export const isEmpty = (json) => !json || /^\{\s*\}$/.test(json);
 
-/** The same with line breaks; not a sign of what it says is another. */
+/** The same JSON with line breaks and indentation; no token is changed. */
 export function pretty(json) {
   const parts = [];
   let line = "\n";

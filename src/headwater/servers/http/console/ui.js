@@ -1,8 +1,8 @@
-// The few parts that every page is made of. Everything is made of nodes and texts, never of markup in strings.
+// Components shared by all pages. Everything is built from nodes and text, never from markup in strings.
 
 import { Problem } from "./api.js";
 
-/** An element: h("td.number", { title: "…" }, "text", node, …). By its `key` it is known among others: see `update`. */
+/** An element: h("td.number", { title: "…" }, "text", node, …). `key` identifies it among its siblings: see `update`. */
 export function h(what, ...rest) {
   const [tag, ...classes] = what.split(".");
   const node = document.createElement(tag || "div");
@@ -22,19 +22,19 @@ const main = () => document.querySelector("#main");
 
 export const show = (...nodes) => main().replaceChildren(...nodes);
 
-/** The same page again, as it is now. */
+/** Redraw the current page in place. */
 export const redraw = (...nodes) => update(main(), ...nodes);
 
 const HANDLERS = ["onclick", "onchange", "oninput", "onsubmit"];
 
 /**
- * Puts children into a node, of those that are there the same ones: focus, selection and scrolling stay as they are.
- * A child with a key becomes the one with that key, another the next of its kind.
+ * Replace the children of a node, reusing existing nodes so that focus, selection and scroll position are preserved.
+ * A child with a key reuses the node with that key; other children reuse the next node of the same kind.
  */
 export function update(node, ...children) {
   const focused = document.activeElement;
   fill(node, h("div", children));
-  // What is moved loses it.
+  // A node that is moved loses the focus.
   if (focused !== document.activeElement && node.contains(focused)) focused.focus({ preventScroll: true });
 }
 
@@ -43,10 +43,10 @@ function fill(node, made) {
   const waiting = Map.groupBy([...node.childNodes], name);
   const pairs = [...made.childNodes].map((child) => [waiting.get(name(child))?.shift(), child]);
   for (const child of [...waiting.values()].flat()) child.remove();
-  let place = node.firstChild;
+  let next = node.firstChild;
   for (const [known, child] of pairs) {
-    if (known === place && place) place = place.nextSibling;
-    else node.insertBefore(known ?? child, place);
+    if (known === next && next) next = next.nextSibling;
+    else node.insertBefore(known ?? child, next);
     if (known) become(known, child);
   }
 }
@@ -57,7 +57,7 @@ function become(known, made) {
     return;
   }
   for (const { name } of [...known.attributes]) {
-    // A button that somebody has pressed, and that is not done yet, says so until it is.
+    // A button whose action is running stays disabled and busy until it is done.
     const busy = known.ariaBusy && ["disabled", "aria-busy"].includes(name);
     if (!made.hasAttribute(name) && !busy) known.removeAttribute(name);
   }
@@ -71,7 +71,7 @@ export function head(title, ...actions) {
   return h("div.head", h("h1", title), h("span.space"), ...actions);
 }
 
-// Figures and times
+// Numbers and times
 
 const numbers = new Intl.NumberFormat("en");
 export const number = (value) => (value === null || value === undefined ? "–" : numbers.format(Math.round(value * 10) / 10));
@@ -82,11 +82,11 @@ export const atLeast = (value, more) => number(value) + (more ? "+" : "");
 /** "1 event", "2 events", "10,000 events or more". */
 export const count = (value, word, more = false) => `${number(value)} ${word}${value === 1 ? "" : "s"}${more ? " or more" : ""}`;
 
-/** " (positions 3 to 9)", or nothing where there are none. */
+/** " (positions 3 to 9)", or nothing. */
 export const range = (first, last) => (first ? ` (${first === last ? `position ${number(first)}` : `positions ${number(first)} to ${number(last)}`})` : "");
 
-/** What a dry run says of events: how many, and which. */
-export const events = (seen) => count(seen.events, "event", seen.events_is_more) + range(seen.first, seen.last);
+/** The events in a dry-run result: their number and positions. */
+export const events = (preview) => count(preview.events, "event", preview.events_is_more) + range(preview.first, preview.last);
 
 export function bytes(value) {
   if (value === null || value === undefined) return "–";
@@ -118,14 +118,14 @@ export const exact = (text) => (text ? new Date(text).toLocaleString(undefined, 
 
 export const badge = (text, tone = "dim") => h(`span.badge.${tone}`, text);
 
-/** A line of the last values. */
+/** A sparkline of the latest values. */
 export function spark(values, name) {
   const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
   svg.setAttribute("class", "spark");
   svg.setAttribute("viewBox", "0 0 100 20");
   svg.setAttribute("preserveAspectRatio", "none");
   svg.setAttribute("role", "img");
-  svg.setAttribute("aria-label", `${name}: ${values.length ? number(values.at(-1)) : "nothing yet"}`);
+  svg.setAttribute("aria-label", `${name}: ${values.length ? number(values.at(-1)) : "no data yet"}`);
   const top = Math.max(...values, 1e-9);
   const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
   const points = values.map((value, i) => `${((i / Math.max(values.length - 1, 1)) * 100).toFixed(1)},${(19 - (value / top) * 18).toFixed(1)}`);
@@ -135,9 +135,9 @@ export function spark(values, name) {
 }
 
 // Tables. A column: { name, of: row => node or text, kind: "number" | "tight" | "wide" … as classes }
-// By its key a row is known when the table is updated.
+// The key identifies a row when the table is updated.
 
-export function table(columns, rows, { empty = "Nothing here yet.", label, key = () => undefined } = {}) {
+export function table(columns, rows, { empty = "No entries.", label, key = () => undefined } = {}) {
   if (!rows.length) return h("p.empty", empty);
   const cell = (tag, column, content) => h([tag, ...(column.kind ? column.kind.split(" ") : [])].join("."), tag === "th" ? { scope: "col" } : {}, content);
   return h("div.scroll",
@@ -152,26 +152,26 @@ export const card = (title, ...content) => h("section.card", { key: title }, tit
 
 // Notes and dialogs
 
-export function note(text, { wrong = false } = {}) {
+export function note(text, { isError = false } = {}) {
   const notes = document.querySelector("#notes");
-  // What is still to be read is not said twice.
+  // A note that is still visible is not shown twice.
   [...notes.children].find((other) => other.textContent === text)?.remove();
-  const node = h(wrong ? "div.wrong" : "div", text);
+  const node = h(isError ? "div.wrong" : "div", text);
   notes.append(node);
-  setTimeout(() => node.remove(), wrong ? 10_000 : 4_000);
+  setTimeout(() => node.remove(), isError ? 10_000 : 4_000);
 }
 
 const words = ({ message, hint }) => (hint ? `${message}${/[.!?]$/.test(message) ? "" : "."} ${hint}` : message);
 
-/** A problem, where its cause is. */
-export const said = (error) => h("p.bad", { role: "alert" }, words(error));
+/** An error message with its hint. */
+export const errorText = (error) => h("p.bad", { role: "alert" }, words(error));
 
-export function complain(error) {
+export function noteError(error) {
   if (!(error instanceof Problem)) console.error(error);
-  if (error.status !== 401) note(words(error), { wrong: true });
+  if (error.status !== 401) note(words(error), { isError: true });
 }
 
-/** A button that does something slow once at a time, and says what went wrong. */
+/** A button for an asynchronous action: disabled while it runs, and it shows an error note if it fails. */
 export function action(text, act, { style = "second", ...given } = {}) {
   return h(["button", ...style.split(" ")].join("."), {
     type: "button",
@@ -184,7 +184,7 @@ export function action(text, act, { style = "second", ...given } = {}) {
       try {
         await act();
       } catch (error) {
-        complain(error);
+        noteError(error);
       } finally {
         button.disabled = false;
         button.ariaBusy = null;
@@ -194,29 +194,29 @@ export function action(text, act, { style = "second", ...given } = {}) {
   }, text);
 }
 
-/** Shows a dialog; the answer is what `close` was called with, or undefined. */
+/** Show a dialog; resolves to the value that `close` was called with, or undefined. */
 export function dialog(make) {
   return new Promise((done) => {
     const node = h("dialog");
-    let answer;
+    let result;
     const close = (value) => {
-      answer = value;
+      result = value;
       node.close();
     };
     node.append(make(close));
     node.addEventListener("close", () => {
       node.remove();
-      done(answer);
+      done(result);
     });
     document.body.append(node);
     node.showModal();
   });
 }
 
-/** A dialog with a form. Fields: { name, label, type, value, required, options, help, rows }. `send` may refuse by throwing. */
+/** A dialog with a form. Fields: { name, label, type, value, required, options, help, rows }. If `send` throws, the error is shown in the form. */
 export function form(title, fields, send, { button = "Save" } = {}) {
   return dialog((close) => {
-    const wrong = h("div");
+    const problem = h("div");
     const inputs = Object.fromEntries(fields.map((field) => [field.name, input(field)]));
     const save = h("button", { type: "submit" }, button);
     const node = h("form", { method: "dialog" },
@@ -224,7 +224,7 @@ export function form(title, fields, send, { button = "Save" } = {}) {
       fields.map((field) => field.type === "checkbox"
         ? h("label.check", inputs[field.name], field.label)
         : h("label", field.label, inputs[field.name], field.help ? h("span.dim", field.help) : null)),
-      wrong,
+      problem,
       h("div.buttons", h("button.second", { type: "button", onclick: () => close() }, "Cancel"), save));
     node.addEventListener("submit", async (event) => {
       event.preventDefault();
@@ -233,7 +233,7 @@ export function form(title, fields, send, { button = "Save" } = {}) {
         const values = Object.fromEntries(fields.map((field) => [field.name, field.type === "checkbox" ? inputs[field.name].checked : inputs[field.name].value]));
         close((await send(values)) ?? true);
       } catch (error) {
-        wrong.replaceChildren(said(error));
+        problem.replaceChildren(errorText(error));
       } finally {
         save.disabled = false;
       }
@@ -257,25 +257,25 @@ export function input({ name, type = "text", value = "", required, options, rows
 }
 
 /**
- * Ask before something that cannot be taken back. `look` is the dry run: what would be done, told before it is done.
- * `name` has to be typed where much is at stake.
+ * Ask for confirmation of an action that cannot be undone. `preview` is the dry run, `describe` shows its result before
+ * the action. If `name` is given, the user must type it.
  */
-export function confirm(title, { look, tell, act, button, name }) {
+export function confirm(title, { preview, describe, act, button, name }) {
   return dialog((close) => {
-    const wrong = h("div");
-    const told = h("div", { "aria-live": "polite" }, h("p.dim", "Looking what this would do…"));
-    const typed = name ? h("input", { autocomplete: "off", "aria-label": `Type ${name} to go on` }) : null;
+    const problem = h("div");
+    const description = h("div", { "aria-live": "polite" }, h("p.dim", "Checking the effects…"));
+    const typed = name ? h("input", { autocomplete: "off", "aria-label": `Type ${name} to confirm` }) : null;
     const go = h("button.risky", { type: "submit", disabled: true }, button);
-    let looked = false;
+    let previewed = false;
     const allow = () => {
-      go.disabled = !looked || (typed && typed.value !== name);
+      go.disabled = !previewed || (typed && typed.value !== name);
     };
     typed?.addEventListener("input", allow);
     const node = h("form", { method: "dialog" },
       h("h2", title),
-      told,
-      typed ? h("label", h("span", "Type ", h("code", name), " to go on"), typed) : null,
-      wrong,
+      description,
+      typed ? h("label", h("span", "Type ", h("code", name), " to confirm"), typed) : null,
+      problem,
       h("div.buttons", h("button.second", { type: "button", onclick: () => close() }, "Cancel"), go));
     node.addEventListener("submit", async (event) => {
       event.preventDefault();
@@ -284,30 +284,30 @@ export function confirm(title, { look, tell, act, button, name }) {
       try {
         close((await act()) ?? true);
       } catch (error) {
-        wrong.replaceChildren(said(error));
+        problem.replaceChildren(errorText(error));
         allow();
       }
     });
-    Promise.resolve(look ? look() : {}).then(
+    Promise.resolve(preview ? preview() : {}).then(
       (found) => {
-        looked = true;
-        update(told, tell(found));
+        previewed = true;
+        update(description, describe(found));
         allow();
       },
-      (error) => told.replaceChildren(said(error)),
+      (error) => description.replaceChildren(errorText(error)),
     );
     return node;
   });
 }
 
-// Asking again does not help. (408 and 429: later it may.)
-const isRefusal = ({ status }) => status >= 400 && status < 500 && status !== 408 && status !== 429;
+// Client errors are permanent, except 408 and 429.
+const isPermanent = ({ status }) => status >= 400 && status < 500 && status !== 408 && status !== 429;
 
 /**
- * Runs `act` now and every few seconds while the page is seen, until `stop`; `now` does not wait. What is refused is
- * said in `place`, and not asked for again.
+ * Run `act` now and every few seconds while the page is visible, until `stop`; `now` runs it at once. A permanent error
+ * is shown in `target` and ends the repetition.
  */
-export function every(seconds, act, place) {
+export function every(seconds, act, target) {
   let stopped = false;
   let timer;
   const now = async () => {
@@ -316,9 +316,9 @@ export function every(seconds, act, place) {
         await act();
       } catch (error) {
         if (stopped) return;
-        stopped = isRefusal(error);
-        if (stopped) update(place, said(error));
-        else if (error.status !== 0) complain(error);
+        stopped = isPermanent(error);
+        if (stopped) update(target, errorText(error));
+        else if (error.status !== 0) noteError(error);
       }
     }
     clearTimeout(timer);

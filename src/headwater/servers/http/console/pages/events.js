@@ -1,24 +1,24 @@
-// Events: searched by key, type, header and time, looked into, followed live.
+// Events: search by key, type, header and time; details; follow live.
 
 import { follow, get, may, path, query } from "../api.js";
 import { isEmpty, pretty } from "../json.js";
-import { badge, card, complain, dialog, exact, facts, h, head, input, number, said, show } from "../ui.js";
+import { badge, card, dialog, exact, facts, h, head, input, noteError, number, errorText, show } from "../ui.js";
 
 const PAGE = 50;
-// A page that is left open for days must not grow for days.
-const MOST_ROWS = 500;
+// Bounds the table of a page that stays open for days.
+const MAX_ROWS = 500;
 const SHORT = 140;
 
 export const keyOf = (event) => event.key ?? (event.key_base64 ? `base64:${event.key_base64}` : "–");
 
-/** The payload to the letter: JSON as it is stored, or text, or base64; null: there is none. */
+/** The payload unchanged: JSON as stored, text, or base64; null if there is none. */
 const payloadOf = (event) => event.data ?? event.text ?? event.base64 ?? null;
 
-/** The payload for people. */
+/** The payload formatted for reading. */
 const bodyOf = (event) => (event.data ? pretty(event.data) : payloadOf(event) ?? "");
 
 function shortBody(event) {
-  // Of a megabyte a line is shown, and only that much is made ready.
+  // Only one line is shown: format only the beginning of a large payload.
   const text = (event.data ? pretty(event.data.slice(0, 4 * SHORT)) : (payloadOf(event) ?? "").slice(0, 4 * SHORT)).replace(/\s+/g, " ");
   return text.length > SHORT ? `${text.slice(0, SHORT)}…` : text;
 }
@@ -29,14 +29,14 @@ export function contentOf(event) {
   return [
     isEmpty(event.headers) ? null : [h("h2", "Headers"), h("pre", { tabIndex: 0 }, pretty(event.headers))],
     isEmpty(event.metadata) ? null : [h("h2", "Metadata"), h("pre", { tabIndex: 0 }, pretty(event.metadata))],
-    h("h2", event.base64 !== undefined ? "Payload, in base64" : "Payload"),
+    h("h2", event.base64 !== undefined ? "Payload (base64)" : "Payload"),
     body ? h("pre", { tabIndex: 0 }, body) : h("p.empty", "This event has no payload."),
   ];
 }
 
 const tagsOf = (event) => (event.tags.length ? event.tags.join(", ") : "–");
 
-function look(event) {
+function showDetails(event) {
   return dialog((close) => h("div",
     h("h2", `Event ${number(event.position)}`),
     facts([
@@ -56,14 +56,14 @@ function look(event) {
       h("button", { type: "button", onclick: () => close() }, "Close"))));
 }
 
-const POSITION = { name: "Position", kind: "number tight", of: (event) => h("button.quiet.small", { type: "button", onclick: () => look(event), "aria-label": `Look at event ${event.position}` }, number(event.position)) };
+const POSITION = { name: "Position", kind: "number tight", of: (event) => h("button.quiet.small", { type: "button", onclick: () => showDetails(event), "aria-label": `Show event ${event.position}` }, number(event.position)) };
 const TYPE = { name: "Type", of: (event) => event.type ?? "–" };
 const PAYLOAD = { name: "Payload", kind: "code", of: shortBody };
 const PUBLISHED = { name: "Published", kind: "tight wide", of: (event) => exact(event.published_at) };
 const OF_TOPICS = [POSITION, { name: "Topic", kind: "wide", of: (event) => event.topic }, TYPE, { name: "Key", kind: "code wide", of: keyOf }, PAYLOAD, PUBLISHED];
 export const OF_STORE = [POSITION, TYPE, { name: "Tags", kind: "code", of: tagsOf }, PAYLOAD, PUBLISHED];
 
-/** Rows of events; `add` puts one on top. */
+/** A table of events; `add` inserts one at the top. */
 export function eventTable(label, columns = OF_TOPICS) {
   const body = h("tbody");
   const cell = (tag, { kind }, given, content) => h([tag, ...(kind ?? "").split(" ").filter(Boolean)].join("."), given, content);
@@ -77,7 +77,7 @@ export function eventTable(label, columns = OF_TOPICS) {
       const made = row(event);
       made.classList.add("fresh");
       body.prepend(made);
-      while (body.children.length > MOST_ROWS) body.lastElementChild.remove();
+      while (body.children.length > MAX_ROWS) body.lastElementChild.remove();
     },
     get size() {
       return body.children.length;
@@ -85,14 +85,14 @@ export function eventTable(label, columns = OF_TOPICS) {
   };
 }
 
-/** Lets the address say what a form asks for, so that it can be kept and gone back to. */
-export function keepInAddress(place, values) {
-  const address = `#${place}${query(values)}`;
+/** Store the values of a form in the URL, for bookmarks and the back button. */
+export function keepInAddress(page, values) {
+  const address = `#${page}${query(values)}`;
   if (location.hash !== address) history.pushState(null, "", address);
 }
 
-/** The search for what a form says, as the API wants it. */
-function wanted(given) {
+/** The query parameters of the API for a search form. */
+function searchParameters(given) {
   const header = given.header.includes("=") ? { [`header.${given.header.split("=")[0].trim()}`]: given.header.slice(given.header.indexOf("=") + 1).trim() } : {};
   const time = (text) => (text ? new Date(text).toISOString() : "");
   return { type: given.type, key: given.key, ...header, since: time(given.since), until: time(given.until) };
@@ -117,13 +117,13 @@ export async function events(search) {
     h("label.check", live, "Follow live"));
   const state = h("span", { role: "status" });
   const list = eventTable("Events");
-  const told = h("div", { "aria-live": "polite" });
+  const message = h("div", { "aria-live": "polite" });
   const more = h("button.second", { type: "button", hidden: true });
   if (!topics.length) {
-    show(head("Events"), card(null, h("p.empty", `${me.account} may not read any topic.`)));
+    show(head("Events"), card(null, h("p.empty", `The account ${me.account} has no permission to read a topic.`)));
     return undefined;
   }
-  show(head("Events", state), card(null, form), card(null, list.node, told, more));
+  show(head("Events", state), card(null, form), card(null, list.node, message, more));
 
   let stop = null;
   let next = null;
@@ -133,16 +133,16 @@ export async function events(search) {
     put(page.events);
     next = page.next;
     more.hidden = !next;
-    more.textContent = page.events.length ? "Older events" : "Look further back";
+    more.textContent = page.events.length ? "Older events" : "Search further back";
     const back = next && new URLSearchParams(next).get("before");
-    const sofar = back ? `Looked back to position ${number(Number(back))}` : "";
-    const shown = list.size ? (page.events.length < PAGE && back ? `${sofar}.` : "") : back ? `${sofar}: no event fits so far.` : "No event fits.";
-    told.replaceChildren(shown ? h("p.empty", shown) : "");
+    const sofar = back ? `Searched back to position ${number(Number(back))}` : "";
+    const shown = list.size ? (page.events.length < PAGE && back ? `${sofar}.` : "") : back ? `${sofar}: no matching event so far.` : "No matching events.";
+    message.replaceChildren(shown ? h("p.empty", shown) : "");
   };
-  const wrong = (error) => {
+  const showError = (error) => {
     list.fill([]);
     more.hidden = true;
-    told.replaceChildren(said(error));
+    message.replaceChildren(errorText(error));
   };
   const halt = () => {
     stop?.();
@@ -152,37 +152,37 @@ export async function events(search) {
   const run = async () => {
     halt();
     const given = values();
-    const asked = wanted(given);
+    const parameters = searchParameters(given);
     try {
-      const page = await get(base(given) + "events" + query({ ...asked, order: "desc", limit: PAGE }));
+      const page = await get(base(given) + "events" + query({ ...parameters, order: "desc", limit: PAGE }));
       take(page, list.fill);
       if (!live.checked) return;
-      // From where the page ends: what is published meanwhile is not missed.
-      const { since, until, ...selected } = asked;
-      stop = follow(base(given) + "follow" + query({ ...selected, named: false, after: page.settled }), (event) => {
-        told.replaceChildren();
+      // Follow from the stable position of the page, so that no event in between is missed.
+      const { since, until, ...selected } = parameters;
+      stop = follow(base(given) + "follow" + query({ ...selected, named: false, after: page.stable }), (event) => {
+        message.replaceChildren();
         list.add(event);
       }, (how) => state.replaceChildren(how === "live" ? badge("live", "good") : badge(how, "warn")));
     } catch (error) {
-      wrong(error);
+      showError(error);
     }
   };
-  const ask = () => {
+  const submit = () => {
     keepInAddress("/events", values());
     return run();
   };
   form.onsubmit = (event) => {
     event.preventDefault();
-    ask();
+    submit();
   };
-  form.elements.topic.onchange = ask;
+  form.elements.topic.onchange = submit;
   live.onchange = run;
   more.onclick = async () => {
     more.disabled = true;
     try {
       take(await get(base(values()) + "events" + next), list.append);
     } catch (error) {
-      complain(error);
+      noteError(error);
     } finally {
       more.disabled = false;
     }

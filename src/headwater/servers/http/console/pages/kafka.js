@@ -1,4 +1,4 @@
-// Consumer groups of Kafka clients, and where they are in each partition.
+// Kafka consumer groups and their committed offsets.
 
 import { get, path } from "../api.js";
 import { atLeast, card, every, h, head, number, show, table, update, when } from "../ui.js";
@@ -11,9 +11,9 @@ export async function kafkaGroups() {
     update(list, table([
       { name: "Group", of: (g) => h("a", { href: `#/kafka/${encodeURIComponent(g.name)}` }, g.name) },
       { name: "Partitions", kind: "number", of: (g) => number(g.partitions) },
-      { name: "Behind", kind: "number", of: (g) => atLeast(g.lag, g.lag_is_more) },
-      { name: "Committed", kind: "tight wide", of: (g) => when(g.committed_at) },
-    ], found, { label: "Kafka groups", key: (g) => g.name, empty: "No Kafka client has committed an offset here." }));
+      { name: "Lag", kind: "number", of: (g) => atLeast(g.lag, g.lag_is_more) },
+      { name: "Last commit", kind: "tight wide", of: (g) => when(g.committed_at) },
+    ], found, { label: "Kafka groups", key: (g) => g.name, empty: "No Kafka consumer groups." }));
   }, list).stop;
 }
 
@@ -27,8 +27,8 @@ export async function kafkaGroup(name) {
       { name: "Partition", kind: "number", of: (o) => number(o.partition) },
       { name: "Committed", kind: "number", of: (o) => number(o.committed_offset) },
       { name: "End", kind: "number wide", of: (o) => number(o.end_offset) },
-      { name: "Behind", kind: "number", of: (o) => atLeast(o.lag, o.lag_is_more) },
-      { name: "When", kind: "tight wide", of: (o) => when(o.committed_at) },
+      { name: "Lag", kind: "number", of: (o) => atLeast(o.lag, o.lag_is_more) },
+      { name: "Last commit", kind: "tight wide", of: (o) => when(o.committed_at) },
     ], found.offsets, { label: "Offsets", key: (o) => `${o.topic} ${o.partition}` }));
   }, list).stop;
 }

@@ -1,4 +1,4 @@
-// Pipelines: who runs them, how far they are, their last batches and errors.
+// Pipelines: runner, checkpoint, lag, last batches and errors.
 
 import { get, path } from "../api.js";
 import { pretty } from "../json.js";
@@ -17,10 +17,10 @@ export async function pipelines() {
       { name: "Source", kind: "wide", of: (p) => p.source },
       { name: "Batches", kind: "number wide", of: (p) => number(p.batches) },
       { name: "Rows", kind: "number", of: (p) => number(p.rows) },
-      { name: "Behind", kind: "number", of: (p) => atLeast(p.behind, p.behind_is_more) },
+      { name: "Lag", kind: "number", of: (p) => atLeast(p.behind, p.behind_is_more) },
       { name: "Last batch", kind: "tight wide", of: (p) => when(p.last_batch_at) },
       { name: "Error", of: (p) => (p.failures ? h("span.code.bad", (p.last_error ?? "").split("\n")[0]) : "") },
-    ], found, { label: "Pipelines", key: (p) => p.name, empty: "No pipeline has run on this database." }));
+    ], found, { label: "Pipelines", key: (p) => p.name, empty: "No pipeline has run." }));
   }, list).stop;
 }
 
@@ -33,22 +33,22 @@ export async function pipeline(name) {
     behind.push(p.behind ?? 0);
     if (behind.length > 90) behind.shift();
     update(body,
-      card("Now", facts([
+      card("Status", facts([
         ["State", badge(p.state, tone(p.state))],
-        ["Runner", p.runner ?? "nobody"],
-        ["Since", p.started_at ? exact(p.started_at) : "–"],
-        ["Place", number(p.place)],
-        ["Behind", h("span", atLeast(p.behind, p.behind_is_more), p.source === "log" ? " events" : " bytes of WAL", spark(behind, "behind"))],
+        ["Runner", p.runner ?? "none"],
+        ["Running since", p.started_at ? exact(p.started_at) : "–"],
+        ["Checkpoint", number(p.place)],
+        ["Lag", h("span", atLeast(p.behind, p.behind_is_more), p.source === "log" ? " events" : " bytes of WAL", spark(behind, "lag"))],
         ["Batches and rows", `${number(p.batches)} · ${number(p.rows)}`],
       ])),
-      p.last_error ? card("Last error", h("p", when(p.last_error_at), p.failures ? ` · ${count(p.failures, "failure")} in a row` : " · it has gone on since"), h("pre", { tabIndex: 0 }, p.last_error)) : null,
+      p.last_error ? card("Last error", h("p", when(p.last_error_at), p.failures ? ` · ${count(p.failures, "failure")} in a row` : " · recovered since"), h("pre", { tabIndex: 0 }, p.last_error)) : null,
       card("Last batches", table([
         { name: "Ended", kind: "tight", of: (b) => when(b.ended_at) },
         { name: "Rows", kind: "number", of: (b) => (b.error === null ? number(b.rows) : "–") },
-        { name: "Took", kind: "number tight", of: (b) => duration(b.seconds) },
-        { name: "Place", kind: "number wide", of: (b) => number(b.details?.place) },
+        { name: "Duration", kind: "number tight", of: (b) => duration(b.seconds) },
+        { name: "Checkpoint", kind: "number wide", of: (b) => number(b.details?.place) },
         { name: "Error", of: (b) => (b.error === null ? "" : h("span.code.bad", b.error.split("\n")[0])) },
-      ], last.batches, { label: "Last batches", key: (b) => b.ended_at, empty: "No batch yet." })),
+      ], last.batches, { label: "Last batches", key: (b) => b.ended_at, empty: "No batches." })),
       card("Definition", h("pre", { tabIndex: 0 }, pretty(p.definition))));
   }, body).stop;
 }

@@ -1,35 +1,35 @@
-// SQL subscriptions, by group, with what their readers have yet to do.
+// SQL subscriptions by queue.
 
 import { get, path, query, remove } from "../api.js";
-import { deadLetters } from "./groups.js";
+import { deadLetters } from "./queues.js";
 import { action, badge, card, confirm, events, h, head, number, redraw, show, table, when } from "../ui.js";
 
 export async function subscriptions(search, put = show) {
-  const group = search.get("group");
-  const found = (await get("/v1/subscriptions" + query({ group }))).subscriptions;
+  const queue = search.get("queue");
+  const found = (await get("/v1/subscriptions" + query({ queue }))).subscriptions;
   const dead = h("div.stack");
-  put(head(group ? `Subscriptions of ${group}` : "Subscriptions", group ? h("a.button.second", { href: "#/subscriptions" }, "All groups") : null), card(null, table([
-    { name: "Group", of: (s) => s.group },
-    { name: "Condition", of: (s) => h("span.code", s.condition) },
+  put(head(queue ? `Subscriptions of ${queue}` : "Subscriptions", queue ? h("a.button.second", { href: "#/subscriptions" }, "All queues") : null), card(null, table([
+    { name: "Queue", of: (s) => s.queue },
+    { name: "Filter", of: (s) => h("span.code", s.filter) },
     { name: "Parameters", kind: "wide", of: (s) => h("span.code", s.params ?? "{}") },
-    { name: "State", of: (s) => (s.set_aside ? badge("set aside", "bad") : badge("active", "good")) },
-    { name: "Seen", kind: "tight wide", of: (s) => when(s.last_active_at) },
+    { name: "State", of: (s) => (s.set_aside ? badge("stopped", "bad") : badge("active", "good")) },
+    { name: "Last active", kind: "tight wide", of: (s) => when(s.last_active_at) },
     { name: "Id", kind: "number wide", of: (s) => number(s.id) },
     { name: "", of: (s) => action("Delete", async () => {
       const done = await confirm("Delete this subscription?", {
         button: "Delete",
-        look: () => remove(path`/v1/subscriptions/${s.group}/${s.id}` + "?dry_run=true"),
-        tell: (seen) => [
-          h("p", `The group ${s.group} gets no more events by this condition. `, h("strong", events(seen)), " that it has yet to read match it."),
-          h("pre", s.condition),
+        preview: () => remove(path`/v1/subscriptions/${s.queue}/${s.id}` + "?dry_run=true"),
+        describe: (preview) => [
+          h("p", `The queue ${s.queue} receives no more events by this filter, including `, h("strong", events(preview)), " that it has not read yet."),
+          h("pre", s.filter),
         ],
-        act: () => remove(path`/v1/subscriptions/${s.group}/${s.id}`),
+        act: () => remove(path`/v1/subscriptions/${s.queue}/${s.id}`),
       });
       if (done) await subscriptions(search, redraw);
     }, { style: "second small" }) },
-  ], found, { label: "Subscriptions", key: (s) => s.id, empty: "No subscription. headwater sub create makes one." })), ...(group ? [card("Dead letters", dead)] : []));
-  // Drawn again, the letters stay in the place that they have.
-  if (!group || put === redraw) return undefined;
-  const letters = deadLetters(group, dead, () => letters.now());
+  ], found, { label: "Subscriptions", key: (s) => s.id, empty: "No SQL subscriptions. Create one with headwater sub create." })), ...(queue ? [card("Dead letters", dead)] : []));
+  // On a redraw the existing list of dead letters stays.
+  if (!queue || put === redraw) return undefined;
+  const letters = deadLetters(queue, dead, () => letters.now());
   return letters.stop;
 }

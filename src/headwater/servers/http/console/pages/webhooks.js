@@ -1,4 +1,4 @@
-// Webhooks: where events go by HTTP, whether it works, and a button to try.
+// Webhooks: list, settings, state, test.
 
 import { get, patch, path, post, remove } from "../api.js";
 import { action, badge, card, confirm, dialog, duration, events, exact, facts, form, h, head, note, number, redraw, show, table } from "../ui.js";
@@ -15,15 +15,15 @@ export async function webhooks(search, put = show) {
         { name: "topic", label: "Topic", help: "Empty: the whole log." },
       ], (given) => post("/v1/webhooks", { name: given.name, url: given.url, bindings: [given.topic ? { topic: given.topic } : {}] }), { button: "Create" });
       if (!made) return;
-      if (made.secret) await dialog((close) => h("div", h("h2", "The secret of this webhook"), h("p", "Receivers check signatures with it. It is shown only now."), h("pre", made.secret), h("div.buttons", h("button", { type: "button", onclick: () => close() }, "I have kept it"))));
+      if (made.secret) await dialog((close) => h("div", h("h2", "Secret of this webhook"), h("p", "Receivers verify signatures with it. Copy it now: it is not shown again."), h("pre", made.secret), h("div.buttons", h("button", { type: "button", onclick: () => close() }, "I have saved it"))));
       await webhooks(search, redraw);
     }, { style: "primary" })),
     card(null, table([
       { name: "Webhook", of: (w) => h("a", { href: `#/webhooks/${encodeURIComponent(w.name)}` }, w.name) },
       { name: "URL", of: (w) => h("span.code", w.url) },
-      { name: "Group", kind: "wide", of: (w) => h("a", { href: `#/groups/${encodeURIComponent(w.group)}` }, w.group) },
+      { name: "Queue", kind: "wide", of: (w) => h("a", { href: `#/queues/${encodeURIComponent(w.queue)}` }, w.queue) },
       { name: "State", of: state },
-    ], found, { label: "Webhooks", key: (w) => w.name, empty: "No webhook yet." })),
+    ], found, { label: "Webhooks", key: (w) => w.name, empty: "No webhooks." })),
   );
 }
 
@@ -33,11 +33,11 @@ export async function webhook(name, search, put = show) {
   put(
     head(name, state(w),
       action("Send a test", async () => {
-        const seen = await post(path`/v1/webhooks/${name}/test`);
+        const result = await post(path`/v1/webhooks/${name}/test`);
         await dialog((close) => h("div",
-          h("h2", seen.accepted ? "The receiver took it" : "The receiver did not take it"),
-          facts([["Status", seen.status ?? "no answer"], ["Took", duration(seen.latency_ms / 1000)], seen.error ? ["Error", seen.error] : null]),
-          seen.response ? h("pre", { tabIndex: 0 }, seen.response) : null,
+          h("h2", result.accepted ? "The receiver accepted the event" : "The receiver did not accept the event"),
+          facts([["Status", result.status ?? "no response"], ["Latency", duration(result.latency_ms / 1000)], result.error ? ["Error", result.error] : null]),
+          result.response ? h("pre", { tabIndex: 0 }, result.response) : null,
           h("div.buttons", h("button", { type: "button", onclick: () => close() }, "Close"))));
       }, { style: "primary" }),
       w.state !== "active"
@@ -47,7 +47,7 @@ export async function webhook(name, search, put = show) {
         const done = await form(`Change ${name}`, [
           { name: "url", label: "URL", type: "url", value: w.url, required: true },
           { name: "timeout_seconds", label: "Timeout in seconds", type: "number", min: 1, step: "any", value: w.timeout_seconds },
-          { name: "max_concurrency", label: "Requests at once", type: "number", min: 1, value: w.max_concurrency },
+          { name: "max_concurrency", label: "Maximum concurrent requests", type: "number", min: 1, value: w.max_concurrency },
         ], (given) => patch(path`/v1/webhooks/${name}`, { url: given.url, timeout_seconds: Number(given.timeout_seconds), max_concurrency: Number(given.max_concurrency) }));
         if (done) await again();
       }),
@@ -55,23 +55,23 @@ export async function webhook(name, search, put = show) {
         const done = await confirm(`Delete webhook ${name}?`, {
           name,
           button: "Delete webhook",
-          look: () => remove(path`/v1/webhooks/${name}` + "?dry_run=true"),
-          tell: (seen) => h("p", `Nothing more is sent to ${w.url}. `, h("strong", events(seen)), ` not sent yet stay in the group ${w.group}, with its dead letters.`),
+          preview: () => remove(path`/v1/webhooks/${name}` + "?dry_run=true"),
+          describe: (preview) => h("p", `No more events are sent to ${w.url}. `, h("strong", events(preview)), ` not sent yet and the dead letters stay in the queue ${w.queue}.`),
           act: () => remove(path`/v1/webhooks/${name}`),
         });
         if (done) {
-          note(`Webhook ${name} is deleted.`);
+          note(`Deleted webhook ${name}.`);
           location.hash = "#/webhooks";
         }
       }, { style: "risky" })),
     card("Delivery", facts([
       ["URL", h("span.code", w.url)],
-      ["Group", h("a", { href: `#/groups/${encodeURIComponent(w.group)}` }, `${w.group} (lag, dead letters)`)],
+      ["Queue", h("a", { href: `#/queues/${encodeURIComponent(w.queue)}` }, `${w.queue} (lag, dead letters)`)],
       ["Timeout", duration(w.timeout_seconds)],
-      ["Requests at once", number(w.max_concurrency)],
+      ["Maximum concurrent requests", number(w.max_concurrency)],
       ["Rate", w.rate_per_second ? `${number(w.rate_per_second)} per second` : "no limit"],
-      w.state_reason ? ["Why", h("span.bad", w.state_reason)] : null,
-      ["Made", exact(w.created_at)],
+      w.state_reason ? ["Reason", h("span.bad", w.state_reason)] : null,
+      ["Created", exact(w.created_at)],
     ])),
   );
 }

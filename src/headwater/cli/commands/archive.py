@@ -1,0 +1,79 @@
+"""`headwater archive`: list and forget archives."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from headwater.calls import archives as archive_calls
+from headwater.cli import output
+from headwater.cli.audit import audit
+from headwater.cli.connection import session
+from headwater.cli.exit_codes import NotFound
+from headwater.cli.options import Dsn, Json, Yes, examples
+
+app = typer.Typer(help="Manage archives, the copies of events that retention removes.", no_args_is_help=True)
+
+Name = Annotated[
+    str, typer.Argument(metavar="ARCHIVE", help="Name of the archive: the name of its pipeline.", show_default=False)
+]
+
+
+@app.command("list", epilog=examples("headwater archive list", "headwater archive list --json"))
+def list_archives(context: typer.Context, dsn: Dsn = None, as_json: Json = False) -> None:
+    """List archives and how far behind they are. Retention waits until events are archived."""
+    with session(context).log(dsn) as log:
+        archives = log.run(archive_calls.archives())
+    if as_json:
+        output.emit(archives)
+        return
+    output.print_table(
+        (
+            "archive",
+            "archived to",
+            "behind",
+            "oldest unarchived",
+            "updated",
+            "holds retention of",
+            "topics",
+            "location",
+        ),
+        (
+            (
+                a.name,
+                a.archived_to,
+                output.format_count(a.lag_events, a.lag_is_more),
+                a.oldest_unarchived_age,
+                a.updated_at,
+                a.held_topics or "-",
+                a.topics or "all",
+                a.location,
+            )
+            for a in archives
+        ),
+        empty="no archives; create one with a pipeline that has archive: true",
+    )
+
+
+@app.command(epilog=examples("headwater archive forget archive --yes"))
+def forget(context: typer.Context, name: Name, yes: Yes = False, dsn: Dsn = None, as_json: Json = False) -> None:
+    """Forget an archive: retention no longer waits for it, and readers no longer use it. Asks for confirmation.
+
+    Its files are not deleted. A pipeline that writes the archive registers it again when it starts, as an archive of
+    the events from then on.
+    """
+    with session(context).log(dsn) as log:
+        found = [archive for archive in log.run(archive_calls.archives()) if archive.name == name]
+        if not found:
+            raise NotFound(f'archive "{name}" does not exist', hint="See headwater archive list.")
+        output.confirm(
+            f"forget archive {name}? events that exist only in its files at {found[0].location} can no longer be read",
+            yes=yes,
+        )
+        with audit(log, "archive.forget", name, {"location": found[0].location}) as log:
+            log.run(archive_calls.forget_archive(name))
+    if as_json:
+        output.emit({"forgotten": name, "location": found[0].location})
+    else:
+        output.print_line(f"forgot archive {name}; its files remain at {found[0].location}")

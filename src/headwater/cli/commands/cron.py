@@ -1,0 +1,106 @@
+"""`headwater cron`: create, list, pause, resume and delete cron schedules."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from headwater.cli import output
+from headwater.cli.audit import audit
+from headwater.cli.connection import session
+from headwater.cli.exit_codes import NotFound
+from headwater.cli.options import Dsn, Json, Yes, examples
+
+app = typer.Typer(help="Manage cron schedules, which publish events repeatedly.", no_args_is_help=True)
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the cron schedule.", show_default=False)]
+
+
+@app.command(
+    "set",
+    epilog=examples("headwater cron set nightly '0 3 * * *' reports '{\"kind\": \"nightly\"}' --zone Europe/Berlin"),
+)
+def set_cron_schedule(
+    context: typer.Context,
+    name: Name,
+    cron: Annotated[
+        str, typer.Argument(help="Cron expression: minute hour day-of-month month day-of-week.", show_default=False)
+    ],
+    topic: Annotated[str, typer.Argument(metavar="TOPIC", help="Topic to publish to.", show_default=False)],
+    payload: Annotated[str, typer.Argument(metavar="JSON", help="Payload of the events.")] = "null",
+    type: Annotated[str | None, typer.Option(help="Type of the events.")] = None,
+    key: Annotated[str | None, typer.Option(help="Key of the events.")] = None,
+    routing_key: Annotated[str | None, typer.Option(help="Routing key of the events.")] = None,
+    zone: Annotated[str, typer.Option(help="Time zone of the expression.")] = "UTC",
+    dsn: Dsn = None,
+    as_json: Json = False,
+) -> None:
+    """Create or change a cron schedule. Any running follower, worker or server publishes its events when due."""
+    try:
+        parsed = output.parse_json(payload)
+    except ValueError as error:
+        raise typer.BadParameter(f"the payload is not valid JSON: {error}") from None
+    detail = {"cron": cron, "topic": topic, "time_zone": zone}
+    with session(context).log(dsn) as log, audit(log, "cron.set", name, detail) as log:
+        log.set_cron_schedule(name, cron, topic, parsed, time_zone=zone, type=type, key=key, routing_key=routing_key)
+        (declared,) = [one for one in log.cron_schedules() if one.name == name]
+    if as_json:
+        output.emit(declared)
+    else:
+        output.print_line(f"set cron schedule {name} (topic {topic}, next at {output.format_value(declared.next_at)})")
+
+
+@app.command("list", epilog=examples("headwater cron list"))
+def list_cron_schedules(context: typer.Context, dsn: Dsn = None, as_json: Json = False) -> None:
+    """List cron schedules and when each is due next."""
+    with session(context).log(dsn) as log:
+        found = log.cron_schedules()
+    if as_json:
+        output.emit(found)
+        return
+    output.print_table(
+        ("name", "cron", "zone", "topic", "next", "last", "paused"),
+        ((p.name, p.cron, p.time_zone, p.topic, p.next_at, p.last_at, p.paused) for p in found),
+        empty="no cron schedules; create one with headwater cron set",
+    )
+
+
+@app.command(epilog=examples("headwater cron pause nightly"))
+def pause(context: typer.Context, name: Name, dsn: Dsn = None, as_json: Json = False) -> None:
+    """Stop publishing until the schedule is resumed."""
+    _pause(context, name, dsn, as_json=as_json, paused=True)
+
+
+@app.command(epilog=examples("headwater cron resume nightly"))
+def resume(context: typer.Context, name: Name, dsn: Dsn = None, as_json: Json = False) -> None:
+    """Publish again. Times missed during the pause are published as one event."""
+    _pause(context, name, dsn, as_json=as_json, paused=False)
+
+
+def _pause(context: typer.Context, name: str, dsn: str | None, *, as_json: bool, paused: bool) -> None:
+    with session(context).log(dsn) as log, audit(log, "cron.pause" if paused else "cron.resume", name) as log:
+        if not log.pause_cron_schedule(name, paused=paused):
+            raise _missing(name)
+    if as_json:
+        output.emit({"name": name, "paused": paused})
+    else:
+        output.print_line(f"{'paused' if paused else 'resumed'} cron schedule {name}")
+
+
+@app.command(epilog=examples("headwater cron delete nightly --yes"))
+def delete(context: typer.Context, name: Name, yes: Yes = False, dsn: Dsn = None, as_json: Json = False) -> None:
+    """Delete a cron schedule. Asks for confirmation."""
+    with session(context).log(dsn) as log:
+        output.confirm(f"delete cron schedule {name}?", yes=yes)
+        with audit(log, "cron.delete", name) as log:
+            if not log.delete_cron_schedule(name):
+                raise _missing(name)
+    if as_json:
+        output.emit({"deleted": name})
+    else:
+        output.print_line(f"deleted cron schedule {name}")
+
+
+def _missing(name: str) -> NotFound:
+    return NotFound(f'cron schedule "{name}" does not exist', hint="See headwater cron list.")

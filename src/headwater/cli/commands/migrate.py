@@ -1,0 +1,59 @@
+"""`headwater migrate`: install or upgrade the database schema, or print the SQL."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from headwater.cli import output
+from headwater.cli.connection import session
+from headwater.cli.options import Dsn, Json, examples
+from headwater.database import schema
+
+app = typer.Typer()
+
+
+@app.command(
+    epilog=examples(
+        "headwater migrate", "headwater migrate --print > headwater.sql", "headwater migrate --print --from 1"
+    )
+)
+def migrate(
+    context: typer.Context,
+    print_: Annotated[
+        bool, typer.Option("--print", help="Print the SQL for `psql -f` instead of running it. Needs no database.")
+    ] = False,
+    from_: Annotated[
+        int, typer.Option("--from", metavar="N", min=0, help="With --print: print only the migrations after N.")
+    ] = 0,
+    dsn: Dsn = None,
+    as_json: Json = False,
+) -> None:
+    """Install or upgrade the schema in one transaction. Safe to repeat and to run concurrently."""
+    latest = schema.migrations()[-1].number
+    if from_ and not print_:
+        raise typer.BadParameter("--from requires --print")
+    if from_ > latest:
+        raise typer.BadParameter(f"invalid --from {from_}: the latest migration is {latest}")
+    if print_:
+        script = schema.script(after=from_)
+        if as_json:
+            output.emit({"sql": script})
+        else:
+            print(script, end="")
+        return
+    with session(context).connection(dsn) as connection:
+        applied = schema.upgrade(connection)
+    if as_json:
+        output.emit(
+            {
+                "applied": [{"number": step.number, "name": step.name} for step in applied],
+                "schema": latest,
+                "version": schema.VERSION,
+            }
+        )
+        return
+    for step in applied:
+        output.print_line(f"applied migration {step.number:04} {step.name}")
+    output.print_line(f"the database is at migration {latest} (Headwater {schema.VERSION})")

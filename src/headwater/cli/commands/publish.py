@@ -1,0 +1,473 @@
+"""`headwater publish`: publish one event, or the lines of standard input."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import select
+import stat
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, Final, NamedTuple
+
+import psycopg
+import typer
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+import headwater
+from headwater.calls.encoding import JSON_TYPE
+from headwater.cli import output
+from headwater.cli.connection import session
+from headwater.cli.options import Dsn, Json, examples, parse_duration, parse_header, parse_time
+from headwater.errors import HeadwaterError, InvalidEvent, InvalidRequest, LogUnavailable
+from headwater.log.model import NewEvent
+
+app = typer.Typer()
+
+# Larger than the largest payload with JSON escapes; bounds memory.
+MAX_LINE_BYTES: Final = 512 * 1024 * 1024
+READ_BYTES: Final = 1 << 20
+# After the input pauses for this long, the lines read so far are published.
+PAUSE_SECONDS: Final = 0.05
+
+ENVELOPE_FIELDS: Final = frozenset(
+    {"payload", "payload_encoding", "key", "key_encoding", "type", "routing_key", "headers", "content_type", "event_id"}
+)
+# Fields of `read --json` that the log assigns to every published event.
+IGNORED_FIELDS: Final = frozenset({"position", "topic", "partition", "topic_offset", "published_at"})
+
+
+class InputLine(NamedTuple):
+    """An event and the number of its input line."""
+
+    number: int
+    event: NewEvent
+
+
+@dataclass(frozen=True, slots=True)
+class EventTemplate:
+    """The options that apply to every event of the input."""
+
+    envelope: bool
+    raw: bool
+    key: str | None
+    type: str | None
+    routing_key: str | None
+    headers: Mapping[str, str] | None
+    content_type: str | None
+
+    def event(self, line: bytes) -> NewEvent:
+        """Convert a line to an event; raises ValueError or InvalidEvent if it is not valid."""
+        if self.envelope:
+            return self._from_envelope(output.parse_json(line))
+        if not self.raw:
+            output.parse_json(line)
+        return NewEvent(
+            line, self.key, self.type, self.routing_key, self.headers, None, _content_type(self.raw, self.content_type)
+        )
+
+    def _from_envelope(self, envelope: Any) -> NewEvent:
+        if not isinstance(envelope, dict) or "payload" not in envelope:
+            raise InvalidEvent('invalid envelope: expected a JSON object with the field "payload"')
+        if unknown := sorted(envelope.keys() - ENVELOPE_FIELDS - IGNORED_FIELDS):
+            raise InvalidEvent(f"unknown field in envelope: {', '.join(unknown)}")
+        for name in ("key", "type", "routing_key", "content_type", "event_id"):
+            if not isinstance(envelope.get(name), str | None):
+                raise InvalidEvent(f"invalid {name} in envelope: expected a string")
+        headers = envelope.get("headers")
+        if not isinstance(headers, dict | None):
+            raise InvalidEvent("invalid headers in envelope: expected a JSON object")
+        merged = {**(self.headers or {}), **(headers or {})}
+        return NewEvent(
+            payload=_decoded(envelope["payload"], envelope.get("payload_encoding")),
+            key=self.key
+            if envelope.get("key") is None
+            else _decoded_key(envelope["key"], envelope.get("key_encoding")),
+            type=envelope.get("type") or self.type,
+            routing_key=envelope.get("routing_key") or self.routing_key,
+            headers=merged or headers,
+            event_id=envelope.get("event_id"),
+            content_type=envelope.get("content_type") or self.content_type,
+        )
+
+
+@app.command(
+    epilog=examples(
+        """headwater publish orders '{"id": 42}' --key order-42 --type OrderPlaced""",
+        "headwater publish orders --file invoice.pdf --raw --content-type application/pdf",
+        """headwater publish reminders '{"id": 42}' --delay 2h""",
+        "headwater publish orders < orders.jsonl",
+        "headwater read orders --json | headwater publish copy-of-orders --envelope",
+    )
+)
+def publish(
+    context: typer.Context,
+    topic: Annotated[str, typer.Argument(metavar="TOPIC", help="Topic to publish to.", show_default=False)],
+    payload: Annotated[
+        str | None,
+        typer.Argument(metavar="[PAYLOAD]", help="Payload as JSON. Default: read JSON lines from standard input."),
+    ] = None,
+    file: Annotated[Path | None, typer.Option(metavar="PATH", help="Read the payload from this file.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Publish the payload as bytes; do not require JSON.")] = False,
+    envelope: Annotated[
+        bool,
+        typer.Option(
+            "--envelope", help="Lines are JSON objects with payload, key, type, routing_key, headers and event_id."
+        ),
+    ] = False,
+    key: Annotated[str | None, typer.Option(help="Key; events with the same key stay in order.")] = None,
+    type: Annotated[str | None, typer.Option(help="Type of the event.")] = None,
+    routing_key: Annotated[str | None, typer.Option(help="Routing key for bindings, such as orders.eu.")] = None,
+    headers: Annotated[
+        list[str] | None, typer.Option("--header", metavar="NAME=VALUE", help="A header. Repeat for several.")
+    ] = None,
+    content_type: Annotated[str | None, typer.Option(metavar="TYPE", help="Content type of the payload.")] = None,
+    event_id: Annotated[
+        str | None, typer.Option(help="Id of the event; publishing the same id again has no effect.")
+    ] = None,
+    delay: Annotated[
+        timedelta | None, typer.Option(parser=parse_duration, metavar="DURATION", help="Publish after this delay.")
+    ] = None,
+    deliver_at: Annotated[
+        datetime | None, typer.Option(parser=parse_time, metavar="TIME", help="Publish at this time (ISO 8601).")
+    ] = None,
+    commit_every: Annotated[int, typer.Option(min=1, max=100_000, help="Number of lines per transaction.")] = 1000,
+    atomic: Annotated[bool, typer.Option("--atomic", help="Publish all lines in one transaction.")] = False,
+    dsn: Dsn = None,
+    as_json: Json = False,
+) -> None:
+    """Publish one event, or each line of standard input as an event.
+
+    An invalid line stops the command: the lines before it are published, the line itself and those after it are not.
+    """
+    given_headers = dict(parse_header(text) for text in headers or ()) or None
+    single = payload is not None or file is not None
+    if payload is not None and file is not None:
+        raise typer.BadParameter("give the payload either as an argument or with --file")
+    if single and (envelope or atomic):
+        raise typer.BadParameter("--envelope and --atomic apply only to lines from standard input")
+    if not single and (event_id is not None or delay is not None or deliver_at is not None):
+        raise typer.BadParameter("--event-id, --delay and --deliver-at apply only to one event: give PAYLOAD or --file")
+    if delay is not None and deliver_at is not None:
+        raise typer.BadParameter("give only one of --delay and --deliver-at")
+    if envelope and raw:
+        raise typer.BadParameter("--envelope cannot be combined with --raw")
+    if not single and sys.stdin.isatty():
+        raise typer.BadParameter("no payload: give PAYLOAD or --file, or pipe JSON lines to standard input")
+
+    if not single:
+        template = EventTemplate(envelope, raw, key, type, routing_key, given_headers, content_type)
+        with session(context).log(dsn) as log:
+            _publish_lines(log, topic, template, commit_every=None if atomic else commit_every, as_json=as_json)
+        return
+
+    body = _body(payload, file)
+    if not raw:
+        try:
+            output.parse_json(body)
+        except (ValueError, RecursionError) as error:
+            raise InvalidEvent(
+                f"the payload is not valid JSON: {error}", hint="Use --raw to publish it as bytes."
+            ) from None
+    due_at = deliver_at if delay is None else datetime.now(UTC) + delay
+    with session(context).log(dsn) as log:
+        event = NewEvent(body, key, type, routing_key, given_headers, event_id, _content_type(raw, content_type))
+        if due_at is not None and due_at > datetime.now(UTC):
+            _schedule_one(log, topic, event, due_at, as_json=as_json)
+        else:
+            _publish_one(log, topic, event, as_json=as_json)
+
+
+def _publish_one(log: headwater.Headwater, topic: str, event: NewEvent, *, as_json: bool) -> None:
+    (position,) = log.publish_batch(topic, [event])
+    if as_json:
+        output.emit({"topic": topic, "position": position, "published": 1})
+    elif position is None:
+        output.print_line(f"an event with this id is already scheduled for topic {topic}")
+    else:
+        output.print_line(f"published to {topic} at position {position}")
+
+
+def _schedule_one(log: headwater.Headwater, topic: str, event: NewEvent, due_at: datetime, *, as_json: bool) -> None:
+    schedule_id = log.schedule(
+        topic,
+        event.payload,
+        deliver_at=due_at,
+        key=event.key,
+        type=event.type,
+        routing_key=event.routing_key,
+        headers=event.headers,
+        event_id=event.event_id,
+        content_type=event.content_type,
+    )
+    if as_json:
+        output.emit({"topic": topic, "schedule_id": schedule_id, "due_at": due_at})
+    elif schedule_id is None:
+        output.print_line(f"topic {topic} already has an event with this id")
+    else:
+        output.print_line(f"scheduled event {schedule_id} for topic {topic}, due {output.format_value(due_at)}")
+
+
+def _body(payload: str | None, file: Path | None) -> bytes:
+    if payload is not None:
+        # The exact bytes that the shell passed.
+        return os.fsencode(payload)
+    assert file is not None
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise typer.BadParameter(f"cannot read {file}: {error.strerror}") from None
+
+
+def _content_type(raw: bool, given: str | None) -> str | None:
+    return given if raw or given is not None else JSON_TYPE
+
+
+def _decoded(payload: Any, encoding: object) -> Any:
+    if payload is None or encoding in (None, "json"):
+        return payload
+    if isinstance(payload, str) and encoding == "text":
+        return payload.encode()
+    if isinstance(payload, str) and encoding == "base64":
+        return _from_base64(payload)
+    raise InvalidEvent('invalid payload_encoding: expected "json", or "text" or "base64" with a string payload')
+
+
+def _decoded_key(key: str, encoding: object) -> str | bytes:
+    if encoding in (None, "text"):
+        return key
+    if encoding == "base64":
+        return _from_base64(key)
+    raise InvalidEvent('invalid key_encoding: expected "text" or "base64"')
+
+
+def _from_base64(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise InvalidEvent(f"invalid base64: {error}") from None
+
+
+# --- lines ---------------------------------------------------------------------------------------------------
+
+
+def _publish_lines(
+    log: headwater.Headwater, topic: str, template: EventTemplate, *, commit_every: int | None, as_json: bool
+) -> None:
+    source: BinaryIO = sys.stdin.buffer
+    source = getattr(source, "raw", source)
+    # Fail for an unknown topic before reading input; with auto_create_topics, create the topic now.
+    log.publish_batch(topic, [])
+    published = 0
+    with _progress(source) as counter:
+        lines = _events(source, template, counter)
+        if commit_every is None:
+            published = _publish_all(log, topic, lines)
+        else:
+            for batch in _batches(lines, commit_every):
+                published += _publish_some(log, topic, batch, published)
+    if as_json:
+        output.emit({"topic": topic, "published": published})
+    else:
+        output.print_line(f"published {published} event{'' if published == 1 else 's'} to {topic}")
+
+
+def _publish_all(log: headwater.Headwater, topic: str, lines: Iterator[InputLine | HeadwaterError | None]) -> int:
+    """Publish all lines in one transaction."""
+
+    def events() -> Iterator[NewEvent]:
+        for line in lines:
+            if isinstance(line, HeadwaterError):
+                raise line
+            if line is not None:
+                yield line.event
+
+    try:
+        return log.publish_many(topic, events())
+    except HeadwaterError as error:
+        if isinstance(error, LogUnavailable):
+            raise _with_outcome(error, "unknown whether the lines were published: either all or none", {}) from error
+        raise _with_outcome(error, "no event was published", {"published": 0}) from error
+
+
+def _publish_some(
+    log: headwater.Headwater, topic: str, batch: list[InputLine | HeadwaterError], published_before: int
+) -> int:
+    """Publish lines in one transaction. If one is invalid, publish those before it and raise an error."""
+    rejection = next((line for line in batch if isinstance(line, HeadwaterError)), None)
+    good = [line for line in batch if isinstance(line, InputLine)]
+    try:
+        if good:
+            log.publish_many(topic, (line.event for line in good))
+    except LogUnavailable as error:
+        raise _with_outcome(
+            error,
+            f"{published_before} events were published; unknown whether lines {good[0].number} to {good[-1].number} "
+            "were published",
+            {
+                "published": published_before,
+                "uncertain_from_line": good[0].number,
+                "uncertain_to_line": good[-1].number,
+            },
+        ) from error
+    except InvalidRequest as error:
+        culprit, reason = _first_rejected(log, topic, good, error)
+        if culprit > 0:
+            log.publish_many(topic, (line.event for line in good[:culprit]))
+        raise _rejected_line(good[culprit].number, reason, published_before + culprit) from error
+    except HeadwaterError as error:
+        raise _with_outcome(
+            error, f"{published_before} events were published", {"published": published_before}
+        ) from error
+    if rejection is not None:
+        raise _rejected_line(rejection.detail["line"], rejection, published_before + len(good))
+    return len(good)
+
+
+def _first_rejected(
+    log: headwater.Headwater, topic: str, lines: list[InputLine], rejection: HeadwaterError
+) -> tuple[int, HeadwaterError]:
+    """Find the first invalid line by bisection; returns its index and the error."""
+    low, high = 0, len(lines)
+    while high - low > 1:
+        middle = (low + high) // 2
+        found = _rejection(log, topic, lines[low:middle])
+        if found is None:
+            low = middle
+        else:
+            high = middle
+    return low, _rejection(log, topic, lines[low:high]) or rejection
+
+
+def _rejection(log: headwater.Headwater, topic: str, lines: list[InputLine]) -> InvalidRequest | None:
+    """Return the error if the log rejects these lines. Publishes nothing: the transaction is rolled back."""
+    try:
+        with suppress(psycopg.Rollback), log.transaction() as connection:
+            log.publish_batch(topic, [line.event for line in lines], connection=connection)
+            raise psycopg.Rollback
+    except InvalidRequest as error:
+        return error
+    return None
+
+
+def _rejected_line(number: int, reason: HeadwaterError, published: int) -> HeadwaterError:
+    outcome = f"published the {published} events before it, none from line {number} on"
+    if published == 0:
+        outcome = "no event was published"
+    elif published == 1:
+        outcome = f"published the event before it, none from line {number} on"
+    detail = {**reason.detail, "line": number, "published": published}
+    return type(reason)(f"line {number}: {reason.message}; {outcome}", hint=reason.hint, detail=detail)
+
+
+def _with_outcome(error: HeadwaterError, outcome: str, detail: Mapping[str, Any]) -> HeadwaterError:
+    line = f"line {error.detail['line']}: " if "line" in error.detail else ""
+    return type(error)(f"{line}{error.message}; {outcome}", hint=error.hint, detail={**error.detail, **detail})
+
+
+class _LineCounter:
+    """Counts the lines read, for the progress bar."""
+
+    def __init__(self, progress: Progress | None, task: TaskID | None) -> None:
+        self._progress = progress
+        self._task = task
+        self.lines = 0
+
+    def add(self, byte_count: int, line_count: int) -> None:
+        self.lines += line_count
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, advance=byte_count, lines=self.lines)
+
+
+@contextmanager
+def _progress(source: BinaryIO) -> Iterator[_LineCounter]:
+    """Show a progress bar on a terminal. Its total is known only if the input is a file."""
+    if not sys.stderr.isatty():
+        yield _LineCounter(None, None)
+        return
+    columns = (BarColumn(), TextColumn("{task.fields[lines]:,} lines"), TimeElapsedColumn())
+    with Progress(*columns, console=output.progress_console(), transient=True) as progress:
+        yield _LineCounter(progress, progress.add_task("publish", total=_size(source), lines=0))
+
+
+def _size(source: BinaryIO) -> int | None:
+    try:
+        status = os.fstat(source.fileno())
+    except OSError:
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+
+def _events(
+    source: BinaryIO, template: EventTemplate, counter: _LineCounter
+) -> Iterator[InputLine | HeadwaterError | None]:
+    """Yield every line as an event, and None when the input pauses. An invalid line yields an error and ends it."""
+    number = 0
+    for lines in _read_lines(source):
+        if lines is None:
+            yield None
+            continue
+        for line in lines:
+            number += 1
+            if not line.strip():
+                continue
+            try:
+                yield InputLine(number, template.event(line))
+            except (ValueError, RecursionError) as error:
+                yield InvalidEvent(f"invalid JSON: {error}", detail={"line": number})
+                return
+            except InvalidEvent as error:
+                yield InvalidEvent(error.message, hint=error.hint, detail={**error.detail, "line": number})
+                return
+        counter.add(sum(map(len, lines)) + len(lines), len(lines))
+
+
+def _read_lines(source: BinaryIO) -> Iterator[list[bytes] | None]:
+    """Yield the lines of the input as they arrive, and None before a read that would block."""
+    rest: list[bytes] = []
+    rest_bytes = 0
+    while True:
+        if not _ready(source):
+            yield None
+        data = source.read(READ_BYTES)
+        if not data:
+            break
+        *complete, last = data.split(b"\n")
+        if complete:
+            complete[0] = b"".join([*rest, complete[0]])
+            rest, rest_bytes = [], 0
+            yield complete
+        rest.append(last)
+        rest_bytes += len(last)
+        if rest_bytes > MAX_LINE_BYTES:
+            raise InvalidEvent(f"a line is longer than {MAX_LINE_BYTES} bytes")
+    if rest_bytes:
+        yield [b"".join(rest)]
+
+
+def _ready(source: BinaryIO) -> bool:
+    try:
+        return bool(select.select([source], [], [], PAUSE_SECONDS)[0])
+    except (OSError, ValueError, TypeError):
+        # The source does not support select, such as a regular file: it never blocks.
+        return True
+
+
+def _batches(
+    lines: Iterator[InputLine | HeadwaterError | None], size: int
+) -> Iterator[list[InputLine | HeadwaterError]]:
+    """Group lines into transactions of `size`; a pause of the input ends a transaction early."""
+    batch: list[InputLine | HeadwaterError] = []
+    for line in lines:
+        if line is not None:
+            batch.append(line)
+        if batch and (line is None or len(batch) >= size):
+            yield batch
+            batch = []
+    if batch:
+        yield batch

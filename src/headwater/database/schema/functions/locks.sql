@@ -1,0 +1,41 @@
+-- Advisory locks: the registry of all lock tags, and the order in which locks are taken.
+--
+-- A key is (tag << 48) | value, with a tag of 16 bits, so that the keys of Headwater do not collide with those of other
+-- programs in the same database. Tags are literals in the code: they are on hot paths, and some of that code runs
+-- before functions are installed, as another role, or in another database. tests/test_tidy.py checks that every tag in
+-- the source is listed here. A retired tag is not used again.
+--
+--   tag    value                        mode, duration          protects
+--   29285  hash of a function's name    exclusive, transaction  installing a filter (filter.sql)
+--   29286                                                       retired: publishers of early versions
+--   29287  topic id << 16 | partition   exclusive, transaction  the offsets of a partition, and appends to an event
+--                                                               store (publish.sql, event_store.sql)
+--   29288  0                            exclusive, transaction  maintenance: retention, rotation, registering archives
+--                                                               (retention.sql, kafka_retention.sql, archive.sql)
+--   29289  0                            exclusive, transaction  upgrading the schema (schema/__init__.py)
+--   29290  queue id                     exclusive, transaction  claims and the claimed position of a queue (queue.sql)
+--   29291  0                            exclusive, transaction  registering a Kafka broker (kafka_group.sql)
+--   29291  1                            exclusive, transaction  compaction of Kafka topics (kafka_compaction.sql)
+--   29292  hash of topic << 16 | number shared, transaction     a publisher to this topic (stable_position.sql)
+--   29293  0                            exclusive, session      beginning an epoch; released at once (epoch.sql)
+--   29294  number                       shared, transaction     a publisher to any topic (stable_position.sql)
+--   29295  hash of topic and name       exclusive, session      the name of a subscriber (subscriber_name.sql)
+--   29299  oid of a table               exclusive, session      the snapshot of a table, in the source database
+--                                                               (capture/sql/claim_table.sql)
+--   29300 to 29315  position            shared, transaction     29300 + number: the lower bound of the positions that a
+--                                                               publisher will assign (stable_position.sql)
+--
+-- Order. A call that waits for a lock holds only locks of earlier lines that it has taken itself; locks that are only
+-- tried never wait and may be taken at any time. Within a line, keys are taken in ascending order.
+--   1. 29289 upgrade; it ends with a maintenance run
+--   2. 29288 maintenance; maintain() only tries it
+--   3. 29291 | 1 compaction; kafka_compact() only tries it. Then row locks of kafka_topic
+--   4. 29287 partitions, by topic and partition; release_due() waits for at most 100 ms
+--   5. 29292 or 29294, then 29300 to 29315: publishers. Taken only in shared mode, so they never wait. They come after
+--      the partitions, so that a publisher that waits for a partition does not hold back the stable position
+-- 29293 (epoch) is taken and released within begin_epoch(), at any time, and no other lock is taken under it.
+-- 29290 (queue) is only tried by maintenance and claims; the calls that wait for it take no other lock afterwards.
+-- 29285 (filters): first that of the filter, then that of its key, then that of its condition on the event.
+-- 29291 | 0 (brokers), 29295 and 29299 are taken on their own; the last two are only tried.
+-- A user's transaction may combine calls in any order, for example settling a queue with ordered keys and publishing to
+-- a sequenced topic. If two of them deadlock, Postgres aborts one.
