@@ -1018,9 +1018,21 @@ def test_what_retention_took_is_not_tried_again_and_holds_up_nobody(
     assert one_log.discard(queue) == 1
 
 
-def test_a_claim_reads_few_of_the_events_that_wait_for_their_keys(
-    log: headwater.Headwater, connection: psycopg.Connection, topic: str, queue: str
+@pytest.mark.parametrize("others", [0, 6000])
+def test_claims_and_acks_read_few_of_the_events_that_wait_for_their_keys(
+    log: headwater.Headwater, connection: psycopg.Connection, topic: str, queue: str, others: int
 ) -> None:
+    # One retry in each of many other queues: by these statistics, a scan of a whole queue reads one row.
+    connection.autocommit = True
+    connection.execute(
+        "insert into headwater_internal.redelivery "
+        "(queue_id, position, topic_id, attempt, visible_at, key_hash, token) "
+        "select 100000 + n, n, 1, 1, now() - n * interval '1 s', n, case when n %% 2 = 0 then n end "
+        "from generate_series(1, %s) as n",
+        (others,),
+    )
+    if others:
+        connection.execute("vacuum analyze headwater_internal.redelivery")
     log.create_queue(queue, [topic], ordered_keys=True)
     keys, waiting = 20, 3000
     log.publish_batch(topic, [NewEvent(n, key=f"k{n % keys}") for n in range(keys + waiting)])
@@ -1030,15 +1042,29 @@ def test_a_claim_reads_few_of_the_events_that_wait_for_their_keys(
     while log.claim(queue, worker="w", batch_size=keys) is not None:
         pass
     assert [event.data for event in first.events] == list(range(keys))
-    log.ack(first)
-    with connection.transaction():
-        lease = log.claim(queue, worker="w", batch_size=keys, connection=connection)
-        assert lease is not None
-        assert [event.data for event in lease.events] == list(range(keys, 2 * keys))
-        read = connection.execute(
+
+    def rows_read() -> int:
+        row = connection.execute(
             "select coalesce(idx_tup_fetch, 0) + coalesce(seq_tup_read, 0) from pg_stat_xact_user_tables "
             "where relid = 'headwater_internal.redelivery'::regclass"
         ).fetchone()
-    # A few for each key, and not the waiting ones of each key for each of its events.
-    assert read is not None
-    assert read[0] < waiting
+        assert row is not None
+        return int(row[0])
+
+    # A few rows for each key, not the waiting events of each key.
+    with connection.transaction():
+        before = rows_read()
+        log.ack(first, connection=connection)
+        assert rows_read() - before < waiting / 10
+    with connection.transaction():
+        before = rows_read()
+        lease = log.claim(queue, worker="w", batch_size=keys, connection=connection)
+        assert lease is not None
+        assert [event.data for event in lease.events] == list(range(keys, 2 * keys))
+        assert rows_read() - before < waiting / 10
+    p = [event.position for event in lease.events]
+    with connection.transaction():
+        before = rows_read()
+        log.settle(lease, {p[0]: Retry(), p[1]: Dead("broken")}, connection=connection)
+        assert rows_read() - before < waiting / 10
+    assert [letter.last_error for letter in log.dead_letters(queue)] == ["broken"]

@@ -13,7 +13,7 @@ begin atomic
         from headwater_internal.redelivery r
         join headwater_internal.topic t on t.id = r.topic_id
         where
-            r.queue_id = target.id and r.visible_at > due_after and r.visible_at <= due_to
+            r.queue_id = target.id and r.visible_at > due_after and r.visible_at <= due_to and r.visible_at < 'infinity'
             and r.token is null and r.isolated
             and t.deleted_at is null and r.position > t.expired_to
             and headwater_internal.is_next_of_key(r, leased_keys)
@@ -53,7 +53,7 @@ begin atomic
         from headwater_internal.redelivery r
         join headwater_internal.topic t on t.id = r.topic_id
         where
-            r.queue_id = target.id and r.visible_at > due_after and r.visible_at <= due_to
+            r.queue_id = target.id and r.visible_at > due_after and r.visible_at <= due_to and r.visible_at < 'infinity'
             and r.token is null and not r.isolated
             and t.deleted_at is null and r.position > t.expired_to
             and headwater_internal.is_next_of_key(r, leased_keys)
@@ -403,7 +403,9 @@ begin
         f.due_after,
         exists (
             select from headwater_internal.redelivery r
-            where r.queue_id = target.id and r.visible_at > f.due_after and r.visible_at <= looked_at
+            where
+                r.queue_id = target.id and r.visible_at > f.due_after and r.visible_at <= looked_at
+                and r.visible_at < 'infinity'
         ) as anything_due,
         b.ids,
         b.whole_topics,

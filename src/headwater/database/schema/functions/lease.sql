@@ -7,9 +7,9 @@ language sql
 begin atomic
     with dying as (
         delete from headwater_internal.redelivery r
-        using unnest(positions, errors) as u (position, error)
-        where r.queue_id = target.id and r.position = u.position
-        returning r.*, u.error
+        -- An array, not a join: a plan of a join may read all redeliveries of the queue.
+        where r.queue_id = target.id and r.position = any (positions)
+        returning r.*, errors[array_position(positions, r.position)] as error
     )
     insert into headwater_internal.dead_letter (queue_id, position, topic_id, attempts, isolated, last_error, history)
     select
@@ -402,7 +402,7 @@ begin
     update headwater_internal.redelivery r
     set visible_at = clock_timestamp(), dated_at = clock_timestamp()
     where
-        r.queue_id = target.id and r.token is null
+        r.queue_id = target.id and r.token is null and r.visible_at < 'infinity'
         and r.visible_at <= (
             select case when l.due_after is not null then least(l.due_after, ended_at) end from headwater_internal.ledger l
             where l.queue_id = target.id and l.token > target.start_token
