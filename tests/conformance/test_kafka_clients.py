@@ -357,7 +357,11 @@ def test_topics_are_made_changed_and_deleted(
 
 
 def test_a_compacted_topic_keeps_the_newest_of_each_key(
-    broker: BrokerProcess, make_topic: Callable[..., str], log: headwater.Headwater, connection: psycopg.Connection
+    broker: BrokerProcess,
+    make_topic: Callable[..., str],
+    log: headwater.Headwater,
+    connection: psycopg.Connection,
+    until: Callable[[Callable[[], bool]], bool],
 ) -> None:
     topic = make_topic(1, cleanup_policy="compact", delete_retention_ms="0")
     codes: list[Any] = []
@@ -377,7 +381,8 @@ def test_a_compacted_topic_keeps_the_newest_of_each_key(
     # Somebody who must see every event has not yet.
     assert len(compact()) == 6
     log.delete_cursor("careful")
-    assert compact() == [(3, b"c", b"1"), (5, b"a", b"3")]
+    # Until: compaction leaves the topic alone while a broker compacts, or while a publisher of the log is open.
+    until(lambda: compact() == [(3, b"c", b"1"), (5, b"a", b"3")])
     assert [(m.offset(), m.key(), m.value()) for m in consume(broker, topic, 2)] == compact()
     # A reader that stands where events were goes on after the gap.
     consumer = Consumer({"bootstrap.servers": broker.bootstrap, "group.id": "x", "auto.offset.reset": "error"})
@@ -387,9 +392,9 @@ def test_a_compacted_topic_keeps_the_newest_of_each_key(
     consumer.close()
     # The last one stays, whatever it is: the partition counts on from it.
     send((b"c", None))
-    assert compact() == [(5, b"a", b"3"), (6, b"c", None)]
+    until(lambda: compact() == [(5, b"a", b"3"), (6, b"c", None)])
     send((b"d", b"1"))
-    assert compact() == [(5, b"a", b"3"), (7, b"d", b"1")]
+    until(lambda: compact() == [(5, b"a", b"3"), (7, b"d", b"1")])
     assert codes == [None] * 8
     send((None, b"of no key"))
     assert codes[-1] == KafkaError.INVALID_RECORD

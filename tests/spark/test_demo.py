@@ -16,7 +16,7 @@ def test_a_change_is_seen_in_five_places(tmp_path: Path) -> None:
         env={**kept, "HEADWATER_HOME": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert ended.returncode == 0, ended.stderr
     found = {step["destination"]: step["found"] for step in json.loads(ended.stdout)["steps"]}
