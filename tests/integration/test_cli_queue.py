@@ -147,7 +147,10 @@ def test_a_queue_is_created_shown_altered_and_deleted(run: Any, topic: str, log:
     assert failed(run("queue", "create", topic, "--json"), 5)["error"] == "QueueExists"
     assert ok(run("queue", "create", topic, "--if-missing", "--json"))["max_attempts"] == 3
     assert ok(run("queue", "alter", topic, "--max-in-flight", "9", "--json"))["max_in_flight"] == 9
-    assert ok(run("queue", "alter", topic, "--max-in-flight", "0", "--may-lose", "--json"))["max_in_flight"] is None
+    assert (
+        ok(run("queue", "alter", topic, "--max-in-flight", "0", "--no-holds-retention", "--json"))["max_in_flight"]
+        is None
+    )
     described = ok(run("queue", "describe", topic, "--json"))
     assert described["kind"] == "bindings"
     assert (described["settings"]["holds_retention"], described["overview"]["ready"]) == (False, 1)

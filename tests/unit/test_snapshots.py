@@ -192,7 +192,7 @@ def test_ranges_of_several_moments_and_all_changes_since_the_first_are_the_table
         if change is not None:
             changes.append((number, change))
     read_after = [round(moment * len(operations)) for moment in moments]
-    settles_at = max(read_after) * 10 + 1
+    consistent_lsn = max(read_after) * 10 + 1
     replayed = [change for number, change in changes if number > min(read_after)]
     columns = [
         messages.SchemaColumn("id", "int4", primary_key=True),
@@ -200,16 +200,16 @@ def test_ranges_of_several_moments_and_all_changes_since_the_first_are_the_table
     ]
     with ReplicaStore(":memory:", TABLE) as store:
         store.rebuild(messages.schema_document(TABLE, columns, timestamp=0)["columns"])
-        store.save(ReplicaState("snap-1", "1:1:", 0, "", 0, -1, -1, settles_at))
+        store.save(ReplicaState("snap-1", "1:1:", 0, "", 0, -1, -1, consistent_lsn))
         for part in order:
             at = states[read_after[part]]
             store.load([row for place, row in at.values() if place == part], leniently=True)
         try:
             for change in replayed:
-                store.apply(change, leniently=change["lsn"] < settles_at)
+                store.apply(change, leniently=change["lsn"] < consistent_lsn)
         except Diverged:
             # It cannot know a large value that was in none of its chunks, and must not guess.
-            early = [change for change in replayed if change["lsn"] < settles_at]
+            early = [change for change in replayed if change["lsn"] < consistent_lsn]
             assert any(change.get("unchanged") for change in early)
             return
         assert store.rows() == [row for _, (_, row) in sorted(states[-1].items())]

@@ -455,13 +455,13 @@ def meta_message(
     row_count: int,
     timestamp: int,
     chunk_runs: Sequence[Sequence[int]] | None = None,
-    settles_at: str | None = None,
+    consistent_lsn: str | None = None,
     encoding: Encoding = "msgpack",
 ) -> pa.RecordBatch:
     """The message after the last chunk, which marks the snapshot as complete.
 
     `after_lsn` is the end of the WAL, read at any time after the snapshot was taken: later commits are not in the
-    snapshot. `chunk_runs` are the numbers of its chunks, as [first, last] pairs. `settles_at` is set if some chunks
+    snapshot. `chunk_runs` are the numbers of its chunks, as [first, last] pairs. `consistent_lsn` is set if some chunks
     are from later snapshots than `snapshot`; it is an LSN after the last of them.
     """
     document: dict[str, Any] = {
@@ -478,8 +478,8 @@ def meta_message(
     }
     if chunk_runs is not None:
         document["chunks"] = chunk_runs
-    if settles_at is not None:
-        document |= {"resumed": True, "settles_at": settles_at}
+    if consistent_lsn is not None:
+        document |= {"resumed": True, "consistent_lsn": consistent_lsn}
     msg_id = f"snap-{snapshot.table.full_name}-{snapshot.snapshot_id}-meta"
     return _batch([subjects.meta_subject(snapshot.table)], [msg_id], [None], [codec.encode(document, encoding)])
 

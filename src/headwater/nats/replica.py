@@ -155,7 +155,7 @@ class Replica:
             stream_sequence=found["stream_sequence"],
             last_lsn=-1,
             last_sequence=-1,
-            settles_at=lsn_number(found["settles_at"]) if found.get("settles_at") else 0,
+            consistent_lsn=lsn_number(found["consistent_lsn"]) if found.get("consistent_lsn") else 0,
         )
         parse_snapshot(state.visible)
         try:
@@ -250,7 +250,7 @@ class Replica:
                             if number in seen or not _is_listed(number, chunk_runs):
                                 continue
                             seen.add(number)
-                            rows += self._store.load(document["data"], leniently=state.settles_at > 0)
+                            rows += self._store.load(document["data"], leniently=state.consistent_lsn > 0)
                 finally:
                     await reader.close()
             if rows != int(found["row_count"]):
@@ -306,7 +306,7 @@ class Replica:
                         data = event.get("data") or {}
                         if self._store.unknown_columns(data):
                             await self._learn(js)
-                        self._store.apply(event, leniently=int(event["lsn"]) < state.settles_at)
+                        self._store.apply(event, leniently=int(event["lsn"]) < state.consistent_lsn)
                         applied += 1
                     else:
                         skipped += 1

@@ -31,7 +31,7 @@ create table if not exists _headwater_replica (
     last_lsn        integer not null,
     last_sequence   integer not null,
     columns         text    not null,
-    settles_at      integer not null default 0
+    consistent_lsn      integer not null default 0
 ) strict
 """
 
@@ -45,7 +45,7 @@ class ReplicaState:
     """The replication state.
 
     `stream_sequence` is the last sequence of the stream CDC that is applied to the rows; `last_lsn` and
-    `last_sequence` belong to the last applied change. Before `settles_at`, rows may be ahead of the changes.
+    `last_sequence` belong to the last applied change. Below `consistent_lsn`, rows may be ahead of the changes.
     """
 
     snapshot_id: str
@@ -55,7 +55,7 @@ class ReplicaState:
     stream_sequence: int
     last_lsn: int
     last_sequence: int
-    settles_at: int = 0
+    consistent_lsn: int = 0
 
 
 class ReplicaStore:
@@ -69,7 +69,7 @@ class ReplicaStore:
             self._connection = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None)
             self._connection.execute("pragma journal_mode = wal")
             self._connection.execute(_STATE)
-            self._add_settles_at()
+            self._add_consistent_lsn()
         except sqlite3.Error as error:
             raise ReplicaRefused(f"cannot use {path}: {error}", hint="Choose an SQLite file, or a new file.") from error
         self._columns: dict[str, _Column] = {}
@@ -105,7 +105,7 @@ class ReplicaStore:
         """The replication state; None before the first snapshot."""
         row = self._connection.execute(
             "select snapshot_id, visible, after_lsn, stream_created, stream_sequence, last_lsn, last_sequence, "
-            "settles_at from _headwater_replica where name = ?",
+            "consistent_lsn from _headwater_replica where name = ?",
             (self.name,),
         ).fetchone()
         return None if row is None else ReplicaState(*row)
@@ -125,7 +125,7 @@ class ReplicaStore:
                 state.last_lsn,
                 state.last_sequence,
                 columns,
-                state.settles_at,
+                state.consistent_lsn,
             ),
         )
 
@@ -243,11 +243,13 @@ class ReplicaStore:
         self._columns = {} if row is None else {item[0]: _Column(*item) for item in json.loads(row[0])}
         self._key = tuple(column.name for column in self._columns.values() if column.primary_key)
 
-    def _add_settles_at(self) -> None:
+    def _add_consistent_lsn(self) -> None:
         """Add the column to files of earlier versions."""
         names = [row[1] for row in self._connection.execute("pragma table_info(_headwater_replica)")]
-        if "settles_at" not in names:
-            self._connection.execute("alter table _headwater_replica add column settles_at integer not null default 0")
+        if "consistent_lsn" not in names:
+            self._connection.execute(
+                "alter table _headwater_replica add column consistent_lsn integer not null default 0"
+            )
 
     def _insert(self, data: Mapping[str, Any], *, replace: bool = False) -> None:
         names = ", ".join(map(_quoted, data))

@@ -76,7 +76,8 @@ def set_cursor(
     holds_retention: Annotated[
         bool | None,
         typer.Option(
-            "--holds-retention/--may-lose", help="Whether retention keeps events until this cursor has read them."
+            "--holds-retention/--no-holds-retention",
+            help="Whether retention keeps events until this cursor has read them.",
         ),
     ] = None,
     dsn: Dsn = None,

@@ -389,7 +389,7 @@ def _queues(log: headwater.Headwater, facts: _Facts) -> Iterator[Finding]:
             "queues",
             "warn",
             f"queue {name} blocks retention: {_held(facts, *hold)}",
-            f"Run its workers, or run headwater queue alter {name} --may-lose or headwater queue delete {name}.",
+            f"Run its workers, or headwater queue alter {name} --no-holds-retention, or headwater queue delete {name}.",
         )
         for kind, name, *hold in run_query(log, "commands/doctor_retention")
         if kind in {"queue", "subscription queue"}

@@ -38,7 +38,8 @@ MaxInFlight = Annotated[int | None, typer.Option(help="Maximum number of events 
 HoldsRetention = Annotated[
     bool | None,
     typer.Option(
-        "--holds-retention/--may-lose", help="Whether retention keeps events until this queue has processed them."
+        "--holds-retention/--no-holds-retention",
+        help="Whether retention keeps events until this queue has processed them.",
     ),
 ]
 

@@ -3,7 +3,7 @@
 Steps: claim the table and export a Postgres snapshot; resume the stored record or create one; run a task for each
 missing range and record it; publish the metadata, which makes the snapshot visible to readers. The driver holds the
 exported snapshot open. If the driver or Postgres crashes, that snapshot is lost: the missing ranges are then read at a
-later one, and the metadata contains the LSN up to which readers must apply changes leniently (`settles_at`).
+later one, and the metadata contains the LSN up to which readers must apply changes leniently (`consistent_lsn`).
 """
 
 from __future__ import annotations
@@ -371,7 +371,7 @@ class Snapshots:
             row_count=rows,
             timestamp=int(time.time()),
             chunk_runs=chunk_runs,
-            settles_at=lsn_text(record.after_lsn) if mixed else None,
+            consistent_lsn=lsn_text(record.after_lsn) if mixed else None,
             encoding=self._encoding,
         )
         with Publisher(self._nats_url, name="headwater snapshot", retry_seconds=self._retry_seconds) as publisher:
