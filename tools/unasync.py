@@ -21,6 +21,7 @@ PACKAGE = '"""The modules of the room {}, for programs without an event loop. Ge
 # Asynchronous modules in rooms, beside those of aio. The blocking one has the same path below client/.
 ASYNC_MODULES = (
     "database/connection.py",
+    "eventstore/api.py",
     "eventstore/decision_loop.py",
     "eventstore/group_commit.py",
     "eventstore/live_reader.py",

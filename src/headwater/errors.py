@@ -1,12 +1,10 @@
-"""All errors of Headwater, and the mapping from SQLSTATE to error."""
+"""All errors of Headwater, and the mapping from SQLSTATE to error. Pure."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from typing import Any
-
-import psycopg
 
 
 class HeadwaterError(Exception):
@@ -273,26 +271,6 @@ def from_sqlstate(
             kind = InvalidEvent
         return kind(constraint)
     return kind(message, hint=hint, detail=_parsed(detail))
-
-
-def translate_error(error: psycopg.Error) -> BaseException:
-    """The Headwater error for an error of Postgres; the error itself if it has no counterpart."""
-    if error.sqlstate is None:
-        if isinstance(error, psycopg.OperationalError):
-            return LogUnavailable(f"lost the connection to Postgres: {error}".strip())
-        if isinstance(error, psycopg.DataError):
-            return InvalidEvent(str(error))
-        return error
-    diag = error.diag
-    ours = from_sqlstate(
-        error.sqlstate,
-        diag.message_primary or str(error),
-        hint=diag.message_hint,
-        detail=diag.message_detail,
-        constraint=diag.constraint_name if error.sqlstate == "23514" else None,
-        table=diag.table_name or diag.datatype_name,
-    )
-    return error if ours is None else ours
 
 
 def _parsed(detail: str | None) -> Mapping[str, Any]:

@@ -51,7 +51,7 @@ def next_release(tmp_path: Path) -> Path:
         "alter table headwater_internal.queue add column colour text not null default 'red';\n"
         "create table headwater.next_thing (id integer primary key);\n"
     )
-    edit(package / "database" / "schema" / "__init__.py", f'VERSION = "{schema.VERSION}"', 'VERSION = "99.0.0"')
+    edit(package / "version.py", f'VERSION = "{headwater.__version__}"', 'VERSION = "99.0.0"')
     functions = package / "database" / "schema" / "functions"
     edit(
         functions / "lease.sql", "language plpgsql\nas $$\n", "language plpgsql\nas $$\n-- as the next version has it\n"

@@ -8,7 +8,7 @@ from headwater.calls import log as log_calls
 from headwater.database import schema
 from headwater.database.connection import PooledConnection, prepare_session
 from headwater.errors import LogUnavailable
-from headwater.eventstore.postgres import EventStoreApi
+from headwater.eventstore.api import EventStoreApi
 from headwater.log.administration import AdministrationApi
 from headwater.log.follow import FollowApi
 from headwater.log.publish import PublishApi

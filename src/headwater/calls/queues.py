@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headwater.calls.call import Call, Rows, nothing, only_value
 from headwater.calls.encoding import checked_text, encode_headers, optional_text
 from headwater.calls.reading import EVENT_COLUMNS, topic_names
-from headwater.eventstore.query import StoreLease
 from headwater.queue.model import (
     Binding,
     ClaimedEvent,
@@ -23,6 +22,9 @@ from headwater.queue.model import (
     Retry,
     Snooze,
 )
+
+if TYPE_CHECKING:
+    from headwater.eventstore.query import StoreLease
 
 _QUEUE = (
     "name, start_position, lease_seconds, max_attempts, backoff_seconds, backoff_factor, backoff_max_seconds, "

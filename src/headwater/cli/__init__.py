@@ -18,7 +18,6 @@ from typer.core import TyperGroup
 
 import headwater
 from headwater.cli import exit_codes, output
-from headwater.cli.connection import Session
 from headwater.errors import HeadwaterError
 
 # Not all versions of Typer export the base class of usage errors.
@@ -153,6 +152,8 @@ def root(
     ] = None,
 ) -> None:
     """Headwater: an event log in Postgres. Publish an event once, consume it in many ways."""
+    from headwater.cli.connection import Session
+
     context.obj = Session(log_format=log_format.value if log_format is not None else None)
 
 

@@ -10,19 +10,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cache
-from typing import Any, NoReturn, get_type_hints
+from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
 import typer
-from rich.console import Console
 
 from headwater.cli import exit_codes
 from headwater.cli.exit_codes import NotConfirmed
 from headwater.errors import HeadwaterError
 from headwater.log.model import Event
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 
 def progress_console() -> Console:
     """A console on standard error, for progress bars."""
+    from rich.console import Console
+
     return Console(stderr=True, highlight=False, emoji=False)
 
 

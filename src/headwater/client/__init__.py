@@ -7,7 +7,7 @@ from psycopg_pool import ConnectionPool, PoolTimeout
 
 from headwater.calls import log as log_calls
 from headwater.client.database.connection import PooledConnection, prepare_session
-from headwater.client.eventstore.postgres import EventStoreApi
+from headwater.client.eventstore.api import EventStoreApi
 from headwater.client.log.administration import AdministrationApi
 from headwater.client.log.follow import FollowApi
 from headwater.client.log.publish import PublishApi

@@ -21,7 +21,8 @@ from psycopg.pq.abc import PGresult
 from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
 from headwater.calls import Call
-from headwater.errors import LogUnavailable, translate_error
+from headwater.database.driver_errors import translate_error
+from headwater.errors import LogUnavailable
 
 T = TypeVar("T")
 Rows = list[tuple[Any, ...]]

@@ -14,13 +14,12 @@ from typing import Any, TypeVar
 
 import psycopg
 from psycopg import AsyncConnection
-from psycopg_pool import AsyncConnectionPool
 
 from headwater.calls import log as log_calls
 from headwater.calls import queues as queue_calls
 from headwater.calls import reading as reading_calls
 from headwater.calls import store as store_calls
-from headwater.database.connection import CallRunner, PooledConnection
+from headwater.database.connection import CallRunner
 from headwater.errors import InvalidRequest, QueueNotFound
 from headwater.eventstore.conflict_cache import AppendedEvent, ConflictCache, Precheck
 from headwater.eventstore.decider import SavedState, SnapshotKey
@@ -403,30 +402,3 @@ class EventStore(StoreSubscriptions):
             )
             await self._log._run(move, connection)
             await handler(connection, events)
-
-
-class EventStoreApi(CallRunner):
-    """The event stores of the log."""
-
-    def __init__(self, pool: AsyncConnectionPool[PooledConnection]) -> None:
-        super().__init__(pool)
-        self._stores: dict[str, EventStore] = {}
-
-    async def create_store(
-        self,
-        name: str,
-        *,
-        max_payload_bytes: int | None = None,
-        max_header_bytes: int | None = None,
-        if_missing: bool = False,
-    ) -> EventStore:
-        """Create an event store: a topic whose events are found by query and appended under conditions."""
-        call = store_calls.create_event_store(
-            name, max_payload_bytes=max_payload_bytes, max_header_bytes=max_header_bytes, if_missing=if_missing
-        )
-        await self._run(call)
-        return self.store(name)
-
-    def store(self, name: str) -> EventStore:
-        """An existing event store. Does not access the database: a wrong name is an error on first use."""
-        return self._stores.setdefault(name, EventStore(self, name))

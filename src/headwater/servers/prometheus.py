@@ -27,6 +27,7 @@ from headwater.log.model import LogFault
 from headwater.observability.counters import COUNTERS
 from headwater.observability.metrics import ERROR, METRICS, SCRAPES_FAILED, logger
 from headwater.servers.multiprocess_counters import MultiprocessCounters
+from headwater.version import VERSION
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 CACHE_SECONDS: Final = 1.0
@@ -148,7 +149,7 @@ async def readiness(log: AsyncHeadwater) -> list[Check]:
         ]
     return [
         answers,
-        Check("schema", True, f"the schema matches Headwater {schema.VERSION}"),
+        Check("schema", True, f"the schema matches Headwater {VERSION}"),
         *_check_health(health),
         *_check_faults(health, faults),
         await _check_storage(log),

@@ -10,6 +10,7 @@ from headwater.cli import output
 from headwater.cli.connection import session
 from headwater.cli.options import Dsn, Json, examples
 from headwater.database import schema
+from headwater.version import VERSION
 
 app = typer.Typer()
 
@@ -50,10 +51,10 @@ def migrate(
             {
                 "applied": [{"number": step.number, "name": step.name} for step in applied],
                 "schema": latest,
-                "version": schema.VERSION,
+                "version": VERSION,
             }
         )
         return
     for step in applied:
         output.print_line(f"applied migration {step.number:04} {step.name}")
-    output.print_line(f"the database is at migration {latest} (Headwater {schema.VERSION})")
+    output.print_line(f"the database is at migration {latest} (Headwater {VERSION})")

@@ -13,11 +13,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, NamedTuple
 
 import psycopg
 import typer
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 import headwater
 from headwater.calls.encoding import JSON_TYPE
@@ -26,6 +25,9 @@ from headwater.cli.connection import session
 from headwater.cli.options import Dsn, Json, examples, parse_duration, parse_header, parse_time
 from headwater.errors import HeadwaterError, InvalidEvent, InvalidRequest, LogUnavailable
 from headwater.log.model import NewEvent
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 app = typer.Typer()
 
@@ -390,6 +392,8 @@ def _progress(source: BinaryIO) -> Iterator[_LineCounter]:
     if not sys.stderr.isatty():
         yield _LineCounter(None, None)
         return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
     columns = (BarColumn(), TextColumn("{task.fields[lines]:,} lines"), TimeElapsedColumn())
     with Progress(*columns, console=output.progress_console(), transient=True) as progress:
         yield _LineCounter(progress, progress.add_task("publish", total=_size(source), lines=0))

@@ -25,7 +25,8 @@ from headwater.calls import Call
 from headwater.calls import log as log_calls
 from headwater.calls import reading as reading_calls
 from headwater.database import schema
-from headwater.errors import Deadlocked, HeadwaterError, InvalidRequest, LogUnavailable, StorageFull, translate_error
+from headwater.database.driver_errors import translate_error
+from headwater.errors import Deadlocked, HeadwaterError, InvalidRequest, LogUnavailable, StorageFull
 from headwater.log.steps import MaintenanceSchedule
 from headwater.observability.counters import COUNTERS
 from headwater.observability.metrics import ERROR, UNAVAILABLE, WAIT_SECONDS, logger

@@ -14,13 +14,12 @@ from typing import Any, TypeVar
 
 import psycopg
 from psycopg import Connection
-from psycopg_pool import ConnectionPool
 
 from headwater.calls import log as log_calls
 from headwater.calls import queues as queue_calls
 from headwater.calls import reading as reading_calls
 from headwater.calls import store as store_calls
-from headwater.client.database.connection import CallRunner, PooledConnection
+from headwater.client.database.connection import CallRunner
 from headwater.client.eventstore.group_commit import AppendResults, new_event_ids
 from headwater.client.eventstore.live_reader import StoreEvents
 from headwater.client.eventstore.subscribe import StoreHandler, StoreSubscriptions
@@ -399,30 +398,3 @@ class EventStore(StoreSubscriptions):
             )
             self._log._run(move, connection)
             handler(connection, events)
-
-
-class EventStoreApi(CallRunner):
-    """The event stores of the log."""
-
-    def __init__(self, pool: ConnectionPool[PooledConnection]) -> None:
-        super().__init__(pool)
-        self._stores: dict[str, EventStore] = {}
-
-    def create_store(
-        self,
-        name: str,
-        *,
-        max_payload_bytes: int | None = None,
-        max_header_bytes: int | None = None,
-        if_missing: bool = False,
-    ) -> EventStore:
-        """Create an event store: a topic whose events are found by query and appended under conditions."""
-        call = store_calls.create_event_store(
-            name, max_payload_bytes=max_payload_bytes, max_header_bytes=max_header_bytes, if_missing=if_missing
-        )
-        self._run(call)
-        return self.store(name)
-
-    def store(self, name: str) -> EventStore:
-        """An existing event store. Does not access the database: a wrong name is an error on first use."""
-        return self._stores.setdefault(name, EventStore(self, name))

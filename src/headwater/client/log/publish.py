@@ -19,7 +19,8 @@ from psycopg import Connection
 from headwater.calls import encoding, publishing
 from headwater.calls import log as log_calls
 from headwater.client.database.connection import CallRunner
-from headwater.errors import InvalidRequest, translate_error
+from headwater.database.driver_errors import translate_error
+from headwater.errors import InvalidRequest
 from headwater.log.cron import next_time
 from headwater.log.model import CronSchedule, NewEvent, Payload, ScheduledEvent
 from headwater.observability import tracing

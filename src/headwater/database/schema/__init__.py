@@ -18,9 +18,7 @@ from typing import Any
 import psycopg
 
 from headwater.errors import LogUnavailable, SchemaMismatch
-
-VERSION = "0.1.0"
-"""The program's version. A database that a newer program upgraded keeps its newer functions."""
+from headwater.version import VERSION
 
 # Order matters where one file's definitions need another's.
 FUNCTION_FILES = (

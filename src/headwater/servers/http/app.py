@@ -13,7 +13,6 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from headwater.database.schema import VERSION
 from headwater.errors import HeadwaterError, InvalidRequest
 from headwater.servers.http import (
     accounts,
@@ -35,6 +34,7 @@ from headwater.servers.http.authorization import permission_of
 from headwater.servers.http.dependencies import STATUS_MEANINGS, ServerContext
 from headwater.servers.http.errors import NotFound, WrongMethod, from_postgres, invalid, problem_response, unexpected
 from headwater.servers.http.middleware import RequestGuard
+from headwater.version import VERSION
 
 # Every route of these routers declares the permission that it requires.
 ROUTERS: Final[tuple[APIRouter, ...]] = (

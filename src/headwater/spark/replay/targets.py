@@ -23,7 +23,8 @@ from headwater.calls import archives as archives_calls
 from headwater.calls import queues as queue_calls
 from headwater.calls.encoding import JSON_TYPE
 from headwater.client.database.connection import rows_of
-from headwater.errors import InvalidRequest, TopicNotFound, TransactionAborted, translate_error
+from headwater.database.driver_errors import translate_error
+from headwater.errors import InvalidRequest, TopicNotFound, TransactionAborted
 from headwater.queue.model import Binding
 from headwater.spark.formats import log_writer
 from headwater.spark.formats.log_ranges import Range
