@@ -120,7 +120,7 @@ end;
 $$;
 
 -- The events of one topic after a position and up to one that the caller knows to be stable, in order, without those
--- that a condition excludes. A single query, so that Postgres inlines it and sends events in index order. It does not
+-- that an argument excludes. A single query, so that Postgres inlines it and sends events in index order. It does not
 -- detect events removed by retention: call refuse_expired() afterwards.
 create or replace function headwater_internal.scan_topic(
     topic text,
