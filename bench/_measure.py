@@ -423,13 +423,13 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str] | Non
 def finish(server: Server, result: Mapping[str, Any]) -> None:
     """Print the last line: a JSON object with the results and a description of the machine."""
     about = server.about()
-    place = {
+    machine = {
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "postgres": about["server_version"].split()[0],
         "durable": about["fsync"] == "on" and about["synchronous_commit"] == "on",
     }
-    print(json.dumps({**result, **place}), flush=True)
+    print(json.dumps({**result, **machine}), flush=True)
 
 
 def number(value: float | None, digits: int = 0) -> str:

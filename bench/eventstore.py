@@ -71,10 +71,10 @@ def ours(store: EventStore | SqliteEventStore) -> tuple[Append, Latest]:
 
 
 @cache
-def by_tasks(dsn: str, place: str | None) -> tuple[asyncio.AbstractEventLoop, AsyncAppend, AsyncLatest]:
+def by_tasks(dsn: str, target: str | None) -> tuple[asyncio.AbstractEventLoop, AsyncAppend, AsyncLatest]:
     loop = asyncio.new_event_loop()
     log = loop.run_until_complete(aio.connect(dsn, pool_size=4))
-    store = log.store(place or STORE)
+    store = log.store(target or STORE)
     # Client processes exit without running atexit handlers.
     Finalize(None, lambda: loop.run_until_complete(log.close()), exitpriority=1)
 
@@ -92,17 +92,17 @@ def by_tasks(dsn: str, place: str | None) -> tuple[asyncio.AbstractEventLoop, As
 
 
 @cache
-def on_postgres(dsn: str, place: str | None) -> tuple[Append, Latest]:
-    return ours(headwater.connect(dsn, pool_size=4).store(place or STORE))
+def on_postgres(dsn: str, target: str | None) -> tuple[Append, Latest]:
+    return ours(headwater.connect(dsn, pool_size=4).store(target or STORE))
 
 
 @cache
-def on_sqlite(dsn: str, place: str | None) -> tuple[Append, Latest]:
-    return ours(SqliteStores(Path(place or "")).create_store(STORE, if_missing=True))
+def on_sqlite(dsn: str, target: str | None) -> tuple[Append, Latest]:
+    return ours(SqliteStores(Path(target or "")).create_store(STORE, if_missing=True))
 
 
 @cache
-def by_eventsourcing(dsn: str, place: str | None) -> tuple[Append, Latest]:
+def by_eventsourcing(dsn: str, target: str | None) -> tuple[Append, Latest]:
     from eventsourcing.dcb.api import DCBAppendCondition, DCBEvent, DCBQuery, DCBQueryItem
     from eventsourcing.dcb.postgres_tt import PostgresDCBRecorderTT
     from eventsourcing.persistence import IntegrityError
@@ -137,10 +137,10 @@ def by_eventsourcing(dsn: str, place: str | None) -> tuple[Append, Latest]:
 
 
 @cache
-def by_umadb(dsn: str, place: str | None) -> tuple[Append, Latest]:
+def by_umadb(dsn: str, target: str | None) -> tuple[Append, Latest]:
     import umadb
 
-    client = umadb.Client(f"http://{place}")
+    client = umadb.Client(f"http://{target}")
 
     def append(tag: str, events: int, after: int | None) -> int | None:
         new = [umadb.Event("Happened", DATA, [tag, "all"]) for _ in range(events)]
@@ -188,14 +188,14 @@ class Contexts:
             self.known[tag] = position
 
 
-def appending(dsn: str, store: str, place: str | None, writers: int, events: int, context: str) -> Act:
+def appending(dsn: str, store: str, target: str | None, writers: int, events: int, context: str) -> Act:
     """Run writers until the time is over; returns the number of successful appends."""
     contexts = Contexts(context)
     if store == "headwater":
         if writers > 1:
-            return by_loop(*by_tasks(dsn, place), contexts, writers, events)
+            return by_loop(*by_tasks(dsn, target), contexts, writers, events)
         store = "headwater threads"
-    append, latest = STORES[store](dsn, place)
+    append, latest = STORES[store](dsn, target)
     pool = ThreadPoolExecutor(writers)
 
     def write(writer: int) -> int:
@@ -298,12 +298,12 @@ def fill(server: Server, events: int) -> None:
         server.execute(
             """
             select headwater_internal.insert_appended(
-                (headwater_internal.find_event_store(%s)).id, min(p.n) - 1, array_agg(p.place), array_agg('fill-' ||
+                (headwater_internal.find_event_store(%s)).id, min(p.n) - 1, array_agg(p.position), array_agg('fill-' ||
                 p.n), array_agg('Happened'::text), array_agg('{all,fill-' || p.n / 10 || '}'), array_agg(%s::bytea),
                 null, null
             )
             from (
-                select n, nextval('headwater_internal.position') as place
+                select n, nextval('headwater_internal.position') as position
                 from generate_series(%s::bigint, %s::bigint) as n
             ) as p
             """,
@@ -315,9 +315,9 @@ def fill(server: Server, events: int) -> None:
     server.execute("analyze headwater_internal.event")
 
 
-def filling(dsn: str, store: str, place: str | None, events: int) -> Act:
+def filling(dsn: str, store: str, target: str | None, events: int) -> Act:
     """A variant that fills a store and is not timed."""
-    append, _ = STORES[store](dsn, place)
+    append, _ = STORES[store](dsn, target)
     numbers = itertools.count()
 
     def act() -> int:
@@ -394,18 +394,18 @@ def main() -> None:
     turns: dict[str, dict[str, list[Turn]]] = {}
     try:
         with measure.measured_server(options.dsn) as server, umadb_server() as (address, umadb):
-            places: dict[str, str | None] = {"headwater sqlite": str(files / "small"), "umadb": address}
+            targets: dict[str, str | None] = {"headwater sqlite": str(files / "small"), "umadb": address}
             with headwater.connect(server.dsn) as log:
                 log.create_store(STORE)
             with ClientProcesses(server.dsn, 1) as clients:
                 for workload in sorted(chosen, key=lambda workload: workload.large):
-                    if workload.large and places.get("headwater") is None:
+                    if workload.large and targets.get("headwater") is None:
                         # A store that was filled is no longer empty, so the large ones come last.
                         fill(server, large)
-                        places |= {"headwater": LARGE, "headwater threads": LARGE}
-                        places["headwater sqlite"] = str(files / "large")
+                        targets |= {"headwater": LARGE, "headwater threads": LARGE}
+                        targets["headwater sqlite"] = str(files / "large")
                         for name in ("headwater sqlite", "eventsourcing", "umadb"):
-                            what = {"store": name, "place": places.get(name), "events": min(large, FILL_EVENTS)}
+                            what = {"store": name, "target": targets.get(name), "events": min(large, FILL_EVENTS)}
                             for _ in range(0, large, FILL_EVENTS):
                                 clients.ready(Variant(f"fill {name}", filling, what))
                     measure.say(workload.title)
@@ -415,7 +415,7 @@ def main() -> None:
                             appending,
                             {
                                 "store": name,
-                                "place": places.get(name),
+                                "target": targets.get(name),
                                 "writers": workload.writers,
                                 "events": workload.events,
                                 "context": workload.context,
@@ -424,7 +424,7 @@ def main() -> None:
                         for name in workload.stores()
                     }
                     if workload.large:
-                        what = {**variants["headwater"].options, "place": STORE}
+                        what = {**variants["headwater"].options, "target": STORE}
                         variants["headwater empty"] = Variant(f"{workload.key} headwater empty", appending, what)
                     turns[workload.key] = measured(server, umadb, clients, variants, rounds=rounds, seconds=seconds)
                     rows += [None, (f"[bold]{workload.title}[/bold]", "", "", "")]

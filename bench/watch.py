@@ -83,10 +83,10 @@ begin
     else
         insert into other.events (id, topic, payload, metadata)
         select
-            other.event_id(started, first + n.place), topic, other.difference(so.serialised, sn.serialised),
+            other.event_id(started, first + n.ordinal), topic, other.difference(so.serialised, sn.serialised),
             jsonb_build_object('old', so.serialised)
-        from (select to_jsonb(r) as row, row_number() over () as place from new_rows r) as n
-        join (select to_jsonb(r) as row, row_number() over () as place from old_rows r) as o on o.place = n.place
+        from (select to_jsonb(r) as row, row_number() over () as ordinal from new_rows r) as n
+        join (select to_jsonb(r) as row, row_number() over () as ordinal from old_rows r) as o on o.ordinal = n.ordinal
         cross join lateral other.serialise(tg_relid, tg_op, n.row) as sn
         cross join lateral other.serialise(tg_relid, tg_op, o.row) as so
         where sn.emit and so.serialised is distinct from sn.serialised;

@@ -259,7 +259,7 @@ def test_a_pipeline_is_seen_with_its_last_batches_and_errors(
     )
     assert claimed.token is not None
     for rows in (7, 8):
-        log.run(pipeline_runs.record_batch("totals", claimed.token, place=0, rows=rows, details={"seconds": 1.5}))
+        log.run(pipeline_runs.record_batch("totals", claimed.token, checkpoint=0, rows=rows, details={"seconds": 1.5}))
     log.run(pipeline_runs.record_failure("totals", claimed.token, "the table public.totals is gone"))
     page.goto(f"{server.url}/#/pipelines")
     page.get_by_role("link", name="totals").click()

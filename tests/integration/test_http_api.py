@@ -764,11 +764,11 @@ def test_a_pipeline_is_told_of_with_its_last_batches(http: httpx.Client, log: he
     token = log.run(claim).token
     assert token is not None
     assert http.get(f"/v1/pipelines/{name}/batches").json() == {"batches": []}
-    log.run(pipeline_runs.record_batch(name, token, place=3, rows=7, details={"seconds": 1.5, "place": 3}))
+    log.run(pipeline_runs.record_batch(name, token, checkpoint=3, rows=7, details={"seconds": 1.5, "checkpoint": 3}))
     log.run(pipeline_runs.record_failure(name, token, "no luck"))
     failed, done = http.get(f"/v1/pipelines/{name}/batches").json()["batches"]
     assert (failed["rows"], failed["seconds"], failed["details"], failed["error"]) == (0, None, None, "no luck")
-    assert (done["rows"], done["seconds"], done["details"]["place"], done["error"]) == (7, 1.5, 3, None)
+    assert (done["rows"], done["seconds"], done["details"]["checkpoint"], done["error"]) == (7, 1.5, 3, None)
     assert http.get(f"/v1/pipelines/{name}").json()["state"] == "failing"
 
 

@@ -319,8 +319,8 @@ def test_a_pipeline_that_ended_with_an_error_is_failed(log: headwater.Headwater,
         return claimed.token
 
     token = claim()
-    place = log.publish(topic, None)
-    log.run(pipeline_runs.record_batch(topic, token, place=place, rows=1, details={}))
+    checkpoint = log.publish(topic, None)
+    log.run(pipeline_runs.record_batch(topic, token, checkpoint=checkpoint, rows=1, details={}))
     log.publish_batch(topic, [NewEvent(None)] * 2)
     log.publish_batch(other, [NewEvent(None)] * 9)
     assert (status().state, status().behind, status().behind_is_more) == ("running", 2, False)
@@ -329,6 +329,6 @@ def test_a_pipeline_that_ended_with_an_error_is_failed(log: headwater.Headwater,
     log.run(pipeline_runs.release_pipeline(topic, token))
     assert (status().state, status().last_error, status().behind) == ("failed", "no such table", 2)
     token = claim()
-    log.run(pipeline_runs.record_batch(topic, token, place=place, rows=1, details={}))
+    log.run(pipeline_runs.record_batch(topic, token, checkpoint=checkpoint, rows=1, details={}))
     log.run(pipeline_runs.release_pipeline(topic, token))
     assert status().state == "idle"

@@ -60,7 +60,7 @@ def one_of_everything(log: headwater.Headwater, connection: psycopg.Connection, 
     log.create_queue(topic, topic, max_attempts=1)
     log.open_cursor(topic, topics=topic)
     connection.execute(
-        "insert into headwater_internal.pipeline (name, definition, source, place, batches, rows, last_batch_at) "
+        "insert into headwater_internal.pipeline (name, definition, source, checkpoint, batches, rows, last_batch_at) "
         "values (%s, '{}', 'log', 0, 2, 30, clock_timestamp())",
         (topic,),
     )

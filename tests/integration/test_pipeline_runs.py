@@ -78,7 +78,7 @@ def test_a_lease_that_ran_out_goes_to_another_and_the_first_can_record_nothing(
     assert claim(log, name, "b").token == late + 1
     for call in (
         pipeline_runs.renew_pipeline(name, late, lease=LONG),
-        pipeline_runs.record_batch(name, late, place=5, rows=1, details={}),
+        pipeline_runs.record_batch(name, late, checkpoint=5, rows=1, details={}),
         pipeline_runs.renew_checkpoint_epoch(name, late),
         pipeline_runs.record_snapshot(name, late, PipelineSnapshot("t", "1:1:", 1, 1)),
     ):
@@ -87,18 +87,18 @@ def test_a_lease_that_ran_out_goes_to_another_and_the_first_can_record_nothing(
     # Too late to be heard, and no harm.
     log.run(pipeline_runs.release_pipeline(name, late))
     assert log.run(pipeline_runs.record_failure(name, late, "x")) is None
-    assert (status(log, name).state, status(log, name).place) == ("running", None)
+    assert (status(log, name).state, status(log, name).checkpoint) == ("running", None)
 
 
-def test_a_place_never_goes_back(log: headwater.Headwater, name: str) -> None:
+def test_a_checkpoint_never_goes_back(log: headwater.Headwater, name: str) -> None:
     token = claim(log, name).token
     assert token is not None
-    for place in (5, 3):
-        log.run(pipeline_runs.record_batch(name, token, place=place, rows=2, details={"batch": place}))
+    for checkpoint in (5, 3):
+        log.run(pipeline_runs.record_batch(name, token, checkpoint=checkpoint, rows=2, details={"batch": checkpoint}))
     found = status(log, name)
-    assert (found.place, found.rows, found.batches, found.last_batch) == (5, 4, 2, {"batch": 3})
+    assert (found.checkpoint, found.rows, found.batches, found.last_batch) == (5, 4, 2, {"batch": 3})
     log.run(pipeline_runs.release_pipeline(name, token))
-    assert claim(log, name).place == 5
+    assert claim(log, name).checkpoint == 5
 
 
 def test_failures_are_counted_until_a_batch_succeeds(log: headwater.Headwater, name: str) -> None:
@@ -106,7 +106,7 @@ def test_failures_are_counted_until_a_batch_succeeds(log: headwater.Headwater, n
     assert token is not None
     assert [log.run(pipeline_runs.record_failure(name, token, "no\0 luck")) for _ in range(2)] == [1, 2]
     assert (status(log, name).state, status(log, name).last_error) == ("failing", "no luck")
-    log.run(pipeline_runs.record_batch(name, token, place=1, rows=0, details={}))
+    log.run(pipeline_runs.record_batch(name, token, checkpoint=1, rows=0, details={}))
     assert (status(log, name).state, status(log, name).failures) == ("running", 0)
 
 
@@ -114,9 +114,9 @@ def test_the_last_twenty_batches_are_kept_with_the_tries_that_failed(log: headwa
     token, other = claim(log, name).token, claim(log, f"{name}-beside").token
     assert token is not None
     assert other is not None
-    log.run(pipeline_runs.record_batch(f"{name}-beside", other, place=1, rows=1, details={"batch": 1}))
+    log.run(pipeline_runs.record_batch(f"{name}-beside", other, checkpoint=1, rows=1, details={"batch": 1}))
     for number in range(25):
-        log.run(pipeline_runs.record_batch(name, token, place=number, rows=number, details={"batch": number}))
+        log.run(pipeline_runs.record_batch(name, token, checkpoint=number, rows=number, details={"batch": number}))
     log.run(pipeline_runs.record_failure(name, token, "no luck"))
     # Who lost the pipeline has nothing to tell of it.
     log.run(pipeline_runs.record_failure(name, token - 1, "too late"))
@@ -149,23 +149,23 @@ def test_who_is_told_to_stop_stops_and_nobody_takes_over(log: headwater.Headwate
 def test_reset_begins_anew_and_only_while_nobody_runs_it(log: headwater.Headwater, name: str) -> None:
     first = claim(log, name)
     assert first.token is not None
-    log.run(pipeline_runs_calls.record_batch(name, first.token, place=5, rows=2, details={}))
+    log.run(pipeline_runs_calls.record_batch(name, first.token, checkpoint=5, rows=2, details={}))
     log.run(pipeline_runs_calls.record_snapshot(name, first.token, PipelineSnapshot("t", "1:1:", 7, 3)))
     assert log.run(pipeline_runs_calls.pipeline_snapshots(name)) == [PipelineSnapshot("t", "1:1:", 7, 3)]
     with pytest.raises(errors.PipelineBusy, match="is running on a"):
         log.run(pipeline_runs_calls.reset_pipeline(name))
     log.run(pipeline_runs_calls.release_pipeline(name, first.token))
-    log.run(pipeline_runs_calls.reset_pipeline(name, place=2))
+    log.run(pipeline_runs_calls.reset_pipeline(name, checkpoint=2))
     again = claim(log, name)
-    assert again.place == 2
+    assert again.checkpoint == 2
     assert again.checkpoint_epoch > first.checkpoint_epoch
     assert log.run(pipeline_runs.pipeline_snapshots(name)) == []
 
 
-def test_a_place_in_the_log_is_none_in_the_servers(log: headwater.Headwater, name: str) -> None:
+def test_a_checkpoint_in_the_log_is_none_in_the_servers(log: headwater.Headwater, name: str) -> None:
     token = claim(log, name).token
     assert token is not None
-    log.run(pipeline_runs.record_batch(name, token, place=5, rows=2, details={}))
+    log.run(pipeline_runs.record_batch(name, token, checkpoint=5, rows=2, details={}))
     log.run(pipeline_runs.release_pipeline(name, token))
     with pytest.raises(errors.InvalidRequest, match="read from log before"):
         claim(log, name, source="changes")
@@ -247,10 +247,10 @@ def test_a_pipeline_is_shown_stopped_reset_and_forgotten(
     assert run("stop", name).exit_code == NOT_FOUND
     token = claim(log, name).token
     assert token is not None
-    log.run(pipeline_runs.record_batch(name, token, place=1234, rows=2, details={}))
+    log.run(pipeline_runs.record_batch(name, token, checkpoint=1234, rows=2, details={}))
     assert "1,234" in run("status").stdout
     (shown,) = json.loads(run("status", name, "--json").stdout)
-    assert (shown["state"], shown["place"], shown["runner"]) == ("running", 1234, "a")
+    assert (shown["state"], shown["checkpoint"], shown["runner"]) == ("running", 1234, "a")
     log.run(pipeline_runs.record_failure(name, token, "no luck\nat all"))
     failed, done = json.loads(run("status", name, "--batches", "--json").stdout)
     assert (failed["pipeline"], failed["error"], done["rows"]) == (name, "no luck\nat all", 2)
@@ -262,12 +262,12 @@ def test_a_pipeline_is_shown_stopped_reset_and_forgotten(
     assert "stopped pipeline" in run("stop", name).stdout
     assert run("reset", name).exit_code != 0
     assert run("reset", name, "--to", "7", "--yes").exit_code == 0
-    assert status(log, name).place == 7
+    assert status(log, name).checkpoint == 7
     assert run("delete", name, "--yes").exit_code == 0
     assert run("status", name).exit_code == NOT_FOUND
 
 
-def test_a_place_is_written_as_its_source_does() -> None:
+def test_a_checkpoint_is_written_as_its_source_does() -> None:
     assert format_checkpoint("log", 1_234_567) == "1,234,567"
     assert format_checkpoint("changes", (2 << 32) + 0xABC) == "2/ABC"
     assert format_checkpoint("log", None) == "-"

@@ -269,9 +269,9 @@ def test_a_pattern_means_what_amqp_says(
     connection: psycopg.Connection, patterns: list[list[str]], keys: list[list[str]]
 ) -> None:
     rows = connection.execute(
-        "select p.place, k.place, '.' || k.key ~ headwater_internal.pattern_regex(p.pattern) "
-        "from unnest(%s::text[]) with ordinality as p (pattern, place), "
-        "unnest(%s::text[]) with ordinality as k (key, place)",
+        "select p.ordinal, k.ordinal, '.' || k.key ~ headwater_internal.pattern_regex(p.pattern) "
+        "from unnest(%s::text[]) with ordinality as p (pattern, ordinal), "
+        "unnest(%s::text[]) with ordinality as k (key, ordinal)",
         ([".".join(pattern) for pattern in patterns], [".".join(key) for key in keys]),
     ).fetchall()
     for pattern, key, fits in rows:

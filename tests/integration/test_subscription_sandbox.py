@@ -418,7 +418,7 @@ def test_a_function_of_that_role_that_was_replaced_would_not_run_as_the_caller(
     [
         "headwater_filter.explain_as_filter('select 1')",
         "headwater_filter.match_as_filter('select null', '{}', 1, 1)",
-        "headwater_filter.plan('condition_')",
+        "headwater_filter.plan('filter_')",
         "headwater_filter.install_part('a', 'b', 'c')",
     ],
 )

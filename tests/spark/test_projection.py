@@ -136,7 +136,7 @@ def order_some(log: headwater.Headwater, topic: str, numbers: range) -> None:
 
 
 @pytest.mark.parametrize(
-    ("query", "mode", "stateful", "place"),
+    ("query", "mode", "stateful", "offset"),
     [
         ("select position as at, data:amount::double as amount from events where type = 'x'", "append", False, "at"),
         ("select position + 1 as position from events", "append", False, None),
@@ -150,12 +150,12 @@ def order_some(log: headwater.Headwater, topic: str, numbers: range) -> None:
     ],
 )  # fmt: skip
 def test_a_transform_knows_how_it_has_to_be_run(
-    spark: SparkSession, dsn: str, query: str, mode: str, stateful: bool, place: str | None
+    spark: SparkSession, dsn: str, query: str, mode: str, stateful: bool, offset: str | None
 ) -> None:
     rows = spark.readStream.format("headwater").option("dsn", dsn).load()
     result = Transform.parse({"sql": query}).apply(rows, "log")
     assert (result.mode, result.stateful, is_stateful(result.rows)) == (mode, stateful, stateful)
-    assert offset_column(result.rows) == place
+    assert offset_column(result.rows) == offset
 
 
 def test_with_select_star_rows_go_on_as_they_came(spark: SparkSession, dsn: str) -> None:

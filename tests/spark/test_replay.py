@@ -113,7 +113,7 @@ def test_a_dry_run_says_what_is_then_done(past: ArchivedLog, spark: SparkSession
     middle = past.positions()[4]
     selection = Selection(after=middle, up_to=past.positions()[-2], types=("t1",), keys=(b"k1", b"k2"))
     told = preview(spark, past.dsn, selection, ToTopic("copy"))
-    assert {(one.topic, one.place) for one in told.found} >= {
+    assert {(one.topic, one.source) for one in told.found} >= {
         ("forever", "log"),
         ("short", "archive"),
         ("short", "log"),
@@ -128,10 +128,10 @@ def test_a_dry_run_says_what_is_then_done(past: ArchivedLog, spark: SparkSession
             event
             for event in copies
             if event.headers["replayed-topic"] == one.topic
-            and (event.headers["replayed-position"] in kept) == (one.place == "log")
+            and (event.headers["replayed-position"] in kept) == (one.source == "log")
         ]
-        places = [event.headers["replayed-position"] for event in of_it]
-        assert (one.events, one.first_position, one.last_position) == (len(of_it), places[0], places[-1])
+        positions = [event.headers["replayed-position"] for event in of_it]
+        assert (one.events, one.first_position, one.last_position) == (len(of_it), positions[0], positions[-1])
         times = [datetime.fromisoformat(event.headers["replayed-published-at"]) for event in of_it]
         stamps = [at.replace(tzinfo=at.tzinfo or UTC) for at in (one.first_published_at, one.last_published_at)]
         assert stamps == [min(times), max(times)]
@@ -346,7 +346,7 @@ def test_the_command_that_is_killed_goes_on_when_repeated(past: ArchivedLog, spa
 def test_the_command_says_what_would_come_and_what_came(past: ArchivedLog, spark: SparkSession) -> None:
     chosen = ["--to-topic", "copy", "--topic", "short", "--type", "t1", "--key", "k1", "--json"]
     code, told = headwater_replay(past.dsn, *chosen, "--dry-run")
-    assert (code, {one["place"] for one in told["found"]}) == (0, {"archive", "log"})
+    assert (code, {one["source"] for one in told["found"]}) == (0, {"archive", "log"})
     code, done = headwater_replay(past.dsn, *chosen)
     assert (code, done["events"]) == (0, told["published"])
     assert originals(past.log, "copy")[-1] == max(one["last_position"] for one in told["found"])

@@ -106,7 +106,7 @@ def test_changes_become_events_and_keep_their_transactions_together(
     (status,) = [one for one in log.run(pipeline_runs.pipeline_statuses()) if one.name == name]
     assert (status.state, status.rows, status.failures) == ("idle", 3, 0)
     # Everything is in its sinks, so the server need not keep it.
-    assert Slot(dsn, name, name).state().confirmed_lsn == status.place
+    assert Slot(dsn, name, name).state().confirmed_lsn == status.checkpoint
 
 
 def test_a_batch_that_fails_after_writing_is_repeated_without_writing_twice(
@@ -129,7 +129,7 @@ def test_a_batch_that_fails_after_writing_is_repeated_without_writing_twice(
     assert payloads(log, f"{name}_copy") == [{"n": n + 1} for n in range(100)]
 
 
-def test_without_its_checkpoint_a_pipeline_goes_on_from_the_recorded_place(
+def test_without_its_checkpoint_a_pipeline_goes_on_from_the_recorded_offset(
     spark: SparkSession, dsn: str, tmp_path: Path, name: str, table: psycopg.Connection, log: headwater.Headwater
 ) -> None:
     changes, copy = capture(name), copying(name, f"{name}_copying")

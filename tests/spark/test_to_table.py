@@ -147,7 +147,7 @@ def test_the_last_row_of_a_key_wins_and_rows_that_are_gone_go(keep: Any) -> None
 
 def test_where_rows_carry_their_position_that_decides_which_is_last(keep: Any) -> None:
     kept = keep(POSITIONED)
-    kept.write([(7, 1, 70), (5, 1, 50)], [(6, 1, 60)], end=9, place="position")
+    kept.write([(7, 1, 70), (5, 1, 50)], [(6, 1, 60)], end=9, offset_column="position")
     assert kept.rows() == [(1, 70)]
 
 
@@ -172,14 +172,14 @@ def test_after_a_lost_checkpoint_what_the_table_has_is_left_out(keep: Any) -> No
     kept = keep(POSITIONED, mode="append", key=[])
     kept.write([(1, 1, 10), (2, 2, 20)], end=2, number=7)
     # Numbers begin again, and so do other boundaries.
-    assert kept.write([(2, 2, 20), (3, 3, 30)], end=3, number=0, place="position") == (1, 0)
+    assert kept.write([(2, 2, 20), (3, 3, 30)], end=3, number=0, offset_column="position") == (1, 0)
     assert kept.rows() == [(1, 10), (2, 20), (3, 30)]
 
 
 def test_a_transaction_that_commits_at_the_end_of_a_batch_is_of_the_next(keep: Any) -> None:
     kept = keep(POSITIONED, mode="append", key=[])
-    kept.write([(1, 1, 10)], end=5, number=0, place="position", place_reached=True)
-    kept.write([(1, 1, 10), (5, 2, 20)], end=9, number=0, place="position", place_reached=True)
+    kept.write([(1, 1, 10)], end=5, number=0, offset_column="position", offset_inclusive=True)
+    kept.write([(1, 1, 10), (5, 2, 20)], end=9, number=0, offset_column="position", offset_inclusive=True)
     assert kept.rows() == [(1, 10), (2, 20)]
 
 
@@ -570,7 +570,7 @@ def test_a_switch_that_needs_the_table_to_itself_waits_its_turn(keep: Any, dsn: 
     assert kept.rows("id, total") == [(1, 11)]
 
 
-def test_a_pipeline_goes_on_with_the_checkpoint_and_from_the_place_of_its_rebuild(keep: Any) -> None:
+def test_a_pipeline_goes_on_with_the_checkpoint_and_from_where_its_rebuild_ended(keep: Any) -> None:
     kept = keep()
     pipeline = kept.projection.pipeline
 
@@ -588,7 +588,7 @@ def test_a_pipeline_goes_on_with_the_checkpoint_and_from_the_place_of_its_rebuil
     with pytest.raises(LeaseLost):
         kept.log.run(pipeline_runs.renew_pipeline(pipeline, before.token, lease=LEASE))
     after = claimed("after")
-    assert (after.checkpoint_epoch, after.place) == (checkpoint_epoch, 7)
+    assert (after.checkpoint_epoch, after.checkpoint) == (checkpoint_epoch, 7)
     assert after.token > before.token
     assert before.checkpoint_epoch < checkpoint_epoch
 

@@ -109,7 +109,7 @@ def test_the_end_of_a_batch_is_in_its_file_of_offsets() -> None:
     assert end_in("v1\n{}\n-") is None
 
 
-def test_the_place_is_where_the_source_stands() -> None:
+def test_the_offset_is_where_the_source_stands() -> None:
     assert offset_in({"sources": [{"endOffset": '{"lsn": 5}'}]}) == (5, None, None)
     assert offset_in({"sources": [{"endOffset": {"position": 6}}]}) == (6, None, None)
     assert offset_in({"sources": [{"endOffset": None}]}) is None

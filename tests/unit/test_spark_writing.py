@@ -107,7 +107,7 @@ def test_a_staging_row_leaves_out_what_no_event_has() -> None:
             "writer": "w",
             "epoch": 3,
             "attempt": "a",
-            "place": 0,
+            "chunk_number": 0,
             "topic": "orders",
             "payloads": [b"1", b"2"],
             "keys": [b"k", None],

@@ -1,6 +1,6 @@
 """Calls of pipeline runners: the lease of a pipeline, its checkpoint, its batches and its status.
 
-`place` is the checkpoint of a pipeline: a position of the log, or an LSN for a pipeline that captures changes.
+A checkpoint is a position of the log, or an LSN for a pipeline that captures changes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class PipelineClaim(NamedTuple):
     """The result of claiming a pipeline. Without a token, the claim failed."""
 
     token: int | None
-    place: int | None
+    checkpoint: int | None
     checkpoint_epoch: int
     held_by: str | None
     stopped: bool
@@ -49,7 +49,7 @@ class PipelineBatch:
 
 @dataclass(frozen=True, slots=True)
 class PipelineStatus:
-    """The state of a pipeline. `place` is its checkpoint: a position of the log or an LSN.
+    """The state of a pipeline. `checkpoint` is a position of the log or an LSN.
 
     `behind` counts events of the pipeline's topics, up to 1000 (`behind_is_more`: the true number is greater), or bytes
     of WAL.
@@ -61,7 +61,7 @@ class PipelineStatus:
     runner: str | None
     leased_until: datetime | None
     started_at: datetime | None
-    place: int | None
+    checkpoint: int | None
     behind: int | None
     behind_is_more: bool
     batches: int
@@ -75,8 +75,8 @@ class PipelineStatus:
 
 
 _STATUS = (
-    "name, source, state, runner, leased_until, started_at, place, behind, behind_is_more, batches, rows, last_batch, "
-    "last_batch_at, failures, last_error, last_error_at, definition"
+    "name, source, state, runner, leased_until, started_at, checkpoint, behind, behind_is_more, batches, rows, "
+    "last_batch, last_batch_at, failures, last_error, last_error_at, definition"
 )
 
 
@@ -85,7 +85,7 @@ def claim_pipeline(
 ) -> Call[PipelineClaim]:
     """Claim the lease of a pipeline; the token is None if another runner has it or the pipeline is stopped."""
     return Call(
-        "select token, place, checkpoint_epoch, held_by, stopped, rewound_in "
+        "select token, checkpoint, checkpoint_epoch, held_by, stopped, rewound_in "
         "from headwater_internal.claim_pipeline(%s, %s, %s, %s, %s::jsonb, %s)",
         (checked_text(name, "pipeline name"), runner, lease, source, json.dumps(definition), start),
         lambda rows: PipelineClaim(*rows[0]),
@@ -113,12 +113,12 @@ def renew_checkpoint_epoch(name: str, token: int, *, rewound_in: int | None = No
 
 
 def record_batch(
-    name: str, token: int, *, place: int, rows: int, details: Mapping[str, Any], epoch: int | None = None
+    name: str, token: int, *, checkpoint: int, rows: int, details: Mapping[str, Any], epoch: int | None = None
 ) -> Call[None]:
     """Record the checkpoint that all sinks have reached. `epoch`: its epoch, if it is a position of the log."""
     return Call(
         "select headwater_internal.record_batch(%s, %s, %s, %s, %s::jsonb, %s)",
-        (name, token, place, rows, json.dumps(details), epoch),
+        (name, token, checkpoint, rows, json.dumps(details), epoch),
         nothing,
     )
 
@@ -157,10 +157,10 @@ def stop_pipeline(name: str) -> Call[bool]:
     return Call("select headwater_internal.stop_pipeline(%s)", (checked_text(name, "pipeline name"),), only_value)
 
 
-def reset_pipeline(name: str, *, place: int | None = None, forget_written: bool = False) -> Call[None]:
+def reset_pipeline(name: str, *, checkpoint: int | None = None, forget_written: bool = False) -> Call[None]:
     return Call(
         "select headwater_internal.reset_pipeline(%s, %s, %s)",
-        (checked_text(name, "pipeline name"), place, forget_written),
+        (checked_text(name, "pipeline name"), checkpoint, forget_written),
         nothing,
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 from headwater.calls.call import Call, Rows, nothing, only_value
 from headwater.calls.encoding import checked_text
 
-STAGING_COLUMNS = ("headwater_attempt", "headwater_part", "headwater_place")
+STAGING_COLUMNS = ("headwater_attempt", "headwater_part", "headwater_row_number")
 """The columns of a staging table before those of the rows: the task attempt, the part, and the row's number in it."""
 
 
@@ -75,8 +75,8 @@ def merge_projection(
     number: int,
     mode: str,
     gone: str | None = None,
-    place: str | None = None,
-    place_reached: bool = False,
+    offset_column: str | None = None,
+    offset_inclusive: bool = False,
     stateful: bool = False,
     epoch: int | None = None,
 ) -> Call[tuple[int, int] | None]:
@@ -93,8 +93,8 @@ def merge_projection(
             number,
             mode,
             gone,
-            place,
-            place_reached,
+            offset_column,
+            offset_inclusive,
             stateful,
             epoch,
         ),

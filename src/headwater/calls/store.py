@@ -195,18 +195,18 @@ def append_ahead(
     required_by, required_terms, required_at = zip(*required, strict=True) if required else ((), (), ())
 
     def decode(rows: Rows) -> tuple[int, list[tuple[int, ...]]]:
-        tail, places = rows[0]
+        tail, assigned = rows[0]
         positions: list[tuple[int, ...]] = []
         start = 0
         for append in appends:
-            if places is None or places[start] is None:
+            if assigned is None or assigned[start] is None:
                 break
-            positions.append(tuple(places[start : start + len(append.events)]))
+            positions.append(tuple(assigned[start : start + len(append.events)]))
             start += len(append.events)
         return tail, positions
 
     return Call(
-        "select tail, places from headwater_internal.append_ahead("
+        "select tail, positions from headwater_internal.append_ahead("
         "%s, %b, %b, %b, %b, %b, %b::text[], %b::text[], %b, %b, %b, %b, %s, %s, "
         "%b::integer[], %b::text[], %b::bigint[], %s)",
         (
@@ -317,14 +317,14 @@ def latest_matching(topic: str, query: Query) -> Call[Latest]:
 
     def decode(rows: Rows) -> Latest:
         found: list[StoreEvent | None] = [None] * items
-        for place, *event, _ in rows:
-            if place is not None:
-                found[place - 1] = _store_event(tuple(event))
+        for item_number, *event, _ in rows:
+            if item_number is not None:
+                found[item_number - 1] = _store_event(tuple(event))
         last = max((event.position for event in found if event is not None), default=0)
         return Latest(tuple(found), last, rows[0][-1])
 
     return Call(
-        f"select place, {_STORE_EVENT}, s.present from (select headwater.current_epoch() as present) as s "
+        f"select item_number, {_STORE_EVENT}, s.present from (select headwater.current_epoch() as present) as s "
         "left join headwater.latest_matching(%s, %s::jsonb) on true",
         (checked_text(topic, "topic name"), query.as_json()),
         decode,

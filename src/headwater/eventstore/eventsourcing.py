@@ -98,13 +98,13 @@ class HeadwaterSubscription(DCBSubscription[HeadwaterRecorder]):
 
     def _fetch(self) -> Sequence[StoreEvent]:
         """Fetch events; returns within half a second, so that a stop takes effect."""
-        store, place = self._recorder.store, self._last_position
+        store, after = self._recorder.store, self._last_position
         if self._epoch is None:
-            place, self._epoch = store._begin(place, None, False, None, "rewind")
+            after, self._epoch = store._begin(after, None, False, None, "rewind")
         try:
-            self._last_position, events = store._next(self._wanted, place, self._epoch, BATCH_SIZE, False, 60.0)
+            self._last_position, events = store._next(self._wanted, after, self._epoch, BATCH_SIZE, False, 60.0)
         except EpochChanged as error:
-            self._last_position, self._epoch = store._rewind(error, place, self._epoch, None, "rewind", 60.0)
+            self._last_position, self._epoch = store._rewind(error, after, self._epoch, None, "rewind", 60.0)
             return ()
         return events
 

@@ -252,7 +252,7 @@ def _row(one: PipelineStatus) -> tuple[Any, ...]:
     return (
         one.name,
         one.state,
-        format_checkpoint(one.source, one.place),
+        format_checkpoint(one.source, one.checkpoint),
         "-"
         if one.behind is None
         else f"{max(0, one.behind):,}{'+' * one.behind_is_more}{' B' if one.source == 'changes' else ''}",
@@ -324,15 +324,15 @@ def reset(
         )
     output.confirm(f"reset pipeline {name}?", yes=yes)
     database = session(context).dsn(dsn or declared.postgres)
-    detail = {"place": to, "forget_written": forget, "drop_slot": drop_slot}
+    detail = {"checkpoint": to, "forget_written": forget, "drop_slot": drop_slot}
     with session(context).log(database) as log, audit(log, "pipeline.reset", name, detail) as log:
-        log.run(pipeline_runs.reset_pipeline(name, place=to, forget_written=forget))
+        log.run(pipeline_runs.reset_pipeline(name, checkpoint=to, forget_written=forget))
     if drop_slot and spec.source == "changes":
         from headwater.capture.slot import Slot
 
         Slot(database, spec.slot, spec.slot).drop()
     if as_json:
-        output.emit({"reset": name, "place": to})
+        output.emit({"reset": name, "checkpoint": to})
     else:
         output.print_line(
             f"reset pipeline {name} (starts {'from the beginning' if to is None else f'after position {to}'})"
@@ -417,12 +417,12 @@ class _ReportPrinter:
                 rate = details["rows"] / details["seconds"] if details["seconds"] else 0
                 return (
                     f"batch {details['batch']}: {details['rows']:,} rows in {details['seconds']:.1f} s "
-                    f"({rate:,.0f}/s), at {format_checkpoint(report.source, details['place'])}"
+                    f"({rate:,.0f}/s), at {format_checkpoint(report.source, details['checkpoint'])}"
                 )
             case "started":
-                if details["place"] is None:
+                if details["checkpoint"] is None:
                     return "running"
-                return f"running, from {format_checkpoint(report.source, details['place'])}"
+                return f"running, from {format_checkpoint(report.source, details['checkpoint'])}"
             case "standing by":
                 return f"standby: {details['runner']} runs it"
             case "snapshot" if details["state"] == "loading":

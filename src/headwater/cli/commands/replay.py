@@ -213,7 +213,7 @@ def _print_preview(found: Preview, *, as_json: bool) -> None:
         (
             (
                 one.topic,
-                one.place,
+                one.source,
                 one.events,
                 one.first_position,
                 one.last_position,

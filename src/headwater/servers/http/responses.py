@@ -389,7 +389,7 @@ class Pipeline(BaseModel):
     runner: str | None
     leased_until: Time | None
     started_at: Time | None
-    place: int | None
+    checkpoint: int | None = Field(description="a position of the log, or an LSN")
     behind: int | None = Field(description="lag in events of its topics, or in bytes of WAL; null: not known yet")
     behind_is_more: bool = Field(description="the count is a lower bound: events are counted up to 1000")
     batches: int

@@ -162,7 +162,7 @@ class Feed:
             return
         end = self.end_of(stream.selection)
         if stream.position > end:
-            # It has read ahead of this feed: as a live stream it would get those events again.
+            # It has read ahead of this feed: the feed would deliver those events again.
             self._waiting.add(stream)
             if self.is_stale():
                 self.wake.set()

@@ -181,7 +181,7 @@ def staging_row(chunk: EventChunk, *, writer: str, epoch: int, attempt: str, chu
         "writer": pa.array([writer], pa.string()),
         "epoch": pa.array([epoch], pa.int64()),
         "attempt": pa.array([attempt], pa.string()),
-        "place": pa.array([chunk_number], pa.int32()),
+        "chunk_number": pa.array([chunk_number], pa.int32()),
         "topic": pa.array([chunk.topic], pa.string()),
     }
     for name, target in STAGED_COLUMNS.items():

@@ -40,12 +40,12 @@ class BatchResult:
     """The epoch of the offset, if that is a log position."""
 
     def document(self) -> dict[str, Any]:
-        """The batch as it is recorded and reported; the offset is stored under the name of its SQL column, `place`."""
+        """The batch as it is recorded and reported. Its offset is the checkpoint."""
         return {
             "batch": self.batch,
             "rows": self.rows,
             "seconds": self.seconds,
-            "place": self.offset,
+            "checkpoint": self.offset,
             "milliseconds": self.milliseconds,
             "epoch": self.epoch,
         }

@@ -220,7 +220,7 @@ class PipelineRun:
                 self._work(log, claim, claim.token)
             if not self._lost.is_set():
                 break
-        self._emit("done" if self._settings.once and not self._stop.is_set() else "stopped", place=self._offset)
+        self._emit("done" if self._settings.once and not self._stop.is_set() else "stopped", checkpoint=self._offset)
 
     def _ending(self) -> bool:
         return self._stop.is_set() or self._lost.is_set()
@@ -228,7 +228,7 @@ class PipelineRun:
     # -- the query
 
     def _work(self, log: Headwater, claim: PipelineClaim, token: int) -> None:
-        self._offset, self._rewound_in = claim.place, claim.rewound_in
+        self._offset, self._rewound_in = claim.checkpoint, claim.rewound_in
         self._use_checkpoint(claim.checkpoint_epoch)
         in_a_row = 0
         while not self._ending():
@@ -285,7 +285,7 @@ class PipelineRun:
             self._batches = BatchWriter(self.name, self._checkpoint, sinks)
             query = self._start(self._batches, stream)
             stack.callback(self._end, query)
-            self._emit("started", place=self._offset)
+            self._emit("started", checkpoint=self._offset)
             self._watch(query, log, token)
         if self._spec.source == "changes" and self._offset is not None and not self._lost.is_set():
             # Spark commits a batch to the source only with the next one. Advance the slot now to release the WAL.
@@ -376,7 +376,7 @@ class PipelineRun:
         details = done.document()
         try:
             call = pipeline_runs_calls.record_batch(
-                self.name, token, place=done.offset, rows=done.rows, details=details, epoch=done.epoch
+                self.name, token, checkpoint=done.offset, rows=done.rows, details=details, epoch=done.epoch
             )
             log.run(call)
         except LeaseLost:

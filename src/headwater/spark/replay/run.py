@@ -82,7 +82,7 @@ class FoundEvents:
     """The events of a topic that a replay reads from the log or from the archive."""
 
     topic: str
-    place: str
+    source: str
     """`log` or `archive`."""
     events: int
     first_position: int
@@ -106,7 +106,7 @@ class Preview:
     @property
     def published(self) -> int:
         """How many events would be written."""
-        return sum(one.events for one in self.found if self.rewind_to is None or one.place == "archive")
+        return sum(one.events for one in self.found if self.rewind_to is None or one.source == "archive")
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +173,12 @@ def preview(spark: SparkSession, dsn: str, selection: Selection, target: Target)
     rows = _rows(spark, dsn, selection, plan, after=plan.start_after, up_to=plan.up_to)
     if rows is not None:
         expired = f.create_map(*[f.lit(x) for name in plan.ranges for x in (name, kept[name].expired_to)])
-        place = f.when(f.col("position") <= expired[f.col("topic")], "archive").otherwise("log")
-        grouped = rows.groupBy("topic", place.alias("place")).agg(
+        source = f.when(f.col("position") <= expired[f.col("topic")], "archive").otherwise("log")
+        grouped = rows.groupBy("topic", source.alias("source")).agg(
             f.count("*"), f.min("position"), f.max("position"), f.min("published_at"), f.max("published_at")
         )
         with explain_errors():
-            found = [FoundEvents(*row) for row in grouped.sort("topic", "place").collect()]
+            found = [FoundEvents(*row) for row in grouped.sort("topic", "source").collect()]
     return Preview(plan.start_after, plan.up_to, tuple(found), plan.rewind_to, tuple(reached))
 
 

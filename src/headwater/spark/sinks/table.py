@@ -297,9 +297,9 @@ class TableSink:
             number=batch.number,
             mode=self._options.mode,
             gone=self._options.deletes,
-            place=None if self._options.mode == "replace" else transform.offset_column(rows),
+            offset_column=None if self._options.mode == "replace" else transform.offset_column(rows),
             # A position was read; an LSN is where reading continues.
-            place_reached=self._context.source == "changes",
+            offset_inclusive=self._context.source == "changes",
             stateful=stateful,
             epoch=batch.epoch,
         )

@@ -122,7 +122,7 @@ declare
     reached bigint[];
     low_waters bigint[];
     target headwater_internal.queue;
-    place headwater_internal.reading;
+    reader headwater_internal.reading;
     low_water bigint;
     known record;
     counts record;
@@ -216,9 +216,9 @@ begin
         last_claimed_at := counts.claimed_at;
         last_worker := counts.worker;
 
-        place := null;
+        reader := null;
         if target.kind = 'subscriptions' then
-            select * into place from headwater_internal.reading d where d.queue_id = target.id;
+            select * into reader from headwater_internal.reading d where d.queue_id = target.id;
         end if;
         ready := 0;
         waiting := '{}';
@@ -241,10 +241,10 @@ begin
                         where known.end_by_id[i.id] > low_water
                     );
                 end if;
-            elsif place.topics is not null then
+            elsif reader.topics is not null then
                 waiting := array(
                     select t.id from headwater_internal.topic t
-                    where t.name = any (place.topics) and t.deleted_at is null and known.end_by_id[t.id] > low_water
+                    where t.name = any (reader.topics) and t.deleted_at is null and known.end_by_id[t.id] > low_water
                 );
             end if;
             if low_water < claimed_position then
@@ -301,7 +301,7 @@ begin
         end if;
         state := case
             when target.kind = 'subscriptions' then
-                case when place.leased_until > asked_at then 'running' else 'no_reader' end
+                case when reader.leased_until > asked_at then 'running' else 'no_reader' end
             when paused then 'paused'
             when processing = 0 and coalesce(counts.claimed_at < asked_at - minute, true) then 'no_workers'
             when

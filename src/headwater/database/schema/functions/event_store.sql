@@ -187,7 +187,7 @@ create or replace function headwater_internal.append_ahead(
     seen_at bigint[] default null,
     epoch integer default null,
     out tail bigint,
-    out places bigint[]
+    out positions bigint[]
 )
 language plpgsql
 volatile
@@ -248,23 +248,23 @@ begin
     end if;
     if seen_by is not null then
         select least(in_doubt, min(s.owner)) into in_doubt
-        from unnest(seen_by, seen_terms, seen_at) as s (owner, index_term, place)
+        from unnest(seen_by, seen_terms, seen_at) as s (owner, index_term, position)
         where not exists (
             select
             from headwater_internal.event_index_term m
-            where m.topic_id = store.id and m.index_term = s.index_term and m.position = s.place
+            where m.topic_id = store.id and m.index_term = s.index_term and m.position = s.position
         );
     end if;
     if owners[1] >= in_doubt then
         return;
     end if;
     nothing := headwater_internal.advertise_publisher(store.name);
-    places := array(
+    positions := array(
         select case when o.owner < in_doubt or in_doubt is null then nextval('headwater_internal.position') end
         from unnest(owners) as o (owner)
     );
     nothing := headwater_internal.insert_appended(
-        store.id, before.next_offset, places, event_ids, types, tags, payloads, content_types, metadata
+        store.id, before.next_offset, positions, event_ids, types, tags, payloads, content_types, metadata
     );
 end;
 $$;
@@ -328,11 +328,11 @@ begin
         condition := conditions[i]::jsonb;
         query := condition -> 'query';
         select
-            array_agg(d.position order by e.place),
-            array_agg(f.topic_offset order by e.place),
+            array_agg(d.position order by e.ordinal),
+            array_agg(f.topic_offset order by e.ordinal),
             min(e.event_id)
         into found_positions, found_offsets, verdict.taken_id
-        from unnest(event_ids[first:last]) with ordinality as e (event_id, place)
+        from unnest(event_ids[first:last]) with ordinality as e (event_id, ordinal)
         join headwater_internal.event_identity d on d.topic_id = store.id and d.event_id = e.event_id
         left join headwater_internal.event f on f.topic_id = store.id and f.position = d.position;
         if found_positions is not null then
@@ -389,7 +389,7 @@ $$;
 create or replace function headwater_internal.insert_appended(
     topic_id integer,
     next_offset bigint,
-    places bigint[],
+    positions bigint[],
     event_ids text[],
     types text[],
     tags text[],
@@ -405,26 +405,26 @@ begin
     insert into headwater_internal.event
         (position, topic_id, topic_offset, type, headers, content_type, payload, event_id, tags)
     select
-        r.place, insert_appended.topic_id, insert_appended.next_offset + r.number - 1, r.type,
+        r.position, insert_appended.topic_id, insert_appended.next_offset + r.number - 1, r.type,
         r.metadata::jsonb, r.content_type, r.payload, r.event_id, r.tags::headwater_internal.event_tags
-    from unnest(places, event_ids, types, tags, payloads, content_types, metadata) with ordinality
-        as r (place, event_id, type, tags, payload, content_type, metadata, number)
-    where r.place is not null;
+    from unnest(positions, event_ids, types, tags, payloads, content_types, metadata) with ordinality
+        as r (position, event_id, type, tags, payload, content_type, metadata, number)
+    where r.position is not null;
     insert into headwater_internal.event_index_term (topic_id, index_term, position)
-    select insert_appended.topic_id, ':' || r.type, r.place
-    from unnest(places, types) as r (place, type)
-    where r.place is not null and r.type is not null
+    select insert_appended.topic_id, ':' || r.type, r.position
+    from unnest(positions, types) as r (position, type)
+    where r.position is not null and r.type is not null
     union all
-    select insert_appended.topic_id, '#' || t.tag, r.place
-    from unnest(places, tags) as r (place, tags)
+    select insert_appended.topic_id, '#' || t.tag, r.position
+    from unnest(positions, tags) as r (position, tags)
     cross join lateral unnest(r.tags::text[]) as t (tag)
-    where r.place is not null;
+    where r.position is not null;
     insert into headwater_internal.event_identity (topic_id, event_id, position)
-    select insert_appended.topic_id, r.event_id, r.place
-    from unnest(places, event_ids) as r (place, event_id)
-    where r.place is not null;
+    select insert_appended.topic_id, r.event_id, r.position
+    from unnest(positions, event_ids) as r (position, event_id)
+    where r.position is not null;
     if exists (select from headwater_internal.field_index x where x.topic_id = insert_appended.topic_id) then
-        perform headwater_internal.index_fields(topic_id, places);
+        perform headwater_internal.index_fields(topic_id, positions);
     end if;
 end;
 $$;
@@ -479,15 +479,15 @@ begin
     select v.* into verdict
     from (
         select
-            array_agg(coalesce(e.event ->> 'id', gen_random_uuid()::text) order by e.place) as event_ids,
-            array_agg(e.event ->> 'type' order by e.place) as types,
+            array_agg(coalesce(e.event ->> 'id', gen_random_uuid()::text) order by e.ordinal) as event_ids,
+            array_agg(e.event ->> 'type' order by e.ordinal) as types,
             array_agg(
-                array(select distinct jsonb_array_elements_text(e.event -> 'tags'))::text order by e.place
+                array(select distinct jsonb_array_elements_text(e.event -> 'tags'))::text order by e.ordinal
             ) as tags,
-            array_agg(convert_to((e.event -> 'data')::text, 'UTF8') order by e.place) as payloads,
-            array_agg(case when e.event ? 'data' then 'application/json' end order by e.place) as content_types,
-            array_agg((e.event -> 'metadata')::text order by e.place) as metadata
-        from jsonb_array_elements(events) with ordinality as e (event, place)
+            array_agg(convert_to((e.event -> 'data')::text, 'UTF8') order by e.ordinal) as payloads,
+            array_agg(case when e.event ? 'data' then 'application/json' end order by e.ordinal) as content_types,
+            array_agg((e.event -> 'metadata')::text order by e.ordinal) as metadata
+        from jsonb_array_elements(events) with ordinality as e (event, ordinal)
     ) as a
     cross join lateral headwater_internal.append_group(
         topic, array[jsonb_array_length(events)], array[condition::text], a.event_ids, a.types, a.tags, a.payloads,

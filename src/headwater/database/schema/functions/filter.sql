@@ -463,7 +463,7 @@ begin
     $refuse$;
 
     execute $split$
-        -- The parts, joined by AND, of a condition as EXPLAIN shows it.
+        -- The parts, joined by AND, of an expression as EXPLAIN shows it.
         create or replace function headwater_filter.conjuncts(shown text)
         returns text[]
         language plpgsql
@@ -550,7 +550,7 @@ begin
         set standard_conforming_strings = on
         as $body$
         declare
-            name constant text := 'condition_' || left(encode(sha256(convert_to(expression, 'UTF8')), 'hex'), 48);
+            name constant text := 'filter_' || left(encode(sha256(convert_to(expression, 'UTF8')), 'hex'), 48);
             plan jsonb;
             joined text;
             part text;
@@ -640,7 +640,7 @@ begin
         set search_path = pg_catalog, pg_temp
         as $body$
         begin
-            if function_name !~ '^condition_[0-9a-f]{48}$' then
+            if function_name !~ '^filter_[0-9a-f]{48}$' then
                 raise exception 'not the function of a filter: %', function_name using errcode = 'HW002';
             end if;
             execute format('drop function if exists headwater_filter.%I', function_name);
@@ -649,8 +649,7 @@ begin
     $uninstall$;
 
     execute $plan$
-        -- How Postgres plans a filter: the conditions on the event, on the subscription, on both, and those evaluated
-        -- once.
+        -- How Postgres plans a filter: its parts that use the event, the subscription, both, and those evaluated once.
         create or replace function headwater_filter.plan(function_name text)
         returns jsonb
         language plpgsql
@@ -666,7 +665,7 @@ begin
         declare
             plan json;
         begin
-            if function_name !~ '^condition_[0-9a-f]{48}$' then
+            if function_name !~ '^filter_[0-9a-f]{48}$' then
                 raise exception 'not the function of a filter: %', function_name using errcode = 'HW002';
             end if;
             -- Read-only until this block is rolled back; Postgres then restores the setting.
@@ -720,7 +719,7 @@ begin
             first_position constant bigint := (events[1]).position;
         begin
             with filter as (
-                select f.id, f.name, d.how ->> 'key' as key, d.how ->> 'when' as condition, d.how ? 'event_only' as of_event,
+                select f.id, f.name, d.how ->> 'key' as key, d.how ->> 'when' as event_part, d.how ? 'event_only' as of_event,
                     d.how ? 'key_only' as key_only, d.how ? 'plain_key' as plain_key
                 from unnest(function_names, filter_ids) as f (name, id)
                 -- A missing filter stays in the list: its call fails, and the error is recorded.
@@ -740,9 +739,9 @@ begin
                     row_number() over (order by f.key) as number,
                     -- Many of these tests cost more to plan than the probes that they save. A key that can fail needs
                     -- them.
-                    case when count(f.condition) = count(*) and not (bool_and(f.plain_key) and count(*) > 8) then
-                        string_agg(distinct 'headwater_filter.' || quote_ident(f.condition) || '(e)', ' or ')
-                    end as condition
+                    case when count(f.event_part) = count(*) and not (bool_and(f.plain_key) and count(*) > 8) then
+                        string_agg(distinct 'headwater_filter.' || quote_ident(f.event_part) || '(e)', ' or ')
+                    end as event_part
                 from filter f
                 where f.key is not null
                 group by f.key
@@ -751,9 +750,9 @@ begin
                 (
                     select string_agg(
                         format(
-                            case when k.condition is null then '(%s, headwater_filter.%I(e))'
+                            case when k.event_part is null then '(%s, headwater_filter.%I(e))'
                             else '(%s, case when %3$s then headwater_filter.%2$I(e) end)' end,
-                            k.number, k.key, k.condition
+                            k.number, k.key, k.event_part
                         ), ', ' order by k.number
                     )
                     from key k
@@ -762,8 +761,8 @@ begin
                     select string_agg(
                         format('when %s then k.number = %s', f.id, k.number) || case
                             when not f.key_only then format(' and headwater_filter.%I(e, c.s)', f.name)
-                            when f.condition is null then ''
-                            else format(' and headwater_filter.%I(e)', f.condition)
+                            when f.event_part is null then ''
+                            else format(' and headwater_filter.%I(e)', f.event_part)
                         end,
                         ' ' order by f.id
                     )
@@ -779,7 +778,7 @@ begin
                             'select array_agg(s.id order by s.id) as ids from headwater_internal.subscription as s '
                             'where s.queue_id = $3 and s.filter_id = %s and s.from_position < $4) as c '
                             'where c.ids is not null and %s',
-                            f.id, coalesce('headwater_filter.' || quote_ident(f.condition) || '(e)', 'true')
+                            f.id, coalesce('headwater_filter.' || quote_ident(f.event_part) || '(e)', 'true')
                         )
                         where f.of_event
                         union all

@@ -15,7 +15,7 @@ return coalesce(produced_ms, floor(extract(epoch from published_at) * 1000)::big
 -- its stable position, but positions up to the head were assigned, so a consumer there waits.
 create or replace function headwater_internal.kafka_bounds(topic_ids integer[], partitions integer[])
 returns table (
-    topic_id integer, partition integer, start_offset bigint, end_offset bigint, place integer, kind text, max_offset bigint
+    topic_id integer, partition integer, start_offset bigint, end_offset bigint, ordinal integer, kind text, max_offset bigint
 )
 language plpgsql
 volatile
@@ -27,14 +27,14 @@ declare
 begin
     for asked in
         select
-            t.id, t.name, t.kind, t.expired_to, l.partition, l.place, coalesce(b.start_offset, 0) as begin_at
-        from unnest(topic_ids, partitions) with ordinality as l (topic_id, partition, place)
+            t.id, t.name, t.kind, t.expired_to, l.partition, l.ordinal, coalesce(b.start_offset, 0) as begin_at
+        from unnest(topic_ids, partitions) with ordinality as l (topic_id, partition, ordinal)
         join headwater_internal.topic t on t.id = l.topic_id and t.deleted_at is null and l.partition between 0 and t.partitions - 1
         left join headwater_internal.kafka_partition b on b.topic_id = t.id and b.partition = l.partition
     loop
         topic_id := asked.id;
         kafka_bounds.partition := asked.partition;
-        place := asked.place;
+        ordinal := asked.ordinal;
         kind := asked.kind;
         if asked.kind = 'open' then
             if asked.id is distinct from stable_topic then
@@ -268,7 +268,7 @@ declare
 begin
     present := present_epoch;
     for bounds in select * from headwater_internal.kafka_bounds(topic_ids, partitions) loop
-        number := bounds.place;
+        number := bounds.ordinal;
         start_offset := bounds.start_offset;
         end_offset := bounds.end_offset;
         max_offset := bounds.max_offset;
@@ -317,9 +317,9 @@ begin
             kept_ms := array(
                 select headwater_internal.kafka_published_ms(bounds.topic_id, bounds.partition, k.kept_offset, k.kept_after)
                 from unnest(kept_numbers, kept_offsets, kept_after)
-                    with ordinality as k (partition_number, kept_offset, kept_after, place)
+                    with ordinality as k (partition_number, kept_offset, kept_after, ordinal)
                 where k.partition_number = number
-                order by k.place
+                order by k.ordinal
             );
         end if;
         return next;

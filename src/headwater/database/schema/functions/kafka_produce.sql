@@ -17,7 +17,7 @@ stable
 as $$
 declare
     known headwater_internal.kafka_producer_partition;
-    place integer;
+    found_index integer;
     newest integer;
 begin
     select * into known
@@ -33,11 +33,11 @@ begin
     elsif epoch > known.epoch then
         outcome := case when first_sequence = 0 then 'append' else 'out of order' end;
     else
-        place := array_position(known.first_sequences, first_sequence);
+        found_index := array_position(known.first_sequences, first_sequence);
         newest := known.last_sequences[cardinality(known.last_sequences)];
-        if place is not null and known.last_sequences[place] = last_sequence then
+        if found_index is not null and known.last_sequences[found_index] = last_sequence then
             outcome := 'duplicate';
-            base_offset := known.base_offsets[place];
+            base_offset := known.base_offsets[found_index];
         -- Sequence numbers restart at 0 after 2147483647.
         elsif first_sequence = (case when newest = 2147483647 then 0 else newest + 1 end) then
             outcome := 'append';
@@ -122,10 +122,10 @@ begin
             using errcode = 'HW015', hint = 'Produce to a topic with another name.';
     end if;
     perform headwater_internal.advertise_publisher(t.name) from headwater_internal.topic t where t.id = any (topic_ids);
-    select array_agg(b.topic_id), array_agg(b.partition), array_agg(b.base_offset + n.place)
+    select array_agg(b.topic_id), array_agg(b.partition), array_agg(b.base_offset + n.record_number)
     into record_topics, record_partitions, record_offsets
     from unnest(topic_ids, partitions, counts, base_offsets) as b (topic_id, partition, count, base_offset)
-    cross join lateral generate_series(0, b.count - 1) as n (place);
+    cross join lateral generate_series(0, b.count - 1) as n (record_number);
     insert into headwater_internal.event
         (position, topic_id, partition, topic_offset, key, type, routing_key, headers, content_type, payload,
          published_at, produced_ms, record_headers)

@@ -218,9 +218,9 @@ begin
         kafka_stage_offsets.producer_id, kafka_stage_offsets.group_name, c.topic_id, c.partition,
         headwater_internal.kafka_bounded_offset(c.topic_id, c.partition, c.committed_offset, c.leader_epoch), c.leader_epoch, c.metadata
     from unnest(topic_ids, partitions, offsets, leader_epochs, metadatas) with ordinality
-        as c (topic_id, partition, committed_offset, leader_epoch, metadata, place)
+        as c (topic_id, partition, committed_offset, leader_epoch, metadata, ordinal)
     join headwater_internal.topic t on t.id = c.topic_id and t.deleted_at is null
-    order by c.topic_id, c.partition, c.place desc
+    order by c.topic_id, c.partition, c.ordinal desc
     on conflict on constraint kafka_staged_offset_pkey do update
     set
         committed_offset = excluded.committed_offset,

@@ -35,7 +35,7 @@
 --      the partitions, so that a publisher that waits for a partition does not hold back the stable position
 -- 29293 (epoch) is taken and released within begin_epoch(), at any time, and no other lock is taken under it.
 -- 29290 (queue) is only tried by maintenance and claims; the calls that wait for it take no other lock afterwards.
--- 29285 (filters): first that of the filter, then that of its key, then that of its condition on the event.
+-- 29285 (filters): first that of the filter, then that of its key, then that of its part that uses only the event.
 -- 29291 | 0 (brokers), 29295 and 29299 are taken on their own; the last two are only tried.
 -- A user's transaction may combine calls in any order, for example settling a queue with ordered keys and publishing to
 -- a sequenced topic. If two of them deadlock, Postgres aborts one.

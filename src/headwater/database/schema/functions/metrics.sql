@@ -12,7 +12,7 @@ begin atomic
     with
     state as (select s.head, s.stable from headwater.log_state() as s),
     publishers as (
-        select p.pid, coalesce(extract(epoch from p.age), 0) as age, row_number() over (order by p.age desc nulls last) as place
+        select p.pid, coalesce(extract(epoch from p.age), 0) as age, row_number() over (order by p.age desc nulls last) as rank
         from headwater.publisher_in_flight p
     ),
     segments as (
@@ -32,7 +32,7 @@ begin atomic
     from state cross join headwater_internal.maintenance_state u
     union all select 'headwater_publishers_in_flight', '{}', count(*) from publishers
     union all select 'headwater_oldest_publisher_age_seconds', '{}', coalesce(max(age), 0) from publishers
-    union all select 'headwater_oldest_publisher_pid', '{}', coalesce(max(pid) filter (where place = 1), 0) from publishers
+    union all select 'headwater_oldest_publisher_pid', '{}', coalesce(max(pid) filter (where rank = 1), 0) from publishers
     union all select 'headwater_segments', '{closed}', closed from segments
     union all select 'headwater_segments', '{open}', open from segments
     union all select 'headwater_segments', '{ahead}', ahead from segments

@@ -120,7 +120,7 @@ end;
 $$;
 
 -- The events of one topic after a position and up to one that the caller knows to be stable, in order, without those
--- that a condition excludes. A single query, so that Postgres inlines it and sends events in index order. It does not
+-- that an argument excludes. A single query, so that Postgres inlines it and sends events in index order. It does not
 -- detect events removed by retention: call refuse_expired() afterwards.
 create or replace function headwater_internal.scan_topic(
     topic text,
@@ -254,7 +254,7 @@ begin
         select s.*
         from headwater_internal.staged s
         where s.writer = publish_epoch.writer and s.epoch = publish_epoch.epoch and s.attempt = any (attempts)
-        order by array_position(attempts, s.attempt), s.place
+        order by array_position(attempts, s.attempt), s.chunk_number
     loop
         perform headwater.publish_batch(
             part.topic, part.payloads, part.keys, part.types, part.routing_keys, part.headers, part.content_types,
@@ -284,8 +284,8 @@ returns void
 language sql
 begin atomic
     delete from headwater_internal.staged s
-    where (s.writer, s.epoch, s.attempt, s.place) in (
-        select o.writer, o.epoch, o.attempt, o.place
+    where (s.writer, s.epoch, s.attempt, s.chunk_number) in (
+        select o.writer, o.epoch, o.attempt, o.chunk_number
         from headwater_internal.staged o
         where o.staged_at < clock_timestamp() - older_than
         order by o.staged_at

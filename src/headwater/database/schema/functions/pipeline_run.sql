@@ -1,5 +1,5 @@
--- Running pipelines: one runner at a time, its progress, and stopping it from anywhere. The column `place` is the
--- checkpoint: a position of the log, or an LSN.
+-- Running pipelines: one runner at a time, its progress, and stopping it from anywhere. A checkpoint is a
+-- position of the log, or an LSN.
 
 -- Acquire the lease to run a pipeline. `token` is null if another runner holds it, or if the pipeline is stopped and
 -- `start` is false. HW002 if the pipeline had another source before.
@@ -11,7 +11,7 @@ create or replace function headwater_internal.claim_pipeline(
     definition jsonb,
     start boolean default false,
     out token bigint,
-    out place bigint,
+    out checkpoint bigint,
     out checkpoint_epoch bigint,
     out held_by text,
     out stopped boolean,
@@ -26,14 +26,14 @@ begin
     values (claim_pipeline.name, claim_pipeline.source, claim_pipeline.definition)
     on conflict on constraint pipeline_pkey do nothing;
     select * into found_pipeline from headwater_internal.pipeline p where p.name = claim_pipeline.name for update;
-    if found_pipeline.source <> claim_pipeline.source and found_pipeline.place is not null then
+    if found_pipeline.source <> claim_pipeline.source and found_pipeline.checkpoint is not null then
         raise exception 'pipeline "%" read from % before: its checkpoint is not valid for %',
             name, found_pipeline.source, claim_pipeline.source
             using errcode = 'HW002',
                   detail = json_build_object('pipeline', name)::text,
                   hint = 'Use another name, or run `headwater pipeline reset` first.';
     end if;
-    place := found_pipeline.place;
+    checkpoint := found_pipeline.checkpoint;
     checkpoint_epoch := found_pipeline.checkpoint_epoch;
     rewound_in := found_pipeline.rewound_in;
     if start and found_pipeline.stopped then
@@ -148,15 +148,15 @@ $$;
 -- Record that a batch is durable in all sinks. The checkpoint never goes back. With the epoch in which the batch was
 -- read, HW021 if the log has lost events of it: the checkpoint would be beyond the head. HW006 if the lease is lost.
 create or replace function headwater_internal.record_batch(
-    name text, token bigint, place bigint, row_count bigint, details jsonb, epoch integer default null
+    name text, token bigint, checkpoint bigint, row_count bigint, details jsonb, epoch integer default null
 )
 returns void
 language plpgsql
 as $$
 begin
-    perform headwater_internal.refuse_lost_position(record_batch.epoch, record_batch.place);
+    perform headwater_internal.refuse_lost_position(record_batch.epoch, record_batch.checkpoint);
     update headwater_internal.pipeline p
-    set place = greatest(p.place, record_batch.place),
+    set checkpoint = greatest(p.checkpoint, record_batch.checkpoint),
         batches = p.batches + 1,
         rows = p.rows + row_count,
         last_batch = details,
@@ -257,7 +257,7 @@ $$;
 
 -- Move a pipeline to another checkpoint; null: where a new pipeline would start. With `forget_written`, its writes to
 -- topics count as never made and are made again. HW018 if it is running, HW017 if it does not exist.
-create or replace function headwater_internal.reset_pipeline(name text, place bigint default null, forget_written boolean default false)
+create or replace function headwater_internal.reset_pipeline(name text, checkpoint bigint default null, forget_written boolean default false)
 returns void
 language plpgsql
 as $$
@@ -274,7 +274,7 @@ begin
     end if;
     -- A new token: a previous runner can no longer record anything.
     update headwater_internal.pipeline p
-    set place = reset_pipeline.place, checkpoint_epoch = nextval('headwater_internal.checkpoint_epoch'),
+    set checkpoint = reset_pipeline.checkpoint, checkpoint_epoch = nextval('headwater_internal.checkpoint_epoch'),
         token = p.token + 1, runner = null, leased_until = null,
         batches = 0, rows = 0, last_batch = null, last_batch_at = null,
         failures = 0, last_error = null, last_error_at = null
@@ -328,7 +328,7 @@ begin
 end;
 $$;
 
--- One row for each pipeline that was ever run, with its state and lag. `place` is its checkpoint. `behind` counts
+-- One row for each pipeline that was ever run, with its state and lag. `checkpoint` is a position of the log, or an LSN. `behind` counts
 -- events of its own topics after the checkpoint, up to 1000 (`behind_is_more`: there are more), or bytes of WAL; null:
 -- there is no checkpoint yet. States:
 --   running, failing, stopping: a runner holds it; failing: its last attempt failed;
@@ -352,10 +352,10 @@ select
     p.runner,
     p.leased_until,
     p.started_at,
-    p.place,
+    p.checkpoint,
     case
         when p.source = 'log' then l.events
-        when not pg_is_in_recovery() then pg_wal_lsn_diff(pg_current_wal_flush_lsn(), '0/0')::bigint - p.place
+        when not pg_is_in_recovery() then pg_wal_lsn_diff(pg_current_wal_flush_lsn(), '0/0')::bigint - p.checkpoint
     end as behind,
     coalesce(l.is_more, false) as behind_is_more,
     p.batches,
@@ -373,7 +373,7 @@ left join lateral headwater_internal.lag_of(
             when 'string' then array[p.definition #>> '{from,log,topics}']
             when 'array' then array(select jsonb_array_elements_text(p.definition #> '{from,log,topics}'))
         end,
-        p.place
+        p.checkpoint
     ),
-    p.place
-) as l on p.source = 'log' and p.place is not null;
+    p.checkpoint
+) as l on p.source = 'log' and p.checkpoint is not null;

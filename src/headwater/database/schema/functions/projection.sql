@@ -223,7 +223,7 @@ begin
     end if;
     -- Unlogged: a crash of the server empties it; the merge then counts too few rows, and the batch is run again.
     execute format(
-        'create unlogged table %I.%I (headwater_attempt text, headwater_part integer, headwater_place bigint%s)',
+        'create unlogged table %I.%I (headwater_attempt text, headwater_part integer, headwater_row_number bigint%s)',
         schema_name,
         staging_name,
         (select string_agg(format(', %I %s', u.c, u.t), '' order by u.n)
@@ -302,8 +302,8 @@ end;
 $$;
 
 -- Merge the staged rows of these attempts into the table and record the batch, atomically. `written` is null if the
--- table already has that batch. `gone` names a boolean column that means "delete this key". `place_column` holds the
--- offset of each row in the source; rows that the table already has are skipped (`place_reached`: rows at `done_to`
+-- table already has that batch. `gone` names a boolean column that means "delete this key". `offset_column` holds the
+-- offset of each row in the source; rows that the table already has are skipped (`offset_inclusive`: rows at `done_to`
 -- itself are still new, as with LSNs). With the epoch in which the batch was read, HW021 if the log has lost events of
 -- it. HW016 if staged rows are missing, HW020 if the table was rebuilt.
 create or replace function headwater_internal.merge_projection(
@@ -318,8 +318,8 @@ create or replace function headwater_internal.merge_projection(
     batch_number bigint,
     mode text,
     gone text,
-    place_column text,
-    place_reached boolean,
+    offset_column text,
+    offset_inclusive boolean,
     stateful boolean,
     epoch integer default null,
     out written bigint,
@@ -334,7 +334,7 @@ declare
     kept headwater_internal.projection;
     mine text;
     key_list text;
-    place_order text := '';
+    offset_order text := '';
     going constant text := case when gone is null then 'false' else format('coalesce(s.%I, false)', gone) end;
     found_rows bigint;
     lacks_key boolean;
@@ -360,7 +360,7 @@ begin
         if stateful then
             raise exception 'the state of pipeline "%" was lost with its checkpoint and cannot be restored from the rest of the log', pipeline
                 using errcode = 'HW002', hint = rebuild_hint;
-        elsif mode = 'append' and kept.key_columns = '{}' and place_column is null then
+        elsif mode = 'append' and kept.key_columns = '{}' and offset_column is null then
             raise exception 'with a new checkpoint, pipeline "%" cannot detect which rows the table already has', pipeline
                 using errcode = 'HW002',
                       hint = rebuild_hint || '. To avoid this, also select the position, or give the table a key.';
@@ -375,11 +375,11 @@ begin
                   detail = json_build_object('expected', expected_rows, 'found', found_rows)::text,
                   hint = 'Postgres has restarted since, or another runner has written a batch. Run the batch again.';
     end if;
-    if place_column is not null then
-        place_order := format('s.%I desc, ', place_column);
+    if offset_column is not null then
+        offset_order := format('s.%I desc, ', offset_column);
         if kept.done_to is not null and not stateful then
             mine := format(
-                '%s and s.%I %s %s', mine, place_column, case when place_reached then '>=' else '>' end, kept.done_to
+                '%s and s.%I %s %s', mine, offset_column, case when offset_inclusive then '>=' else '>' end, kept.done_to
             );
         end if;
     end if;
@@ -399,11 +399,11 @@ begin
             -- Of several rows of a key, the last one in the source is used.
             when key_list is not null and mode <> 'append' then format(
                 'select distinct on (%s) s.*, %s as headwater_gone from %s as s where %s '
-                'order by %s, %ss.headwater_part desc, s.headwater_place desc',
-                key_list, going, staging, mine, key_list, place_order
+                'order by %s, %ss.headwater_part desc, s.headwater_row_number desc',
+                key_list, going, staging, mine, key_list, offset_order
             )
             else format(
-                'select s.*, false as headwater_gone from %s as s where %s order by s.headwater_part, s.headwater_place',
+                'select s.*, false as headwater_gone from %s as s where %s order by s.headwater_part, s.headwater_row_number',
                 staging, mine
             )
         end,

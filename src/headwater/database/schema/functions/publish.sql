@@ -218,10 +218,10 @@ begin
     end if;
 
     select array_agg(
-        coalesce(r.partition, headwater_internal.partition_of(r.key, destination.partitions, keyless)) order by r.place
+        coalesce(r.partition, headwater_internal.partition_of(r.key, destination.partitions, keyless)) order by r.ordinal
     )
     into chosen_partitions
-    from unnest(payloads, keys, partitions) with ordinality as r (payload, key, partition, place);
+    from unnest(payloads, keys, partitions) with ordinality as r (payload, key, partition, ordinal);
     if destination.kind = 'sequenced' then
         perform headwater_internal.lock_partitions(destination.id, chosen_partitions);
     end if;
@@ -236,24 +236,24 @@ begin
         where r.event_id is not null
         order by r.event_id, r.position
         on conflict do nothing;
-        select array_agg(case when r.event_id is null then r.position else i.position end order by r.place)
+        select array_agg(case when r.event_id is null then r.position else i.position end order by r.ordinal)
         into first_positions
-        from unnest(event_ids, positions) with ordinality as r (event_id, position, place)
+        from unnest(event_ids, positions) with ordinality as r (event_id, position, ordinal)
         left join headwater_internal.event_identity i on i.topic_id = destination.id and i.event_id = r.event_id;
     else
         first_positions := positions;
     end if;
     if destination.kind = 'sequenced' then
-        select array_agg(s.next_offset + r.fresh_before order by r.place)
+        select array_agg(s.next_offset + r.fresh_before order by r.ordinal)
         into offsets
         from (
             select
                 u.partition,
-                u.place,
+                u.ordinal,
                 count(*) filter (where u.first_position = u.position)
-                    over (partition by u.partition order by u.place) - 1 as fresh_before
+                    over (partition by u.partition order by u.ordinal) - 1 as fresh_before
             from unnest(chosen_partitions, positions, first_positions) with ordinality
-                as u (partition, position, first_position, place)
+                as u (partition, position, first_position, ordinal)
         ) as r
         join (
             select d.partition, headwater_internal.next_offset(destination.id, d.partition) as next_offset

@@ -263,9 +263,9 @@ return (
             when '#' then '(?:\.[^.]*)*'
             else '\.' || regexp_replace(w.word, '([^A-Za-z0-9_-])', '\\\1', 'g')
         end,
-        '' order by w.place
+        '' order by w.ordinal
     ) || '$'
-    from unnest(string_to_array(pattern, '.')) with ordinality as w (word, place)
+    from unnest(string_to_array(pattern, '.')) with ordinality as w (word, ordinal)
 );
 
 -- Bind a queue to more events, those that match every argument given, and return the binding. It applies to events

@@ -180,7 +180,7 @@ begin
     end loop;
     update headwater_internal.pipeline p
     set checkpoint_epoch = switch_rebuilt.checkpoint_epoch,
-        place = caught_up_to,
+        checkpoint = caught_up_to,
         token = p.token + 1,
         runner = null,
         leased_until = null

@@ -13,7 +13,7 @@ select
     v.registered_at,
     coalesce(
         (
-            select jsonb_agg(jsonb_build_array(r.name, r.subject, r.version) order by r.place)
+            select jsonb_agg(jsonb_build_array(r.name, r.subject, r.version) order by r.ordinal)
             from headwater_internal.schema_reference r
             where r.schema_id = s.id
         ),
@@ -111,9 +111,9 @@ begin
             return;
         end if;
     else
-        insert into headwater_internal.schema_reference (schema_id, place, name, subject, version)
-        select found_id, o.place, o.said ->> 0, o.said ->> 1, (o.said ->> 2)::integer
-        from jsonb_array_elements(register_schema.refers_to) with ordinality as o (said, place);
+        insert into headwater_internal.schema_reference (schema_id, ordinal, name, subject, version)
+        select found_id, o.ordinal, o.said ->> 0, o.said ->> 1, (o.said ->> 2)::integer
+        from jsonb_array_elements(register_schema.refers_to) with ordinality as o (said, ordinal);
     end if;
     select coalesce(max(v.version), 0) + 1 into next_version
     from headwater_internal.schema_version v

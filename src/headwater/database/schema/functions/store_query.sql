@@ -340,9 +340,9 @@ begin
     from (
         select
             f.*,
-            p.place,
-            sum(s.bytes) over (order by p.place rows unbounded preceding) - s.bytes as bytes_before
-        from unnest(found_positions) with ordinality as p (turned, place)
+            p.ordinal,
+            sum(s.bytes) over (order by p.ordinal rows unbounded preceding) - s.bytes as bytes_before
+        from unnest(found_positions) with ordinality as p (turned, ordinal)
         join headwater_internal.event f on f.topic_id = store.id and f.position = turn * p.turned
         cross join lateral (
             -- The size of all parts of the event. (The same in `headwater/eventstore/query.py`.)
@@ -352,8 +352,8 @@ begin
                 + coalesce(octet_length(f.event_id), 0) + coalesce(octet_length(f.content_type), 0) as bytes
         ) as s
     ) as e
-    where e.bytes_before < max_bytes or e.place = 1
-    order by e.place;
+    where e.bytes_before < max_bytes or e.ordinal = 1
+    order by e.ordinal;
 end;
 $$;
 
@@ -395,12 +395,12 @@ begin
 end;
 $$;
 
--- For each item of a query, in order, its latest event, with the number of the item, from 1, in `place`. Items without
+-- For each item of a query, in order, its latest event, with the number of the item, from 1, in `item_number`. Items without
 -- a match have no row. HW004 if the event store does not exist, HW002 for an invalid query.
 create or replace function headwater.latest_matching(
     topic text,
     query jsonb,
-    out place bigint,
+    out item_number bigint,
     out "position" bigint,
     out topic_offset bigint,
     out event_id text,
@@ -418,12 +418,12 @@ as $$
 begin
     perform headwater_internal.refuse_bad_query(query);
     return query
-    select i.place, e.*
-    from jsonb_array_elements(query) with ordinality as i (item, place)
+    select i.item_number, e.*
+    from jsonb_array_elements(query) with ordinality as i (item, item_number)
     cross join lateral headwater.read_matching(
         topic, jsonb_build_array(i.item), batch_size => 1, backwards => true
     ) as e
-    order by i.place;
+    order by i.item_number;
 end;
 $$;
 

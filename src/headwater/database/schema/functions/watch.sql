@@ -40,8 +40,8 @@ immutable
 return case
     when cardinality(key_columns) = 1 then image ->> key_columns[1]
     else (
-        select jsonb_agg(image -> k.name order by k.place)::text
-        from unnest(key_columns) with ordinality as k (name, place)
+        select jsonb_agg(image -> k.name order by k.ordinal)::text
+        from unnest(key_columns) with ordinality as k (name, ordinal)
     )
 end;
 
@@ -90,15 +90,15 @@ begin
     if destination.kind <> 'open' then
         -- publish_batch() assigns the offsets: up to 1000 rows and about 4 MB at a time.
         for batch in execute
-            'select array_agg(p.payload order by p.place) as payloads, array_agg(p.key order by p.place) as keys
+            'select array_agg(p.payload order by p.ordinal) as payloads, array_agg(p.key order by p.ordinal) as keys
             from (
                 select
-                    e.place, e.payload, e.key,
-                    (row_number() over (order by e.place) - 1) / 1000
-                        + sum(octet_length(e.payload)) over (order by e.place) / 4000000 as part
+                    e.ordinal, e.payload, e.key,
+                    (row_number() over (order by e.ordinal) - 1) / 1000
+                        + sum(octet_length(e.payload)) over (order by e.ordinal) / 4000000 as part
                 from (
                     select
-                        c.place,
+                        c.ordinal,
                         convert_to(
                             headwater_internal.table_event($1, $2, $3, c.before, c.after, c.changed, $4)::text, ''UTF8''
                         ) as payload,
@@ -113,16 +113,16 @@ begin
                             ) end as changed
                         from (' || case tg_op
                             when 'INSERT' then
-                                'select row_number() over () as place, null::jsonb as before, to_jsonb(r) as after
+                                'select row_number() over () as ordinal, null::jsonb as before, to_jsonb(r) as after
                                 from new_rows r'
                             when 'DELETE' then
-                                'select row_number() over () as place, to_jsonb(r) as before, null::jsonb as after
+                                'select row_number() over () as ordinal, to_jsonb(r) as before, null::jsonb as after
                                 from old_rows r'
                             else
-                                'select o.place, o.image as before, n.image as after
-                                from (select row_number() over () as place, to_jsonb(r) as image from old_rows r) as o
-                                join (select row_number() over () as place, to_jsonb(r) as image from new_rows r) as n
-                                    on n.place = o.place'
+                                'select o.ordinal, o.image as before, n.image as after
+                                from (select row_number() over () as ordinal, to_jsonb(r) as image from old_rows r) as o
+                                join (select row_number() over () as ordinal, to_jsonb(r) as image from new_rows r) as n
+                                    on n.ordinal = o.ordinal'
                         end || ') as r
                     ) as c
                     where c.changed is null or c.changed <> ''{}'' and ($5 is null or c.changed && $5)
@@ -159,8 +159,8 @@ begin
                     case
                         when key_size = 1 then r.image ->> key_columns[1]
                         when key_size > 1 then (
-                            select jsonb_agg(r.image -> k.name order by k.place)::text
-                            from unnest(key_columns) with ordinality as k (name, place)
+                            select jsonb_agg(r.image -> k.name order by k.ordinal)::text
+                            from unnest(key_columns) with ordinality as k (name, ordinal)
                         )
                     end,
                     'UTF8'
@@ -195,8 +195,8 @@ begin
                     case
                         when key_size = 1 then r.image ->> key_columns[1]
                         when key_size > 1 then (
-                            select jsonb_agg(r.image -> k.name order by k.place)::text
-                            from unnest(key_columns) with ordinality as k (name, place)
+                            select jsonb_agg(r.image -> k.name order by k.ordinal)::text
+                            from unnest(key_columns) with ordinality as k (name, ordinal)
                         )
                     end,
                     'UTF8'
@@ -231,8 +231,8 @@ begin
                     case
                         when key_size = 1 then r.after ->> key_columns[1]
                         when key_size > 1 then (
-                            select jsonb_agg(r.after -> k.name order by k.place)::text
-                            from unnest(key_columns) with ordinality as k (name, place)
+                            select jsonb_agg(r.after -> k.name order by k.ordinal)::text
+                            from unnest(key_columns) with ordinality as k (name, ordinal)
                         )
                     end,
                     'UTF8'
@@ -252,17 +252,17 @@ begin
                 ) as payload
             from (
                 select
-                    o.place, o.image as before, n.image as after,
+                    o.ordinal, o.image as before, n.image as after,
                     array(
                         select f.key from jsonb_each(n.image) as f
                         where f.value is distinct from o.image -> f.key
                         order by f.key
                     ) as changed
-                from (select row_number() over () as place, to_jsonb(r) as image from old_rows r) as o
-                join (select row_number() over () as place, to_jsonb(r) as image from new_rows r) as n
-                    on n.place = o.place
+                from (select row_number() over () as ordinal, to_jsonb(r) as image from old_rows r) as o
+                join (select row_number() over () as ordinal, to_jsonb(r) as image from new_rows r) as n
+                    on n.ordinal = o.ordinal
                 where o.image <> n.image
-                order by o.place
+                order by o.ordinal
                 offset 0
             ) as r
             -- An update that changes none of the watched columns is not published.
@@ -397,9 +397,9 @@ begin
         'table.' || regexp_replace(source.nspname || '.' || source.relname, '[^A-Za-z0-9._-]', '_', 'g')
     );
     perform headwater.create_topic(destination, if_missing => true);
-    select array_agg(a.attname::text order by k.place) into key_columns
+    select array_agg(a.attname::text order by k.ordinal) into key_columns
     from pg_index i
-    cross join lateral unnest(i.indkey) with ordinality as k (attnum, place)
+    cross join lateral unnest(i.indkey) with ordinality as k (attnum, ordinal)
     join pg_attribute a on a.attrelid = i.indrelid and a.attnum = k.attnum
     where i.indrelid = watched and i.indisprimary;
 

@@ -1,7 +1,7 @@
 -- The log itself: topics, events, the positions they get, cursors, and the settings of all of it.
 
--- CACHE 1 is what makes order provable: a backend that cached positions would draw one far below
--- what another has already committed. It must never be set backwards.
+-- CACHE 1 is what makes the order provable: a backend that cached positions would assign one far below a position that
+-- another backend has already committed. The sequence must never be set backwards.
 create sequence headwater_internal.position as bigint minvalue 1 maxvalue 281474976710655 cache 1;
 
 create table headwater_internal.setting (

@@ -1,7 +1,7 @@
 -- Queues: who works on which events, what is leased, and the few events that failed.
 
--- A position known to be settled, shared by all sessions without a row, a lock or a dead tuple. Unlogged: after
--- a crash it is 0 again, which is always true.
+-- A position known to be stable, shared by all sessions without a row, a lock or a dead tuple. Unlogged: after a crash
+-- it is 0 again, and 0 is always stable.
 create unlogged sequence headwater_internal.stable_register as bigint minvalue 0 start 0 cache 1;
 
 -- Proves a lease. Assigned under the queue's lock, so that within a queue the order of tokens is the order of claims.
@@ -11,7 +11,7 @@ create table headwater_internal.queue (
     id                  integer     generated always as identity primary key,
     name                text        not null unique
         constraint "a queue name is 1 to 200 characters" check (length(name) between 1 and 200),
-    -- A queue keeps a lifecycle for each event; a cursor queue keeps a position for its subscriptions.
+    -- 'bindings': a lifecycle for each event. 'subscriptions': one position for all SQL subscriptions of the queue.
     kind                text        not null default 'bindings'
         constraint "a queue is fed by bindings or by subscriptions" check (kind in ('bindings', 'subscriptions')),
     -- Everything at or below is not this queue's; claims with a token up to start_token are of an earlier pass.
@@ -105,7 +105,7 @@ create table headwater_internal.redelivery (
     visible_at timestamptz not null,
     token      bigint,
     worker     text,
-    -- Its lease ran out once, so it may be what kills workers: it is handed out alone.
+    -- Its lease expired once, so it may be what crashes workers: it is leased without any other event.
     isolated      boolean     not null default false,
     key_hash   bigint,
     last_error text        check (length(last_error) <= 10000),

@@ -8,7 +8,8 @@ create unlogged table headwater_internal.staged (
     epoch         bigint      not null check (epoch >= 0),
     -- One run of one task. Of several runs of the same task only one is ever published.
     attempt       text        not null check (length(attempt) between 1 and 100),
-    place         integer     not null check (place >= 0),
+    -- The number of this row within the attempt, from 0.
+    chunk_number  integer     not null check (chunk_number >= 0),
     staged_at     timestamptz not null default clock_timestamp(),
     topic         text        not null,
     payloads      bytea[]     not null,
@@ -18,7 +19,7 @@ create unlogged table headwater_internal.staged (
     headers       text[],
     content_types text[],
     event_ids     text[],
-    primary key (writer, epoch, attempt, place)
+    primary key (writer, epoch, attempt, chunk_number)
 );
 -- It is read once: compressing it would cost more than it saves.
 alter table headwater_internal.staged alter column payloads set storage external;
@@ -44,7 +45,7 @@ create table headwater_internal.pipeline (
         constraint "a pipeline name is 1 to 100 characters" check (length(name) between 1 and 100),
     -- As it was declared when it was last started, without addresses and passwords.
     definition     jsonb       not null,
-    -- 'log': its place is a position. 'changes': an LSN.
+    -- 'log': its checkpoint is a position. 'changes': an LSN.
     source         text        not null check (source in ('log', 'changes')),
     -- Names the checkpoint that Spark keeps of it.
     checkpoint_epoch     bigint      not null default nextval('headwater_internal.checkpoint_epoch'),
@@ -58,7 +59,7 @@ create table headwater_internal.pipeline (
     started_at     timestamptz,
 
     -- Everything up to here is durable in all of its sinks.
-    place          bigint,
+    checkpoint     bigint,
     batches        bigint      not null default 0,
     rows           bigint      not null default 0,
     last_batch     jsonb,

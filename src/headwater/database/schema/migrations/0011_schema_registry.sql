@@ -51,12 +51,12 @@ create index schema_version_schema on headwater_internal.schema_version (schema_
 -- Under which name a schema uses a version of another subject.
 create table headwater_internal.schema_reference (
     schema_id integer  not null references headwater_internal.registered_schema (id) on delete cascade,
-    place     smallint not null,
+    ordinal   smallint not null,
     name      text     not null
         constraint "the name of a reference is 1 to 1000 characters" check (length(name) between 1 and 1000),
     subject   text     not null,
     version   integer  not null,
-    primary key (schema_id, place),
+    primary key (schema_id, ordinal),
     unique (schema_id, name),
     foreign key (subject, version) references headwater_internal.schema_version (subject, version)
 );

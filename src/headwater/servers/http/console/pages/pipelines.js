@@ -37,7 +37,7 @@ export async function pipeline(name) {
         ["State", badge(p.state, tone(p.state))],
         ["Runner", p.runner ?? "none"],
         ["Running since", p.started_at ? exact(p.started_at) : "–"],
-        ["Checkpoint", number(p.place)],
+        ["Checkpoint", number(p.checkpoint)],
         ["Lag", h("span", atLeast(p.behind, p.behind_is_more), p.source === "log" ? " events" : " bytes of WAL", spark(behind, "lag"))],
         ["Batches and rows", `${number(p.batches)} · ${number(p.rows)}`],
       ])),
@@ -46,7 +46,7 @@ export async function pipeline(name) {
         { name: "Ended", kind: "tight", of: (b) => when(b.ended_at) },
         { name: "Rows", kind: "number", of: (b) => (b.error === null ? number(b.rows) : "–") },
         { name: "Duration", kind: "number tight", of: (b) => duration(b.seconds) },
-        { name: "Checkpoint", kind: "number wide", of: (b) => number(b.details?.place) },
+        { name: "Checkpoint", kind: "number wide", of: (b) => number(b.details?.checkpoint) },
         { name: "Error", of: (b) => (b.error === null ? "" : h("span.code.bad", b.error.split("\n")[0])) },
       ], last.batches, { label: "Last batches", key: (b) => b.ended_at, empty: "No batches." })),
       card("Definition", h("pre", { tabIndex: 0 }, pretty(p.definition))));
