@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -22,6 +21,7 @@ from typing import Final
 from headwater.access import scram
 from headwater.access.rate_limit import TokenBuckets
 from headwater.access.scram import Verifiers
+from headwater.bounded_dict import BoundedDict
 from headwater.errors import HeadwaterError
 
 WRONG_PASSWORDS: Final = 20
@@ -51,7 +51,7 @@ class PasswordChecks:
         self._queues: dict[str, _AddressQueue] = {}
         self._waiting = 0
         # "address account" pairs that have signed in, the oldest first.
-        self._known: OrderedDict[str, None] = OrderedDict()
+        self._known: BoundedDict[str, None] = BoundedDict(MAX_KNOWN_LOGINS)
 
     @asynccontextmanager
     async def turn(self, address: str, name: str) -> AsyncIterator[None]:
@@ -90,11 +90,7 @@ class PasswordChecks:
     def count_success(self, address: str, name: str) -> None:
         """The last attempt was right: give it back, and remember that the account signs in from this address."""
         self._wrong.give_back(self._queue_key(address, name), time.monotonic())
-        known = f"{address} {name}"
-        self._known[known] = None
-        self._known.move_to_end(known)
-        if len(self._known) > MAX_KNOWN_LOGINS:
-            self._known.popitem(last=False)
+        self._known[f"{address} {name}"] = None
 
     def _queue_key(self, address: str, name: str) -> str:
         known = f"{address} {name}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Final
+
+from headwater.bounded_dict import BoundedDict
 
 MAX_BUCKETS: Final = 10_000
 
@@ -15,7 +16,7 @@ class TokenBuckets:
         self._per_second = per_second
         self._burst = burst
         # Key -> (tokens left, time of that count).
-        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        self._buckets: BoundedDict[str, tuple[float, float]] = BoundedDict(MAX_BUCKETS)
 
     def tokens(self, key: str, now: float) -> float:
         """How many tokens the key has now."""
@@ -27,9 +28,6 @@ class TokenBuckets:
         left = self.tokens(key, now)
         taken = left >= 1
         self._buckets[key] = (left - 1 if taken else left, now)
-        self._buckets.move_to_end(key)
-        if len(self._buckets) > MAX_BUCKETS:
-            self._buckets.popitem(last=False)
         return taken
 
     def give_back(self, key: str, now: float) -> None:

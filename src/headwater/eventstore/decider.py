@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from headwater.bounded_dict import BoundedDict
 from headwater.errors import AppendConflict, EpochChanged, InvalidRequest
 from headwater.eventstore.query import Appended, Condition, NewStoreEvent, NoMatchAfter, Query, StoreEvent, StorePage
 
@@ -53,8 +53,7 @@ class Snapshots(Generic[State]):
     def __init__(self, *, max_states: int = 1000) -> None:
         if max_states < 1:
             raise InvalidRequest(f"invalid max_states {max_states}: expected at least 1")
-        self._max_states = max_states
-        self._states: OrderedDict[str, tuple[State, int, int]] = OrderedDict()
+        self._states: BoundedDict[str, tuple[State, int, int]] = BoundedDict(max_states)
         self._lock = Lock()
 
     def load(self, query: Query) -> tuple[State, int, int] | None:
@@ -72,9 +71,6 @@ class Snapshots(Generic[State]):
             known = self._states.get(key)
             if known is None or known[2] != epoch or known[1] < position:
                 self._states[key] = (state, position, epoch)
-                self._states.move_to_end(key)
-            while len(self._states) > self._max_states:
-                self._states.popitem(last=False)
 
 
 def _as_json(state: Any) -> bytes:

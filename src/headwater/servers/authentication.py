@@ -14,7 +14,6 @@ import hmac
 import secrets
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from headwater.access.password_checks import PasswordChecks, TooManyPasswordAtte
 from headwater.access.permissions import AccessPolicy
 from headwater.access.scram import Verifiers
 from headwater.aio import AsyncHeadwater
+from headwater.bounded_dict import BoundedDict
 from headwater.calls import access as calls
 from headwater.errors import HeadwaterError, InvalidRequest, NotAllowed
 from headwater.observability.metrics import ERROR, logger
@@ -101,7 +101,7 @@ class Authenticator:
         # Keys the cached password hashes, and the decoy verifiers of accounts that do not exist.
         self._secret = secrets.token_bytes(32)
         # Hash of what was presented -> (credential, end of its cache time).
-        self._cached: OrderedDict[bytes, tuple[Credential, float]] = OrderedDict()
+        self._cached: BoundedDict[bytes, tuple[Credential, float]] = BoundedDict(MAX_CACHED)
         # Credentials of streams in progress.
         self._watched: weakref.WeakSet[Credential] = weakref.WeakSet()
 
@@ -237,6 +237,3 @@ class Authenticator:
 
     def _cache(self, presented: bytes, credential: Credential) -> None:
         self._cached[presented] = (credential, time.monotonic() + TRUSTED_SECONDS)
-        self._cached.move_to_end(presented)
-        while len(self._cached) > MAX_CACHED:
-            self._cached.popitem(last=False)

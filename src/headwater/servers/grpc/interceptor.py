@@ -14,7 +14,6 @@ import hmac
 import re
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from typing import Any, Final
@@ -23,6 +22,7 @@ import grpc
 from google.protobuf.descriptor import FileDescriptor, MethodDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
+from headwater.bounded_dict import BoundedDict
 from headwater.errors import HeadwaterError, LogUnavailable
 from headwater.observability.metrics import ERROR, logger
 from headwater.servers.authentication import Authenticator, NotAuthenticated, Principal
@@ -95,7 +95,7 @@ class CallAuthenticator:
         self._authenticator = authenticator
         self._secret = secrets.token_bytes(32)
         # Hash of name and password -> session token, and until when it is reused.
-        self._sessions: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
+        self._sessions: BoundedDict[bytes, tuple[str, float]] = BoundedDict(MAX_SESSIONS)
         self._streams: set[GrpcCall] = set()
         self._stopping = False
 
@@ -169,9 +169,6 @@ class CallAuthenticator:
         session = await authenticator.open_session(principal)
         if session is not None:
             self._sessions[hashed] = (session, time.monotonic() + SESSION_SECONDS)
-            self._sessions.move_to_end(hashed)
-            while len(self._sessions) > MAX_SESSIONS:
-                self._sessions.popitem(last=False)
         return session
 
 

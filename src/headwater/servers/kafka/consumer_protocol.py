@@ -10,11 +10,11 @@ import asyncio
 import re
 import time
 import uuid
-from collections import OrderedDict
 from typing import Any, Final
 
 import psycopg
 
+from headwater.bounded_dict import BoundedDict
 from headwater.calls import kafka as calls
 from headwater.calls import kafka_admin
 from headwater.calls.kafka import TopicPartition
@@ -45,7 +45,7 @@ class ConsumerGroupApis:
         # One operation at a time: an epoch is stored in Postgres before a member sees it.
         self._lock = asyncio.Lock()
         self._incarnation = 0
-        self._matched: OrderedDict[str, tuple[float, frozenset[str]]] = OrderedDict()
+        self._matched: BoundedDict[str, tuple[float, frozenset[str]]] = BoundedDict(MAX_CACHED_PATTERNS)
 
     async def run(self) -> None:
         """Expire the sessions of all groups. Runs until it is cancelled."""
@@ -141,8 +141,6 @@ class ConsumerGroupApis:
         if known is None or now - known[0] > TOPICS_AGE_SECONDS:
             names = await self._broker.log.run(kafka_admin.kafka_matching_topics(pattern), patience_seconds=2)
             known = self._matched[pattern] = (now, names)
-            while len(self._matched) > MAX_CACHED_PATTERNS:
-                self._matched.popitem(last=False)
         return known[1]
 
     async def _group(self, name: str) -> ConsumerGroup | None:

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Container, Sequence
 from itertools import accumulate, pairwise
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
 import psycopg
 
+from headwater.bounded_dict import BoundedDict
 from headwater.calls import kafka as calls
 from headwater.calls.kafka import Bounds, FetchedRows, KafkaTopic, Page, PartitionQuery, PartitionState, TopicPartition
 from headwater.errors import HeadwaterError
@@ -50,8 +50,6 @@ MAX_PARALLEL_READS: Final = 4
 MAX_READ_AHEAD_BYTES: Final = 1024 * 1024
 MAX_CACHED_ENTRIES: Final = 10_000
 PATIENCE_SECONDS: Final = 5.0
-
-_Key = TypeVar("_Key", TopicPartition, tuple[TopicPartition, int])
 
 
 class PartitionFetch(NamedTuple):
@@ -99,13 +97,13 @@ class PartitionReader:
         self._broker = broker
         self._cache = broker.batch_cache
         # (partition, offset) -> a position before that offset, so that a continued read skips older segments.
-        self._start_positions: OrderedDict[tuple[TopicPartition, int], int] = OrderedDict()
+        self._start_positions: BoundedDict[tuple[TopicPartition, int], int] = BoundedDict(MAX_CACHED_ENTRIES)
         # (partition, offset) -> the offset before which an open topic has no events for that partition.
-        self._empty_until: OrderedDict[tuple[TopicPartition, int], int] = OrderedDict()
+        self._empty_until: BoundedDict[tuple[TopicPartition, int], int] = BoundedDict(MAX_CACHED_ENTRIES)
         # Average record size of a partition when it was last read.
-        self._record_sizes: OrderedDict[TopicPartition, int] = OrderedDict()
+        self._record_sizes: BoundedDict[TopicPartition, int] = BoundedDict(MAX_CACHED_ENTRIES)
         # How many more pages of a partition are examined before they are read.
-        self._checked_pages_left: OrderedDict[TopicPartition, int] = OrderedDict()
+        self._checked_pages_left: BoundedDict[TopicPartition, int] = BoundedDict(MAX_CACHED_ENTRIES)
         # The epochs of the log as of the latest known one.
         self._epochs = EpochHistory(-1)
         self._read_ahead_tasks: dict[tuple[TopicPartition, int], asyncio.Task[None]] = {}
@@ -256,11 +254,11 @@ class PartitionReader:
             # The records are larger than the average so far. The new average is stored below.
             records = _part(records, 0, max(len(records.offsets) * fetch.max_bytes // len(packed), 1))
             packed = as_batches(fetch.topic, records, epochs, zstd=fetch.zstd)
-        _remember(self._record_sizes, fetch.topic_partition, max(len(packed) // len(records.offsets), 1))
+        self._record_sizes[fetch.topic_partition] = max(len(packed) // len(records.offsets), 1)
         last = records.offsets[-1]
         if page is not None and last == page.last_offset:
             if state.present_epoch == self._epochs.present:
-                _remember(self._start_positions, (fetch.topic_partition, last + 1), page.last_position)
+                self._start_positions[fetch.topic_partition, last + 1] = page.last_position
             self._cache_page(fetch, records.offsets, packed, page, epoch=state.present_epoch)
         return FetchResult(state, packed, last + 1)
 
@@ -290,7 +288,7 @@ class PartitionReader:
             records = None if page is None else await self._plain_records(fetch, page, state.present_epoch)
             if records is not None:
                 return records, page
-            _remember(self._checked_pages_left, fetch.topic_partition, CHECKED_PAGES)
+            self._checked_pages_left[fetch.topic_partition] = CHECKED_PAGES
             examined = (await self._query([fetch], [[]], pages=(0,))).get(0)
             if examined is None or examined.present_epoch != state.present_epoch:
                 # The epoch has changed: the client must first check whether its offset is still valid.
@@ -344,7 +342,7 @@ class PartitionReader:
             patience_seconds=PATIENCE_SECONDS,
         )
         if not rows and state.present_epoch == self._epochs.present:
-            _remember(self._empty_until, key, bounds.end)
+            self._empty_until[key] = bounds.end
         return _records(rows)
 
     # Read-ahead
@@ -385,13 +383,6 @@ def _is_valid(batches: list[CachedBatch], state: PartitionState) -> bool:
     """Whether the records of these batches still exist unchanged in Postgres."""
     inside = state.bounds.start <= batches[0].first and batches[-1].end <= state.bounds.end
     return inside and [batch.published_ms for batch in batches] == state.cached_ms
-
-
-def _remember(memory: OrderedDict[_Key, int], key: _Key, value: int) -> None:
-    memory[key] = value
-    memory.move_to_end(key)
-    if len(memory) > MAX_CACHED_ENTRIES:
-        memory.popitem(last=False)
 
 
 def _by_log_time(topic: KafkaTopic) -> bool:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, NamedTuple
 
 from headwater.aio import AsyncHeadwater
+from headwater.bounded_dict import BoundedDict
 from headwater.calls import registry as calls
 from headwater.calls.kafka import KafkaTopic
 from headwater.errors import HeadwaterError, LogUnavailable
@@ -63,8 +63,8 @@ class SchemaValidator:
     def __init__(self, log: AsyncHeadwater) -> None:
         self._log = log
         # Subject -> expiry of this entry, and the schema ids of its versions in order.
-        self._subjects: OrderedDict[str, tuple[float, list[int]]] = OrderedDict()
-        self._schemas: OrderedDict[int, ParsedSchema] = OrderedDict()
+        self._subjects: BoundedDict[str, tuple[float, list[int]]] = BoundedDict(MAX_SUBJECTS)
+        self._schemas: BoundedDict[int, ParsedSchema] = BoundedDict(MAX_SCHEMAS)
 
     async def validate(self, topic: KafkaTopic, columns: Columns) -> None:
         """Raise UnfitRecords unless every record matches the schemas of the topic."""
@@ -128,7 +128,7 @@ class SchemaValidator:
         if now >= until:
             versions = await self._log.run(calls.versions(subject), patience_seconds=PATIENCE_SECONDS)
             ids = [schema_id for _, schema_id in versions]
-            _remember(self._subjects, subject, (now + SUBJECT_AGE_SECONDS, ids), MAX_SUBJECTS)
+            self._subjects[subject] = (now + SUBJECT_AGE_SECONDS, ids)
         return ids
 
     async def _schema(self, schema_id: int) -> ParsedSchema | None:
@@ -137,15 +137,8 @@ class SchemaValidator:
         if parsed is None:
             parsed = await run_steps(self._log, registry.load(schema_id))
         if parsed is not None:
-            _remember(self._schemas, schema_id, parsed, MAX_SCHEMAS)
+            self._schemas[schema_id] = parsed
         return parsed
-
-
-def _remember(cache: OrderedDict[Any, Any], key: Any, value: Any, limit: int) -> None:
-    cache[key] = value
-    cache.move_to_end(key)
-    if len(cache) > limit:
-        cache.popitem(last=False)
 
 
 def _id(payload: bytes) -> int | None:

@@ -394,7 +394,7 @@ class PipelineRun:
             until = time.monotonic() + min(patience, 5.0)
             while query.isActive and query.status["isTriggerActive"] and time.monotonic() < until:
                 time.sleep(0.02)
-        with suppress(Exception):  # the query or the JVM has already ended
+        with suppress(PySparkException, Py4JError, OSError):  # the query or the JVM has already ended
             query.stop()
 
     def _emit(self, what: ReportKind, **details: Any) -> None:
