@@ -225,7 +225,7 @@ def sql_page() -> str:
     for path in sorted(MIGRATIONS.glob("*.sql")):
         for comment, name, body in TYPE.findall(path.read_text()):
             # What filters see is the result of no function, but users write filters over it.
-            if name == "headwater_internal.filter_event" or re.search(rf"\b{re.escape(name)}\b", shown_heads):
+            if name == "headwater.filter_event" or re.search(rf"\b{re.escape(name)}\b", shown_heads):
                 promise = " ".join(line.removeprefix("-- ") for line in comment.strip().splitlines())
                 parts.append(f"### {name}\n\n{promise}\n\n```sql\n{name} ({body})\n```")
     return "\n\n".join(part.strip() for part in parts)

@@ -154,8 +154,8 @@ def test_a_transaction_that_is_open_for_too_long_is_undone_and_its_producer_fenc
     producer.produce(topic, b"late", partition=0)
     producer.flush(PATIENCE_SECONDS)
     staged = (
-        "select count(*) from headwater_internal.kafka_staged s join headwater_internal.kafka_transaction t using "
-        "(producer_id) "
+        "select count(*) from headwater_internal.kafka_staged s "
+        "join headwater_internal.kafka_transactional_producer t using (producer_id) "
         "where t.transactional_id = %s"
     )
     assert connection.execute(staged, (name,)).fetchone() == (1,)
@@ -386,7 +386,7 @@ def test_after_its_last_epoch_a_producer_gets_another_id(
     transactional: Transactional, log: headwater.Headwater, topic: str, connection: psycopg.Connection
 ) -> None:
     connection.execute(
-        "update headwater_internal.kafka_transaction set epoch = 32766 where transactional_id = %s",
+        "update headwater_internal.kafka_transactional_producer set epoch = 32766 where transactional_id = %s",
         (transactional.name,),
     )
     old, transactional.epoch = transactional.id, 32766

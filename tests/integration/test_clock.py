@@ -222,7 +222,8 @@ def test_a_dead_kafka_broker_and_its_transactions_end_after_the_clock_went_back(
 ) -> None:
     connection.execute("select headwater_internal.kafka_register('127.0.0.1', 9092, 1)")
     connection.execute(
-        "insert into headwater_internal.kafka_transaction (transactional_id, producer_id, epoch, timeout_ms, began_at) "
+        "insert into headwater_internal.kafka_transactional_producer "
+        "(transactional_id, producer_id, epoch, timeout_ms, began_at) "
         "values ('t', nextval('headwater_internal.kafka_producer_id'), 0, 500, clock_timestamp())"
     )
     clock.set_back(HOUR)

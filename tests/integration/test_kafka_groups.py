@@ -162,7 +162,9 @@ def test_a_transactional_producer_that_was_silent_for_a_week_is_forgotten(
         for kind, name in names.items()
     }
     assert log.run(calls.kafka_begin(names["open"], *producers["open"])) == "ok"
-    connection.execute("update headwater_internal.kafka_transaction set updated_at = updated_at - interval '8 days'")
+    connection.execute(
+        "update headwater_internal.kafka_transactional_producer set updated_at = updated_at - interval '8 days'"
+    )
     assert log.run(calls.kafka_begin(names["heard"], *producers["heard"])) == "ok"
     ended = calls.kafka_end_transaction(names["heard"], *producers["heard"], committed=True, next_epoch=False)
     assert log.run(ended)[0] == "ok"

@@ -281,7 +281,7 @@ def test_the_role_that_runs_filters_owns_nothing_but_the_two_functions_that_swit
     assert readable == [("subscription",)]
 
 
-MATCH_AS_FILTER = "headwater_filter.match_as_filter(text, headwater_internal.filter_event[], integer, bigint)"
+MATCH_AS_FILTER = "headwater_filter.match_as_filter(text, headwater.filter_event[], integer, bigint)"
 # What code that got through every check would try, and why Postgres refuses it.
 ESCAPES = {
     "make its function run as the caller": (f"alter function {MATCH_AS_FILTER} security invoker", "read-only"),
@@ -327,7 +327,7 @@ def got_through(
     ((name,),) = connection.execute(
         "select function_name from headwater_internal.filter where expression = 'true'"
     ).fetchall()
-    signature = f"headwater_filter.{name}(e headwater_internal.filter_event, s headwater_internal.subscription)"
+    signature = f"headwater_filter.{name}(e headwater.filter_event, s headwater_internal.subscription)"
 
     def run(statement: str) -> str | None:
         connection.execute(
@@ -399,7 +399,7 @@ def test_a_function_of_that_role_that_was_replaced_would_not_run_as_the_caller(
         ):
             connection.execute(
                 "create or replace function headwater_filter.match_as_filter("
-                "statement text, events headwater_internal.filter_event[], queue_id integer, first_position bigint) "
+                "statement text, events headwater.filter_event[], queue_id integer, first_position bigint) "
                 "returns headwater_internal.filter_match[] language plpgsql security invoker as $replaced$ begin "
                 f"execute {sql.Literal(statement).as_string()}; return null; end $replaced$".encode()
             )

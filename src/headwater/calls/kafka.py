@@ -702,7 +702,8 @@ def kafka_transactions() -> Call[list[OpenTransaction]]:
         "select t.transactional_id, t.producer_id, t.epoch, t.timeout_ms, "
         "(extract(epoch from t.began_at) * 1000)::bigint, t.last_outcome, "
         "array(select distinct s.topic_id::bigint << 16 | s.partition from headwater_internal.kafka_staged s "
-        "where s.producer_id = t.producer_id order by 1) from headwater_internal.kafka_transaction t order by 1",
+        "where s.producer_id = t.producer_id order by 1) "
+        "from headwater_internal.kafka_transactional_producer t order by 1",
         (),
         lambda rows: [
             OpenTransaction._make((*row[:6], [TopicPartition(o >> 16, o & 65535) for o in row[6]])) for row in rows

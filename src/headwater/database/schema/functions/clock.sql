@@ -56,7 +56,7 @@ begin
     update headwater_internal.kafka_broker b
     set expires_at = now_at + (b.expires_at - b.leased_at), leased_at = now_at
     where b.leased_at > latest;
-    update headwater_internal.kafka_transaction t set began_at = now_at where t.began_at > latest;
+    update headwater_internal.kafka_transactional_producer t set began_at = now_at where t.began_at > latest;
     -- Retention counts from the time at which a segment was closed, which is now at the latest.
     update headwater_internal.segment s
     set opened_at = least(s.opened_at, now_at), closed_at = least(s.closed_at, now_at)

@@ -52,7 +52,7 @@ begin
         if not exists (select from pg_namespace n where n.nspname = 'headwater_filter') then
             create schema headwater_filter authorization headwater_filter_owner;
         end if;
-        grant usage on schema headwater_internal to headwater_filter, headwater_filter_owner;
+        grant usage on schema headwater, headwater_internal to headwater_filter, headwater_filter_owner;
         grant select on headwater_internal.subscription to headwater_filter;
         set local role headwater_filter_owner;
     exception
@@ -97,7 +97,7 @@ begin
     execute $run$
         -- Run a statement that matches events, as the role that filters run as.
         create or replace function headwater_filter.match_as_filter(
-            statement text, events headwater_internal.filter_event[], queue_id integer, first_position bigint
+            statement text, events headwater.filter_event[], queue_id integer, first_position bigint
         )
         returns headwater_internal.filter_match[]
         language plpgsql
@@ -136,7 +136,7 @@ begin
                 select a.attname from pg_attribute a
                 where
                     a.attnum > 0 and a.attrelid in ('headwater_internal.subscription'::regclass, (
-                        select t.typrelid from pg_type t where t.oid = 'headwater_internal.filter_event'::regtype
+                        select t.typrelid from pg_type t where t.oid = 'headwater.filter_event'::regtype
                     ))
             );
             tokens text[];
@@ -270,7 +270,7 @@ begin
             join pg_type t on t.oid = used.oid
             left join pg_type element on element.oid = t.typelem and t.typcategory = 'A'
             where
-                t.oid not in ('headwater_internal.filter_event'::regtype, 'headwater_internal.subscription'::regtype)
+                t.oid not in ('headwater.filter_event'::regtype, 'headwater_internal.subscription'::regtype)
                 and (
                     t.typnamespace <> 'pg_catalog'::regnamespace
                     or t.typtype in ('c', 'd', 'e')
@@ -447,11 +447,11 @@ begin
                     and not (
                         d.refclassid = 'pg_namespace'::regclass
                         or d.refclassid = 'pg_type'::regclass and d.refobjid in (
-                            'headwater_internal.filter_event'::regtype, 'headwater_internal.subscription'::regtype
+                            'headwater.filter_event'::regtype, 'headwater_internal.subscription'::regtype
                         )
                         or d.refclassid = 'pg_class'::regclass and d.refobjid in (
                             'headwater_internal.subscription'::regclass, (
-                                select t.typrelid from pg_type t where t.oid = 'headwater_internal.filter_event'::regtype
+                                select t.typrelid from pg_type t where t.oid = 'headwater.filter_event'::regtype
                             )
                         )
                     )
@@ -521,7 +521,7 @@ begin
                 select from pg_proc p where p.proname = name and p.pronamespace = 'headwater_filter'::regnamespace
             ) then
                 execute format(
-                    E'create function headwater_filter.%I(e headwater_internal.filter_event) returns %s language sql stable '
+                    E'create function headwater_filter.%I(e headwater.filter_event) returns %s language sql stable '
                     'return (%s\n)', name, result, expression
                 );
                 perform headwater_filter.refuse_tree(name);
@@ -570,7 +570,7 @@ begin
                 return name;
             end if;
             execute 'create function headwater_filter.' || name
-                || '(e headwater_internal.filter_event, s headwater_internal.subscription) returns boolean language sql stable '
+                || '(e headwater.filter_event, s headwater_internal.subscription) returns boolean language sql stable '
                 || 'return (' || expression || E'\n)';
             perform headwater_filter.refuse_tree(name);
             execute format('revoke all on function headwater_filter.%I from public', name);
@@ -623,7 +623,7 @@ begin
                 how := how - 'event_only' - 'key_only';
             end if;
             execute format(
-                'comment on function headwater_filter.%I(headwater_internal.filter_event, headwater_internal.subscription) is %L',
+                'comment on function headwater_filter.%I(headwater.filter_event, headwater_internal.subscription) is %L',
                 name, how
             );
             return name;
@@ -672,7 +672,7 @@ begin
             begin
                 perform set_config('transaction_read_only', 'on', true);
                 plan := headwater_filter.explain_as_filter(
-                    'select from unnest(array[]::headwater_internal.filter_event[]) as e, '
+                    'select from unnest(array[]::headwater.filter_event[]) as e, '
                     'headwater_internal.subscription as s where headwater_filter.' || function_name || '(e, s)'
                 );
                 raise exception 'planned' using errcode = 'HW000';
@@ -696,7 +696,7 @@ begin
         -- key costs one probe of the index on subscription.probe for each event, and filters with the same key share
         -- it: the subquery that probes has no other condition, so that no other index can be chosen.
         create or replace function headwater_filter.match(
-            function_names text[], filter_ids integer[], events headwater_internal.filter_event[], queue_id integer
+            function_names text[], filter_ids integer[], events headwater.filter_event[], queue_id integer
         )
         returns headwater_internal.filter_match[]
         language plpgsql

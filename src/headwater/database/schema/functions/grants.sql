@@ -113,7 +113,7 @@ begin
         grant insert, update, delete on
             headwater_internal.kafka_topic, headwater_internal.kafka_partition, headwater_internal.kafka_broker,
             headwater_internal.kafka_producer_partition, headwater_internal.kafka_group,
-            headwater_internal.kafka_offset, headwater_internal.kafka_transaction, headwater_internal.kafka_staged,
+            headwater_internal.kafka_offset, headwater_internal.kafka_transactional_producer, headwater_internal.kafka_staged,
             headwater_internal.kafka_staged_offset,
             headwater_internal.account, headwater_internal.permission, headwater_internal.api_key,
             headwater_internal.kept_answer, headwater_internal.webhook, headwater_internal.webhook_pace,

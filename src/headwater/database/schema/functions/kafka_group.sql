@@ -286,7 +286,7 @@ language sql
 begin atomic
     delete from headwater_internal.kafka_producer_partition p
     where p.updated_at < clock_timestamp() - interval '7 days';
-    delete from headwater_internal.kafka_transaction t
+    delete from headwater_internal.kafka_transactional_producer t
     where
         t.updated_at < clock_timestamp() - interval '7 days' and t.began_at is null
         and not exists (select from headwater_internal.kafka_staged s where s.producer_id = t.producer_id)

@@ -1,18 +1,24 @@
 -- Kafka transactions: records and offsets are staged, and enter the log atomically when the producer commits.
 
+-- The transactional producers. `began_at` is when the open transaction began, null if none is open; `timeout_ms` is how
+-- long a transaction may stay open; `last_outcome` is how the previous one ended: committed or aborted.
+create or replace view headwater.kafka_transaction as
+select t.transactional_id, t.producer_id, t.timeout_ms, t.began_at, t.last_outcome
+from headwater_internal.kafka_transactional_producer t;
+
 -- Lock a transactional producer and verify its id and epoch. `outcome`: ok, unknown, fenced.
 create or replace function headwater_internal.kafka_hold_producer(
     transactional_id text,
     producer_id bigint,
     epoch integer,
     out outcome text,
-    out held headwater_internal.kafka_transaction
+    out held headwater_internal.kafka_transactional_producer
 )
 language plpgsql
 as $$
 begin
     select * into held
-    from headwater_internal.kafka_transaction t
+    from headwater_internal.kafka_transactional_producer t
     where t.transactional_id = kafka_hold_producer.transactional_id
     for update;
     outcome := case
@@ -43,7 +49,7 @@ create or replace function headwater_internal.kafka_next_epoch(
 language plpgsql
 as $$
 begin
-    update headwater_internal.kafka_transaction t
+    update headwater_internal.kafka_transactional_producer t
     set
         producer_id = case when t.epoch < 32766 then t.producer_id else headwater_internal.kafka_number('headwater_internal.kafka_producer_id') end,
         epoch = case when t.epoch < 32766 then t.epoch + 1 else 0 end,
@@ -69,15 +75,15 @@ create or replace function headwater_internal.kafka_init_transactions(
 language plpgsql
 as $$
 declare
-    held headwater_internal.kafka_transaction;
+    held headwater_internal.kafka_transactional_producer;
 begin
     outcome := 'ok';
-    insert into headwater_internal.kafka_transaction as t (transactional_id, producer_id, epoch, timeout_ms)
+    insert into headwater_internal.kafka_transactional_producer as t (transactional_id, producer_id, epoch, timeout_ms)
     values (
         kafka_init_transactions.transactional_id, headwater_internal.kafka_number('headwater_internal.kafka_producer_id'), 0,
         kafka_init_transactions.timeout_ms
     )
-    on conflict on constraint kafka_transaction_pkey do nothing
+    on conflict on constraint kafka_transactional_producer_pkey do nothing
     returning * into held;
     if found then
         producer_id := held.producer_id;
@@ -85,7 +91,7 @@ begin
         return;
     end if;
     select * into held
-    from headwater_internal.kafka_transaction t
+    from headwater_internal.kafka_transactional_producer t
     where t.transactional_id = kafka_init_transactions.transactional_id
     for update;
     if known_id >= 0 and (known_id, known_epoch) is distinct from (held.producer_id, held.epoch) then
@@ -104,7 +110,7 @@ begin
     perform headwater_internal.kafka_discard(held.producer_id);
     select n.producer_id, n.epoch into producer_id, epoch
     from headwater_internal.kafka_next_epoch(kafka_init_transactions.transactional_id, asked_itself => known_id >= 0) as n;
-    update headwater_internal.kafka_transaction t
+    update headwater_internal.kafka_transactional_producer t
     set
         timeout_ms = kafka_init_transactions.timeout_ms,
         last_outcome = case when t.began_at is not null then 'aborted' else t.last_outcome end,
@@ -123,7 +129,7 @@ declare
 begin
     select * into checked from headwater_internal.kafka_hold_producer(transactional_id, producer_id, epoch);
     if checked.outcome = 'ok' and (checked.held).began_at is null then
-        update headwater_internal.kafka_transaction t
+        update headwater_internal.kafka_transactional_producer t
         set began_at = clock_timestamp(), updated_at = clock_timestamp()
         where t.transactional_id = kafka_begin.transactional_id;
     end if;
@@ -310,7 +316,7 @@ begin
             committed_at = clock_timestamp();
     end if;
     perform headwater_internal.kafka_discard(producer_id);
-    update headwater_internal.kafka_transaction t
+    update headwater_internal.kafka_transactional_producer t
     set began_at = null, last_outcome = wanted, updated_at = clock_timestamp()
     where t.transactional_id = kafka_end_transaction.transactional_id;
     if next_epoch then
@@ -331,12 +337,12 @@ declare
     reaped integer := 0;
 begin
     for late in
-        select t.* from headwater_internal.kafka_transaction t
+        select t.* from headwater_internal.kafka_transactional_producer t
         where t.began_at + make_interval(secs => t.timeout_ms / 1000.0) < clock_timestamp()
         for update skip locked
     loop
         perform headwater_internal.kafka_discard(late.producer_id);
-        update headwater_internal.kafka_transaction t
+        update headwater_internal.kafka_transactional_producer t
         set began_at = null, last_outcome = 'aborted'
         where t.transactional_id = late.transactional_id;
         perform headwater_internal.kafka_next_epoch(late.transactional_id, asked_itself => false);

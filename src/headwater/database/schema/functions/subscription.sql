@@ -32,7 +32,7 @@ $$;
 
 -- Events as filters see them.
 create or replace function headwater_internal.as_filter_events(stored headwater.stored_event[])
-returns headwater_internal.filter_event[]
+returns headwater.filter_event[]
 language plpgsql
 stable
 as $$
@@ -45,7 +45,7 @@ begin
             case when r.content_type is null or r.content_type = 'application/json' then
                 convert_from(r.payload, 'UTF8')::jsonb
             end
-        )::headwater_internal.filter_event
+        )::headwater.filter_event
         from unnest(stored) as r
     );
 exception
@@ -54,7 +54,7 @@ exception
             select (
                 r.position, r.topic, r.partition, r.key, r.type, r.routing_key, r.headers, r.content_type, r.payload,
                 r.event_id, r.published_at, headwater_internal.as_json(r.payload, r.content_type)
-            )::headwater_internal.filter_event
+            )::headwater.filter_event
             from unnest(stored) as r
         );
 end;
@@ -266,7 +266,7 @@ $$;
 -- Match events against filters of a queue. A filter that fails on an event does not match it, and the error is
 -- recorded; the filter and the event are found by bisection.
 create or replace function headwater_internal.match_filters(
-    target_id integer, function_names text[], filter_ids integer[], events headwater_internal.filter_event[]
+    target_id integer, function_names text[], filter_ids integer[], events headwater.filter_event[]
 )
 returns headwater_internal.filter_match[]
 language plpgsql
@@ -343,7 +343,7 @@ $$;
 -- peek ignores this state. `one_by_one` evaluates filter by filter; on a timeout it returns null, and the filter that
 -- took too long is stopped.
 create or replace function headwater_internal.match(
-    held headwater_internal.reading, events headwater_internal.filter_event[], peek boolean, one_by_one boolean
+    held headwater_internal.reading, events headwater.filter_event[], peek boolean, one_by_one boolean
 )
 returns headwater_internal.filter_match[]
 language plpgsql
@@ -529,7 +529,7 @@ declare
     held headwater_internal.reading;
     stable_to bigint;
     stored headwater.stored_event[];
-    events headwater_internal.filter_event[];
+    events headwater.filter_event[];
     matches headwater_internal.filter_match[];
     start_at bigint;
     going_on_at bigint;

@@ -154,8 +154,8 @@ begin atomic
 end;
 
 -- The events that are matched by filters: all but those directed at one subscription.
-create or replace function headwater_internal.undirected(events headwater_internal.filter_event[])
-returns headwater_internal.filter_event[]
+create or replace function headwater_internal.undirected(events headwater.filter_event[])
+returns headwater.filter_event[]
 language sql
 stable
 return (
@@ -167,7 +167,7 @@ return (
 -- no other. If the id is not that of a subscription of the queue, they go to none. Up to `done_to` they were delivered
 -- before.
 create or replace function headwater_internal.directed_matches(
-    target headwater_internal.queue, events headwater_internal.filter_event[], done_to bigint
+    target headwater_internal.queue, events headwater.filter_event[], done_to bigint
 )
 returns headwater_internal.filter_match[]
 language sql

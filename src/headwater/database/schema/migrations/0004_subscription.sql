@@ -80,8 +80,8 @@ create table headwater_internal.subscription_retry (
 );
 create index subscription_retry_due on headwater_internal.subscription_retry (queue_id, due_at);
 
--- An event as a filter sees it.
-create type headwater_internal.filter_event as (
+-- An event `e` as a filter sees it. `data` is the payload, if that is JSON.
+create type headwater.filter_event as (
     position     bigint,
     topic        text,
     partition    integer,

@@ -102,7 +102,7 @@ create table headwater_internal.kafka_offset (
 ) with (fillfactor = 70);
 
 -- A transactional producer, and what it is at.
-create table headwater_internal.kafka_transaction (
+create table headwater_internal.kafka_transactional_producer (
     transactional_id text        primary key
         constraint "a transactional id is 1 to 32767 characters" check (length(transactional_id) between 1 and 32767),
     producer_id      bigint      not null unique,
@@ -122,7 +122,7 @@ create table headwater_internal.kafka_transaction (
 -- The records of open transactions. They enter the log when the transaction commits, and are not visible before.
 create table headwater_internal.kafka_staged (
     id             bigint    generated always as identity primary key,
-    producer_id    bigint    not null references headwater_internal.kafka_transaction (producer_id),
+    producer_id    bigint    not null references headwater_internal.kafka_transactional_producer (producer_id),
     topic_id       integer   not null references headwater_internal.topic (id) on delete cascade,
     partition      integer   not null check (partition >= 0),
     payloads       bytea[]   not null,
@@ -139,7 +139,7 @@ alter table headwater_internal.kafka_staged alter column payloads set storage ex
 
 -- The offsets that an open transaction will commit, and the groups that it said it would commit for.
 create table headwater_internal.kafka_staged_offset (
-    producer_id      bigint  not null references headwater_internal.kafka_transaction (producer_id),
+    producer_id      bigint  not null references headwater_internal.kafka_transactional_producer (producer_id),
     group_name       text    not null,
     topic_id         integer not null references headwater_internal.topic (id) on delete cascade,
     partition        integer not null check (partition >= 0),
