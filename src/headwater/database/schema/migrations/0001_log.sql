@@ -142,7 +142,7 @@ create table headwater_internal.cursor (
     -- Null: the whole log.
     topics        text[],
     -- Retention waits for a cursor that must not lose an event.
-    holds_retention boolean    not null default false,
+    holds_retention boolean   not null default false,
     updated_at    timestamptz not null default clock_timestamp(),
     -- The epoch in which the position was saved; null: unknown.
     epoch         integer

@@ -1,4 +1,4 @@
--- Queues: who works on which events, what is leased, and the few events that failed.
+-- Queues: their bindings, leases, retries and dead letters.
 
 -- A position known to be stable, shared by all sessions without a row, a lock or a dead tuple. Unlogged: after a crash
 -- it is 0 again, and 0 is always stable.
@@ -34,7 +34,7 @@ create table headwater_internal.queue (
     -- Null: no limit on how many events are leased at once.
     max_in_flight       integer     constraint "events in flight are limited to 1 or more" check (max_in_flight >= 1),
     -- Retention waits for a queue that must not lose an event.
-    holds_retention       boolean     not null default true,
+    holds_retention     boolean     not null default true,
     paused_at           timestamptz,
     created_at          timestamptz not null default clock_timestamp()
 );
@@ -60,7 +60,7 @@ create index binding_topic on headwater_internal.binding (topic_id);
 -- A queue may be bound to thousands of topics: the bindings of one topic are found without reading the others.
 create index binding_queue_topic on headwater_internal.binding (queue_id, topic_id);
 
--- One row a claimed batch, appended; the newest row is the queue's claimed position. No index but the key, so that
+-- One row per claimed batch, appended; the newest row is the queue's claimed position. No index but the key, so that
 -- acknowledging is an update in place; fillfactor leaves the room for it. No foreign key either: it would lock
 -- the queue's row at every claim.
 create table headwater_internal.ledger (
@@ -86,15 +86,15 @@ create table headwater_internal.ledger (
     check (lo <= hi + 1)
 ) with (fillfactor = 60);
 
--- How far a queue has come, written now and then: all claims below the token are settled and may be forgotten.
+-- The progress of a queue, updated from time to time: all claims below the token are settled and can be deleted.
 create table headwater_internal.queue_progress (
     queue_id      integer primary key references headwater_internal.queue (id) on delete cascade,
     settled_token bigint  not null,
-    -- Events claimed in rows of the ledger that are forgotten.
+    -- Events claimed in rows of the ledger that are deleted.
     past_events   bigint  not null
 ) with (fillfactor = 20);
 
--- Events that were not done at the first try, or wait behind one of their key.
+-- Events that failed at the first attempt, or that wait for another event of their key.
 create table headwater_internal.redelivery (
     queue_id   integer     not null,
     position   bigint      not null check (position >= 1),
@@ -106,7 +106,7 @@ create table headwater_internal.redelivery (
     token      bigint,
     worker     text,
     -- Its lease expired once, so it may be what crashes workers: it is leased without any other event.
-    isolated      boolean     not null default false,
+    isolated   boolean     not null default false,
     key_hash   bigint,
     last_error text        check (length(last_error) <= 10000),
     history    jsonb       not null default '[]',
@@ -126,7 +126,7 @@ create table headwater_internal.dead_letter (
     position   bigint      not null check (position >= 1),
     topic_id   integer     not null,
     attempts   integer     not null check (attempts >= 0),
-    isolated      boolean     not null,
+    isolated   boolean     not null,
     last_error text        check (length(last_error) <= 10000),
     history    jsonb       not null,
     died_at    timestamptz not null default clock_timestamp(),
@@ -143,7 +143,7 @@ create index dead_letter_subscription on headwater_internal.dead_letter (subscri
 create type headwater.claimed_event as (
     token        bigint,
     attempt      integer,
-    isolated        boolean,
+    isolated     boolean,
     expires_at   timestamptz,
     position     bigint,
     topic        text,

@@ -29,7 +29,7 @@ $$;
 create table headwater_internal.subscription (
     id             bigint      generated always as identity primary key,
     queue_id       integer     not null references headwater_internal.queue (id) on delete cascade,
-    filter_id   integer     not null references headwater_internal.filter (id),
+    filter_id      integer     not null references headwater_internal.filter (id),
     params         jsonb       not null constraint "params are a JSON object" check (jsonb_typeof(params) = 'object'),
     params_hash    bytea       not null,
     -- Only events after it.
@@ -70,7 +70,6 @@ create table headwater_internal.subscription_retry (
     position        bigint      not null,
     -- 0: redriven, or put off before the first try.
     attempt         integer     not null check (attempt >= 0),
-    -- Null: given up.
     due_at          timestamptz not null,
     last_error      text        check (length(last_error) <= 10000),
     topic_id        integer     not null,
@@ -126,7 +125,7 @@ create type headwater.matched_event as (
 -- the queue goes back to `position` and reads up to where it was for this filter alone.
 create table headwater_internal.filter_stop (
     queue_id     integer     not null references headwater_internal.queue (id) on delete cascade,
-    filter_id integer     not null references headwater_internal.filter (id) on delete cascade,
+    filter_id    integer     not null references headwater_internal.filter (id) on delete cascade,
     -- The filter has had every event up to here.
     position     bigint      not null check (position >= 0),
     -- Events up to here are never matched again, also not while others catch up.

@@ -48,7 +48,7 @@ create table headwater_internal.pipeline (
     -- 'log': its checkpoint is a position. 'changes': an LSN.
     source         text        not null check (source in ('log', 'changes')),
     -- Names the checkpoint that Spark keeps of it.
-    checkpoint_epoch     bigint      not null default nextval('headwater_internal.checkpoint_epoch'),
+    checkpoint_epoch bigint    not null default nextval('headwater_internal.checkpoint_epoch'),
 
     -- The holder of the token runs the pipeline until the lease ends. Tokens only grow: older ones are refused.
     runner         text,

@@ -1,6 +1,6 @@
 -- Archives: where events are kept outside of this database, so that retention waits for them and readers find them.
 
--- A place that gets all events of some topics. Retention waits for it.
+-- A location that receives all events of some topics. Retention waits for it.
 create table headwater_internal.archive (
     name          text        primary key
         constraint "an archive name is 1 to 200 characters" check (length(name) between 1 and 200),

@@ -8,7 +8,7 @@ create table headwater_internal.projection (
     -- Set while a rebuild fills this table: the one that will be made equal to it.
     rebuild_of   text,
     -- Grows when a rebuild replaces the table. A writer must name the current one.
-    checkpoint_epoch   bigint      not null default 0 check (checkpoint_epoch >= 0),
+    checkpoint_epoch bigint  not null default 0 check (checkpoint_epoch >= 0),
 
     -- The columns as created, without those added by users; null: the table is not created or adopted yet.
     columns      text[]      not null default '{}',

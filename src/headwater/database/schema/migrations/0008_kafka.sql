@@ -24,16 +24,16 @@ create table headwater_internal.kafka_topic (
         constraint "delete.retention.ms is 0 or more" check (tombstones_kept >= '0'),
     -- Up to here all is compacted.
     compacted_to     bigint  not null default 0,
-    -- How large a partition may get before its oldest events go; null: as large as it likes.
+    -- How large a partition may get before its oldest events go; null: no limit.
     retention_bytes  bigint
         constraint "retention.bytes is 0 or more, or -1 for no limit" check (retention_bytes >= 0),
     -- Up to which position, and after which, `kafka_partition.bytes` counts.
     measured_to      bigint  not null default 0,
     measured_after   bigint  not null default 0,
     -- Whether retention removes old records, or those above the size limit.
-    deletes         boolean not null default true,
+    deletes          boolean not null default true,
     -- Settings of Kafka that mean nothing here, returned as they were given.
-    settings        jsonb   not null default '{}' check (jsonb_typeof(settings) = 'object'),
+    settings         jsonb   not null default '{}' check (jsonb_typeof(settings) = 'object'),
     constraint "cleanup.policy is delete, compact or both" check (compacted or deletes)
 );
 
@@ -77,7 +77,7 @@ create table headwater_internal.kafka_producer_partition (
 ) with (fillfactor = 50);
 create index kafka_producer_partition_age on headwater_internal.kafka_producer_partition (updated_at);
 
--- A consumer group, its coordinator and the generation that it must count on from.
+-- A consumer group, its coordinator and its current generation.
 create table headwater_internal.kafka_group (
     name          text        primary key
         constraint "a Kafka group name is 1 to 32767 characters" check (length(name) between 1 and 32767),
@@ -101,7 +101,7 @@ create table headwater_internal.kafka_offset (
     primary key (group_name, topic_id, partition)
 ) with (fillfactor = 70);
 
--- A transactional producer, and what it is at.
+-- A transactional producer and the state of its transaction.
 create table headwater_internal.kafka_transactional_producer (
     transactional_id text        primary key
         constraint "a transactional id is 1 to 32767 characters" check (length(transactional_id) between 1 and 32767),

@@ -19,7 +19,7 @@ create table headwater_internal.account (
     server_key_512  bytea       check (octet_length(server_key_512) = 64),
     check (num_nulls(salt_256, iterations_256, stored_key_256, server_key_256) in (0, 4)),
     check (num_nulls(salt_512, iterations_512, stored_key_512, server_key_512) in (0, 4)),
-    -- May do everything, and give rights to others.
+    -- May do everything, and grant permissions to others.
     administrator   boolean     not null default false,
     created_at      timestamptz not null default clock_timestamp()
 );

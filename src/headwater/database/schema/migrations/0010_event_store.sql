@@ -9,9 +9,9 @@ create domain headwater_internal.index_term as text collate "C"
 -- of its own, since an index on `event` would be paid for by every topic. No reference to `topic`: its check would
 -- cost as much as the row, and maintenance clears the index terms of topics that are gone.
 create table headwater_internal.event_index_term (
-    topic_id integer        not null,
-    index_term     headwater_internal.index_term not null,
-    position bigint         not null,
+    topic_id   integer                       not null,
+    index_term headwater_internal.index_term not null,
+    position   bigint                        not null,
     primary key (topic_id, index_term, position)
 );
 
