@@ -85,14 +85,17 @@ app.worker("orders", queue="option", concurency=3)  # wrong
 """
 
 
-def test_mypy_reports_handlers_with_wrong_parameters(tmp_path: Path) -> None:
+def test_mypy_reports_handlers_with_wrong_parameters(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     pytest.importorskip("mypy")
+    # Kept between runs: mypy checks the package and its dependencies again only where they have changed.
+    assert pytestconfig.cache is not None
+    cache = pytestconfig.cache.mkdir("mypy")
     file = tmp_path / "handlers.py"
     file.write_text(HANDLERS)
     checked = subprocess.run(
         [
             *(sys.executable, "-m", "mypy", "--config-file=", "--strict", "--follow-imports=silent"),
-            *("--disable-error-code=empty-body", "--ignore-missing-imports", f"--cache-dir={tmp_path / 'cache'}"),
+            *("--disable-error-code=empty-body", "--ignore-missing-imports", f"--cache-dir={cache}"),
             str(file),
         ],
         # mypy rejects site-packages here, and does not need it: the package is typed.
