@@ -407,9 +407,9 @@ def test_what_was_read_can_be_published_again_as_it_was(run: Any, topic: str, lo
 
 
 def test_an_envelope_with_an_unknown_field_is_refused(run: Any, topic: str) -> None:
-    result = run("publish", topic, "--envelope", input='{"payload": 1, "kay": "k"}\n')
+    result = run("publish", topic, "--envelope", input='{"data": 1, "kay": "k"}\n')
     assert result.exit_code == 3
-    assert "line 1: unknown field in envelope: kay" in result.stderr
+    assert "line 1: unknown field in an event: kay" in result.stderr
 
 
 def test_lines_that_trickle_in_are_published_without_waiting_for_more(
@@ -433,13 +433,14 @@ def test_read_shows_json_text_and_base64_as_what_they_are(run: Any, topic: str, 
     log.publish(topic, b"\xff")
     log.publish(topic, None)
     result = run("read", topic, "--json")
-    assert [(event["payload_encoding"], event["payload"]) for event in lines(result)] == [
-        ("json", {"a": 1.1}),
-        ("text", "text"),
-        ("base64", base64.b64encode(b"\xff").decode()),
-        (None, None),
+    shown = [{name: event[name] for name in ("data", "text", "base64") if name in event} for event in lines(result)]
+    assert shown == [
+        {"data": {"a": 1.1}},
+        {"text": "text"},
+        {"base64": base64.b64encode(b"\xff").decode()},
+        {"data": None},
     ]
-    assert '"payload": {"a": 1.10}' in result.stdout
+    assert '"data":{"a": 1.10}' in result.stdout
     assert "base64:/w==" in run("read", topic).stdout
 
 
@@ -453,8 +454,8 @@ def test_what_is_shown_cannot_steer_the_terminal(run: Any, topic: str, log: head
 
 def test_read_pages_through_more_than_one_batch(run: Any, topic: str, log: headwater.Headwater) -> None:
     log.publish_many(topic, (headwater.NewEvent(number) for number in range(2100)))
-    forwards = [event["payload"] for event in lines(run("read", topic, "--limit", "2050", "--json"))]
-    backwards = [event["payload"] for event in lines(run("read", topic, "--limit", "2050", "--backwards", "--json"))]
+    forwards = [event["data"] for event in lines(run("read", topic, "--limit", "2050", "--json"))]
+    backwards = [event["data"] for event in lines(run("read", topic, "--limit", "2050", "--backwards", "--json"))]
     assert forwards == list(range(2050))
     assert backwards == list(range(2099, 49, -1))
 
@@ -462,22 +463,22 @@ def test_read_pages_through_more_than_one_batch(run: Any, topic: str, log: headw
 def test_read_starts_after_a_position_or_at_a_time(run: Any, topic: str, log: headwater.Headwater) -> None:
     first = log.publish(topic, 1)
     log.publish(topic, 2)
-    assert [e["payload"] for e in lines(run("read", topic, "--after", str(first), "--json"))] == [2]
-    assert [e["payload"] for e in lines(run("read", topic, "--since", "1h", "--json"))] == [1, 2]
+    assert [e["data"] for e in lines(run("read", topic, "--after", str(first), "--json"))] == [2]
+    assert [e["data"] for e in lines(run("read", topic, "--since", "1h", "--json"))] == [1, 2]
     tomorrow = (datetime.now(UTC) + timedelta(days=1)).isoformat()
     assert lines(run("read", topic, "--since", tomorrow, "--json")) == []
 
 
 def test_tail_prints_the_last_events_in_order(run: Any, topic: str, log: headwater.Headwater) -> None:
     log.publish_many(topic, (headwater.NewEvent(number) for number in range(20)))
-    assert [e["payload"] for e in lines(run("tail", topic, "-n", "3", "--json"))] == [17, 18, 19]
+    assert [e["data"] for e in lines(run("tail", topic, "-n", "3", "--json"))] == [17, 18, 19]
 
 
 def test_tail_with_a_cursor_goes_on_where_it_stopped(run: Any, topic: str, log: headwater.Headwater) -> None:
     log.publish_many(topic, (headwater.NewEvent(number) for number in range(5)))
 
     def tailed(*options: str) -> list[int]:
-        return [e["payload"] for e in lines(run("tail", topic, "--cursor", f"c-{topic}", "--json", *options))]
+        return [e["data"] for e in lines(run("tail", topic, "--cursor", f"c-{topic}", "--json", *options))]
 
     assert tailed("--limit", "2") == [0, 1]
     assert tailed("-f", "--limit", "1") == [2]
@@ -488,9 +489,9 @@ def test_tail_with_a_cursor_goes_on_where_it_stopped(run: Any, topic: str, log: 
 def test_tail_follows_until_ctrl_c_and_ends_with_130(program: Any, topic: str, log: headwater.Headwater) -> None:
     log.publish(topic, "before")
     process = program("tail", "-f", topic, "--json")
-    assert json.loads(next_line(process))["payload"] == "before"
+    assert json.loads(next_line(process))["data"] == "before"
     log.publish(topic, "after")
-    assert json.loads(next_line(process))["payload"] == "after"
+    assert json.loads(next_line(process))["data"] == "after"
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=WAIT_SECONDS)
     assert (process.returncode, stdout, stderr) == (130, b"", b"")

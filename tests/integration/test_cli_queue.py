@@ -340,7 +340,7 @@ def test_a_subscription_is_made_listed_peeked_at_and_ended(run: Any, topic: str,
     _, large = log.publish_batch(topic, [NewEvent({"cents": 1}), NewEvent({"cents": 900})])
     peeked = ok(run("sub", "peek", topic, "--json"))
     assert peeked["next_position"] == large
-    assert [(e["position"], e["subscription_ids"], e["payload"]) for e in peeked["events"]] == [
+    assert [(e["position"], e["subscription_ids"], e["data"]) for e in peeked["events"]] == [
         (large, [made], {"cents": 900})
     ]
     assert ok(run("sub", "peek", topic, "--after", str(large), "--json"))["events"] == []

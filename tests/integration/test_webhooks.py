@@ -123,15 +123,14 @@ def test_every_event_arrives_signed_with_all_that_is_known_about_it(
     bodies = [verified(by_position[position], hook.secrets[0]) for position in positions]
     first = bodies[0]
     assert first == {
-        "id": by_position[positions[0]].id, "topic": topic, "type": "T", "key": "k", "position": positions[0],
-        "time": first["time"], "headers": {"h": 1}, "event_id": "e-1", "routing_key": "a.b",
-        "content_type": "application/json", "data": {"a": "ü"},
+        "position": positions[0], "topic": topic, "partition": 0, "offset": None, "type": "T", "key": "k",
+        "routing_key": "a.b", "headers": {"h": 1}, "content_type": "application/json", "event_id": "e-1",
+        "published_at": first["published_at"], "data": {"a": "ü"},
     }  # fmt: skip
     assert by_position[positions[0]].headers["authorization"] == "Bearer x"
     assert by_position[positions[0]].headers["content-type"] == "application/json"
     assert bodies[1]["content_type"] == "image/png"
-    assert base64.b64decode(bodies[1]["data_base64"]) == b"\xff\x00"
-    assert bodies[1]["key"] is None
+    assert base64.b64decode(bodies[1]["base64"]) == b"\xff\x00"
     assert base64.b64decode(bodies[1]["key_base64"]) == b"\xfe"
     assert to_the_letter in by_position[positions[2]].body
     assert bodies[3]["data"] is None

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import base64
-import json
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from headwater.errors import InvalidRequest
 from headwater.log.model import Event
@@ -20,7 +17,6 @@ from headwater.webhooks.model import Webhook
 from headwater.webhooks.requests import (
     ReceiverGone,
     WebhookResponse,
-    envelope,
     judge,
     message_id,
     parse_retry_after,
@@ -56,30 +52,6 @@ def test_every_secret_signs() -> None:
     other = "whsec_" + base64.b64encode(b"o" * 24).decode()
     both = signatures([SECRET, other], "i", 1, b"b")
     assert both == f"{signatures([SECRET], 'i', 1, b'b')} {signatures([other], 'i', 1, b'b')}"
-
-
-@given(st.binary(max_size=50), st.sampled_from([None, "application/json", "text/plain"]), st.binary(max_size=10))
-def test_an_envelope_is_json_from_which_the_payload_and_the_key_come_back(
-    payload: bytes, content_type: str | None, key: bytes
-) -> None:
-    read = json.loads(envelope(event(payload, content_type, key=key), "i"))
-    assert base64.b64decode(read["key_base64"]) == key if "key_base64" in read else read["key"].encode() == key
-    if "data_base64" in read:
-        assert "data" not in read
-        assert base64.b64decode(read["data_base64"]) == payload
-    else:
-        assert content_type != "text/plain"
-        assert read["data"] == json.loads(payload)
-
-
-@pytest.mark.parametrize("text", [b"1e400000", b"9" * 5000, b'{"a": 1, "a": 2}', b' "\\ud83d" ', b"[1.10]"])
-def test_json_is_sent_to_the_letter(text: bytes) -> None:
-    assert envelope(event(text), "i").endswith(b',"data":' + text + b"}")
-
-
-@pytest.mark.parametrize("text", [b"NaN", b"{broken", b"\xff", b"[" * 100_000, b"1}", '"ä"'.encode("utf-16")])
-def test_what_only_looks_like_json_cannot_break_the_envelope(text: bytes) -> None:
-    assert base64.b64decode(json.loads(envelope(event(text), "i"))["data_base64"]) == text
 
 
 def test_an_event_has_one_id_for_a_webhook_and_another_for_every_other() -> None:

@@ -108,43 +108,6 @@ def parse_json(text: str | bytes) -> Any:
     return json.loads(text, parse_constant=_reject_constant)
 
 
-def _json_payload(event: Event) -> str | None:
-    """A JSON payload on one line, otherwise unchanged; None if the payload is not JSON."""
-    if event.payload is None or event.content_type is None or not event.content_type.startswith("application/json"):
-        return None
-    try:
-        text = event.payload.decode()
-        parse_json(text)
-    except (ValueError, RecursionError):
-        return None
-    # Inside a JSON string a line break is escaped, so an unescaped one is white space.
-    return text.replace("\n", " ").replace("\r", " ")
-
-
-def event_json(event: Event) -> str:
-    """An event as one line of JSON, in the format that `publish --envelope` reads."""
-    key, key_encoding = _bytes_to_text(event.key)
-    rest: dict[str, Any] = {
-        "position": event.position,
-        "topic": event.topic,
-        "partition": event.partition,
-        "topic_offset": event.topic_offset,
-        "key": key,
-        "key_encoding": key_encoding,
-        "type": event.type,
-        "routing_key": event.routing_key,
-        "headers": event.headers,
-        "content_type": event.content_type,
-        "event_id": event.event_id,
-        "published_at": event.published_at,
-    }
-    body = _json_payload(event)
-    if body is None:
-        payload, encoding = _bytes_to_text(event.payload)
-        return to_json({**rest, "payload_encoding": encoding, "payload": payload})
-    return f'{to_json({**rest, "payload_encoding": "json"})[:-1]}, "payload": {body}}}'
-
-
 # --- tables --------------------------------------------------------------------------------------------------
 
 

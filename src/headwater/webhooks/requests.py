@@ -8,14 +8,13 @@ from __future__ import annotations
 import base64
 import gzip
 import hmac
-import json
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Final, NamedTuple
 from urllib.parse import quote
 
-from headwater.calls.encoding import JSON_TYPE
+from headwater.log.event_json import JSON_TYPE, event_json
 from headwater.log.model import Event
 from headwater.observability import tracing
 from headwater.queue.model import Dead, Outcome, Retry
@@ -85,13 +84,13 @@ def request_for(webhook: Webhook, event: Event, message_id: str, *, now: datetim
         about = [
             ("headwater-topic", event.topic),
             ("headwater-position", str(event.position)),
-            ("headwater-time", _iso(event.published_at)),
+            ("headwater-time", event.published_at.astimezone(UTC).isoformat()),
             ("headwater-type", event.type),
             ("headwater-key", event.key),
             ("headwater-event-id", event.event_id),
         ]
     else:
-        body = envelope(event, message_id)
+        body = event_json(event).encode()
         content_type = JSON_TYPE
         about = []
     timestamp = int(now.timestamp())
@@ -117,70 +116,6 @@ def request_for(webhook: Webhook, event: Event, message_id: str, *, now: datetim
 
 
 _PLAIN: Final = "!\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~"
-
-
-def envelope(event: Event, message_id: str) -> bytes:
-    """Everything about an event as JSON. A JSON payload is included unchanged as `data`, any other as `data_base64`
-    with its `content_type`."""
-    key, key_base64 = _text_or_base64(event.key)
-    about: dict[str, Any] = {
-        "id": message_id,
-        "topic": event.topic,
-        "type": event.type,
-        "key": key,
-        "position": event.position,
-        "time": _iso(event.published_at),
-        "headers": event.headers or {},
-        "event_id": event.event_id,
-        "routing_key": event.routing_key,
-        "content_type": event.content_type,
-    }
-    if key_base64 is not None:
-        about["key_base64"] = key_base64
-    data = _json_text(event)
-    if data is None and event.payload is not None:
-        about["data_base64"] = base64.b64encode(event.payload).decode()
-        return _dumped(about)
-    # Spliced in: parsing and encoding would change numbers and drop duplicate keys.
-    return _dumped(about)[:-1] + b',"data":' + (b"null" if data is None else data) + b"}"
-
-
-def _dumped(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
-
-
-def _iso(time: datetime) -> str:
-    return time.astimezone(UTC).isoformat().replace("+00:00", "Z")
-
-
-def _text_or_base64(value: bytes | None) -> tuple[str | None, str | None]:
-    if value is None:
-        return None, None
-    try:
-        return value.decode(), None
-    except UnicodeDecodeError:
-        return None, base64.b64encode(value).decode()
-
-
-def _reject_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _ignore(text: str) -> None:
-    return None
-
-
-def _json_text(event: Event) -> bytes | None:
-    """The payload, if it is valid JSON and not declared as another type."""
-    if event.payload is None or event.content_type not in (None, JSON_TYPE):
-        return None
-    try:
-        text = event.payload.decode()
-        # Numbers are not parsed: Python limits the digits of an integer.
-        json.loads(text, parse_constant=_reject_constant, parse_int=_ignore, parse_float=_ignore)
-    except (ValueError, RecursionError):
-        return None
-    return event.payload
 
 
 def judge(webhook: Webhook, response: WebhookResponse, *, now: datetime) -> Outcome | ReceiverGone:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import os
 import select
 import stat
@@ -24,6 +22,7 @@ from headwater.cli import output
 from headwater.cli.connection import session
 from headwater.cli.options import Dsn, Json, examples, parse_duration, parse_header, parse_time
 from headwater.errors import HeadwaterError, InvalidEvent, InvalidRequest, LogUnavailable
+from headwater.log.event_json import parse_event
 from headwater.log.model import NewEvent
 
 if TYPE_CHECKING:
@@ -36,12 +35,6 @@ MAX_LINE_BYTES: Final = 512 * 1024 * 1024
 READ_BYTES: Final = 1 << 20
 # After the input pauses for this long, the lines read so far are published.
 PAUSE_SECONDS: Final = 0.05
-
-ENVELOPE_FIELDS: Final = frozenset(
-    {"payload", "payload_encoding", "key", "key_encoding", "type", "routing_key", "headers", "content_type", "event_id"}
-)
-# Fields of `read --json` that the log assigns to every published event.
-IGNORED_FIELDS: Final = frozenset({"position", "topic", "partition", "topic_offset", "published_at"})
 
 
 class InputLine(NamedTuple):
@@ -66,35 +59,20 @@ class EventTemplate:
     def event(self, line: bytes) -> NewEvent:
         """Convert a line to an event; raises ValueError or InvalidEvent if it is not valid."""
         if self.envelope:
-            return self._from_envelope(output.parse_json(line))
+            return self._from_envelope(parse_event(line.decode(), content_type=self.content_type))
         if not self.raw:
             output.parse_json(line)
         return NewEvent(
             line, self.key, self.type, self.routing_key, self.headers, None, _content_type(self.raw, self.content_type)
         )
 
-    def _from_envelope(self, envelope: Any) -> NewEvent:
-        if not isinstance(envelope, dict) or "payload" not in envelope:
-            raise InvalidEvent('invalid envelope: expected a JSON object with the field "payload"')
-        if unknown := sorted(envelope.keys() - ENVELOPE_FIELDS - IGNORED_FIELDS):
-            raise InvalidEvent(f"unknown field in envelope: {', '.join(unknown)}")
-        for name in ("key", "type", "routing_key", "content_type", "event_id"):
-            if not isinstance(envelope.get(name), str | None):
-                raise InvalidEvent(f"invalid {name} in envelope: expected a string")
-        headers = envelope.get("headers")
-        if not isinstance(headers, dict | None):
-            raise InvalidEvent("invalid headers in envelope: expected a JSON object")
-        merged = {**(self.headers or {}), **(headers or {})}
-        return NewEvent(
-            payload=_decoded(envelope["payload"], envelope.get("payload_encoding")),
-            key=self.key
-            if envelope.get("key") is None
-            else _decoded_key(envelope["key"], envelope.get("key_encoding")),
-            type=envelope.get("type") or self.type,
-            routing_key=envelope.get("routing_key") or self.routing_key,
-            headers=merged or headers,
-            event_id=envelope.get("event_id"),
-            content_type=envelope.get("content_type") or self.content_type,
+    def _from_envelope(self, given: NewEvent) -> NewEvent:
+        """An event with what only the options give; headers are merged."""
+        return given._replace(
+            key=self.key if given.key is None else given.key,
+            type=given.type or self.type,
+            routing_key=given.routing_key or self.routing_key,
+            headers={**(self.headers or {}), **(given.headers or {})} or None,
         )
 
 
@@ -119,7 +97,9 @@ def publish(
     envelope: Annotated[
         bool,
         typer.Option(
-            "--envelope", help="Lines are JSON objects with payload, key, type, routing_key, headers and event_id."
+            "--envelope",
+            help="Lines are events as `read --json` prints them: objects with data (or text, base64), key, type, "
+            "routing_key, headers, content_type and event_id.",
         ),
     ] = False,
     key: Annotated[str | None, typer.Option(help="Key; events with the same key stay in order.")] = None,
@@ -228,31 +208,6 @@ def _body(payload: str | None, file: Path | None) -> bytes:
 
 def _content_type(raw: bool, given: str | None) -> str | None:
     return given if raw or given is not None else JSON_TYPE
-
-
-def _decoded(payload: Any, encoding: object) -> Any:
-    if payload is None or encoding in (None, "json"):
-        return payload
-    if isinstance(payload, str) and encoding == "text":
-        return payload.encode()
-    if isinstance(payload, str) and encoding == "base64":
-        return _from_base64(payload)
-    raise InvalidEvent('invalid payload_encoding: expected "json", or "text" or "base64" with a string payload')
-
-
-def _decoded_key(key: str, encoding: object) -> str | bytes:
-    if encoding in (None, "text"):
-        return key
-    if encoding == "base64":
-        return _from_base64(key)
-    raise InvalidEvent('invalid key_encoding: expected "text" or "base64"')
-
-
-def _from_base64(text: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except binascii.Error as error:
-        raise InvalidEvent(f"invalid base64: {error}") from None
 
 
 # --- lines ---------------------------------------------------------------------------------------------------

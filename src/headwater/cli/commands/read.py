@@ -12,6 +12,7 @@ import headwater
 from headwater.cli import output
 from headwater.cli.connection import session
 from headwater.cli.options import After, Dsn, Json, Since, SkipExpired, Topics, examples
+from headwater.log.event_json import event_json
 from headwater.log.model import Event
 
 app = typer.Typer()
@@ -192,8 +193,13 @@ def _pages_backwards(
         before = page[-1].position
 
 
+def json_line(event: Event) -> str:
+    """An event as a line of JSON."""
+    return f"{event_json(event)}\n"
+
+
 def _print_json(events: Sequence[Event]) -> None:
-    sys.stdout.writelines(f"{output.event_json(event)}\n" for event in events)
+    sys.stdout.writelines(map(json_line, events))
     sys.stdout.flush()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from datetime import timedelta
 from typing import Annotated, Any
 
@@ -15,6 +14,7 @@ from headwater.cli.exit_codes import NotFound
 from headwater.cli.options import After, Dsn, Json, Yes, examples, parse_duration, parse_json_object
 from headwater.cli.subscription_queues import print_subscriptions, subscription_queue
 from headwater.errors import InvalidRequest
+from headwater.log.event_json import event_json
 
 app = typer.Typer(help="Manage SQL subscriptions, the filters of a queue over events.", no_args_is_help=True)
 
@@ -100,15 +100,9 @@ def peek(
             )
         reading = log.read_next(queue, reader="headwater sub peek", after=after, batch_size=limit, peek=True)
     if as_json:
-        output.emit(
-            {
-                "next_position": reading.next_position,
-                "events": [
-                    {"subscription_ids": m.subscription_ids, **json.loads(output.event_json(m.event))}
-                    for m in reading.events
-                ],
-            }
-        )
+        # Not parsed and encoded again: that would change payloads.
+        events = ",".join(event_json(m.event, {"subscription_ids": m.subscription_ids}) for m in reading.events)
+        output.print_line(f'{{"next_position":{reading.next_position},"events":[{events}]}}')
         return
     output.print_table(
         ("position", "topic", "type", "subscriptions", "payload"),

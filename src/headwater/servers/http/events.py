@@ -17,13 +17,13 @@ from headwater.calls import log as log_calls
 from headwater.calls import overview
 from headwater.calls import reading as reading_calls
 from headwater.errors import InvalidRequest, epoch_changed_error
+from headwater.log.event_json import event_json
 from headwater.log.model import Event, NewEvent
 from headwater.observability import tracing
 from headwater.servers.http import responses
 from headwater.servers.http.authorization import checked_in_route, principal_of, requires
 from headwater.servers.http.dependencies import context_of, list_response, problems, raw_json_response, router
 from headwater.servers.http.errors import NotFound
-from headwater.servers.http.event_json import event_json
 from headwater.servers.http.idempotency import IdempotencyKey, run_once
 from headwater.servers.http.requests import (
     MAX_POSITION,

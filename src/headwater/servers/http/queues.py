@@ -17,12 +17,12 @@ from headwater.calls import log as log_calls
 from headwater.calls import queues as queue_calls
 from headwater.calls import reading as reading_calls
 from headwater.errors import InvalidRequest, QueueNotFound
+from headwater.log.event_json import event_json
 from headwater.log.model import Event
 from headwater.queue.model import Binding, Dead, Lease, Outcome, Queue, QueueOverview, Retry, Snooze
 from headwater.servers.http import responses
 from headwater.servers.http.authorization import checked_in_route, principal_of, requires
 from headwater.servers.http.dependencies import context_of, event_range, json_response, list_response, problems, router
-from headwater.servers.http.event_json import event_json
 from headwater.servers.http.requests import (
     MAX_POSITION,
     AfterQuery,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import json
 import re
 from collections.abc import Mapping
@@ -26,6 +24,7 @@ from pydantic import (
 
 from headwater.access import permissions
 from headwater.errors import InvalidEvent, InvalidRequest
+from headwater.log.event_json import BYTES_TYPE, TEXT_TYPE, from_base64
 from headwater.log.model import NewEvent
 
 # Above every possible position, and exact as a double.
@@ -134,11 +133,11 @@ class EventContent(RequestModel):
         """The payload and its content type."""
         if self.text is not None:
             try:
-                return self.text.encode(), self.content_type or "text/plain"
+                return self.text.encode(), self.content_type or TEXT_TYPE
             except UnicodeEncodeError:
                 raise InvalidEvent("the text cannot be encoded as UTF-8") from None
         if self.base64 is not None:
-            return from_base64(self.base64, "base64"), self.content_type or "application/octet-stream"
+            return from_base64(self.base64, "base64"), self.content_type or BYTES_TYPE
         return self.data, self.content_type
 
     def key_bytes(self) -> str | bytes | None:
@@ -189,13 +188,6 @@ def _one_or_many(value: Any) -> str:
 Publish = Annotated[
     Annotated[EventToPublish, Tag("one")] | Annotated[EventsToPublish, Tag("many")], Discriminator(_one_or_many)
 ]
-
-
-def from_base64(text: str, what: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
-        raise InvalidEvent(f"{what} is not valid base64") from None
 
 
 # --- topics ---

@@ -11,13 +11,13 @@ from starlette.responses import Response
 
 from headwater.calls import overview, publishing
 from headwater.log.cron import next_time
+from headwater.log.event_json import key_json
 from headwater.log.model import ScheduledEvent
 from headwater.observability import tracing
 from headwater.servers.http import responses
 from headwater.servers.http.authorization import checked_in_route, principal_of
 from headwater.servers.http.dependencies import context_of, json_response, problems, router
 from headwater.servers.http.errors import NotFound
-from headwater.servers.http.event_json import key_json
 from headwater.servers.http.idempotency import IdempotencyKey, run_once
 from headwater.servers.http.requests import (
     MAX_POSITION,

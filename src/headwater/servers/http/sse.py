@@ -16,10 +16,10 @@ from headwater.errors import InvalidRequest, PositionExpired, QueueNotFound
 from headwater.servers.authentication import NotAuthenticated
 from headwater.servers.http.authorization import checked_in_route, principal_of, requires
 from headwater.servers.http.dependencies import context_of, problems, router
-from headwater.servers.http.event_json import RESUME_POINT_PATTERN, ResumePoint
 from headwater.servers.http.events import KeyQuery, TypeQuery, need_topics, selection_of
 from headwater.servers.http.requests import MAX_POSITION, QueueName, TopicName
 from headwater.servers.http.sse_client import Selection, SseResponse, SseStream
+from headwater.servers.http.sse_frames import RESUME_POINT_PATTERN, ResumePoint
 
 routes = router("SSE streams")
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from headwater.log.model import Event
-from headwater.servers.http.event_json import ResumePoint, closing_frame, heartbeat_frame, opening_frame
+from headwater.servers.http.sse_frames import ResumePoint, closing_frame, heartbeat_frame, opening_frame
 from headwater.servers.http.uvicorn_protocol import CONNECTION, HttpConnection
 
 if TYPE_CHECKING:

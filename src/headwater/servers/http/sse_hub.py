@@ -47,9 +47,9 @@ from headwater.log.model import Event, LogStateByTopic
 from headwater.observability.counters import COUNTERS
 from headwater.observability.metrics import EPOCH, EPOCH_CHANGED, ERROR, POSITION, READ_TO, logger
 from headwater.servers.authentication import TooManyRequests
-from headwater.servers.http.event_json import ResumePoint, frame
 from headwater.servers.http.requests import MAX_POSITION
 from headwater.servers.http.sse_client import Selection, SseStream
+from headwater.servers.http.sse_frames import ResumePoint, frame
 from headwater.servers.options import ServerLimits
 from headwater.supervisor import supervise
 

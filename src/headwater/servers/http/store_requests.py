@@ -8,7 +8,8 @@ from pydantic import ConfigDict, FailFast, Field, model_validator
 
 from headwater.eventstore import query
 from headwater.eventstore.query import Condition, LatestMatchIs, NewStoreEvent, NoMatchAfter
-from headwater.servers.http.requests import MAX_EVENTS, Flag, Number, Object, Position, RequestModel, from_base64
+from headwater.log.event_json import from_base64
+from headwater.servers.http.requests import MAX_EVENTS, Flag, Number, Object, Position, RequestModel
 
 TagText = Annotated[str, Field(min_length=1, max_length=255)]
 TypeText = Annotated[str, Field(min_length=1, max_length=200)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import UTC
 from typing import Annotated, Any, Final
 
 from fastapi import Query, Request
@@ -13,11 +14,11 @@ from starlette.responses import Response
 from headwater.calls import log as log_calls
 from headwater.errors import AppendConflict
 from headwater.eventstore.query import NewStoreEvent, NoMatchAfter, StoreEvent
+from headwater.log.event_json import with_content
 from headwater.servers.http import responses
 from headwater.servers.http.authorization import requires
 from headwater.servers.http.dependencies import context_of, json_response, list_response, problems, router
 from headwater.servers.http.errors import invalid
-from headwater.servers.http.event_json import store_event_json
 from headwater.servers.http.idempotency import IdempotencyKey, run_once
 from headwater.servers.http.requests import MAX_EVENTS, Position, RequestModel, TopicName, read_json
 from headwater.servers.http.store_requests import (
@@ -34,6 +35,23 @@ routes = router("event stores")
 
 # The dcb.events routes have no pages: the maximum number of events in one response.
 MAX_DCB_EVENTS: Final = 10_000
+
+
+def _store_event_json(topic: str, event: StoreEvent) -> str:
+    """An event of an event store: the JSON of an event, with tags and metadata instead of key and headers."""
+    members = {
+        "position": event.position,
+        "topic": topic,
+        "partition": 0,
+        "offset": event.topic_offset,
+        "type": event.type,
+        "tags": event.tags,
+        "metadata": event.metadata or {},
+        "content_type": event.content_type,
+        "event_id": event.event_id,
+        "published_at": event.published_at.astimezone(UTC).isoformat(),
+    }
+    return with_content(members, event.payload, event.content_type)
 
 
 @routes.post(
@@ -76,7 +94,7 @@ async def read(request: Request, topic: TopicName, body: StoreRead) -> Response:
         batch_size=body.limit,
         epoch=body.epoch,
     )
-    return list_response("events", (store_event_json(topic, event) for event in found.events), epoch=found.epoch)
+    return list_response("events", (_store_event_json(topic, event) for event in found.events), epoch=found.epoch)
 
 
 @routes.post(
@@ -100,7 +118,7 @@ async def count(request: Request, topic: TopicName, body: StoreCount) -> Respons
 async def latest(request: Request, topic: TopicName, body: StoreLatest) -> Response:
     """Read the latest event of each item of the query, and the position of the latest of all."""
     found = await context_of(request).log.store(topic).latest(body.query.query())
-    rows = ("null" if event is None else store_event_json(topic, event) for event in found.events)
+    rows = ("null" if event is None else _store_event_json(topic, event) for event in found.events)
     return list_response("events", rows, position=found.position, epoch=found.epoch)
 
 

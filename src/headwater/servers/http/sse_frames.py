@@ -1,92 +1,16 @@
-"""Events as JSON and as parts of an SSE stream. Pure."""
+"""The frames of an SSE stream and the ids at which it can be resumed. Pure."""
 
 from __future__ import annotations
 
-import base64
 import json
 import re
-from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
-from headwater.eventstore.query import StoreEvent
+from headwater.log.event_json import event_json
 from headwater.log.model import Event
 
-JSON_TYPE: Final = "application/json"
 # Event names with another meaning in an SSE stream.
 _RESERVED: Final = frozenset({"end", "error", "open", "message"})
-_encode: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-
-
-def _refuse_constant(text: str) -> Any:
-    raise ValueError(text)
-
-
-_decode: Final = json.JSONDecoder(parse_constant=_refuse_constant).decode
-
-
-def content(payload: bytes | None, content_type: str | None) -> str:
-    """The payload as the last member of an object: data, text or base64. JSON is passed through unchanged."""
-    if payload is None:
-        return '"data":null'
-    try:
-        text = payload.decode()
-    except UnicodeDecodeError:
-        return f'"base64":"{base64.b64encode(payload).decode()}"'
-    if content_type == JSON_TYPE:
-        try:
-            _decode(text)
-        except (ValueError, RecursionError):
-            pass
-        else:
-            # Valid JSON has line breaks only between tokens; SSE data must be one line.
-            return f'"data":{text.replace(chr(10), " ").replace(chr(13), " ")}'
-    return f'"text":{_encode(text)}'
-
-
-def key_json(key: bytes | None) -> dict[str, str | None]:
-    """A key as text, or as base64 if it is not UTF-8."""
-    if key is None:
-        return {"key": None}
-    try:
-        return {"key": key.decode()}
-    except UnicodeDecodeError:
-        return {"key_base64": base64.b64encode(key).decode()}
-
-
-def event_json(event: Event, more: Mapping[str, Any] | None = None) -> str:
-    """An event as one line of JSON."""
-    parts = {
-        "position": event.position,
-        "topic": event.topic,
-        "partition": event.partition,
-        "offset": event.topic_offset,
-        "type": event.type,
-        **key_json(event.key),
-        "routing_key": event.routing_key,
-        "headers": event.headers or {},
-        "content_type": event.content_type,
-        "event_id": event.event_id,
-        "published_at": event.published_at.isoformat(),
-        **(more or {}),
-    }
-    return f"{_encode(parts)[:-1]},{content(event.payload, event.content_type)}}}"
-
-
-def store_event_json(topic: str, event: StoreEvent) -> str:
-    """An event of an event store as one line of JSON."""
-    parts = {
-        "position": event.position,
-        "topic": topic,
-        "partition": 0,
-        "offset": event.topic_offset,
-        "type": event.type,
-        "tags": event.tags,
-        "metadata": event.metadata or {},
-        "content_type": event.content_type,
-        "event_id": event.event_id,
-        "published_at": event.published_at.isoformat(),
-    }
-    return f"{_encode(parts)[:-1]},{content(event.payload, event.content_type)}}}"
 
 
 def frame(event: Event, *, named: bool, epoch: int | None = None) -> bytes:
@@ -143,7 +67,7 @@ def heartbeat_frame(point: ResumePoint | None) -> bytes:
 
 def closing_frame(reason: str, point: ResumePoint, *, retry_ms: int) -> bytes:
     """The last frame: why the stream ends, and where it can be resumed."""
-    data = _encode({"reason": reason, "after": point.position, "epoch": point.epoch})
+    data = json.dumps({"reason": reason, "after": point.position, "epoch": point.epoch}, separators=(",", ":"))
     return chunk(f"id: {point}\nevent: end\nretry: {retry_ms}\ndata: {data}\n\n".encode()) + b"0\r\n\r\n"
 
 
