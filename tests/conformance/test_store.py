@@ -19,6 +19,7 @@ from blocking import Blocking, Loop
 from psycopg import conninfo
 
 import headwater
+from headwater.client.eventstore.postgres import EventStore as BlockingEventStore
 from headwater.errors import (
     AppendConflict,
     CursorMoved,
@@ -48,7 +49,7 @@ from rpc_client import RpcStore, RpcStores  # noqa: E402
 from rpc_servers import rpc_server  # noqa: E402
 
 _numbers = itertools.count()
-Store = headwater.client.eventstore.postgres.EventStore | SqliteEventStore | RpcStore
+Store = BlockingEventStore | SqliteEventStore | RpcStore
 Stores = headwater.Headwater | SqliteStores | RpcStores
 Until = Callable[[Callable[[], Any]], Any]
 

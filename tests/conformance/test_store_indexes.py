@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 import headwater
 from headwater.calls import log as log_calls
 from headwater.calls import store as store_calls
+from headwater.client.eventstore.postgres import EventStore as BlockingEventStore
 from headwater.errors import InvalidRequest
 from headwater.eventstore import NewStoreEvent, Query, SqliteEventStore, SqliteStores, StoreEvent, sqlite_rows
 from headwater.eventstore.field_index import FieldIndex, IndexCondition, define_index
 
 _numbers = itertools.count()
-Store = headwater.client.eventstore.postgres.EventStore | SqliteEventStore
+Store = BlockingEventStore | SqliteEventStore
 
 
 @pytest.fixture(params=["postgres", "sqlite"])
