@@ -101,9 +101,9 @@ return array(
             select r.queue_id, r.key_hash
             from headwater_internal.redelivery r
             where
-                (r.queue_id, r.key_hash) >= (waiting_keys.queue_id, '-9223372036854775808'::bigint)
+                (r.queue_id::bigint, r.key_hash) >= (waiting_keys.queue_id, '-9223372036854775808'::bigint)
                 and r.key_hash is not null
-            order by r.queue_id, r.key_hash
+            order by r.queue_id::bigint, r.key_hash
             limit 1
         ) as f
         union all
@@ -112,8 +112,8 @@ return array(
         cross join lateral (
             select r.queue_id, r.key_hash
             from headwater_internal.redelivery r
-            where (r.queue_id, r.key_hash) > (w.queue_id, w.key_hash) and r.key_hash is not null
-            order by r.queue_id, r.key_hash
+            where (r.queue_id::bigint, r.key_hash) > (w.queue_id, w.key_hash) and r.key_hash is not null
+            order by r.queue_id::bigint, r.key_hash
             limit 1
         ) as n
         where w.queue_id = waiting_keys.queue_id
@@ -133,9 +133,9 @@ return (
         select r.queue_id, r.key_hash, r.position
         from headwater_internal.redelivery r
         where
-            (r.queue_id, r.key_hash, r.position) >= (first_of_key.queue_id, first_of_key.key_hash, 0)
+            (r.queue_id::bigint, r.key_hash, r.position) >= (first_of_key.queue_id, first_of_key.key_hash, 0)
             and r.key_hash is not null
-        order by r.queue_id, r.key_hash, r.position
+        order by r.queue_id::bigint, r.key_hash, r.position
         limit 1
     ) as f
 );

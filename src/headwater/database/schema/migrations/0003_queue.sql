@@ -117,7 +117,10 @@ create table headwater_internal.redelivery (
 -- Without the events that wait behind another of their key. This also keeps lookups by position, key or token from using
 -- this index, which statistics of other queues can make look cheap: they would read every event of the queue.
 create index redelivery_due on headwater_internal.redelivery (queue_id, visible_at) where visible_at < 'infinity';
-create index redelivery_key on headwater_internal.redelivery (queue_id, key_hash, position) where key_hash is not null;
+-- The cast keeps lookups by key from using the primary key, which also begins with queue_id: they would read every waiting
+-- event of the queue and sort them.
+create index redelivery_key on headwater_internal.redelivery ((queue_id::bigint), key_hash, position)
+where key_hash is not null;
 create index redelivery_token on headwater_internal.redelivery (queue_id, token) where token is not null;
 
 -- Events that a queue has given up on.
