@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 from confluent_kafka import Consumer, Producer
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Locator, Page, Route, expect
 from serving import Serve, Serving
 
 import headwater
@@ -142,6 +142,31 @@ def test_events_are_followed_live_over_a_restart_of_the_server(
         shown = [re.findall(r'"number": (\d)', text)[0] for text in rows.all_inner_texts()]
         assert shown == ["3", "2", "1", "0"]
         page.get_by_label("Follow live").uncheck()
+
+
+def test_a_search_that_is_answered_late_does_not_follow_beside_the_next_one(
+    page: Page, server: Serving, log: headwater.Headwater
+) -> None:
+    log.create_topic("late")
+    log.publish("late", {"number": 0})
+    held: list[Route] = []
+
+    def hold_the_first(route: Route) -> None:
+        if held:
+            route.continue_()
+        else:
+            held.append(route)
+
+    page.route("**/v1/topics/late/events?*", hold_the_first)
+    page.goto(f"{server.url}/#/events?topic=late")
+    page.get_by_label("Follow live").check()
+    expect(page.locator(".badge.good")).to_have_text("live")
+    with page.expect_response("**/v1/topics/late/events?*"):
+        held[0].continue_()
+    log.publish("late", {"number": 1})
+    rows = page.get_by_role("table", name="Events").locator("tbody tr")
+    expect(rows.first).to_contain_text('"number": 1')
+    expect(rows).to_have_count(2)
 
 
 def test_dead_letters_are_looked_into_redriven_and_discarded(

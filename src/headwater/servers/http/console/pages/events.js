@@ -127,6 +127,8 @@ export async function events(search) {
 
   let stop = null;
   let next = null;
+  // Counts searches: the answer of one that was replaced meanwhile is dropped, and it follows nothing.
+  let current = 0;
   const values = () => Object.fromEntries(new FormData(form));
   const base = (given) => (given.topic ? path`/v1/topics/${given.topic}/` : "/v1/");
   const take = (page, put) => {
@@ -145,16 +147,19 @@ export async function events(search) {
     message.replaceChildren(errorText(error));
   };
   const halt = () => {
+    current += 1;
     stop?.();
     stop = null;
     state.replaceChildren();
   };
   const run = async () => {
     halt();
+    const mine = current;
     const given = values();
     const parameters = searchParameters(given);
     try {
       const page = await get(base(given) + "events" + query({ ...parameters, order: "desc", limit: PAGE }));
+      if (mine !== current) return;
       take(page, list.fill);
       if (!live.checked) return;
       // Follow from the stable position of the page, so that no event in between is missed.
@@ -164,7 +169,7 @@ export async function events(search) {
         list.add(event);
       }, (how) => state.replaceChildren(how === "live" ? badge("live", "good") : badge(how, "warn")));
     } catch (error) {
-      showError(error);
+      if (mine === current) showError(error);
     }
   };
   const submit = () => {
@@ -179,8 +184,10 @@ export async function events(search) {
   live.onchange = run;
   more.onclick = async () => {
     more.disabled = true;
+    const mine = current;
     try {
-      take(await get(base(values()) + "events" + next), list.append);
+      const page = await get(base(values()) + "events" + next);
+      if (mine === current) take(page, list.append);
     } catch (error) {
       noteError(error);
     } finally {

@@ -25,23 +25,29 @@ export async function store(name, search) {
   const more = h("button.second", { type: "button", hidden: true }, "Older events");
   show(head(name, matching), card(null, form), card(null, list.node, message, more));
   let oldest = null;
+  // Counts searches: the answer of one that was replaced meanwhile is dropped.
+  let current = 0;
   const words = (text) => text.split(",").map((word) => word.trim()).filter(Boolean);
   const buildQuery = () => {
     const item = { ...(words(tags.value).length ? { tags: words(tags.value) } : {}), ...(words(types.value).length ? { types: words(types.value) } : {}) };
     return { items: Object.keys(item).length ? [item] : [] };
   };
-  const load = async (before) => {
+  const load = async (before, mine) => {
     const query = buildQuery();
     const page = await post(path`/v1/stores/${name}/read`, { query, backwards: true, limit: PAGE, ...(before ? { before } : {}) });
+    if (mine !== current) return;
     (before ? list.append : list.fill)(page.events);
     oldest = page.events.at(-1)?.position;
     more.hidden = page.events.length < PAGE;
     message.replaceChildren(list.size ? "" : h("p.empty", "No matching events."));
     if (before) return;
     const total = (await post(path`/v1/stores/${name}/count`, { query })).count;
-    matching.textContent = `${count(total, "event")} ${total === 1 ? "matches" : "match"}`;
+    if (mine === current) matching.textContent = `${count(total, "event")} ${total === 1 ? "matches" : "match"}`;
   };
-  const run = (before) => load(before).catch((error) => message.replaceChildren(errorText(error)));
+  const run = (before) => {
+    const mine = (current += 1);
+    return load(before, mine).catch((error) => mine === current && message.replaceChildren(errorText(error)));
+  };
   form.onsubmit = (event) => {
     event.preventDefault();
     keepInAddress(`/stores/${encodeURIComponent(name)}`, { tags: tags.value, types: types.value });
