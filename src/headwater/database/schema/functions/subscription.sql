@@ -418,14 +418,15 @@ exception
 end;
 $$;
 
--- Whether a statement was cancelled by its statement_timeout, and not by a user.
-create or replace function headwater_internal.is_out_of_time()
+-- Whether a statement has used this share of its statement_timeout. By default: whether it was cancelled by it, and not
+-- by a user.
+create or replace function headwater_internal.is_out_of_time(share float8 default 0.9)
 returns boolean
 language sql
 volatile
 return
     current_setting('statement_timeout')::interval > interval '0'
-    and clock_timestamp() - statement_timestamp() >= current_setting('statement_timeout')::interval * 0.9;
+    and clock_timestamp() - statement_timestamp() >= current_setting('statement_timeout')::interval * share;
 
 -- The ids of all subscriptions that each event matched, in order.
 create or replace function headwater_internal.merge_matches(matches headwater_internal.filter_match[])
@@ -533,6 +534,7 @@ declare
     matches headwater_internal.filter_match[];
     start_at bigint;
     going_on_at bigint;
+    wanted integer;
     one_by_one boolean;
     caught record;
 begin
@@ -581,41 +583,47 @@ begin
         end if;
     end if;
     stable_to := headwater.stable_position(held.topics);
-    select array_agg(r order by r.position) into stored
-    from headwater_internal.read_stable(
-        held.topics, start_at, stable_to,
-        case when held.max_events is null then batch_size else least(batch_size, greatest(held.max_events, 1)) end,
-        16777216, stable_to
-    ) as r;
-    going_on_at := coalesce((stored[cardinality(stored)]).position, greatest(start_at, stable_to));
-    if stored is not null then
-        events := headwater_internal.as_filter_events(stored);
-        one_by_one := coalesce(held.max_events = 0, false);
-        begin
+    one_by_one := coalesce(held.max_events = 0, false);
+    wanted := case when held.max_events is null then batch_size else least(batch_size, greatest(held.max_events, 1)) end;
+    begin
+        select array_agg(r order by r.position) into stored
+        from headwater_internal.read_stable(held.topics, start_at, stable_to, wanted, 16777216, stable_to) as r;
+        events := case when stored is null then '{}' else headwater_internal.as_filter_events(stored) end;
+        matches := '{}';
+        if stored is not null then
             matches := headwater_internal.match(
                 held, coalesce(headwater_internal.undirected(events), '{}'), peek, one_by_one
             );
-        exception
-            when query_canceled then
-                if one_by_one or not headwater_internal.is_out_of_time() then
-                    raise;
-                end if;
-                matches := null;
-        end;
-        if matches is null then
-            -- Timed out. No event is skipped: the same events are read again in smaller parts.
-            update headwater_internal.reading d
-            set max_events = case when one_by_one then 1 else cardinality(events) / 2 end
-            where d.queue_id = target.id;
-            going_on_at := start_at;
-        elsif held.max_events is not null then
+        end if;
+        if matches is not null and stored is not null then
+            -- Events directed at one subscription are delivered once, also while a filter catches up.
+            matches := matches || headwater_internal.directed_matches(target, events, held.others_done_to);
+            matches := array(select m from headwater_internal.merge_matches(matches) as m);
+        end if;
+        -- The rest of the time is for the answer. If too little is left, wait for the timeout here, where it is caught:
+        -- after this block it would only fail, each time again. It comes once in a statement.
+        if not one_by_one and headwater_internal.is_out_of_time(0.75) then
+            perform pg_sleep(extract(epoch from current_setting('statement_timeout')::interval));
+        end if;
+    exception
+        when query_canceled then
+            if one_by_one or not headwater_internal.is_out_of_time() then
+                raise;
+            end if;
+            matches := null;
+    end;
+    if matches is null then
+        -- Timed out. No event is skipped: the same events are read again in smaller parts.
+        update headwater_internal.reading d
+        set max_events = case when one_by_one then 1 else coalesce(nullif(cardinality(events), 0), wanted) / 2 end
+        where d.queue_id = target.id;
+        going_on_at := start_at;
+    else
+        going_on_at := coalesce((stored[cardinality(stored)]).position, greatest(start_at, stable_to));
+        if held.max_events is not null and stored is not null then
             update headwater_internal.reading d
             set max_events = nullif(least(greatest(d.max_events, 1) * 2, batch_size), batch_size)
             where d.queue_id = target.id;
-        end if;
-        if matches is not null then
-            -- Events directed at one subscription are delivered once, also while a filter catches up.
-            matches := matches || headwater_internal.directed_matches(target, events, held.others_done_to);
         end if;
         return query
         select
@@ -623,7 +631,7 @@ begin
             r.position, r.topic, r.partition, r.topic_offset, r.key, r.type, r.routing_key,
             r.headers, r.content_type, r.payload, r.event_id, r.published_at
         from unnest(stored) as r
-        join headwater_internal.merge_matches(matches) as m on m.position = r.position
+        join unnest(matches) as m on m.position = r.position
         order by r.position;
     end if;
     return next (
