@@ -20,7 +20,7 @@ pytest.importorskip("nats")
 import pyarrow as pa
 from nats.js.api import AckPolicy, ConsumerConfig
 
-from headwater.embedded.failure import EmbeddedError
+from headwater.embedded.errors import EmbeddedError
 from headwater.embedded.nats import Nats
 from headwater.nats import frames, messages, streams, subjects
 from headwater.nats.errors import InvalidMessage, NatsRefused, NatsUnavailable
