@@ -20,7 +20,7 @@ from headwater.embedded.nats import Nats
 from headwater.embedded.temporary import temporary_directory
 from headwater.nats import streams
 from headwater.spark import local_session
-from headwater.spark.pipelines.runner import Settings
+from headwater.spark.pipelines.runner import RunnerSettings
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -105,8 +105,8 @@ class BenchSetup:
     directory: Path
     jdbc: Path | None
 
-    def settings(self, *, once: bool) -> Settings:
-        return Settings(
+    def settings(self, *, once: bool) -> RunnerSettings:
+        return RunnerSettings(
             dsn=self.server.dsn,
             nats_url=self.nats.url,
             directory=self.directory,

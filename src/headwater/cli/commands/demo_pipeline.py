@@ -178,7 +178,7 @@ def _running(directory: Path, dsn: str, nats_url: str, explain: Callable[[str], 
     with require_extras("spark,nats"):
         from headwater.spark import local_session
         from headwater.spark.pipelines.file import parse
-        from headwater.spark.pipelines.runner import Report, Runner, Settings
+        from headwater.spark.pipelines.runner import Report, Runner, RunnerSettings
     started: set[str] = set()
     failed: list[str] = []
 
@@ -192,7 +192,7 @@ def _running(directory: Path, dsn: str, nats_url: str, explain: Callable[[str], 
     spark.sparkContext.setLogLevel("OFF")
     try:
         specs = parse(PIPELINES, {}).pipelines
-        settings = Settings(dsn=dsn, nats_url=nats_url, directory=directory, checkpoints="checkpoints")
+        settings = RunnerSettings(dsn=dsn, nats_url=nats_url, directory=directory, checkpoints="checkpoints")
         runner = Runner(spark, specs, settings, report=on_report)
         thread = threading.Thread(target=_run_until_stopped, args=(runner,), daemon=True)
         thread.start()
