@@ -127,11 +127,15 @@ class _PackedPositionsDumper(_PackedBytesDumper):
     oid = 1016
 
 
+PACKED_DUMPERS: Mapping[type[bytes], type[Dumper]] = {
+    PackedBytes: _PackedBytesDumper,
+    PackedText: _PackedTextDumper,
+    PackedIntegers: _PackedIntegersDumper,
+    PackedPositions: _PackedPositionsDumper,
+}
 # Registered globally: a connection knows the types that were registered before it was opened.
-psycopg.adapters.register_dumper(PackedBytes, _PackedBytesDumper)
-psycopg.adapters.register_dumper(PackedText, _PackedTextDumper)
-psycopg.adapters.register_dumper(PackedIntegers, _PackedIntegersDumper)
-psycopg.adapters.register_dumper(PackedPositions, _PackedPositionsDumper)
+for _type, _dumper in PACKED_DUMPERS.items():
+    psycopg.adapters.register_dumper(_type, _dumper)
 
 _LENGTH = struct.Struct("!i").pack
 _NULL = _LENGTH(-1)

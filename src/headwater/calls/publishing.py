@@ -20,6 +20,16 @@ from headwater.calls.encoding import (
 )
 from headwater.log.model import CronSchedule, DueCronSchedule, NewEvent, Payload, ReleaseResult, ScheduledEvent
 
+# How to publish on a connection that calls cannot use, by the package that the connection comes with.
+SQL_EXAMPLES: Mapping[str, str] = {
+    "sqlalchemy": "session.execute(text('select headwater.publish(:topic, cast(:payload as jsonb))'), "
+    "{'topic': 'orders', 'payload': json.dumps({'id': 42})})",
+    "django": "connection.cursor().execute('select headwater.publish(%s, %s)', ['orders', json.dumps({'id': 42})])",
+    "asyncpg": "await connection.execute('select headwater.publish($1, cast($2::text as jsonb))', 'orders', "
+    "json.dumps({'id': 42}))",
+    "psycopg2": "connection.cursor().execute('select headwater.publish(%s, %s)', ['orders', json.dumps({'id': 42})])",
+}
+
 
 def publish(
     topic: str,

@@ -13,6 +13,7 @@ import psycopg
 import headwater
 from headwater.calls import Call
 from headwater.cli.queries import run_query
+from headwater.database.caller_connection import CallerConnection
 
 T = TypeVar("T")
 
@@ -24,7 +25,7 @@ class _TransactionLog(headwater.Headwater):
         super().__init__(log._pool)
         self._one = connection
 
-    def _run(self, call: Call[T], connection: psycopg.Connection[Any] | None = None, *, tries: int = 1) -> T:
+    def _run(self, call: Call[T], connection: CallerConnection | None = None, *, tries: int = 1) -> T:
         return super()._run(call, connection or self._one)
 
     def run(
@@ -32,7 +33,7 @@ class _TransactionLog(headwater.Headwater):
         call: Call[T],
         *,
         patience_seconds: float | None = None,
-        connection: psycopg.Connection[Any] | None = None,
+        connection: CallerConnection | None = None,
     ) -> T:
         # A failed call aborts the transaction, so it cannot be retried here.
         return self._run(call, connection)

@@ -26,6 +26,7 @@ from headwater.calls import Call
 from headwater.calls import log as log_calls
 from headwater.calls import reading as reading_calls
 from headwater.database import schema
+from headwater.database.caller_connection import AsyncCallCursor, AsyncCallerConnection, async_driver_connection
 from headwater.database.driver_errors import translate_error
 from headwater.errors import Deadlocked, HeadwaterError, InvalidRequest, LogUnavailable, StorageFull
 from headwater.log.steps import MaintenanceSchedule
@@ -51,7 +52,7 @@ class PooledConnection(AsyncConnection[Any]):
     A new cursor looks up the adapters of every type again, which costs as much as half a round trip.
     """
 
-    reusable_cursor: psycopg.AsyncCursor[Any] | None = None
+    reusable_cursor: AsyncCallCursor | None = None
 
 
 async def prepare_session(connection: PooledConnection) -> None:
@@ -139,12 +140,12 @@ class CallRunner:
             raise LogUnavailable(f"no connection to Postgres: {error}".strip()) from error
 
     async def _run(
-        self, call: Call[T], connection: AsyncConnection[Any] | None = None, *, tries: int = MAX_DEADLOCK_TRIES
+        self, call: Call[T], connection: AsyncCallerConnection | None = None, *, tries: int = MAX_DEADLOCK_TRIES
     ) -> T:
         if time.monotonic() > self._look_at:
             await self._refuse_newer(connection)
         if connection is not None:
-            async with connection.cursor(binary=True) as cursor:
+            async with AsyncCallCursor(await async_driver_connection(connection)) as cursor:
                 return call.decode(await self._rows(cursor, call))
         # Inlines self.connection(): its three context managers cost more than encoding the call.
         try:
@@ -153,7 +154,7 @@ class CallRunner:
             raise LogUnavailable("no pooled connection to Postgres became free in time") from timeout
         rows = None
         try:
-            kept, own.reusable_cursor = own.reusable_cursor or own.cursor(binary=True), None
+            kept, own.reusable_cursor = own.reusable_cursor or AsyncCallCursor(own), None
             rows = await self._rows(kept, call)
             if len(rows) <= 1:
                 # A cursor with a large result is dropped together with it.
@@ -173,7 +174,7 @@ class CallRunner:
             self.is_storage_full = True
             raise
 
-    async def _refuse_newer(self, connection: AsyncConnection[Any] | None) -> None:
+    async def _refuse_newer(self, connection: AsyncCallerConnection | None) -> None:
         # Other calls need not check meanwhile, and this call must not.
         self._look_at, looked = math.inf, 0.0
         try:
@@ -188,7 +189,7 @@ class CallRunner:
         call: Call[T],
         *,
         patience_seconds: float | None = 60.0,
-        connection: AsyncConnection[Any] | None = None,
+        connection: AsyncCallerConnection | None = None,
     ) -> T:
         """Run a call. A lost database connection is retried for up to `patience_seconds`; with `connection`, it is
         not."""

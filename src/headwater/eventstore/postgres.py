@@ -10,15 +10,15 @@ from collections.abc import (
     Sequence,
 )
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import psycopg
-from psycopg import AsyncConnection
 
 from headwater.calls import log as log_calls
 from headwater.calls import queues as queue_calls
 from headwater.calls import reading as reading_calls
 from headwater.calls import store as store_calls
+from headwater.database.caller_connection import AsyncCallerConnection
 from headwater.database.connection import CallRunner
 from headwater.errors import InvalidRequest, QueueNotFound
 from headwater.eventstore.conflict_cache import AppendedEvent, ConflictCache, Precheck
@@ -69,7 +69,7 @@ class EventStore(StoreSubscriptions):
         events: NewStoreEvent | Sequence[NewStoreEvent],
         condition: Condition | None = None,
         *,
-        connection: AsyncConnection[Any] | None = None,
+        connection: AsyncCallerConnection | None = None,
         patience_seconds: float = 30.0,
     ) -> Appended:
         """Append events atomically if the condition holds; raises AppendConflict if it does not.
@@ -99,7 +99,7 @@ class EventStore(StoreSubscriptions):
         batch_size: int = 100,
         max_bytes: int = 16_777_216,
         epoch: int | None = None,
-        connection: AsyncConnection[Any] | None = None,
+        connection: AsyncCallerConnection | None = None,
     ) -> list[StoreEvent]:
         """A batch of the matching events after one position and before another; backwards: newest first.
 
@@ -127,7 +127,7 @@ class EventStore(StoreSubscriptions):
         batch_size: int = 100,
         max_bytes: int = 16_777_216,
         epoch: int | None = None,
-        connection: AsyncConnection[Any] | None = None,
+        connection: AsyncCallerConnection | None = None,
     ) -> StorePage:
         """Like read, with the epoch of the positions, for an append condition or for reading on."""
         call = store_calls.read_matching(
@@ -148,18 +148,18 @@ class EventStore(StoreSubscriptions):
         *,
         after: int = 0,
         before: int | None = None,
-        connection: AsyncConnection[Any] | None = None,
+        connection: AsyncCallerConnection | None = None,
     ) -> int:
         """The number of matching events."""
         return await self._log._run(
             store_calls.count_matching(self.topic, query, after=after, before=before), connection
         )
 
-    async def latest(self, query: Query, *, connection: AsyncConnection[Any] | None = None) -> Latest:
+    async def latest(self, query: Query, *, connection: AsyncCallerConnection | None = None) -> Latest:
         """The latest event of each item of the query, and the position of the latest of all."""
         return await self._log._run(store_calls.latest_matching(self.topic, query), connection)
 
-    async def head(self, *, connection: AsyncConnection[Any] | None = None) -> int:
+    async def head(self, *, connection: AsyncCallerConnection | None = None) -> int:
         """The position of the last event; 0 if the store is empty."""
         return await self._log._run(store_calls.event_store_head(self.topic), connection)
 
@@ -220,7 +220,7 @@ class EventStore(StoreSubscriptions):
         return await self._log._run(call)
 
     async def redrive(
-        self, queue: str, *, positions: Sequence[int] | None = None, connection: AsyncConnection[Any] | None = None
+        self, queue: str, *, positions: Sequence[int] | None = None, connection: AsyncCallerConnection | None = None
     ) -> int:
         """Retry dead letters with a new set of attempts, all or those at `positions`; returns their number."""
         return await self._log._run(queue_calls.redrive(queue, positions=positions, topic=self.topic), connection)

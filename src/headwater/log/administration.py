@@ -14,6 +14,7 @@ from headwater.calls import log as log_calls
 from headwater.calls import metrics as metric_calls
 from headwater.calls.audit import audit
 from headwater.calls.metrics import LogHealth, Sample
+from headwater.database.caller_connection import AsyncCallerConnection
 from headwater.database.connection import CallRunner, Topics, as_names
 from headwater.log.model import LogSettings, LogState, MaintenanceResult, Publisher, Topic, TopicKind, TopicOverview
 
@@ -33,7 +34,7 @@ class AdministrationApi(CallRunner):
         max_payload_bytes: int | None = None,
         max_header_bytes: int | None = None,
         if_missing: bool = False,
-        connection: AsyncConnection[Any] | None = None,
+        connection: AsyncCallerConnection | None = None,
     ) -> Topic:
         """Create a topic. With `if_missing`, an existing topic is returned unchanged."""
         call = log_calls.create_topic(
@@ -56,7 +57,7 @@ class AdministrationApi(CallRunner):
         keep_forever: bool = False,
         max_payload_bytes: int | None = None,
         max_header_bytes: int | None = None,
-        connection: AsyncConnection[Any] | None = None,
+        connection: AsyncCallerConnection | None = None,
     ) -> Topic:
         """Change settings of a topic; None leaves a setting unchanged."""
         call = log_calls.alter_topic(
@@ -69,7 +70,7 @@ class AdministrationApi(CallRunner):
         )
         return await self._run(call, connection)
 
-    async def delete_topic(self, name: str, *, connection: AsyncConnection[Any] | None = None) -> None:
+    async def delete_topic(self, name: str, *, connection: AsyncCallerConnection | None = None) -> None:
         """Delete a topic with its events."""
         await self._run(log_calls.delete_topic(name), connection)
 

@@ -21,6 +21,7 @@ from psycopg import AsyncConnection
 
 from headwater.calls import publishing
 from headwater.calls import subscriptions as subscription_calls
+from headwater.database.caller_connection import AsyncCallCursor, AsyncCallerConnection, async_driver_connection
 from headwater.database.connection import CallRunner, Topics, as_names
 from headwater.errors import HeadwaterError, LogUnavailable, ReaderBusy
 from headwater.log.model import Event, NewEvent
@@ -51,7 +52,7 @@ class SubscriptionApi(CallRunner):
         expires_after: timedelta | None = None,
         from_position: int | None = None,
         topics: Topics = None,
-        connection: AsyncConnection[Any] | None = None,
+        connection: AsyncCallerConnection | None = None,
     ) -> int:
         """Subscribe a queue to the events that match a filter; returns the subscription's id.
 
@@ -96,7 +97,7 @@ class SubscriptionApi(CallRunner):
         peek: bool = False,
         timeout_seconds: float = 5.0,
         epoch: int | None = None,
-        connection: AsyncConnection[Any] | None = None,
+        connection: AsyncCallerConnection | None = None,
     ) -> MatchedBatch:
         """The next events of a queue, each once, with the ids of all its subscriptions that match.
 
@@ -114,10 +115,12 @@ class SubscriptionApi(CallRunner):
             peek=peek,
             epoch=epoch,
         )
-        async with self.transaction() if connection is None else connection.transaction() as inside:
-            here = connection if connection is not None else inside
+        own = None if connection is None else await async_driver_connection(connection)
+        async with self.transaction() if own is None else own.transaction() as inside:
+            here = inside if own is None else own
             assert isinstance(here, AsyncConnection)
-            await here.execute("select set_config('statement_timeout', %s, true)", (str(int(timeout_seconds * 1000)),))
+            timeout = str(int(timeout_seconds * 1000))
+            await AsyncCallCursor(here).execute("select set_config('statement_timeout', %s, true)", (timeout,))
             return await self._run(call, here)
 
     async def commit_reading(
@@ -255,7 +258,7 @@ class SubscriptionApi(CallRunner):
         type: str | None = None,
         routing_key: str | None = None,
         headers: Mapping[str, Any] | None = None,
-        connection: AsyncConnection[Any] | None = None,
+        connection: AsyncCallerConnection | None = None,
     ) -> int | None:
         """Publish an event that, of all SQL subscriptions, only this one receives, whatever its filter.
 
@@ -277,7 +280,7 @@ class SubscriptionApi(CallRunner):
         truncates: bool = True,
         columns: Sequence[str] | None = None,
         when_changed: Sequence[str] | None = None,
-        connection: AsyncConnection[Any] | None = None,
+        connection: AsyncCallerConnection | None = None,
     ) -> str:
         """Publish the changes of a table, in the writer's own transaction; returns the topic."""
         call = subscription_calls.watch_table(
@@ -292,6 +295,6 @@ class SubscriptionApi(CallRunner):
         )
         return await self._run(call, connection)
 
-    async def unwatch_table(self, table: str, *, connection: AsyncConnection[Any] | None = None) -> bool:
+    async def unwatch_table(self, table: str, *, connection: AsyncCallerConnection | None = None) -> bool:
         """Stop publishing the changes of a table; False if it was not watched."""
         return await self._run(subscription_calls.unwatch_table(table), connection)

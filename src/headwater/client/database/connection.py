@@ -25,6 +25,7 @@ from headwater.calls import Call
 from headwater.calls import log as log_calls
 from headwater.calls import reading as reading_calls
 from headwater.database import schema
+from headwater.database.caller_connection import CallCursor, CallerConnection, driver_connection
 from headwater.database.driver_errors import translate_error
 from headwater.errors import Deadlocked, HeadwaterError, InvalidRequest, LogUnavailable, StorageFull
 from headwater.log.steps import MaintenanceSchedule
@@ -50,7 +51,7 @@ class PooledConnection(Connection[Any]):
     A new cursor looks up the adapters of every type again, which costs as much as half a round trip.
     """
 
-    reusable_cursor: psycopg.Cursor[Any] | None = None
+    reusable_cursor: CallCursor | None = None
 
 
 def prepare_session(connection: PooledConnection) -> None:
@@ -137,11 +138,11 @@ class CallRunner:
         except psycopg.OperationalError as error:
             raise LogUnavailable(f"no connection to Postgres: {error}".strip()) from error
 
-    def _run(self, call: Call[T], connection: Connection[Any] | None = None, *, tries: int = MAX_DEADLOCK_TRIES) -> T:
+    def _run(self, call: Call[T], connection: CallerConnection | None = None, *, tries: int = MAX_DEADLOCK_TRIES) -> T:
         if time.monotonic() > self._look_at:
             self._refuse_newer(connection)
         if connection is not None:
-            with connection.cursor(binary=True) as cursor:
+            with CallCursor(driver_connection(connection)) as cursor:
                 return call.decode(self._rows(cursor, call))
         # Inlines self.connection(): its three context managers cost more than encoding the call.
         try:
@@ -150,7 +151,7 @@ class CallRunner:
             raise LogUnavailable("no pooled connection to Postgres became free in time") from timeout
         rows = None
         try:
-            kept, own.reusable_cursor = own.reusable_cursor or own.cursor(binary=True), None
+            kept, own.reusable_cursor = own.reusable_cursor or CallCursor(own), None
             rows = self._rows(kept, call)
             if len(rows) <= 1:
                 # A cursor with a large result is dropped together with it.
@@ -170,7 +171,7 @@ class CallRunner:
             self.is_storage_full = True
             raise
 
-    def _refuse_newer(self, connection: Connection[Any] | None) -> None:
+    def _refuse_newer(self, connection: CallerConnection | None) -> None:
         # Other calls need not check meanwhile, and this call must not.
         self._look_at, looked = math.inf, 0.0
         try:
@@ -185,7 +186,7 @@ class CallRunner:
         call: Call[T],
         *,
         patience_seconds: float | None = 60.0,
-        connection: Connection[Any] | None = None,
+        connection: CallerConnection | None = None,
     ) -> T:
         """Run a call. A lost database connection is retried for up to `patience_seconds`; with `connection`, it is
         not."""

@@ -10,10 +10,9 @@ from collections.abc import (
     Sequence,
 )
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import psycopg
-from psycopg import Connection
 
 from headwater.calls import log as log_calls
 from headwater.calls import queues as queue_calls
@@ -23,6 +22,7 @@ from headwater.client.database.connection import CallRunner
 from headwater.client.eventstore.group_commit import AppendResults, new_event_ids
 from headwater.client.eventstore.live_reader import StoreEvents
 from headwater.client.eventstore.subscribe import StoreHandler, StoreSubscriptions
+from headwater.database.caller_connection import CallerConnection
 from headwater.errors import InvalidRequest, QueueNotFound
 from headwater.eventstore.conflict_cache import AppendedEvent, ConflictCache, Precheck
 from headwater.eventstore.decider import SavedState, SnapshotKey
@@ -69,7 +69,7 @@ class EventStore(StoreSubscriptions):
         events: NewStoreEvent | Sequence[NewStoreEvent],
         condition: Condition | None = None,
         *,
-        connection: Connection[Any] | None = None,
+        connection: CallerConnection | None = None,
         patience_seconds: float = 30.0,
     ) -> Appended:
         """Append events atomically if the condition holds; raises AppendConflict if it does not.
@@ -99,7 +99,7 @@ class EventStore(StoreSubscriptions):
         batch_size: int = 100,
         max_bytes: int = 16_777_216,
         epoch: int | None = None,
-        connection: Connection[Any] | None = None,
+        connection: CallerConnection | None = None,
     ) -> list[StoreEvent]:
         """A batch of the matching events after one position and before another; backwards: newest first.
 
@@ -127,7 +127,7 @@ class EventStore(StoreSubscriptions):
         batch_size: int = 100,
         max_bytes: int = 16_777_216,
         epoch: int | None = None,
-        connection: Connection[Any] | None = None,
+        connection: CallerConnection | None = None,
     ) -> StorePage:
         """Like read, with the epoch of the positions, for an append condition or for reading on."""
         call = store_calls.read_matching(
@@ -148,16 +148,16 @@ class EventStore(StoreSubscriptions):
         *,
         after: int = 0,
         before: int | None = None,
-        connection: Connection[Any] | None = None,
+        connection: CallerConnection | None = None,
     ) -> int:
         """The number of matching events."""
         return self._log._run(store_calls.count_matching(self.topic, query, after=after, before=before), connection)
 
-    def latest(self, query: Query, *, connection: Connection[Any] | None = None) -> Latest:
+    def latest(self, query: Query, *, connection: CallerConnection | None = None) -> Latest:
         """The latest event of each item of the query, and the position of the latest of all."""
         return self._log._run(store_calls.latest_matching(self.topic, query), connection)
 
-    def head(self, *, connection: Connection[Any] | None = None) -> int:
+    def head(self, *, connection: CallerConnection | None = None) -> int:
         """The position of the last event; 0 if the store is empty."""
         return self._log._run(store_calls.event_store_head(self.topic), connection)
 
@@ -216,7 +216,7 @@ class EventStore(StoreSubscriptions):
         return self._log._run(call)
 
     def redrive(
-        self, queue: str, *, positions: Sequence[int] | None = None, connection: Connection[Any] | None = None
+        self, queue: str, *, positions: Sequence[int] | None = None, connection: CallerConnection | None = None
     ) -> int:
         """Retry dead letters with a new set of attempts, all or those at `positions`; returns their number."""
         return self._log._run(queue_calls.redrive(queue, positions=positions, topic=self.topic), connection)

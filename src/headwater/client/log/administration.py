@@ -16,6 +16,7 @@ from headwater.calls import metrics as metric_calls
 from headwater.calls.audit import audit
 from headwater.calls.metrics import LogHealth, Sample
 from headwater.client.database.connection import CallRunner, Topics, as_names
+from headwater.database.caller_connection import CallerConnection
 from headwater.log.model import LogSettings, LogState, MaintenanceResult, Publisher, Topic, TopicKind, TopicOverview
 
 T = TypeVar("T")
@@ -34,7 +35,7 @@ class AdministrationApi(CallRunner):
         max_payload_bytes: int | None = None,
         max_header_bytes: int | None = None,
         if_missing: bool = False,
-        connection: Connection[Any] | None = None,
+        connection: CallerConnection | None = None,
     ) -> Topic:
         """Create a topic. With `if_missing`, an existing topic is returned unchanged."""
         call = log_calls.create_topic(
@@ -57,7 +58,7 @@ class AdministrationApi(CallRunner):
         keep_forever: bool = False,
         max_payload_bytes: int | None = None,
         max_header_bytes: int | None = None,
-        connection: Connection[Any] | None = None,
+        connection: CallerConnection | None = None,
     ) -> Topic:
         """Change settings of a topic; None leaves a setting unchanged."""
         call = log_calls.alter_topic(
@@ -70,7 +71,7 @@ class AdministrationApi(CallRunner):
         )
         return self._run(call, connection)
 
-    def delete_topic(self, name: str, *, connection: Connection[Any] | None = None) -> None:
+    def delete_topic(self, name: str, *, connection: CallerConnection | None = None) -> None:
         """Delete a topic with its events."""
         self._run(log_calls.delete_topic(name), connection)
 

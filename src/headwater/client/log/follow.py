@@ -19,6 +19,7 @@ from psycopg import Connection
 from headwater.calls import log as log_calls
 from headwater.calls import reading as reading_calls
 from headwater.client.database.connection import CallRunner, Topics, as_names
+from headwater.database.caller_connection import CallerConnection
 from headwater.errors import HeadwaterError, InvalidRequest
 from headwater.log import steps as log_steps
 from headwater.log.model import Cursor, Event
@@ -44,7 +45,7 @@ class FollowApi(CallRunner):
         max_bytes: int = 16_777_216,
         skip_expired: bool = False,
         epoch: int | None = None,
-        connection: Connection[Any] | None = None,
+        connection: CallerConnection | None = None,
     ) -> list[Event]:
         """Stable events after a position or since a time, in order. An empty list means that no further event is stable
         yet.
@@ -77,7 +78,7 @@ class FollowApi(CallRunner):
         before: int | None = None,
         batch_size: int = 100,
         max_bytes: int = 16_777_216,
-        connection: Connection[Any] | None = None,
+        connection: CallerConnection | None = None,
     ) -> list[Event]:
         """Stable events below a position, newest first."""
         call = reading_calls.read_backwards(as_names(topics), before=before, batch_size=batch_size, max_bytes=max_bytes)
@@ -309,7 +310,7 @@ class FollowApi(CallRunner):
         topics: Topics = None,
         start_after: int | None = None,
         holds_retention: bool | None = None,
-        connection: Connection[Any] | None = None,
+        connection: CallerConnection | None = None,
     ) -> int:
         """The position of a cursor. A missing cursor is created at `start_after`, or before the first existing
         event."""
@@ -325,7 +326,7 @@ class FollowApi(CallRunner):
         from_position: int,
         to_position: int,
         epoch: int | None = None,
-        connection: Connection[Any] | None = None,
+        connection: CallerConnection | None = None,
     ) -> None:
         """Move a cursor; raises CursorMoved if it is not at `from_position`. For use in your own transaction.
 
@@ -343,7 +344,7 @@ class FollowApi(CallRunner):
         topics: Topics = None,
         holds_retention: bool | None = None,
         epoch: int | None = None,
-        connection: Connection[Any] | None = None,
+        connection: CallerConnection | None = None,
     ) -> int:
         """Set a cursor to a position or a time, forwards or backwards, and create it if it is missing; returns the
         position.
@@ -363,7 +364,7 @@ class FollowApi(CallRunner):
         )
         return position
 
-    def delete_cursor(self, name: str, *, connection: Connection[Any] | None = None) -> bool:
+    def delete_cursor(self, name: str, *, connection: CallerConnection | None = None) -> bool:
         """Delete a cursor; False if it does not exist."""
         return self._run(reading_calls.delete_cursor(name), connection)
 

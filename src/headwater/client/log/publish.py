@@ -9,16 +9,19 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from itertools import islice
 from typing import Any
 
 import psycopg
 from psycopg import Connection
+from psycopg.pq import PipelineStatus, TransactionStatus
 
 from headwater.calls import encoding, publishing
 from headwater.calls import log as log_calls
 from headwater.client.database.connection import CallRunner
+from headwater.database.caller_connection import CallCursor, CallerConnection, driver_connection
 from headwater.database.driver_errors import translate_error
 from headwater.errors import InvalidRequest
 from headwater.log.cron import next_time
@@ -44,7 +47,7 @@ class PublishApi(CallRunner):
         content_type: str | None = None,
         deliver_at: datetime | None = None,
         delay: timedelta | None = None,
-        connection: Connection[Any] | None = None,
+        connection: CallerConnection | None = None,
     ) -> int | None:
         """Publish one event; returns its position, or None if it is scheduled for later.
 
@@ -68,7 +71,7 @@ class PublishApi(CallRunner):
         return position
 
     def publish_batch(
-        self, topic: str, events: Sequence[NewEvent], *, connection: Connection[Any] | None = None
+        self, topic: str, events: Sequence[NewEvent], *, connection: CallerConnection | None = None
     ) -> list[int | None]:
         """Publish all of these events or none, in this order; returns their positions."""
         positions = self._run(publishing.publish_batch(topic, tracing.outgoing_batch(events)), connection)
@@ -82,7 +85,7 @@ class PublishApi(CallRunner):
         *,
         chunk_size: int = 1000,
         commit_every: int | None = None,
-        connection: Connection[Any] | None = None,
+        connection: CallerConnection | None = None,
     ) -> int:
         """Publish a stream of events with COPY; returns their number.
 
@@ -92,7 +95,11 @@ class PublishApi(CallRunner):
         if connection is not None:
             if commit_every is not None:
                 raise InvalidRequest("commit_every cannot be combined with connection")
-            return self._publish_stream(topic, tracing.outgoing_stream(events), chunk_size, None, connection)
+            own = driver_connection(connection)
+            # In autocommit mode every statement would commit.
+            begin = own.autocommit and own.info.transaction_status == TransactionStatus.IDLE
+            with own.transaction() if begin else nullcontext():
+                return self._publish_stream(topic, tracing.outgoing_stream(events), chunk_size, None, own)
         remaining = tracing.outgoing_stream(events)
         total = 0
         while True:
@@ -112,16 +119,22 @@ class PublishApi(CallRunner):
     ) -> int:
         """Publish up to `limit` events of the stream on this connection."""
         destination = self._run(log_calls.topic_to_publish(topic), connection)
+        # Postgres has no COPY in pipeline mode.
+        is_pipeline = connection.pgconn.pipeline_status != PipelineStatus.OFF
         total = 0
         chunk = list(islice(events, _within(chunk_size, limit, total)))
         while chunk:
-            if not encoding.can_copy(destination, chunk) or not self._run(publishing.begin_copy(topic), connection):
+            if (
+                is_pipeline
+                or not encoding.can_copy(destination, chunk)
+                or not self._run(publishing.begin_copy(topic), connection)
+            ):
                 self._run(publishing.publish_batch(topic, chunk), connection)
                 total += len(chunk)
                 chunk = list(islice(events, _within(chunk_size, limit, total)))
                 continue
             try:
-                with connection.cursor() as cursor, cursor.copy(encoding.COPY_EVENTS) as copy:
+                with CallCursor(connection) as cursor, cursor.copy(encoding.COPY_EVENTS) as copy:
                     copy.write(encoding.COPY_START)
                     while chunk and encoding.can_copy(destination, chunk):
                         copy.write(encoding.copy_rows(destination, chunk))
@@ -147,7 +160,7 @@ class PublishApi(CallRunner):
         headers: Mapping[str, Any] | None = None,
         event_id: str | None = None,
         content_type: str | None = None,
-        connection: Connection[Any] | None = None,
+        connection: CallerConnection | None = None,
     ) -> int | None:
         """Schedule one event for a later time; returns its schedule id.
 
@@ -173,12 +186,12 @@ class PublishApi(CallRunner):
         """Scheduled events, the next one first."""
         return self._run(publishing.scheduled(topics=None if topic is None else [topic], batch_size=batch_size))
 
-    def cancel_scheduled(self, schedule_id: int, *, connection: Connection[Any] | None = None) -> bool:
+    def cancel_scheduled(self, schedule_id: int, *, connection: CallerConnection | None = None) -> bool:
         """Cancel a scheduled event; False if it has already been published."""
         return self._run(publishing.cancel_scheduled(schedule_id), connection)
 
     def move_scheduled(
-        self, schedule_id: int, deliver_at: datetime, *, connection: Connection[Any] | None = None
+        self, schedule_id: int, deliver_at: datetime, *, connection: CallerConnection | None = None
     ) -> bool:
         """Change the time of a scheduled event; False if it has already been published."""
         return self._run(publishing.move_scheduled(schedule_id, deliver_at), connection)

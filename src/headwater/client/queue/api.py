@@ -10,11 +10,10 @@ from collections.abc import (
 from datetime import datetime, timedelta
 from typing import Any
 
-from psycopg import Connection
-
 from headwater.calls import queues as queue_calls
 from headwater.calls import reading as reading_calls
 from headwater.client.database.connection import CallRunner, Topics, as_names
+from headwater.database.caller_connection import CallerConnection
 from headwater.errors import InvalidRequest
 from headwater.queue.model import (
     Binding,
@@ -52,7 +51,7 @@ class QueueApi(CallRunner):
         max_in_flight: int | None = None,
         holds_retention: bool | None = None,
         if_missing: bool = False,
-        connection: Connection[Any] | None = None,
+        connection: CallerConnection | None = None,
     ) -> Queue:
         """Create a queue bound to whole topics, or without bindings (see bind). It starts at the beginning of the log,
         after a position, since a time, or at the end."""
@@ -139,7 +138,7 @@ class QueueApi(CallRunner):
         headers: Mapping[str, Any] | None = None,
         type: str | None = None,
         from_position: int | None = None,
-        connection: Connection[Any] | None = None,
+        connection: CallerConnection | None = None,
     ) -> Binding:
         """Bind a queue to events that match every given part: topic, routing-key pattern, contained headers, type.
 
@@ -156,7 +155,7 @@ class QueueApi(CallRunner):
         binding_id: int,
         *,
         to_position: int | None = None,
-        connection: Connection[Any] | None = None,
+        connection: CallerConnection | None = None,
     ) -> int:
         """End a binding after a position, by default after the queue's claimed position; returns the position."""
         return self._run(queue_calls.unbind(queue, binding_id, to_position=to_position), connection)
@@ -172,7 +171,7 @@ class QueueApi(CallRunner):
         worker: str,
         batch_size: int = 1,
         lease_seconds: float | None = None,
-        connection: Connection[Any] | None = None,
+        connection: CallerConnection | None = None,
     ) -> Lease | None:
         """Claim up to `batch_size` events until the lease expires; None if no event is ready."""
         call = queue_calls.claim(
@@ -184,7 +183,7 @@ class QueueApi(CallRunner):
         self,
         lease: Lease,
         *events: ClaimedEvent,
-        connection: Connection[Any] | None = None,
+        connection: CallerConnection | None = None,
     ) -> None:
         """Acknowledge these events, or the rest of the lease if none is given. Raises LeaseLost if the lease has
         expired.
@@ -221,7 +220,7 @@ class QueueApi(CallRunner):
         outcomes: Mapping[int, Outcome],
         *,
         rest_done: bool = True,
-        connection: Connection[Any] | None = None,
+        connection: CallerConnection | None = None,
     ) -> None:
         """Settle events of a lease with these outcomes by position; other events are done, unless rest_done=False."""
         self._run(queue_calls.settle(lease, outcomes, rest_done=rest_done), connection)

@@ -22,6 +22,7 @@ from psycopg import Connection
 from headwater.calls import publishing
 from headwater.calls import subscriptions as subscription_calls
 from headwater.client.database.connection import CallRunner, Topics, as_names
+from headwater.database.caller_connection import CallCursor, CallerConnection, driver_connection
 from headwater.errors import HeadwaterError, LogUnavailable, ReaderBusy
 from headwater.log.model import Event, NewEvent
 from headwater.observability.metrics import ERROR, QUEUE, logger
@@ -51,7 +52,7 @@ class SubscriptionApi(CallRunner):
         expires_after: timedelta | None = None,
         from_position: int | None = None,
         topics: Topics = None,
-        connection: Connection[Any] | None = None,
+        connection: CallerConnection | None = None,
     ) -> int:
         """Subscribe a queue to the events that match a filter; returns the subscription's id.
 
@@ -96,7 +97,7 @@ class SubscriptionApi(CallRunner):
         peek: bool = False,
         timeout_seconds: float = 5.0,
         epoch: int | None = None,
-        connection: Connection[Any] | None = None,
+        connection: CallerConnection | None = None,
     ) -> MatchedBatch:
         """The next events of a queue, each once, with the ids of all its subscriptions that match.
 
@@ -114,10 +115,12 @@ class SubscriptionApi(CallRunner):
             peek=peek,
             epoch=epoch,
         )
-        with self.transaction() if connection is None else connection.transaction() as inside:
-            here = connection if connection is not None else inside
+        own = None if connection is None else driver_connection(connection)
+        with self.transaction() if own is None else own.transaction() as inside:
+            here = inside if own is None else own
             assert isinstance(here, Connection)
-            here.execute("select set_config('statement_timeout', %s, true)", (str(int(timeout_seconds * 1000)),))
+            timeout = str(int(timeout_seconds * 1000))
+            CallCursor(here).execute("select set_config('statement_timeout', %s, true)", (timeout,))
             return self._run(call, here)
 
     def commit_reading(
@@ -253,7 +256,7 @@ class SubscriptionApi(CallRunner):
         type: str | None = None,
         routing_key: str | None = None,
         headers: Mapping[str, Any] | None = None,
-        connection: Connection[Any] | None = None,
+        connection: CallerConnection | None = None,
     ) -> int | None:
         """Publish an event that, of all SQL subscriptions, only this one receives, whatever its filter.
 
@@ -275,7 +278,7 @@ class SubscriptionApi(CallRunner):
         truncates: bool = True,
         columns: Sequence[str] | None = None,
         when_changed: Sequence[str] | None = None,
-        connection: Connection[Any] | None = None,
+        connection: CallerConnection | None = None,
     ) -> str:
         """Publish the changes of a table, in the writer's own transaction; returns the topic."""
         call = subscription_calls.watch_table(
@@ -290,6 +293,6 @@ class SubscriptionApi(CallRunner):
         )
         return self._run(call, connection)
 
-    def unwatch_table(self, table: str, *, connection: Connection[Any] | None = None) -> bool:
+    def unwatch_table(self, table: str, *, connection: CallerConnection | None = None) -> bool:
         """Stop publishing the changes of a table; False if it was not watched."""
         return self._run(subscription_calls.unwatch_table(table), connection)

@@ -10,13 +10,12 @@ from contextlib import nullcontext
 from datetime import datetime
 from typing import Any
 
-from psycopg import Connection
-
 from headwater.calls import overview
 from headwater.calls import queues as queue_calls
 from headwater.calls import subscriptions as subscription_calls
 from headwater.calls import webhooks as webhook_calls
 from headwater.client.database.connection import CallRunner, Topics, as_names
+from headwater.database.caller_connection import CallerConnection
 from headwater.errors import InvalidRequest, QueueExists
 from headwater.webhooks.model import Webhook
 
@@ -60,7 +59,7 @@ class WebhookApi(CallRunner):
         backoff_seconds: float | None = None,
         backoff_max_seconds: float | None = None,
         ordered_keys: bool | None = None,
-        connection: Connection[Any] | None = None,
+        connection: CallerConnection | None = None,
     ) -> Webhook:
         """Send events to a URL. There are three sources:
 
@@ -140,7 +139,7 @@ class WebhookApi(CallRunner):
         params: Mapping[str, Any] | None,
         topics: list[str] | None,
         start_position: int | None,
-        connection: Connection[Any],
+        connection: CallerConnection,
     ) -> None:
         """Create a queue with one subscription, from now on or after a position."""
         if self._run(overview.queue_exists(name), connection):
@@ -165,7 +164,7 @@ class WebhookApi(CallRunner):
         rate_per_second: float | None = None,
         gzip_above_bytes: int | None = None,
         client_errors: str | None = None,
-        connection: Connection[Any] | None = None,
+        connection: CallerConnection | None = None,
     ) -> Webhook:
         """Change settings. None leaves a setting unchanged; 0 removes the rate limit or turns compression off. Changes
         take effect within seconds. Retries are settings of the queue: see alter_queue."""
