@@ -20,7 +20,13 @@ MIGRATIONS = SOURCE / "database" / "schema" / "migrations"
 FOUNDATION = {"", "aio", "bounded_dict", "calls", "client", "database", "errors", "lazy_attributes", "observability"}
 FOUNDATION |= {"settings", "supervisor", "version"}
 # What is started: it uses rooms, and no room uses it. Each with those of its kind that it may use.
-PROGRAMS = {"servers": set(), "spark": set(), "trials": {"servers"}, "cli": {"servers", "spark", "trials"}}
+PROGRAMS = {
+    "servers": set(),
+    "spark": set(),
+    "testing": set(),
+    "trials": {"servers"},
+    "cli": {"servers", "spark", "trials"},
+}
 # Rooms, and the rooms that each is built on.
 ROOMS: dict[str, set[str]] = {
     "access": set(),

@@ -26,7 +26,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 import psycopg
 
@@ -49,6 +49,9 @@ from headwater.sql_subscriptions.reader import (
     is_expected,
 )
 from headwater.supervisor import failure_of
+
+if TYPE_CHECKING:
+    from headwater.queue.drain import Drained
 
 Work = ClaimedEvent | Sequence[ClaimedEvent]
 """What a handler is called with: one event, or a batch of them."""
@@ -373,6 +376,18 @@ class App:
             }
         )
 
+    async def drain(self, dsn: str, *, timeout_seconds: float = 60.0) -> Drained:
+        """Run the workers and subscribers until no event is ready or in work, for tests. Events that wait for a retry
+        are left. In code without an event loop: headwater.testing.drain(app, dsn)."""
+        from headwater.queue.drain import drain_once
+
+        return await drain_once(self, dsn, timeout_seconds=timeout_seconds)
+
+    @property
+    def all_middleware(self) -> tuple[Middleware, ...]:
+        """The middleware, the outermost first."""
+        return tuple(self._middleware)
+
     async def run(
         self,
         dsn: str,
@@ -398,7 +413,7 @@ class App:
         async with await aio.connect(dsn, pool_size=pool_size, application_name=application_name) as log:
             for settings in self._cron_schedules:
                 await log.set_cron_schedule(**settings)
-            lease_seconds = {one.queue: await _prepare_queue(log, one) for one in self.workers}
+            lease_seconds = {one.queue: await prepare_queue(log, one) for one in self.workers}
             blocking = (
                 await asyncio.to_thread(client.connect, dsn, pool_size=pool_size, application_name=application_name)
                 if any(w.transactional and not w.is_async for w in self.workers)
@@ -430,7 +445,7 @@ class App:
                     await asyncio.to_thread(blocking.close)
 
 
-async def _prepare_queue(log: aio.AsyncHeadwater, one: Worker) -> float:
+async def prepare_queue(log: aio.AsyncHeadwater, one: Worker) -> float:
     """Create the queue if it is missing and apply the worker's settings; returns the length of its leases in
     seconds."""
     queue = await log.create_queue(
@@ -655,7 +670,7 @@ class WorkerProcess:
                 if self.stopping.is_set() or lost.is_set():
                     outcomes[event.position] = Snooze()
                 else:
-                    result = await self._call(one, lease, event)
+                    result = await self.call(one, lease, event)
                     outcomes[event.position] = result if isinstance(result, _OUTCOMES) else None
         return outcomes
 
@@ -665,12 +680,12 @@ class WorkerProcess:
         async with free, self.gate.enter(isolated=lease.isolated):
             if self.stopping.is_set() or lost.is_set():
                 return {event.position: Snooze() for event in lease.events}
-            result = await self._call(one, lease, list(lease.events))
+            result = await self.call(one, lease, list(lease.events))
         if isinstance(result, Mapping):
             return {position: outcome for position, outcome in result.items() if outcome is not None}
         return {event.position: result for event in lease.events} if result is not None else {}
 
-    async def _call(self, one: Worker, lease: Lease, given: Work) -> Result:
+    async def call(self, one: Worker, lease: Lease, given: Work) -> Result:
         """Run the handler through the middleware. An exception is a failed attempt."""
 
         async def innermost(given: Work) -> Result:
