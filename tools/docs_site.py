@@ -38,8 +38,10 @@ ROOT_PAGES = {
 COPIED = ("examples", "proto")
 FOLDER_TITLES = {
     "decisions": "Decisions",
+    "compare": "Compare",
     "explanation": "Explanation",
     "how-to": "How-to guides",
+    "migrate": "Migrate",
     "reference": "Reference",
 }
 LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)]*)?\))")
