@@ -160,3 +160,14 @@ def test_search_finds_a_page_in_a_browser_that_reaches_no_other_host(site: Path)
 class QuietHandler(http.server.SimpleHTTPRequestHandler):
     def log_message(self, format: str, *arguments: object) -> None:
         """Write nothing to the terminal of the tests."""
+
+
+def test_the_pictures_are_small_and_load_nothing() -> None:
+    pictures = sorted((ROOT / "docs" / "images").iterdir())
+    assert {picture.suffix for picture in pictures} == {".png", ".svg"}
+    for picture in pictures:
+        assert picture.stat().st_size < 300_000, picture
+        if picture.suffix == ".svg":
+            text = picture.read_text().replace('xmlns="http://www.w3.org/2000/svg"', "")
+            assert "//" not in text
+            assert "prefers-color-scheme: dark" in text
