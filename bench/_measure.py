@@ -11,10 +11,8 @@ import json
 import multiprocessing
 import os
 import platform
-import shutil
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,6 +30,7 @@ from rich.table import Table
 
 from headwater.database import schema
 from headwater.embedded import Postgres
+from headwater.embedded.temporary import temporary_directory
 
 stderr = Console(stderr=True, highlight=False)
 
@@ -95,16 +94,15 @@ def measured_server(dsn: str | None) -> Iterator[Server]:
         with _database(dsn) as own:
             yield Server(own, _postmaster(own))
         return
-    directory = Path(tempfile.mkdtemp(prefix="headwater-bench-"))
-    server = Postgres(directory)
-    try:
-        say("starting Postgres")
-        server.start()
-        with _database(server.dsn("postgres")) as own:
-            yield Server(own, server.pid)
-    finally:
-        server.stop(mode="immediate")
-        shutil.rmtree(directory, ignore_errors=True)
+    with temporary_directory("headwater-bench-") as directory:
+        server = Postgres(directory)
+        try:
+            say("starting Postgres")
+            server.start()
+            with _database(server.dsn("postgres")) as own:
+                yield Server(own, server.pid)
+        finally:
+            server.stop(mode="immediate")
 
 
 @contextmanager

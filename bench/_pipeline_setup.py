@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,9 +17,10 @@ from bench import _measure as measure
 from bench._measure import Crew, Server
 from headwater.embedded import Postgres
 from headwater.embedded.nats import Nats
+from headwater.embedded.temporary import temporary_directory
 from headwater.nats import streams
 from headwater.spark import local_session
-from headwater.spark.pipelines.runner import Settings
+from headwater.spark.pipelines.runner import RunnerSettings
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -105,8 +105,8 @@ class BenchSetup:
     directory: Path
     jdbc: Path | None
 
-    def settings(self, *, once: bool) -> Settings:
-        return Settings(
+    def settings(self, *, once: bool) -> RunnerSettings:
+        return RunnerSettings(
             dsn=self.server.dsn,
             nats_url=self.nats.url,
             directory=self.directory,
@@ -119,7 +119,7 @@ class BenchSetup:
 def prepared(dsn: str | None, *, rows: int) -> Iterator[BenchSetup]:
     """Start everything and fill the tables and the log; stop and remove it afterwards."""
     with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headwater-bench-")))
+        directory = stack.enter_context(temporary_directory("headwater-bench-"))
         if dsn is None:
             # Java drivers need a TCP address: they cannot use the Unix socket.
             own = Postgres(directory / "postgres", port=0)

@@ -15,12 +15,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import shutil
 import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +36,7 @@ from bench import _measure as measure
 from bench._measure import Act, ClientProcesses, Server, Variant
 from headwater import aio
 from headwater.client.eventstore.postgres import EventStore
+from headwater.embedded.temporary import temporary_directory
 from headwater.errors import AppendConflict
 from headwater.eventstore import NewStoreEvent, NoMatchAfter, Query, SqliteEventStore, SqliteStores
 
@@ -331,31 +330,30 @@ def filling(dsn: str, store: str, target: str | None, events: int) -> Act:
 @contextmanager
 def umadb_server() -> Iterator[tuple[str, int]]:
     """Run the UmaDB server of its wheel; yields its address and process id."""
-    directory = tempfile.mkdtemp(prefix="headwater-bench-umadb-")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    process = subprocess.Popen(
-        [str(Path(sys.executable).parent / "umadb"), "--listen", address, "--db-path", directory],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        deadline = time.monotonic() + UMADB_SECONDS
-        host, port = address.split(":")
-        while True:
-            try:
-                socket.create_connection((host, int(port)), 1).close()
-                break
-            except OSError:
-                if time.monotonic() > deadline or process.poll() is not None:
-                    raise RuntimeError("the server of UmaDB did not start") from None
-                time.sleep(0.05)
-        yield address, process.pid
-    finally:
-        process.terminate()
-        process.wait(20)
-        shutil.rmtree(directory, ignore_errors=True)
+    with temporary_directory("headwater-bench-umadb-") as directory:
+        process = subprocess.Popen(
+            [str(Path(sys.executable).parent / "umadb"), "--listen", address, "--db-path", str(directory)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            deadline = time.monotonic() + UMADB_SECONDS
+            host, port = address.split(":")
+            while True:
+                try:
+                    socket.create_connection((host, int(port)), 1).close()
+                    break
+                except OSError:
+                    if time.monotonic() > deadline or process.poll() is not None:
+                        raise RuntimeError("the server of UmaDB did not start") from None
+                    time.sleep(0.05)
+            yield address, process.pid
+        finally:
+            process.terminate()
+            process.wait(20)
 
 
 def measured(
@@ -388,69 +386,69 @@ def main() -> None:
     started = time.monotonic()
     rounds, seconds, large = (1, 0.3, 20_000) if options.quick else (5, 1.0, 1_000_000)
     chosen = [workload for workload in WORKLOADS if not options.only or workload.key in options.only]
-    files = Path(tempfile.mkdtemp(prefix="headwater-bench-sqlite-"))
     result: dict[str, Any] = {"bench": "eventstore"}
     rows: list[Sequence[str] | None] = []
     turns: dict[str, dict[str, list[Turn]]] = {}
-    try:
-        with measure.measured_server(options.dsn) as server, umadb_server() as (address, umadb):
-            targets: dict[str, str | None] = {"headwater sqlite": str(files / "small"), "umadb": address}
-            with headwater.connect(server.dsn) as log:
-                log.create_store(STORE)
-            with ClientProcesses(server.dsn, 1) as clients:
-                for workload in sorted(chosen, key=lambda workload: workload.large):
-                    if workload.large and targets.get("headwater") is None:
-                        # A store that was filled is no longer empty, so the large ones come last.
-                        fill(server, large)
-                        targets |= {"headwater": LARGE, "headwater threads": LARGE}
-                        targets["headwater sqlite"] = str(files / "large")
-                        for name in ("headwater sqlite", "eventsourcing", "umadb"):
-                            what = {"store": name, "target": targets.get(name), "events": min(large, FILL_EVENTS)}
-                            for _ in range(0, large, FILL_EVENTS):
-                                clients.ready(Variant(f"fill {name}", filling, what))
-                    measure.say(workload.title)
-                    variants = {
-                        name: Variant(
-                            f"{workload.key} {name}",
-                            appending,
-                            {
-                                "store": name,
-                                "target": targets.get(name),
-                                "writers": workload.writers,
-                                "events": workload.events,
-                                "context": workload.context,
-                            },
-                        )
-                        for name in workload.stores()
-                    }
-                    if workload.large:
-                        what = {**variants["headwater"].options, "target": STORE}
-                        variants["headwater empty"] = Variant(f"{workload.key} headwater empty", appending, what)
-                    turns[workload.key] = measured(server, umadb, clients, variants, rounds=rounds, seconds=seconds)
-                    rows += [None, (f"[bold]{workload.title}[/bold]", "", "", "")]
-                    for name, got in turns[workload.key].items():
-                        rate = statistics.median(turn.rate for turn in got)
-                        cpu = statistics.median(turn.cpu_us for turn in got)
-                        times = _ratio(turns[workload.key]["headwater"], got, lambda turn: turn.rate)
-                        rows.append((f"  {name}", measure.number(rate), measure.number(cpu), measure.number(times, 2)))
-                        key = f"{workload.key}_{name.replace(' ', '_')}"
-                        result |= {f"{key}_per_second": round(rate), f"{key}_cpu_us": round(cpu, 1)}
-                        if name != "headwater":
-                            result[f"{workload.key}_vs_{name.replace(' ', '_')}"] = times
-            if "large16" in turns:
-                result["cost_1m_vs_empty"] = _ratio(
-                    turns["large16"]["headwater"], turns["large16"]["headwater empty"], lambda turn: turn.cpu_us
-                )
-                result["large_events"] = large
-            measure.table(
-                "appends; CPU of client and server together",
-                ("", "appends/s", "CPU us", "headwater is"),
-                rows,
+    with (
+        measure.measured_server(options.dsn) as server,
+        umadb_server() as (address, umadb),
+        temporary_directory("headwater-bench-sqlite-") as files,
+    ):
+        targets: dict[str, str | None] = {"headwater sqlite": str(files / "small"), "umadb": address}
+        with headwater.connect(server.dsn) as log:
+            log.create_store(STORE)
+        with ClientProcesses(server.dsn, 1) as clients:
+            for workload in sorted(chosen, key=lambda workload: workload.large):
+                if workload.large and targets.get("headwater") is None:
+                    # A store that was filled is no longer empty, so the large ones come last.
+                    fill(server, large)
+                    targets |= {"headwater": LARGE, "headwater threads": LARGE}
+                    targets["headwater sqlite"] = str(files / "large")
+                    for name in ("headwater sqlite", "eventsourcing", "umadb"):
+                        what = {"store": name, "target": targets.get(name), "events": min(large, FILL_EVENTS)}
+                        for _ in range(0, large, FILL_EVENTS):
+                            clients.ready(Variant(f"fill {name}", filling, what))
+                measure.say(workload.title)
+                variants = {
+                    name: Variant(
+                        f"{workload.key} {name}",
+                        appending,
+                        {
+                            "store": name,
+                            "target": targets.get(name),
+                            "writers": workload.writers,
+                            "events": workload.events,
+                            "context": workload.context,
+                        },
+                    )
+                    for name in workload.stores()
+                }
+                if workload.large:
+                    what = {**variants["headwater"].options, "target": STORE}
+                    variants["headwater empty"] = Variant(f"{workload.key} headwater empty", appending, what)
+                turns[workload.key] = measured(server, umadb, clients, variants, rounds=rounds, seconds=seconds)
+                rows += [None, (f"[bold]{workload.title}[/bold]", "", "", "")]
+                for name, got in turns[workload.key].items():
+                    rate = statistics.median(turn.rate for turn in got)
+                    cpu = statistics.median(turn.cpu_us for turn in got)
+                    times = _ratio(turns[workload.key]["headwater"], got, lambda turn: turn.rate)
+                    rows.append((f"  {name}", measure.number(rate), measure.number(cpu), measure.number(times, 2)))
+                    key = f"{workload.key}_{name.replace(' ', '_')}"
+                    result |= {f"{key}_per_second": round(rate), f"{key}_cpu_us": round(cpu, 1)}
+                    if name != "headwater":
+                        result[f"{workload.key}_vs_{name.replace(' ', '_')}"] = times
+        if "large16" in turns:
+            result["cost_1m_vs_empty"] = _ratio(
+                turns["large16"]["headwater"], turns["large16"]["headwater empty"], lambda turn: turn.cpu_us
             )
-            result |= {"quick": options.quick, "seconds": round(time.monotonic() - started, 1)}
-            measure.finish(server, result)
-    finally:
-        shutil.rmtree(files, ignore_errors=True)
+            result["large_events"] = large
+        measure.table(
+            "appends; CPU of client and server together",
+            ("", "appends/s", "CPU us", "headwater is"),
+            rows,
+        )
+        result |= {"quick": options.quick, "seconds": round(time.monotonic() - started, 1)}
+        measure.finish(server, result)
 
 
 if __name__ == "__main__":

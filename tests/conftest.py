@@ -7,7 +7,6 @@ import itertools
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from psycopg import conninfo, sql
 
 import headwater
 from headwater.database import schema
+from headwater.embedded.temporary import end_children_with_this_process, temporary_directory
 
 # How long an example takes says how busy the machine is.
 hypothesis.settings.register_profile("headwater", deadline=None)
@@ -39,6 +39,11 @@ SIGNAL_SECONDS = (TEST_SECONDS or 1200.0) / 5
 AGAIN_SECONDS = 30.0
 # How long the process may take to end once all tests have.
 EXIT_SECONDS = float(os.environ.get("TEST_EXIT_SECONDS", "120"))
+
+
+def pytest_configure() -> None:
+    """An interrupted or killed run leaves no server behind."""
+    end_children_with_this_process()
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -108,9 +113,9 @@ def admin_dsn() -> Iterator[str]:
 
     # A directory of our own: pytest keeps its last ones, and clearing away thousands of files of
     # earlier runs takes longer than most tests.
-    with tempfile.TemporaryDirectory(prefix="headwater-", ignore_cleanup_errors=True) as directory:
+    with temporary_directory() as directory:
         # What tests write need not survive the machine; that it survives kill -9 has its own test.
-        server = Postgres(Path(directory, "pg"), settings={"synchronous_commit": "off", "fsync": "off"})
+        server = Postgres(directory / "pg", settings={"synchronous_commit": "off", "fsync": "off"})
         server.start()
         yield server.dsn("postgres")
         server.stop(mode="immediate")

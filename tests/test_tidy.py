@@ -375,6 +375,10 @@ UNUSED_WORDS = {
     "doors": "servers, protocols",
     "lane": "partition",
     "lanes": "partitions",
+    "must_not_lose": "holds_retention",
+    "suspect": "isolated",
+    "oftener": "more often",
+    "lately": "recently",
 }
 
 

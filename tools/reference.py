@@ -298,6 +298,11 @@ def settings_page() -> str:
                         "7 days",
                         "how long to keep the offsets of a Kafka consumer group without members",
                     ),
+                    (
+                        "`max_publisher_seconds`",
+                        "none",
+                        "a publishing transaction that stays open longer is terminated; none: never",
+                    ),
                 ],
             ).strip(),
             "## Settings of a topic",

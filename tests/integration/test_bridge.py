@@ -41,7 +41,7 @@ from headwater.spark.nats_bridge.bridge import Bridge
 from headwater.spark.nats_bridge.changes_task import ChangesTask
 from headwater.spark.nats_bridge.schema_documents import SchemaDocuments
 from headwater.spark.nats_bridge.snapshot_ranges import LocalRangeExecutor, RangeTask
-from headwater.spark.nats_bridge.snapshots import Snapshots
+from headwater.spark.nats_bridge.snapshots import SnapshotTaker
 
 NAMES = iter(f"goods_{n}" for n in range(1000))
 
@@ -262,7 +262,7 @@ def test_two_bridges_take_one_snapshot_of_a_table(
 ) -> None:
     fill(connection, table, 1, 500)
 
-    def snapshots(rig: Rig) -> Snapshots:
+    def snapshots(rig: Rig) -> SnapshotTaker:
         assert rig.bridge._snapshots is not None
         return rig.bridge._snapshots
 

@@ -715,3 +715,31 @@ def test_a_terminal_is_asked_before_something_is_lost(
     assert result == code
     assert f"delete topic {topic} and all of its events?" in shown
     assert len([found for found in log.topics() if found.name == topic]) == topics_left
+
+
+def test_status_shows_the_database_and_the_embedded_server_without_a_password(
+    run: Any, environment: dict[str, str], dsn: str
+) -> None:
+    secret = psycopg.conninfo.make_conninfo(dsn, password="a secret")
+    shown = run("status", "--dsn", secret)
+    assert shown.exit_code == 0, shown.output
+    assert "secret" not in shown.output
+    assert "answers; schema of version" in shown.stdout
+    assert ok(run("status", "--json"))["database"]["chosen_by"] == "HEADWATER_DSN"
+    del environment["HEADWATER_DSN"]
+    found = ok(run("status", "--json"))
+    assert (found["database"]["answers"], found["embedded_postgres"]["running"]) == (False, False)
+    started = ok(run("up", "--detach", "--port", "0", "--json"))
+    found = ok(run("status", "--json"))
+    assert found["embedded_postgres"] | {"running": True} == found["embedded_postgres"]
+    assert found["embedded_postgres"]["pid"] == started["pid"]
+    assert found["database"]["answers"]
+    assert "password" not in found["database"]["dsn"]
+    ok(run("down", "--json"))
+
+
+def test_status_of_an_empty_database_and_of_none(run: Any, admin_dsn: str) -> None:
+    assert "no schema; run headwater migrate" in run("status", "--dsn", admin_dsn).stdout
+    shown = run("status", "--dsn", "host=127.0.0.1 port=1 password=hidden")
+    assert "cannot connect" in shown.stdout
+    assert "hidden" not in shown.stdout

@@ -399,7 +399,7 @@ def test_a_queue_that_reads_is_rewound_while_nobody_reads(run: Any, topic: str, 
 # --- cron schedules and tables ------------------------------------------------------------------------------
 
 
-def test_a_periodic_event_is_set_listed_paused_and_forgotten(run: Any, topic: str, log: headwater.Headwater) -> None:
+def test_a_cron_schedule_is_set_listed_paused_and_forgotten(run: Any, topic: str, log: headwater.Headwater) -> None:
     berlin = ("0 3 * * *", topic, '{"a": 1}', "--zone", "Europe/Berlin")
     declared = ok(run("cron", "set", topic, *berlin, "--json"))
     assert (declared["cron"], declared["time_zone"], declared["paused"]) == ("0 3 * * *", "Europe/Berlin", False)
@@ -418,7 +418,7 @@ def test_a_periodic_event_is_set_listed_paused_and_forgotten(run: Any, topic: st
     assert run("cron", "delete", topic, "--yes").exit_code == 4
 
 
-def test_a_periodic_event_that_cannot_be_is_refused(run: Any, topic: str) -> None:
+def test_an_invalid_cron_schedule_is_refused(run: Any, topic: str) -> None:
     assert "cron" in failed(run("cron", "set", "p", "daily", topic, "--json"), 3)["message"]
     assert "no future time" in failed(run("cron", "set", "p", "0 0 */31 * 1#2", topic, "--json"), 3)["message"]
     assert "zone" in failed(run("cron", "set", "p", "* * * * *", topic, "--zone", "Mars", "--json"), 3)["message"]

@@ -157,7 +157,7 @@ def test_events_that_are_too_old_go_at_once_to_the_event(
     assert log.topic(topic.name).expired_to == positions[7]
 
 
-def test_what_a_reader_must_not_lose_is_not_cleaned_up(
+def test_what_a_reader_that_holds_retention_needs_is_not_cleaned_up(
     log: headwater.Headwater, connection: psycopg.Connection
 ) -> None:
     topic = Topic(log, cleanup_policy="compact,delete", retention_bytes="1")

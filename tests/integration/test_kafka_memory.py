@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import headwater
 from headwater import aio
 from headwater.calls import kafka as calls
-from headwater.calls.kafka import AppendBatch, AppendResult
+from headwater.calls.kafka import AppendBatch, ProduceResult
 from headwater.servers.kafka.api_keys import ApiKey
 from headwater.servers.kafka.broker import Broker, BrokerSettings
 from headwater.servers.kafka.compression import codecs_for
@@ -58,8 +58,8 @@ class Server:
         assert answer is not None
         return answer["responses"][0]["partition_responses"][0]
 
-    async def _stage(self, transactional_id: str, batch: AppendBatch) -> AppendResult:
-        return AppendResult(
+    async def _stage(self, transactional_id: str, batch: AppendBatch) -> ProduceResult:
+        return ProduceResult(
             await self.broker.log.run(calls.kafka_stage(transactional_id, batch, may_begin=False)), -1, -1
         )
 

@@ -20,11 +20,11 @@ pytest.importorskip("nats")
 import pyarrow as pa
 from nats.js.api import AckPolicy, ConsumerConfig
 
-from headwater.embedded.failure import EmbeddedError
+from headwater.embedded.errors import EmbeddedError
 from headwater.embedded.nats import Nats
 from headwater.nats import frames, messages, streams, subjects
 from headwater.nats.errors import InvalidMessage, NatsRefused, NatsUnavailable
-from headwater.nats.publisher import Publisher, PublishResult
+from headwater.nats.publisher import JetStreamPublisher, PublishTotals
 from headwater.nats.subjects import Table
 
 
@@ -77,7 +77,7 @@ def stored_ids(url: str) -> list[str]:
 
 
 def test_a_killed_server_starts_again_with_what_it_acknowledged(server: Nats) -> None:
-    with Publisher(server.url) as publisher:
+    with JetStreamPublisher(server.url) as publisher:
         publisher.publish(batch_of(500))
     url, pid = server.url, server.pid
     server.kill()
@@ -128,15 +128,15 @@ def test_streams_and_buckets_are_made_once(server: Nats) -> None:
 
 
 def test_what_is_published_again_is_counted_as_a_duplicate_and_stored_once(server: Nats) -> None:
-    with Publisher(server.url, chunk=100, window=250) as publisher:
-        assert publisher.publish(batch_of(1000)) == PublishResult(stored=1000, duplicates=0)
-        assert publisher.publish(batch_of(1000, first=500)) == PublishResult(stored=500, duplicates=500)
-        assert publisher.publish(batch_of(0)) == PublishResult(0, 0)
+    with JetStreamPublisher(server.url, chunk=100, window=250) as publisher:
+        assert publisher.publish(batch_of(1000)) == PublishTotals(stored=1000, duplicates=0)
+        assert publisher.publish(batch_of(1000, first=500)) == PublishTotals(stored=500, duplicates=500)
+        assert publisher.publish(batch_of(0)) == PublishTotals(0, 0)
     assert stored_ids(server.url) == batch_of(1500).column("msg_id").to_pylist()
 
 
 def test_large_messages_pass_one_by_one_through_a_small_window(server: Nats) -> None:
-    with Publisher(server.url, window_bytes=1_000_000) as publisher:
+    with JetStreamPublisher(server.url, window_bytes=1_000_000) as publisher:
         assert publisher.publish(batch_of(20, size=2_000_000)).stored == 20
 
 
@@ -145,7 +145,7 @@ def test_nothing_is_lost_or_repeated_when_the_server_is_killed_in_the_middle(
     server: Nats, until: Callable[[Callable[[], Any]], Any]
 ) -> None:
     batch = batch_of(60_000)
-    with Publisher(server.url) as publisher, ThreadPoolExecutor(1) as pool:
+    with JetStreamPublisher(server.url) as publisher, ThreadPoolExecutor(1) as pool:
         publishing = pool.submit(publisher.publish, batch)
         seen = 0
         for _ in range(3):
@@ -212,7 +212,7 @@ class DeafProxy:
 def test_messages_whose_acknowledgement_was_lost_are_stored_once(server: Nats) -> None:
     proxy = DeafProxy(server.port or 0, deaf_bytes=300_000)
     url = server.url.replace(f":{server.port}", f":{proxy.port}")
-    with Publisher(url, chunk=500) as publisher:
+    with JetStreamPublisher(url, chunk=500) as publisher:
         published = publisher.publish(batch_of(5000))
     proxy.close()
     assert proxy.connections == 4
@@ -222,7 +222,7 @@ def test_messages_whose_acknowledgement_was_lost_are_stored_once(server: Nats) -
 
 
 def test_a_server_that_stays_away_is_an_error_in_time(server: Nats) -> None:
-    with Publisher(server.url, retry_seconds=0.5) as publisher:
+    with JetStreamPublisher(server.url, retry_seconds=0.5) as publisher:
         publisher.publish(batch_of(10))
         server.kill()
         started = time.monotonic()
@@ -238,23 +238,26 @@ def test_a_server_that_does_not_answer_is_an_error_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"nats://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(NatsUnavailable, match=r"handshake|timed out"):
-            Publisher(url, connect_seconds=0.2, retry_seconds=0.5).publish(batch_of(1))
+            JetStreamPublisher(url, connect_seconds=0.2, retry_seconds=0.5).publish(batch_of(1))
 
 
 def test_a_wrong_token_is_refused_at_once(server: Nats) -> None:
     with pytest.raises(NatsRefused, match=r"(?i)authorization"):
-        Publisher(f"nats://wrong@127.0.0.1:{server.port}").publish(batch_of(1))
+        JetStreamPublisher(f"nats://wrong@127.0.0.1:{server.port}").publish(batch_of(1))
 
 
 def test_a_subject_that_no_stream_takes_is_refused(server: Nats) -> None:
     batch = batch_of(1).set_column(0, frames.SCHEMA.field("subject"), pa.array(["nowhere.at.all"]))
     with pytest.raises(NatsRefused, match=r"no stream has the subject nowhere\.at\.all"):
-        Publisher(server.url, retry_seconds=0.3).publish(batch)
+        JetStreamPublisher(server.url, retry_seconds=0.3).publish(batch)
 
 
 def test_a_message_above_the_servers_limit_is_refused_before_anything_is_sent(server: Nats) -> None:
     batch = pa.concat_batches([batch_of(10), batch_of(1, first=10, size=9_000_000)])
-    with Publisher(server.url) as publisher, pytest.raises(InvalidMessage, match="the server accepts at most 8388608"):
+    with (
+        JetStreamPublisher(server.url) as publisher,
+        pytest.raises(InvalidMessage, match="the server accepts at most 8388608"),
+    ):
         publisher.publish(batch)
     assert stored_ids(server.url) == []
 
@@ -268,4 +271,4 @@ def test_a_full_stream_that_refuses_is_an_error_with_its_reason(server: Nats) ->
 
     asyncio.run(limit())
     with pytest.raises(NatsRefused, match="maximum messages"):
-        Publisher(server.url).publish(batch_of(10))
+        JetStreamPublisher(server.url).publish(batch_of(10))

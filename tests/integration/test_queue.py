@@ -933,7 +933,7 @@ def releasable(connection: psycopg.Connection) -> int:
     return int(found[0])
 
 
-def test_retention_waits_for_what_a_queue_that_must_not_lose_has_not_done(
+def test_retention_waits_for_what_a_queue_that_holds_retention_has_not_done(
     one_log: headwater.Headwater, topic: str, queue: str, connection: psycopg.Connection, clock: Clock
 ) -> None:
     p = publish(one_log, topic, 8)

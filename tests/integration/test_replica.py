@@ -37,7 +37,7 @@ from headwater.capture.slot import Slot
 from headwater.embedded.nats import Nats
 from headwater.nats import codec, messages, streams, subjects
 from headwater.nats.errors import ReplicaRefused
-from headwater.nats.publisher import Publisher
+from headwater.nats.publisher import JetStreamPublisher
 from headwater.nats.replica import Replica, ReplicaProgress
 from headwater.nats.replica_store import Diverged, ReplicaState, ReplicaStore
 from headwater.nats.subjects import Table
@@ -64,7 +64,7 @@ class Bridge:
         self._packed = packed
         self._slot = Slot(dsn, f"s{abs(hash((dsn, table))) % 10**9}_{os.getpid()}", f"p_{table.name}")
         self._slot.prepare([f"{table.schema}.{table.name}"])
-        self._publisher = Publisher(url)
+        self._publisher = JetStreamPublisher(url)
         self._stop = threading.Event()
         self.between: Callable[[], None] = lambda: None
         self.snapshots = 0
@@ -151,7 +151,7 @@ class Bridge:
         dictionary = codec.train(messages.samples(texts, self._encoding))
         if dictionary is not None:
             await streams.put_dictionary(js, self.table, dictionary)
-        with Publisher(self._url) as publisher:
+        with JetStreamPublisher(self._url) as publisher:
             pieces = [texts[start : start + 300] for start in range(0, len(texts), 300)]
             publisher.publish(
                 messages.chunk_messages(

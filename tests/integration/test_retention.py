@@ -240,7 +240,7 @@ def test_a_new_cursor_begins_at_what_is_kept(log: headwater.Headwater, clock: Cl
     assert [(event.topic, event.data) for event in events] == whole
 
 
-def test_a_cursor_that_must_not_lose_is_waited_for(
+def test_a_cursor_that_holds_retention_is_waited_for(
     log: headwater.Headwater, clock: Clock, connection: psycopg.Connection
 ) -> None:
     topic = log.create_topic("short", retention=2 * DAY).name
@@ -608,7 +608,7 @@ def test_a_binding_that_ended_holds_its_topic_until_the_queue_is_past_it(
     assert numbers(log.read("short", skip_expired=True)) == [2]
 
 
-def test_a_subscription_queue_that_must_not_lose_holds_its_topics_and_its_retries(
+def test_a_subscription_queue_holds_retention_of_its_topics_and_its_retries(
     log: headwater.Headwater, clock: Clock
 ) -> None:
     for name in ("short", "other"):

@@ -279,7 +279,7 @@ def test_what_was_read_ahead_is_done_before_a_filter_catches_up(log: headwater.H
     ]
 
 
-def test_a_stopped_filter_holds_retention_only_of_a_queue_that_must_not_lose(
+def test_a_stopped_filter_holds_retention_only_of_a_queue_that_holds_retention(
     log: headwater.Headwater, topic: str, connection: psycopg.Connection
 ) -> None:
     log.subscribe(topic, SLOW, topics=[topic])

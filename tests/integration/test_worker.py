@@ -283,7 +283,7 @@ def test_a_long_handler_keeps_its_lease(log: headwater.Headwater, dsn: str, topi
     assert attempts == [1]
 
 
-def test_a_periodic_event_is_published_once_by_several_processes(
+def test_a_cron_event_is_published_once_by_several_processes(
     log: headwater.Headwater, dsn: str, topic: str, connection: psycopg.Connection
 ) -> None:
     app = App()

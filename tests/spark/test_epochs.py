@@ -22,7 +22,7 @@ from headwater.lake.table import epoch_of
 from headwater.spark.arrow import EVENT
 from headwater.spark.formats.log import LogSource
 from headwater.spark.pipelines.file import PipelineSpec, parse
-from headwater.spark.pipelines.runner import Runner, Settings
+from headwater.spark.pipelines.runner import Runner, RunnerSettings
 from headwater.trials.chaos.cluster import Cluster, connected
 
 T = TypeVar("T")
@@ -173,8 +173,8 @@ def declared(name: str, topic: str, to: Any, **more: Any) -> PipelineSpec:
 SQL = {"sql": "select position, data:n::string as n from events"}
 
 
-def settings(cluster: Cluster, directory: Path) -> Settings:
-    return Settings(dsn=cluster.dsn, nats_url=None, directory=directory, checkpoints="checkpoints", once=True)
+def settings(cluster: Cluster, directory: Path) -> RunnerSettings:
+    return RunnerSettings(dsn=cluster.dsn, nats_url=None, directory=directory, checkpoints="checkpoints", once=True)
 
 
 def run(spark: SparkSession, cluster: Cluster, directory: Path, *specs: PipelineSpec) -> None:

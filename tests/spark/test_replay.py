@@ -27,7 +27,7 @@ from headwater.calls import archives as archive_calls
 from headwater.cli import app
 from headwater.errors import CursorMoved, InvalidRequest, PositionExpired
 from headwater.spark.replay import targets
-from headwater.spark.replay.run import ReplayProgress, Selection, ToQueue, ToTable, ToTopic, preview, replay
+from headwater.spark.replay.run import ReplayProgress, ReplaySelection, ToQueue, ToTable, ToTopic, preview, replay
 from headwater.spark.replay.targets import Part
 
 _numbers = itertools.count()
@@ -77,7 +77,7 @@ def test_a_topic_gets_the_past_in_order_with_headers_that_say_what_it_was(
     bare = past.log.publish("short", None)
     told: list[ReplayProgress] = []
     done = replay(
-        spark, past.dsn, Selection(), ToTopic("copy"), name="again", events_per_part=9, on_progress=told.append
+        spark, past.dsn, ReplaySelection(), ToTopic("copy"), name="again", events_per_part=9, on_progress=told.append
     )
     wanted = [*past.positions(), odd, bare]
     copies = past.log.read("copy", batch_size=1000)
@@ -103,15 +103,15 @@ def test_a_topic_gets_the_past_in_order_with_headers_that_say_what_it_was(
     assert copies[0].data == {"n": 0}
     assert set(copies[-1].headers) == {"replayed-position", "replayed-topic", "replayed-published-at"}
     # Done is done; another request needs another name.
-    assert replay(spark, past.dsn, Selection(), ToTopic("copy"), name="again") == done
+    assert replay(spark, past.dsn, ReplaySelection(), ToTopic("copy"), name="again") == done
     assert len(past.log.read("copy", batch_size=1000)) == len(wanted)
     with pytest.raises(InvalidRequest, match="another request"):
-        replay(spark, past.dsn, Selection(types=("t1",)), ToTopic("copy"), name="again")
+        replay(spark, past.dsn, ReplaySelection(types=("t1",)), ToTopic("copy"), name="again")
 
 
 def test_a_dry_run_says_what_is_then_done(past: ArchivedLog, spark: SparkSession) -> None:
     middle = past.positions()[4]
-    selection = Selection(after=middle, up_to=past.positions()[-2], types=("t1",), keys=(b"k1", b"k2"))
+    selection = ReplaySelection(after=middle, up_to=past.positions()[-2], types=("t1",), keys=(b"k1", b"k2"))
     told = preview(spark, past.dsn, selection, ToTopic("copy"))
     assert {(one.topic, one.source) for one in told.found} >= {
         ("forever", "log"),
@@ -141,11 +141,11 @@ def test_a_dry_run_says_what_is_then_done(past: ArchivedLog, spark: SparkSession
 def test_times_choose_and_a_repetition_keeps_the_times_of_the_start(past: ArchivedLog, spark: SparkSession) -> None:
     before = datetime.now(UTC)
     late = past.publish("short", 3)
-    done = replay(spark, past.dsn, Selection(since=before), ToTopic("copy"), name="again")
+    done = replay(spark, past.dsn, ReplaySelection(since=before), ToTopic("copy"), name="again")
     assert originals(past.log, "copy") == late
-    later = Selection(since=before + timedelta(hours=1))
+    later = ReplaySelection(since=before + timedelta(hours=1))
     assert replay(spark, past.dsn, later, ToTopic("copy"), name="again") == done
-    assert replay(spark, past.dsn, Selection(until=before), ToTopic("old"), name="old").events > 0
+    assert replay(spark, past.dsn, ReplaySelection(until=before), ToTopic("old"), name="old").events > 0
     assert originals(past.log, "old") == [p for p in past.positions() if p not in late]
 
 
@@ -168,7 +168,7 @@ def test_a_replay_that_fails_at_any_moment_goes_on_and_brings_each_event_once(
         raise Killed
 
     wanted = past.positions("short")
-    selection = Selection(topics=("short",))
+    selection = ReplaySelection(topics=("short",))
     with monkeypatch.context() as patch:
         patch.setattr(targets, "publish", killed)
         for parts in (5, 3, 7, 4, 5, 6):
@@ -193,7 +193,7 @@ def _raise(error: type[Exception]) -> Callable[[], None]:
 
 
 def test_of_two_that_run_the_same_replay_one_goes_on(past: ArchivedLog, spark: SparkSession) -> None:
-    replay(spark, past.dsn, Selection(topics=("short",)), ToTopic("copy"), name="again", events_per_part=5)
+    replay(spark, past.dsn, ReplaySelection(topics=("short",)), ToTopic("copy"), name="again", events_per_part=5)
     rows = spark.read.format("headwater").option("dsn", past.dsn).option("topics", "forever").load()
     part = Part(past.dsn, "again", 0, past.log.state().stable, lambda: None)
     with pytest.raises(CursorMoved, match="Another process"):
@@ -210,19 +210,19 @@ def test_what_retention_takes_without_an_archive_ends_a_replay(archived: Archive
         archived.pass_days(5)
 
     with pytest.raises(PositionExpired):
-        replay(spark, archived.dsn, Selection(), ToTopic("copy"), name="again", on_progress=take)
+        replay(spark, archived.dsn, ReplaySelection(), ToTopic("copy"), name="again", on_progress=take)
     assert archived.log.read("copy") == []
     # From what is kept now on, another may begin; from before, it is refused at once.
     with pytest.raises(PositionExpired):
-        replay(spark, archived.dsn, Selection(after=first[0]), ToTopic("copy"), name="other")
+        replay(spark, archived.dsn, ReplaySelection(after=first[0]), ToTopic("copy"), name="other")
     archived.publish("short", 2)
-    assert replay(spark, archived.dsn, Selection(), ToTopic("copy"), name="kept").events == 2
+    assert replay(spark, archived.dsn, ReplaySelection(), ToTopic("copy"), name="kept").events == 2
 
 
 def test_a_table_gets_each_event_as_a_row_once(past: ArchivedLog, spark: SparkSession) -> None:
     past.log.publish("short", b"\xff", key=b"\x00", headers={"a": 1}, content_type="application/octet-stream")
     table = ToTable.parse("public.old")
-    done = replay(spark, past.dsn, Selection(), table, name="again", events_per_part=10)
+    done = replay(spark, past.dsn, ReplaySelection(), table, name="again", events_per_part=10)
     rows = past.connection.execute("select position, topic, key, headers, data, payload from old order by 1").fetchall()
     assert [row[0] for row in rows][:-1] == past.positions()
     assert done.events == len(rows)
@@ -230,14 +230,14 @@ def test_a_table_gets_each_event_as_a_row_once(past: ArchivedLog, spark: SparkSe
     assert rows[-1][2:] == (b"\x00", {"a": 1}, None, b"\xff")
     # Another replay into the same table adds what is missing.
     past.connection.execute("delete from old where position = %s", (rows[3][0],))
-    replay(spark, past.dsn, Selection(), table, name="once more")
+    replay(spark, past.dsn, ReplaySelection(), table, name="once more")
     again = past.connection.execute("select position from old order by 1").fetchall()
     assert [row[0] for row in again] == [row[0] for row in rows]
     past.connection.execute("create table public.unfit (position bigint, topic text)")
     with pytest.raises(InvalidRequest, match="primary key"):
-        replay(spark, past.dsn, Selection(), ToTable.parse("unfit"), name="unfit")
+        replay(spark, past.dsn, ReplaySelection(), ToTable.parse("unfit"), name="unfit")
     past.connection.execute("create table public.few (topic text, position bigint unique, more text)")
-    replay(spark, past.dsn, Selection(topics=("forever",)), ToTable.parse("few"), name="few")
+    replay(spark, past.dsn, ReplaySelection(topics=("forever",)), ToTable.parse("few"), name="few")
     assert past.connection.execute("select count(*), count(more) from few").fetchone() == (18, 0)
 
 
@@ -258,9 +258,9 @@ def test_a_queue_gets_its_past_again_from_the_log_and_the_archive(past: Archived
     log.create_queue("other", ["short"], holds_retention=False)
     kept = {event.position for event in drained(log, "mailer")}
     drained(log, "other")
-    told = preview(spark, past.dsn, Selection(), ToQueue("mailer"))
+    told = preview(spark, past.dsn, ReplaySelection(), ToQueue("mailer"))
     assert told.rewind_to == 0
-    done = replay(spark, past.dsn, Selection(), ToQueue("mailer"), name="again")
+    done = replay(spark, past.dsn, ReplaySelection(), ToQueue("mailer"), name="again")
     only_archived = [p for p in past.positions("short") if p not in past.kept_in_log("short")]
     assert told.published == done.events == len(only_archived)
     got = drained(log, "mailer")
@@ -275,7 +275,7 @@ def test_a_queue_gets_its_past_again_from_the_log_and_the_archive(past: Archived
     assert len(private) + len([p for p in by_rewind if p in past.positions("short")]) == 11
     assert drained(log, "other") == []
     # Repeated, it is done: nothing is rewound again.
-    assert replay(spark, past.dsn, Selection(), ToQueue("mailer"), name="again") == done
+    assert replay(spark, past.dsn, ReplaySelection(), ToQueue("mailer"), name="again") == done
     assert drained(log, "mailer") == []
 
 
@@ -284,17 +284,17 @@ def test_a_part_of_a_queues_past_comes_by_a_topic_of_its_own(past: ArchivedLog, 
     log.create_queue("mailer", ["short", "forever"], holds_retention=False)
     drained(log, "mailer")
     wanted = [p for p in past.positions("short") if p <= past.positions("short")[-3]]
-    done = replay(spark, past.dsn, Selection(topics=("short",), up_to=wanted[-1]), ToQueue("mailer"), name="some")
+    done = replay(spark, past.dsn, ReplaySelection(topics=("short",), up_to=wanted[-1]), ToQueue("mailer"), name="some")
     assert done.rewind_to is None
     got = drained(log, "mailer")
     assert [event.headers["replayed-position"] for event in got] == wanted
     # From a time on, the queue begins with the first event of then, not with the file that the archive has it in.
     since = next(event.published_at for event in log.read("forever") if event.position > wanted[0])
     first = next(event.position for event in log.read("forever") if event.published_at >= since)
-    assert preview(spark, past.dsn, Selection(since=since), ToQueue("mailer")).rewind_to == first - 1
+    assert preview(spark, past.dsn, ReplaySelection(since=since), ToQueue("mailer")).rewind_to == first - 1
     log.create_queue("everything")
     log.bind("everything")
-    assert preview(spark, past.dsn, Selection(), ToQueue("mailer")).also_reached == ("everything",)
+    assert preview(spark, past.dsn, ReplaySelection(), ToQueue("mailer")).also_reached == ("everything",)
 
 
 def test_the_rate_is_kept(past: ArchivedLog, spark: SparkSession) -> None:
@@ -303,7 +303,7 @@ def test_the_rate_is_kept(past: ArchivedLog, spark: SparkSession) -> None:
     done = replay(
         spark,
         past.dsn,
-        Selection(topics=("short",), up_to=past.positions("short")[11]),
+        ReplaySelection(topics=("short",), up_to=past.positions("short")[11]),
         ToTopic("copy"),
         name="slowly",
         events_per_second=8,

@@ -28,7 +28,7 @@ from headwater.nats.replica import Replica
 from headwater.nats.replica_store import ReplicaStore
 from headwater.nats.subjects import Table
 from headwater.spark.pipelines.file import parse
-from headwater.spark.pipelines.runner import Runner, Settings
+from headwater.spark.pipelines.runner import Runner, RunnerSettings
 
 ROWS = int(os.environ.get("SNAPSHOT_ROWS", "20000"))
 CHANGES = int(os.environ.get("SNAPSHOT_CHANGES", "2000"))
@@ -80,7 +80,7 @@ def test_a_replica_is_equal_to_its_table(spark: SparkSession, dsn: str, tmp_path
         )
     with Nats(tmp_path / "nats") as broker, ReplicaStore(tmp_path / "big.db", Table("public", "big")) as store:
         started = threading.Event()
-        settings = Settings(dsn=dsn, nats_url=broker.url, directory=tmp_path, checkpoints="checkpoints")
+        settings = RunnerSettings(dsn=dsn, nats_url=broker.url, directory=tmp_path, checkpoints="checkpoints")
         runner = Runner(
             spark,
             parse(PIPELINE, {}).pipelines,

@@ -27,7 +27,7 @@ from headwater.spark.pipelines import runner as running
 from headwater.spark.pipelines.batch import Batch, SinkContext
 from headwater.spark.pipelines.file import PipelineSpec, parse
 from headwater.spark.pipelines.rebuild import rebuild
-from headwater.spark.pipelines.runner import Report, Runner, Settings
+from headwater.spark.pipelines.runner import Report, Runner, RunnerSettings
 from headwater.spark.pipelines.snapshot_load import is_in_snapshot
 
 _numbers = itertools.count()
@@ -58,7 +58,7 @@ def copying(name: str, pipeline: str | None = None, sql: str | None = None) -> P
 
 def run_once(spark: SparkSession, spec: PipelineSpec, dsn: str, directory: Path) -> list[Report]:
     said: list[Report] = []
-    settings = Settings(dsn=dsn, nats_url=None, directory=directory, checkpoints="checkpoints", once=True)
+    settings = RunnerSettings(dsn=dsn, nats_url=None, directory=directory, checkpoints="checkpoints", once=True)
     Runner(spark, [spec], settings, report=said.append).run()
     return said
 
@@ -168,7 +168,7 @@ def test_one_runner_at_a_time_and_a_standby_takes_over(
     said: list[tuple[str, Report]] = []
 
     def runner(who: str) -> Runner:
-        settings = Settings(
+        settings = RunnerSettings(
             dsn=dsn, nats_url=None, directory=tmp_path, checkpoints="checkpoints", runner=who, lease_seconds=1.0
         )
         return Runner(spark, [spec], settings, report=lambda report: said.append((who, report)))
@@ -200,7 +200,7 @@ def test_a_runner_whose_lease_was_taken_away_stops_and_stands_by(
 ) -> None:
     log.create_topic(name)
     said: list[str] = []
-    settings = Settings(
+    settings = RunnerSettings(
         dsn=dsn, nats_url=None, directory=tmp_path, checkpoints="checkpoints", runner="slow", lease_seconds=1.0
     )
     run = Runner(spark, [copying(name)], settings, report=lambda report: said.append(report.what))
@@ -319,7 +319,7 @@ def test_a_table_is_built_anew_while_its_pipeline_runs_and_goes_on_from_there(
     run_once(spark, totals(name), dsn, tmp_path)
     assert rows_of(dsn, name) == {"a": 20, "b": 25}
     said: list[str] = []
-    settings = Settings(
+    settings = RunnerSettings(
         dsn=dsn, nats_url=None, directory=tmp_path, checkpoints="checkpoints", runner="live", lease_seconds=3.0
     )
     # From now on it is to count otherwise, which what is in the table does not know.
@@ -339,7 +339,7 @@ def test_a_table_is_built_anew_while_its_pipeline_runs_and_goes_on_from_there(
 
 
 def test_what_cannot_be_rebuilt_says_so(spark: SparkSession, dsn: str, tmp_path: Path, name: str) -> None:
-    settings = Settings(dsn=dsn, nats_url=None, directory=tmp_path, checkpoints="checkpoints")
+    settings = RunnerSettings(dsn=dsn, nats_url=None, directory=tmp_path, checkpoints="checkpoints")
     with pytest.raises(InvalidRequest, match="also writes to topic"):
         rebuild(spark, copying(name), settings)
     with pytest.raises(InvalidRequest, match="captures changes"):
@@ -357,7 +357,7 @@ def test_a_pipeline_with_state_is_not_gone_on_with_without_its_checkpoint(
     shutil.rmtree(tmp_path / "checkpoints")
     with pytest.raises(InvalidRequest, match="cannot continue: its checkpoint is missing"):
         run_once(spark, totals(name), dsn, tmp_path)
-    settings = Settings(dsn=dsn, nats_url=None, directory=tmp_path, checkpoints="checkpoints")
+    settings = RunnerSettings(dsn=dsn, nats_url=None, directory=tmp_path, checkpoints="checkpoints")
     rebuild(spark, totals(name), settings)
     log.publish(name, {"k": "a", "n": 5})
     run_once(spark, totals(name), dsn, tmp_path)

@@ -32,7 +32,7 @@ class Permission(NamedTuple):
     prefix: bool = False
 
 
-class ApiKey(NamedTuple):
+class StoredApiKey(NamedTuple):
     """An API key of an account as it is stored: its hash, in hex."""
 
     account: str

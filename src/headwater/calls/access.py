@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
-from headwater.access.permissions import ApiKey, Permission
+from headwater.access.permissions import Permission, StoredApiKey
 from headwater.access.scram import ScramCredential, Verifiers
 from headwater.calls.call import Call, nothing, only_value
 from headwater.calls.encoding import checked_text
@@ -142,11 +142,11 @@ def delete_api_key(account: str, hash_prefix: str) -> Call[int]:
     )
 
 
-def api_keys(account: str | None = None) -> Call[list[ApiKey]]:
+def api_keys(account: str | None = None) -> Call[list[StoredApiKey]]:
     """The API keys of an account, or of all accounts, without sessions."""
     return Call(
         "select account, encode(hash, 'hex'), label, created_at, expires_at from headwater_internal.api_key"
         " where not session and (%s::text is null or account = %s) order by account, created_at",
         (account, account),
-        lambda rows: [ApiKey(*row) for row in rows],
+        lambda rows: [StoredApiKey(*row) for row in rows],
     )

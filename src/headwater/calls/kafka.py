@@ -78,7 +78,7 @@ class AppendBatch(NamedTuple):
     record_headers: Sequence[bytes | None] | None
 
 
-class AppendResult(NamedTuple):
+class ProduceResult(NamedTuple):
     """The result of an append. `outcome`: appended, duplicate, out of order, fenced, no topic, reserved.
 
     The positions of the batch are above `after_position`.
@@ -394,7 +394,7 @@ def _record_params(batches: Sequence[AppendBatch]) -> tuple[Any, ...]:
     )
 
 
-def kafka_append(batches: Sequence[AppendBatch]) -> Call[list[AppendResult]]:
+def kafka_append(batches: Sequence[AppendBatch]) -> Call[list[ProduceResult]]:
     """Append batches in order, in one transaction. Batches of idempotent producers are deduplicated."""
     return Call(
         "select outcome, base_offset, appended_ms, after_position, epoch from headwater_internal.kafka_append("
@@ -408,7 +408,7 @@ def kafka_append(batches: Sequence[AppendBatch]) -> Call[list[AppendResult]]:
             [batch.first_sequence for batch in batches],
             *_record_params(batches),
         ),
-        lambda rows: [AppendResult(*row) for row in rows],
+        lambda rows: [ProduceResult(*row) for row in rows],
     )
 
 

@@ -15,7 +15,7 @@ from headwater.errors import CaptureRefused
 
 
 @dataclass(frozen=True, slots=True)
-class _Server:
+class _ServerState:
     wal_level: str
     server_version: int
     in_recovery: bool
@@ -47,7 +47,7 @@ def quoted(name: str) -> str:
 
 def check_server(connection: psycopg.Connection[Any]) -> None:
     """Raise CaptureRefused if this server or role cannot capture changes."""
-    with connection.cursor(row_factory=class_row(_Server)) as cursor:
+    with connection.cursor(row_factory=class_row(_ServerState)) as cursor:
         server = cursor.execute(query("server")).fetchone()
     assert server is not None
     if server.wal_level != "logical":

@@ -27,6 +27,7 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 COMMANDS: Final = {
     "up": "up",
     "down": "up",
+    "status": "status",
     "demo": "demo",
     "publish": "publish",
     "read": "read",
@@ -60,7 +61,21 @@ COMMANDS: Final = {
 }
 # A verb is one command of its module. All others are nouns: the module is a group of subcommands.
 VERBS: Final = frozenset(
-    {"up", "down", "demo", "publish", "read", "tail", "work", "replay", "replica", "serve", "migrate", "doctor"}
+    {
+        "up",
+        "down",
+        "status",
+        "demo",
+        "publish",
+        "read",
+        "tail",
+        "work",
+        "replay",
+        "replica",
+        "serve",
+        "migrate",
+        "doctor",
+    }
     | {"maintain", "metrics", "check", "bench", "chaos"}
 )
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from headwater import errors
-from headwater.embedded.failure import EmbeddedError
+from headwater.embedded.errors import EmbeddedError
 from headwater.errors import HeadwaterError
 from headwater.nats.errors import NatsRefused, NatsUnavailable, ReplicaRefused
 

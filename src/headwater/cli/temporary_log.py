@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import headwater
 from headwater.cli.connection import Session, prepare_database
 from headwater.database import schema
 from headwater.embedded import Postgres
+from headwater.embedded.temporary import temporary_directory
 
 
 @contextmanager
@@ -22,8 +21,8 @@ def temporary_log(run: Session, dsn: str | None) -> Iterator[headwater.Headwater
         with run.log(given) as log:
             yield log
         return
-    with tempfile.TemporaryDirectory(prefix="headwater-", ignore_cleanup_errors=True) as directory:
-        server = Postgres(Path(directory, "postgres"))
+    with temporary_directory() as directory:
+        server = Postgres(directory / "postgres")
         try:
             server.start()
             with run.log(prepare_database(server)) as log:

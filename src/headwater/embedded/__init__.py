@@ -6,7 +6,7 @@ from headwater.lazy_attributes import lazy_attributes
 
 if TYPE_CHECKING:
     from headwater.embedded.binaries import Binaries, find_binaries
-    from headwater.embedded.failure import EmbeddedError
+    from headwater.embedded.errors import EmbeddedError
     from headwater.embedded.postgres import Postgres
 
 __all__ = ["Binaries", "EmbeddedError", "Postgres", "find_binaries"]
@@ -16,7 +16,7 @@ if not TYPE_CHECKING:
         __name__,
         {
             "headwater.embedded.binaries": ("Binaries", "find_binaries"),
-            "headwater.embedded.failure": ("EmbeddedError",),
+            "headwater.embedded.errors": ("EmbeddedError",),
             "headwater.embedded.postgres": ("Postgres",),
         },
     )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from headwater.embedded.failure import EmbeddedError
+from headwater.embedded.errors import EmbeddedError
 
 MIN_MAJOR = 15
 

@@ -6,7 +6,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from headwater.embedded.failure import EmbeddedError
+from headwater.embedded.errors import EmbeddedError
 
 _PROBE_SECONDS = 30
 

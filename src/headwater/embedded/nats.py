@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from headwater.embedded import processes
-from headwater.embedded.failure import EmbeddedError
+from headwater.embedded.errors import EmbeddedError
 
 HOST: Final = "127.0.0.1"
 

@@ -24,7 +24,7 @@ from psycopg.conninfo import make_conninfo
 
 from headwater.embedded import processes
 from headwater.embedded.binaries import Binaries, find_binaries
-from headwater.embedded.failure import EmbeddedError
+from headwater.embedded.errors import EmbeddedError
 from headwater.embedded.identity import Identity, identity_for, wrong_owner
 
 SUPERUSER: Final = "postgres"

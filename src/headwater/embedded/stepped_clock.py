@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from headwater.embedded.failure import EmbeddedError
+from headwater.embedded.errors import EmbeddedError
 
 _LIBRARIES: Final = (
     "/usr/lib/*/faketime/libfaketime.so.1",

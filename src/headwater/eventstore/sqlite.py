@@ -55,7 +55,7 @@ MAX_CURSOR_NAME = 200
 MAX_PAYLOAD_BYTES = 1_048_576
 MAX_METADATA_BYTES = 65_536
 MAX_SNAPSHOT_BYTES = 16_777_216
-READERS = 4
+MAX_READERS = 4
 # A file has no failover and never reassigns a position.
 ONLY_EPOCH = 0
 CLEAR_INDEX_TERMS = 10_000
@@ -70,7 +70,7 @@ class SqliteEventStore(StoreSubscriptions):
         self._writer = rows.connected(path, create=create)
         self._writing = threading.Lock()
         self._readers: list[sqlite3.Connection] = []
-        self._free = threading.Semaphore(READERS)
+        self._free = threading.Semaphore(MAX_READERS)
         # One competing consumer searches at a time: all would find the same events.
         self._claiming = threading.Lock()
         self._closed = False

@@ -33,7 +33,7 @@ from headwater.eventstore.query import (
 Numbered = tuple[int, FieldIndex]
 
 BUSY_SECONDS = 10.0
-EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+UNIX_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 # Identifies a file of Headwater ("HWES") and its format version.
 APPLICATION_ID = 0x48574553
 FORM = 3
@@ -119,7 +119,7 @@ create table dead_letter (
 ) strict, without rowid;
 """
 
-EVENT = "position, position - 1, event_id, type, tags, metadata, content_type, payload, published_at"
+EVENT_COLUMNS = "position, position - 1, event_id, type, tags, metadata, content_type, payload, published_at"
 MARKED = """
 select m.position from index_term m
 where m.index_term = :way and m.position > :above and m.position < :below
@@ -388,7 +388,7 @@ def _ordered(
 
 
 def event_at(connection: sqlite3.Connection, position: int) -> StoreEvent:
-    row = connection.execute(f"select {EVENT} from event where position = ?", (position,)).fetchone()
+    row = connection.execute(f"select {EVENT_COLUMNS} from event where position = ?", (position,)).fetchone()
     return StoreEvent._make(
         (
             *row[:4],
@@ -417,12 +417,12 @@ def move_cursor(connection: sqlite3.Connection, name: str, from_position: int, t
 
 def microseconds(at: datetime) -> int:
     """A time in its stored form."""
-    return (at - EPOCH) // timedelta(microseconds=1)
+    return (at - UNIX_EPOCH) // timedelta(microseconds=1)
 
 
 def moment(kept: int) -> datetime:
     """A stored time."""
-    return EPOCH + timedelta(microseconds=kept)
+    return UNIX_EPOCH + timedelta(microseconds=kept)
 
 
 def head(connection: sqlite3.Connection) -> int:

@@ -90,7 +90,7 @@ IDLE_SAVE_SECONDS = 30.0
 # How often an idle follower checks whether its cursor was set or the epoch has changed.
 IDLE_LOOK_SECONDS = 0.5
 # Above every position: treat all missing events as expected.
-EVERYTHING = 1 << 62
+NO_LIMIT = 1 << 62
 
 
 def follow(
@@ -125,7 +125,7 @@ def follow(
         opened = CursorState(start_after, 0)
     else:
         opened = CursorState(0, (yield reading_calls.expired_to(topics)))
-    gone_to = EVERYTHING if skip_expired else opened.gone_to
+    gone_to = NO_LIMIT if skip_expired else opened.gone_to
     # The position read so far, and the position saved in the cursor. They differ if the topics had no events.
     after = saved = opened.position
     wait = MIN_WAIT_SECONDS
@@ -138,7 +138,7 @@ def follow(
         if epoch is not None and epoch != state.epoch:
             if cursor is not None:
                 opened = yield from _find_cursor(cursor)
-                gone_to = EVERYTHING if skip_expired else opened.gone_to
+                gone_to = NO_LIMIT if skip_expired else opened.gone_to
                 common = opened.position
             else:
                 common = yield log_calls.common_position(epoch, after)
@@ -185,7 +185,7 @@ def follow(
                     # The cursor was set, or an earlier move succeeded and its response was lost.
                     opened = yield from _find_cursor(cursor)
                     after = saved = opened.position
-                    gone_to = EVERYTHING if skip_expired else opened.gone_to
+                    gone_to = NO_LIMIT if skip_expired else opened.gone_to
             if cursor is not None and (stop_when_caught_up or idle_seconds >= look_at):
                 if after > saved and (stop_when_caught_up or idle_seconds >= IDLE_SAVE_SECONDS):
                     idle_seconds = 0.0
@@ -197,7 +197,7 @@ def follow(
                 opened = yield from _find_cursor(cursor)
                 if opened.position != saved:
                     after = saved = opened.position
-                    gone_to = EVERYTHING if skip_expired else opened.gone_to
+                    gone_to = NO_LIMIT if skip_expired else opened.gone_to
                     continue
         except EpochChanged as error:
             refused = error

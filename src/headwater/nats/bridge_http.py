@@ -37,7 +37,7 @@ class BridgeHttpServer:
 
     def __init__(self, answers: BridgeCallbacks, *, host: str, port: int) -> None:
         try:
-            self._server: Final = _Server((host, port), answers)
+            self._server: Final = _BoundedServer((host, port), answers)
         except (OSError, OverflowError) as error:
             raise InvalidRequest(
                 f"cannot listen on {host}:{port}: {error}", hint="Choose another port, or 0 for a free one."
@@ -57,7 +57,7 @@ class BridgeHttpServer:
         self._thread.join(_REQUEST_SECONDS)
 
 
-class _Server(ThreadingHTTPServer):
+class _BoundedServer(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = True
 
@@ -84,7 +84,7 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     timeout = _REQUEST_SECONDS
-    server: _Server
+    server: _BoundedServer
     server_version = "headwater"
     sys_version = ""
 

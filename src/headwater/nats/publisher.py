@@ -31,7 +31,7 @@ _MAX_WAIT_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class PublishResult:
+class PublishTotals:
     """How many messages the streams stored, and how many were duplicates."""
 
     stored: int
@@ -54,7 +54,7 @@ class _Chunk:
         self.open = batch.num_rows
 
 
-class Publisher:
+class JetStreamPublisher:
     """A connection to a NATS server that publishes to JetStream. Not thread-safe.
 
     A message is published when its stream has acknowledged it. After a lost connection, all unacknowledged messages
@@ -100,9 +100,9 @@ class Publisher:
         self.reconnects = 0
 
     @property
-    def progress(self) -> PublishResult:
+    def progress(self) -> PublishTotals:
         """The messages acknowledged since the last flush. May be read from any thread."""
-        return PublishResult(self._stored, self._duplicates)
+        return PublishTotals(self._stored, self._duplicates)
 
     @property
     def max_payload_bytes(self) -> int:
@@ -114,7 +114,7 @@ class Publisher:
 
     # -- public methods
 
-    def publish(self, batch: pa.RecordBatch) -> PublishResult:
+    def publish(self, batch: pa.RecordBatch) -> PublishTotals:
         """Publish a batch; return when all of its messages are acknowledged."""
         self.send(batch)
         return self.flush()
@@ -141,7 +141,7 @@ class Publisher:
             self._queue(chunk)
             self._step(wait=False)
 
-    def flush(self) -> PublishResult:
+    def flush(self) -> PublishTotals:
         """Wait until everything sent is acknowledged; return the counts since the last flush."""
         while self._open:
             self._step()

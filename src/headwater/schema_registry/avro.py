@@ -249,53 +249,53 @@ class _Defaults:
 Walk = Callable[[bytes, int, int], int]
 
 
-def _long(payload: bytes, place: int) -> tuple[int, int]:
+def _long(payload: bytes, offset: int) -> tuple[int, int]:
     value = shift = 0
     while True:
-        byte = payload[place]
-        place += 1
+        byte = payload[offset]
+        offset += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return (value >> 1) ^ -(value & 1), place
+            return (value >> 1) ^ -(value & 1), offset
         shift += 7
         if shift > 63:
             raise PayloadMismatch("a number is longer than ten bytes")
 
 
-def _walk_null(payload: bytes, place: int, depth: int) -> int:
-    return place
+def _walk_null(payload: bytes, offset: int, depth: int) -> int:
+    return offset
 
 
-def _walk_boolean(payload: bytes, place: int, depth: int) -> int:
-    if payload[place] > 1:
-        raise PayloadMismatch(f"invalid boolean byte {payload[place]}")
-    return place + 1
+def _walk_boolean(payload: bytes, offset: int, depth: int) -> int:
+    if payload[offset] > 1:
+        raise PayloadMismatch(f"invalid boolean byte {payload[offset]}")
+    return offset + 1
 
 
-def _walk_int(payload: bytes, place: int, depth: int) -> int:
-    value, place = _long(payload, place)
+def _walk_int(payload: bytes, offset: int, depth: int) -> int:
+    value, offset = _long(payload, offset)
     if not -(2**31) <= value < 2**31:
         raise PayloadMismatch(f"{value} exceeds 32 bits")
-    return place
+    return offset
 
 
-def _walk_long(payload: bytes, place: int, depth: int) -> int:
-    return _long(payload, place)[1]
+def _walk_long(payload: bytes, offset: int, depth: int) -> int:
+    return _long(payload, offset)[1]
 
 
-def _sized(payload: bytes, place: int) -> tuple[int, int]:
-    size, place = _long(payload, place)
-    if size < 0 or size > len(payload) - place:
-        raise PayloadMismatch(f"a length of {size} bytes exceeds the remaining {len(payload) - place}")
-    return place, place + size
+def _sized(payload: bytes, offset: int) -> tuple[int, int]:
+    size, offset = _long(payload, offset)
+    if size < 0 or size > len(payload) - offset:
+        raise PayloadMismatch(f"a length of {size} bytes exceeds the remaining {len(payload) - offset}")
+    return offset, offset + size
 
 
-def _walk_bytes(payload: bytes, place: int, depth: int) -> int:
-    return _sized(payload, place)[1]
+def _walk_bytes(payload: bytes, offset: int, depth: int) -> int:
+    return _sized(payload, offset)[1]
 
 
-def _walk_string(payload: bytes, place: int, depth: int) -> int:
-    begin, end = _sized(payload, place)
+def _walk_string(payload: bytes, offset: int, depth: int) -> int:
+    begin, end = _sized(payload, offset)
     try:
         payload[begin:end].decode()
     except UnicodeDecodeError:
@@ -304,10 +304,10 @@ def _walk_string(payload: bytes, place: int, depth: int) -> int:
 
 
 def _fixed(size: int) -> Walk:
-    def walk(payload: bytes, place: int, depth: int) -> int:
-        if size > len(payload) - place:
+    def walk(payload: bytes, offset: int, depth: int) -> int:
+        if size > len(payload) - offset:
             raise PayloadMismatch("the payload ends too early")
-        return place + size
+        return offset + size
 
     return walk
 
@@ -337,20 +337,20 @@ def _walker(node: Node, known: dict[int, Walk]) -> Walk:
     if node.kind == "record":
         walks: list[Walk] = []
 
-        def walk_record(payload: bytes, place: int, depth: int) -> int:
+        def walk_record(payload: bytes, offset: int, depth: int) -> int:
             if depth == 0:
                 raise PayloadMismatch(f"the payload nests deeper than {MAX_DEPTH} levels")
             number = 0
             try:
                 for walk in walks:
-                    place = walk(payload, place, depth - 1)
+                    offset = walk(payload, offset, depth - 1)
                     number += 1
             except PayloadMismatch as unfit:
                 reason = str(unfit)
                 raise PayloadMismatch(f"{node.fields[number].name}{'.' if ': ' in reason else ': '}{reason}") from None
             except IndexError:
                 raise PayloadMismatch(f"{node.fields[number].name}: the payload ends too early") from None
-            return place
+            return offset
 
         # Registered before its fields are created, one of which may be the type itself.
         known[id(node)] = walk_record
@@ -364,41 +364,41 @@ def _walker(node: Node, known: dict[int, Walk]) -> Walk:
 def _enum(node: Node) -> Walk:
     count = len(node.symbols)
 
-    def walk(payload: bytes, place: int, depth: int) -> int:
-        number, place = _long(payload, place)
+    def walk(payload: bytes, offset: int, depth: int) -> int:
+        number, offset = _long(payload, offset)
         if not 0 <= number < count:
             raise PayloadMismatch(f"enum {node.name} has no symbol {number}")
-        return place
+        return offset
 
     return walk
 
 
 def _union(branches: list[Walk]) -> Walk:
-    def walk(payload: bytes, place: int, depth: int) -> int:
-        number, place = _long(payload, place)
+    def walk(payload: bytes, offset: int, depth: int) -> int:
+        number, offset = _long(payload, offset)
         if not 0 <= number < len(branches):
             raise PayloadMismatch(f"a union of {len(branches)} types has no type {number}")
-        return branches[number](payload, place, depth)
+        return branches[number](payload, offset, depth)
 
     return walk
 
 
 def _blocks(item: Walk, *, keyed: bool, empty: bool) -> Walk:
-    def walk(payload: bytes, place: int, depth: int) -> int:
+    def walk(payload: bytes, offset: int, depth: int) -> int:
         if depth == 0:
             raise PayloadMismatch(f"the payload nests deeper than {MAX_DEPTH} levels")
         while True:
-            count, place = _long(payload, place)
+            count, offset = _long(payload, offset)
             if count == 0:
-                return place
+                return offset
             if count < 0:
                 count = -count
-                _, place = _long(payload, place)
+                _, offset = _long(payload, offset)
             # Values without bytes are not counted: there can be a trillion of them. All others end with the payload.
             for _ in range(1 if empty and not keyed else count):
                 if keyed:
-                    place = _walk_string(payload, place, depth)
-                place = item(payload, place, depth - 1)
+                    offset = _walk_string(payload, offset, depth)
+                offset = item(payload, offset, depth - 1)
 
     return walk
 

@@ -29,7 +29,7 @@ _KINDS: Final = {
 }  # fmt: skip
 _MISSING: Final = object()
 
-Place = tuple[Any, Any]
+LocatedSchema = tuple[Any, Any]
 """A document and a schema in it: the meaning of a reference depends on its document."""
 
 
@@ -47,13 +47,13 @@ class _Comparison:
         self._work = work
         self._open: set[tuple[int, int]] = set()
 
-    def _fits(self, reader: Place, writer: Place) -> bool:
+    def _fits(self, reader: LocatedSchema, writer: LocatedSchema) -> bool:
         kept, self._work.problems = self._work.problems, []
         self.compare(reader, writer, "")
         found, self._work.problems = self._work.problems, kept
         return not found
 
-    def compare(self, reader: Place, writer: Place, where: str) -> None:
+    def compare(self, reader: LocatedSchema, writer: LocatedSchema, where: str) -> None:
         self._work.step()
         reader, writer = self._followed(self._reader, reader), self._followed(self._writer, writer)
         to, of = reader[1], writer[1]
@@ -78,19 +78,19 @@ class _Comparison:
         finally:
             self._open.discard(pair)
 
-    def _followed(self, documents: Documents, place: Place) -> Place:
+    def _followed(self, documents: Documents, at: LocatedSchema) -> LocatedSchema:
         seen: set[int] = set()
-        while isinstance(place[1], dict) and isinstance(place[1].get("$ref"), str) and id(place[1]) not in seen:
-            if _beside(place[1]):
+        while isinstance(at[1], dict) and isinstance(at[1].get("$ref"), str) and id(at[1]) not in seen:
+            if _beside(at[1]):
                 break
-            seen.add(id(place[1]))
-            found = documents.resolve(place[0], place[1]["$ref"])
+            seen.add(id(at[1]))
+            found = documents.resolve(at[0], at[1]["$ref"])
             if found is None:
                 break
-            place = found
-        return place
+            at = found
+        return at
 
-    def _by_alternatives(self, reader: Place, writer: Place, where: str) -> bool:
+    def _by_alternatives(self, reader: LocatedSchema, writer: LocatedSchema, where: str) -> bool:
         """Whether the writer is only a choice, and each of its alternatives was compared."""
         for name in ("anyOf", "oneOf"):
             choice = writer[1].get(name)
@@ -199,11 +199,11 @@ class _Comparison:
 
     def _compare_arrays(self, to: dict[str, Any], of: dict[str, Any], to_in: Any, of_in: Any, where: str) -> None:
         (now, now_rest), (before, before_rest) = _items(to), _items(of)
-        for place in range(max(len(now), len(before))):
+        for index in range(max(len(now), len(before))):
             self.compare(
-                (to_in, now[place] if place < len(now) else now_rest),
-                (of_in, before[place] if place < len(before) else before_rest),
-                f"{where}/{place}",
+                (to_in, now[index] if index < len(now) else now_rest),
+                (of_in, before[index] if index < len(before) else before_rest),
+                f"{where}/{index}",
             )
         self.compare((to_in, now_rest), (of_in, before_rest), f"{where}/items")
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import secrets
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated, Final
 
 import typer
@@ -21,6 +19,7 @@ from headwater.cli.options import Dsn, Json, Yes, examples
 from headwater.cli.signals import interrupt_on_sigterm
 from headwater.embedded import Postgres
 from headwater.embedded.stepped_clock import SteppedClock, find_libfaketime
+from headwater.embedded.temporary import temporary_directory
 from headwater.errors import InvalidRequest
 from headwater.trials import chaos as trial
 
@@ -121,11 +120,11 @@ def _database(context: typer.Context, dsn: str | None) -> Iterator[tuple[str, Po
             pass
         yield dsn, None, None
         return
-    with tempfile.TemporaryDirectory(prefix="headwater-", ignore_cleanup_errors=True) as directory:
+    with temporary_directory() as directory:
         # The server may run as another user, which must be able to read the file of its clock.
-        Path(directory).chmod(0o711)
-        clock = SteppedClock(Path(directory, "clock")) if find_libfaketime() is not None else None
-        server = Postgres(Path(directory, "postgres"), environment=clock.environment if clock is not None else None)
+        directory.chmod(0o711)
+        clock = SteppedClock(directory / "clock") if find_libfaketime() is not None else None
+        server = Postgres(directory / "postgres", environment=clock.environment if clock is not None else None)
         try:
             server.start()
             yield prepare_database(server), server, clock

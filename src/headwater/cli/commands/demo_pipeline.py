@@ -6,7 +6,6 @@ import asyncio
 import json
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +21,7 @@ from headwater.cli.exit_codes import NotFound
 from headwater.cli.optional_packages import require_extras
 from headwater.embedded import Postgres
 from headwater.embedded.nats import Nats
+from headwater.embedded.temporary import temporary_directory
 from headwater.errors import HeadwaterError
 
 # A bound for a very busy machine; an idle one takes seconds.
@@ -58,8 +58,7 @@ insert into orders values (1, 'ada', 1200), (2, 'bob', 550);
 
 def show(explain: Callable[[str], None]) -> list[Mapping[str, Any]]:
     """Start all servers in a temporary directory, change a row, and show the change at each destination."""
-    with tempfile.TemporaryDirectory(prefix="headwater-", ignore_cleanup_errors=True) as path:
-        directory = Path(path)
+    with temporary_directory() as directory:
         explain("Starting Postgres, NATS and Spark in a temporary directory ...")
         with _servers(directory) as (dsn, nats_url):
             with psycopg.connect(dsn, autocommit=True) as connection:
@@ -179,7 +178,7 @@ def _running(directory: Path, dsn: str, nats_url: str, explain: Callable[[str], 
     with require_extras("spark,nats"):
         from headwater.spark import local_session
         from headwater.spark.pipelines.file import parse
-        from headwater.spark.pipelines.runner import Report, Runner, Settings
+        from headwater.spark.pipelines.runner import Report, Runner, RunnerSettings
     started: set[str] = set()
     failed: list[str] = []
 
@@ -193,7 +192,7 @@ def _running(directory: Path, dsn: str, nats_url: str, explain: Callable[[str], 
     spark.sparkContext.setLogLevel("OFF")
     try:
         specs = parse(PIPELINES, {}).pipelines
-        settings = Settings(dsn=dsn, nats_url=nats_url, directory=directory, checkpoints="checkpoints")
+        settings = RunnerSettings(dsn=dsn, nats_url=nats_url, directory=directory, checkpoints="checkpoints")
         runner = Runner(spark, specs, settings, report=on_report)
         thread = threading.Thread(target=_run_until_stopped, args=(runner,), daemon=True)
         thread.start()

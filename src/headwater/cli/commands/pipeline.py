@@ -75,12 +75,12 @@ def run(
     with translate_errors():
         connect(database).close()
     spark = _spark(declared, master=master, cores=cores, heap_mb=heap_mb, fast_start=once, as_json=as_json)
-    from headwater.spark.pipelines.runner import Runner, Settings
+    from headwater.spark.pipelines.runner import Runner, RunnerSettings
 
     runner = Runner(
         spark,
         chosen,
-        Settings(
+        RunnerSettings(
             dsn=database,
             nats_url=declared.nats,
             directory=file.resolve().parent,
@@ -124,9 +124,9 @@ def rebuild(
         connect(database).close()
     spark = _spark(declared, master=master, cores=cores, heap_mb=1024, fast_start=False, as_json=as_json)
     from headwater.spark.pipelines import rebuild as pipeline_rebuild
-    from headwater.spark.pipelines.runner import Settings
+    from headwater.spark.pipelines.runner import RunnerSettings
 
-    settings = Settings(
+    settings = RunnerSettings(
         dsn=database, nats_url=declared.nats, directory=file.resolve().parent, checkpoints=declared.checkpoints
     )
     try:

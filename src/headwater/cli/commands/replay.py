@@ -104,7 +104,7 @@ def replay(
             output.emit({"forgotten": forget}) if as_json else output.print_line(f"forgot replay {forget}")
             return
     with require_extras("spark"):
-        from headwater.spark.replay.run import Selection, ToQueue, ToTable, ToTopic
+        from headwater.spark.replay.run import ReplaySelection, ToQueue, ToTable, ToTopic
         from headwater.spark.replay.run import preview as look
         from headwater.spark.replay.run import replay as carry_out
 
@@ -115,7 +115,7 @@ def replay(
         target = ToQueue(to_queue)
     else:
         target = ToTable.parse(to_table or "")
-    selection = Selection(
+    selection = ReplaySelection(
         topics=tuple(topic) if topic else None,
         after=after,
         up_to=up_to,

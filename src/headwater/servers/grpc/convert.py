@@ -35,7 +35,7 @@ MAX_FOLLOW_BYTES: Final = 4_194_304
 # Maximum size of a message of a stream, unless a single event is larger. Also the bytes that the server buffers for
 # each subscriber of an event store: there may be many subscribers, and events can be read again.
 MAX_CHUNK_BYTES: Final = 1_048_576
-EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+UNIX_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def _reject_constant(text: str) -> Any:
@@ -69,7 +69,7 @@ def json_object(text: str, what: str) -> dict[str, Any]:
 
 def timestamp(at: datetime) -> Timestamp:
     """Convert a time. Four times as fast as Timestamp.FromDatetime."""
-    since = at - EPOCH
+    since = at - UNIX_EPOCH
     return Timestamp(seconds=since.days * 86400 + since.seconds, nanos=since.microseconds * 1000)
 
 

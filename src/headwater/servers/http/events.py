@@ -35,7 +35,7 @@ from headwater.servers.http.requests import (
     Time,
     TopicName,
 )
-from headwater.servers.http.sse_client import Selection
+from headwater.servers.http.sse_client import StreamSelection
 
 routes = router("events")
 
@@ -155,7 +155,7 @@ def need_topics(request: Request, topics: Sequence[str] | None) -> None:
         principal_of(request).need("read", "topic", name)
 
 
-def selection_of(request: Request, topics: Sequence[str] | None, type: str | None, key: str | None) -> Selection:
+def selection_of(request: Request, topics: Sequence[str] | None, type: str | None, key: str | None) -> StreamSelection:
     """The selection in a query string."""
     headers = tuple(
         (name.removeprefix("header."), value)
@@ -164,7 +164,7 @@ def selection_of(request: Request, topics: Sequence[str] | None, type: str | Non
     )
     if len(headers) > 20:
         raise InvalidRequest("too many header.NAME parameters: at most 20 are allowed")
-    return Selection(
+    return StreamSelection(
         None if topics is None else frozenset(topics), type, None if key is None else key.encode(), headers
     )
 

@@ -31,8 +31,8 @@ KEEP_ALIVE_SECONDS: Final = 20
 CLEANUP_SECONDS: Final = 5.0
 
 
-class _Server(uvicorn.Server):
-    """A uvicorn server that leaves signals to its process and signals when it listening."""
+class _UvicornServer(uvicorn.Server):
+    """A uvicorn server without signal handlers, since its process has them. `listening` is set when it listens."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -76,7 +76,7 @@ async def serving(
             ssl_certfile=options.certificate,
             ssl_keyfile=options.private_key,
         )
-        server = _Server(config)
+        server = _UvicornServer(config)
         scheme = "http" if options.certificate is None else "https"
         host = f"[{options.host}]" if ":" in options.host else options.host
         running = RunningServer(f"{scheme}://{host}:{options.port}")

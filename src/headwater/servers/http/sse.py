@@ -18,7 +18,7 @@ from headwater.servers.http.authorization import checked_in_route, principal_of,
 from headwater.servers.http.dependencies import context_of, problems, router
 from headwater.servers.http.events import KeyQuery, TypeQuery, need_topics, selection_of
 from headwater.servers.http.requests import MAX_POSITION, QueueName, TopicName
-from headwater.servers.http.sse_client import Selection, SseResponse, SseStream
+from headwater.servers.http.sse_client import SseResponse, SseStream, StreamSelection
 from headwater.servers.http.sse_frames import RESUME_POINT_PATTERN, ResumePoint
 
 routes = router("SSE streams")
@@ -119,7 +119,7 @@ async def follow_queue(
             raise
         await _check_readable(request, queue, point.seen)
         point = point._replace(position=max(point.position, min(point.seen, earliest - 1)))
-    return _stream(request, ("queue", queue), Selection(), point, named, ("read", "consumer", [queue]))
+    return _stream(request, ("queue", queue), StreamSelection(), point, named, ("read", "consumer", [queue]))
 
 
 @routes.get(
@@ -146,7 +146,7 @@ async def follow_subscription(
     # From now on the stream keeps the subscription from expiring.
     await log.run(subscription_calls.keep_alive([id]), patience_seconds=5)
     return _stream(
-        request, ("subscriptions", queue), Selection(subscription=id), point, named, ("read", "consumer", [queue])
+        request, ("subscriptions", queue), StreamSelection(subscription=id), point, named, ("read", "consumer", [queue])
     )
 
 
@@ -196,7 +196,7 @@ def _start(after: str | None, last_event_id: str | None) -> ResumePoint | None:
 def _stream(
     request: Request,
     key: tuple[str, ...],
-    selection: Selection,
+    selection: StreamSelection,
     point: ResumePoint,
     named: bool,
     permission: tuple[str, str, list[str]],

@@ -25,7 +25,7 @@ RETRY_MS: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class StreamSelection:
     """Which events a client wants: those that match every given field."""
 
     # None: every topic.
@@ -85,7 +85,7 @@ class SseStream:
 
     def __init__(
         self,
-        selection: Selection,
+        selection: StreamSelection,
         start: ResumePoint,
         *,
         named: bool,

@@ -48,7 +48,7 @@ from headwater.observability.counters import COUNTERS
 from headwater.observability.metrics import EPOCH, EPOCH_CHANGED, ERROR, POSITION, READ_TO, logger
 from headwater.servers.authentication import TooManyRequests
 from headwater.servers.http.requests import MAX_POSITION
-from headwater.servers.http.sse_client import Selection, SseStream
+from headwater.servers.http.sse_client import SseStream, StreamSelection
 from headwater.servers.http.sse_frames import ResumePoint, frame
 from headwater.servers.options import ServerLimits
 from headwater.supervisor import supervise
@@ -124,7 +124,7 @@ class Feed:
         self._exhausted = -1
         self._streams: set[SseStream] = set()
         # Live streams by selection: their output is the same and is built once.
-        self._live_streams: dict[tuple[Selection, bool], set[SseStream]] = {}
+        self._live_streams: dict[tuple[StreamSelection, bool], set[SseStream]] = {}
         # Streams that wait for the next read of this feed.
         self._waiting: set[SseStream] = set()
         self.wake = asyncio.Event()
@@ -171,7 +171,7 @@ class Feed:
             stream.live = True
             self._live_streams.setdefault((stream.selection, stream.named), set()).add(stream)
 
-    def end_of(self, selection: Selection) -> int:
+    def end_of(self, selection: StreamSelection) -> int:
         """The position up to which every event of this selection was read."""
         return self.ceiling
 
@@ -216,7 +216,7 @@ class Feed:
             self._waiting.add(stream)
         self.wake.set()
 
-    async def read(self, after: int, selection: Selection, expired_to: int = 0) -> FeedBatch:
+    async def read(self, after: int, selection: StreamSelection, expired_to: int = 0) -> FeedBatch:
         """Read after a position for a stream that is behind. It does not miss events removed up to `expired_to`."""
         raise NotImplementedError
 
@@ -317,7 +317,7 @@ class Feed:
 
 
 def pieces(
-    events: Sequence[BufferedEvent], selection: Selection, named: bool, to: int
+    events: Sequence[BufferedEvent], selection: StreamSelection, named: bool, to: int
 ) -> Iterator[tuple[bytes, int, int]]:
     """The frames of the selected events in pieces, each with the position that it reaches and the position of its last
     event (0 in an empty piece)."""
@@ -362,7 +362,7 @@ class TopicFeed(Feed):
                 del self._followers[topic]
         super().leave(stream)
 
-    def end_of(self, selection: Selection) -> int:
+    def end_of(self, selection: StreamSelection) -> int:
         return min(self._ends[topic] for topic in _topics_selected(selection))
 
     def holds(self, stream: SseStream) -> bool:
@@ -434,7 +434,7 @@ class TopicFeed(Feed):
         self._buffer_bytes += sum(len(one.event.payload or b"") for one in events)
         return True
 
-    async def read(self, after: int, selection: Selection, expired_to: int = 0) -> FeedBatch:
+    async def read(self, after: int, selection: StreamSelection, expired_to: int = 0) -> FeedBatch:
         names = None if selection.topics is None else sorted(selection.topics)
         return await self._read(names, after, self._hub.stable_of(_topics_selected(selection)), expired_to)
 
@@ -478,7 +478,7 @@ class TopicFeed(Feed):
         self.wake.set()
 
 
-def _topics_selected(selection: Selection) -> frozenset[str]:
+def _topics_selected(selection: StreamSelection) -> frozenset[str]:
     return _WHOLE_LOG if selection.topics is None else selection.topics
 
 
@@ -490,9 +490,9 @@ class BindingFeed(Feed):
     """The events that the bindings of a queue select. Only the database evaluates bindings."""
 
     async def _next(self) -> FeedBatch:
-        return await self.read(self.ceiling, Selection())
+        return await self.read(self.ceiling, StreamSelection())
 
-    async def read(self, after: int, selection: Selection, expired_to: int = 0) -> FeedBatch:
+    async def read(self, after: int, selection: StreamSelection, expired_to: int = 0) -> FeedBatch:
         epoch = self._hub.epoch
         call = overview.read_bound(self.key[1], after=after, batch_size=BATCH_SIZE, max_bytes=BATCH_BYTES)
         events, to = await self.log.run(call, patience_seconds=0)
@@ -504,9 +504,9 @@ class SubscriptionFeed(Feed):
     """The events that the SQL subscriptions of a queue match."""
 
     async def _next(self) -> FeedBatch:
-        return await self.read(self.ceiling, Selection())
+        return await self.read(self.ceiling, StreamSelection())
 
-    async def read(self, after: int, selection: Selection, expired_to: int = 0) -> FeedBatch:
+    async def read(self, after: int, selection: StreamSelection, expired_to: int = 0) -> FeedBatch:
         epoch = self._hub.epoch
         reading = await self.log.read_next(self.key[1], reader="sse", after=after, batch_size=BATCH_SIZE, peek=True)
         await self._hub.check_epoch(epoch, after)

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 import psycopg
 
 from headwater.calls import kafka as calls
-from headwater.calls.kafka import AppendBatch, AppendResult, KafkaTopic, TopicPartition
+from headwater.calls.kafka import AppendBatch, KafkaTopic, ProduceResult, TopicPartition
 from headwater.errors import (
     EventTooLarge,
     HeadwaterError,
@@ -123,7 +123,7 @@ class MemoryBudget:
 
 class _QueuedBatch(NamedTuple):
     incoming: IncomingBatch
-    done: asyncio.Future[AppendResult]
+    done: asyncio.Future[ProduceResult]
 
     @property
     def batch(self) -> AppendBatch:
@@ -143,8 +143,8 @@ class Appender:
         self._wanted = asyncio.Event()
         self._slots = asyncio.Semaphore(2)
 
-    def submit(self, incoming: IncomingBatch) -> asyncio.Future[AppendResult]:
-        done: asyncio.Future[AppendResult] = asyncio.get_running_loop().create_future()
+    def submit(self, incoming: IncomingBatch) -> asyncio.Future[ProduceResult]:
+        done: asyncio.Future[ProduceResult] = asyncio.get_running_loop().create_future()
         self._pending.append(_QueuedBatch(incoming, done))
         self._wanted.set()
         return done
@@ -209,7 +209,7 @@ class Appender:
                 )
                 COUNTERS.add(PUBLISHED, one.incoming.topic, by=len(one.batch.payloads))
 
-    def _cache(self, incoming: IncomingBatch, first: int, answer: AppendResult) -> None:
+    def _cache(self, incoming: IncomingBatch, first: int, answer: ProduceResult) -> None:
         if incoming.original is None:
             return
         log_append_ms = answer.appended_ms if incoming.by_log_time else None
@@ -229,7 +229,7 @@ class Appender:
         async with self._slots:
             await self._append([one for one in taken if one.batch.topic_partition == topic_partition])
 
-    async def _run(self, batches: Sequence[AppendBatch]) -> list[AppendResult]:
+    async def _run(self, batches: Sequence[AppendBatch]) -> list[ProduceResult]:
         for _ in range(5):
             try:
                 # No retry on a lost connection: the commit may have happened, and only the client can retry safely.
@@ -265,11 +265,11 @@ class _PendingAppend(NamedTuple):
     """An append that has not completed. `log_append`: the topic uses LogAppendTime."""
 
     partition: int
-    append: asyncio.Future[AppendResult]
+    append: asyncio.Future[ProduceResult]
     log_append: bool
 
 
-Staging = Callable[[str, AppendBatch], Awaitable[AppendResult]]
+Staging = Callable[[str, AppendBatch], Awaitable[ProduceResult]]
 # The topic's name or id in the response, and for each partition its response or its pending append.
 _TopicResponse = tuple[dict[str, Any], list[_PartitionResponse | _PendingAppend]]
 
@@ -348,7 +348,7 @@ class ProduceApi:
                 ErrorCode.transactional_id_authorization_failed, "not authorized to use the transactional id"
             )
         incoming, columns = await self._unpack(topic, part, header)
-        append: asyncio.Future[AppendResult] | None = None
+        append: asyncio.Future[ProduceResult] | None = None
         try:
             if topic.schemas:
                 await self._validator.validate(topic, columns)
@@ -407,7 +407,7 @@ async def _await_response(waiting: Sequence[_TopicResponse], *, silent: bool) ->
     return None if silent else {"responses": responses}
 
 
-async def _await_append(index: int, append: Awaitable[AppendResult], log_append: bool) -> _PartitionResponse:
+async def _await_append(index: int, append: Awaitable[ProduceResult], log_append: bool) -> _PartitionResponse:
     try:
         appended = await append
     except StorageFull as error:

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import psycopg
 
 from headwater.calls import kafka as calls
-from headwater.calls.kafka import AppendBatch, AppendResult, OpenTransaction
+from headwater.calls.kafka import AppendBatch, OpenTransaction, ProduceResult
 from headwater.errors import LogUnavailable, TransactionAborted
 from headwater.servers.kafka.broker import Broker
 from headwater.servers.kafka.classic_protocol import ClassicGroupApis
@@ -141,14 +141,14 @@ class TransactionApis:
         outcome = await self._broker.log.run(call, patience_seconds=5)
         return {"error_code": _code(outcome, knows_fenced=request.version >= 2)}
 
-    async def stage(self, transactional_id: str, batch: AppendBatch, *, may_begin: bool) -> AppendResult:
+    async def stage(self, transactional_id: str, batch: AppendBatch, *, may_begin: bool) -> ProduceResult:
         """Stage a batch; its offset is not known before the transaction ends."""
         lock = self._locks.setdefault(transactional_id, asyncio.Lock())
         async with lock:
             outcome = await self._broker.log.run(
                 calls.kafka_stage(transactional_id, batch, may_begin=may_begin), patience_seconds=0
             )
-        return AppendResult(outcome, -1, -1)
+        return ProduceResult(outcome, -1, -1)
 
     async def commit_offsets(self, request: Request) -> dict[str, Any]:
         fields = request.fields

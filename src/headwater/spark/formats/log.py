@@ -52,7 +52,7 @@ WINDOW = 50_000
 # An event gets its position and its time in one statement. No publishing statement runs longer than this.
 MAX_STATEMENT_DURATION = timedelta(hours=1)
 # Above every position: missing events are not an error.
-EVERYTHING = 2**62
+NO_LIMIT = 2**62
 
 
 @dataclass(frozen=True)
@@ -283,8 +283,8 @@ def start_of(
                 hint="It belongs to another log, or to a lost history. Read from a position of this log.",
                 detail={"epoch": state.epoch, "requested_epoch": options.epoch, "common_position": state.head},
             )
-        return after, EVERYTHING if options.skip_expired else 0
-    gone_to = EVERYTHING if options.skip_expired else max((topic.lost_to for topic in kept), default=0)
+        return after, NO_LIMIT if options.skip_expired else 0
+    gone_to = NO_LIMIT if options.skip_expired else max((topic.lost_to for topic in kept), default=0)
     after = 0 if options.since is None else position_before(log, topics, kept, options.since)
     return after, gone_to
 
@@ -413,7 +413,7 @@ class LogStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def partitions(self, start: dict[str, int], end: dict[str, int]) -> Sequence[InputPartition]:
         state = self._state()
         after, up_to = self._resolve(start, state), self._resolve(end, state)
-        gone_to = EVERYTHING if self.options.skip_expired else start["gone_to"]
+        gone_to = NO_LIMIT if self.options.skip_expired else start["gone_to"]
         kept = self._retention_state()
         refuse_lost(kept, after=max(after, gone_to))
         requested = self.options.partitions

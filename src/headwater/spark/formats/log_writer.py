@@ -33,9 +33,9 @@ from headwater.spark.formats.read_options import required_dsn
 from headwater.spark.options import ADDED_BY_SPARK, refuse_unknown_options
 
 WRITE_OPTIONS = ("dsn", "topic", "writer", "epoch")
-TEXT = ("topic", "data", "type", "routing_key", "headers", "event_id", "content_type")
+TEXT_COLUMNS = ("topic", "data", "type", "routing_key", "headers", "event_id", "content_type")
 TEXT_OR_BYTES = ("payload", "key")
-COLUMNS = TEXT + TEXT_OR_BYTES
+COLUMNS = TEXT_COLUMNS + TEXT_OR_BYTES
 
 CHUNK_BYTES = 8 * 1024 * 1024
 CHUNK_EVENTS = 10_000
@@ -81,7 +81,7 @@ def check_columns(schema: StructType, topic: str | None) -> None:
         raise InvalidRequest("give the content of an event either as the column payload or, as JSON text, as data")
     wrong: list[str] = []
     for field in schema.fields:
-        allowed: tuple[type[DataType], ...] = (StringType,) if field.name in TEXT else (StringType, BinaryType)
+        allowed: tuple[type[DataType], ...] = (StringType,) if field.name in TEXT_COLUMNS else (StringType, BinaryType)
         if not isinstance(field.dataType, allowed):
             wrong.append(f"{field.name} ({field.dataType.simpleString()})")
     if wrong:
@@ -103,7 +103,7 @@ class StagedAttempt(WriterCommitMessage):
 
 
 @dataclass(frozen=True, slots=True)
-class EventChunk:
+class TopicChunk:
     """Events of one topic, in order, as columns: one row of the staging table."""
 
     topic: str
@@ -113,7 +113,7 @@ class EventChunk:
         return len(self.columns["payload"])
 
 
-def chunks(batch: pa.RecordBatch, topic: str | None) -> Iterator[EventChunk]:
+def chunks(batch: pa.RecordBatch, topic: str | None) -> Iterator[TopicChunk]:
     """Split a batch into chunks of bounded size, each of one topic and in the order of the rows."""
     columns = {name: batch.column(index) for index, name in enumerate(batch.schema.names)}
     if "data" in columns:
@@ -135,16 +135,16 @@ def chunks(batch: pa.RecordBatch, topic: str | None) -> Iterator[EventChunk]:
         yield from _bounded_chunks(name, {column: values.take(rows) for column, values in columns.items()})
 
 
-def _bounded_chunks(topic: str, columns: Mapping[str, pa.Array]) -> Iterator[EventChunk]:
+def _bounded_chunks(topic: str, columns: Mapping[str, pa.Array]) -> Iterator[TopicChunk]:
     sizes = pc.fill_null(pc.binary_length(columns["payload"]), 0).to_numpy()
     start = bytes_taken = 0
     for row, size in enumerate(sizes):
         if row > start and (row - start == CHUNK_EVENTS or bytes_taken + size > CHUNK_BYTES):
-            yield EventChunk(topic, {name: values.slice(start, row - start) for name, values in columns.items()})
+            yield TopicChunk(topic, {name: values.slice(start, row - start) for name, values in columns.items()})
             start, bytes_taken = row, 0
         bytes_taken += int(size)
     if len(sizes) > start:
-        yield EventChunk(topic, {name: values.slice(start) for name, values in columns.items()})
+        yield TopicChunk(topic, {name: values.slice(start) for name, values in columns.items()})
 
 
 def _refuse_bad_json(columns: Mapping[str, pa.Array]) -> None:
@@ -175,7 +175,7 @@ STAGED_COLUMNS = {
 }
 
 
-def staging_row(chunk: EventChunk, *, writer: str, epoch: int, attempt: str, chunk_number: int) -> pa.RecordBatch:
+def staging_row(chunk: TopicChunk, *, writer: str, epoch: int, attempt: str, chunk_number: int) -> pa.RecordBatch:
     """A chunk as one row of the staging table. Its arrays are not copied."""
     row: dict[str, pa.Array] = {
         "writer": pa.array([writer], pa.string()),

@@ -22,7 +22,7 @@ from pyspark.sql.types import BinaryType, MapType, StringType, StructType
 from headwater.errors import InvalidRequest
 from headwater.nats import codec, frames, messages
 from headwater.nats.codec import Encoding
-from headwater.nats.publisher import Publisher
+from headwater.nats.publisher import JetStreamPublisher
 from headwater.spark.options import ADDED_BY_SPARK, refuse_unknown_options
 
 Shape = Literal["each", "packed"]
@@ -133,7 +133,7 @@ def ready_messages(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 def publish(rows: Iterable[pa.RecordBatch], options: SinkOptions) -> PublishCounts:
     """Publish rows; return when all messages are acknowledged. Does not connect if there are no rows."""
-    with Publisher(options.url, retry_seconds=options.retry_seconds, window=options.window) as publisher:
+    with JetStreamPublisher(options.url, retry_seconds=options.retry_seconds, window=options.window) as publisher:
         for batch in message_batches(rows, options):
             publisher.send(batch)
         published = publisher.flush()

@@ -41,14 +41,14 @@ from headwater.nats.bridge_metrics import BridgeMetrics, log_line, prometheus
 from headwater.nats.codec import Encoding
 from headwater.nats.errors import InvalidMessage, NatsRefused, NatsUnavailable
 from headwater.nats.messages import CHUNK_ROWS
-from headwater.nats.publisher import PublishResult
+from headwater.nats.publisher import PublishTotals
 from headwater.nats.subjects import Table
 from headwater.observability.metrics import ERROR, logger
 from headwater.spark.formats.nats import SHAPES, Shape, SinkOptions
 from headwater.spark.nats_bridge.changes_task import OUTCOME, ChangesTask
 from headwater.spark.nats_bridge.schema_documents import SchemaDocuments
 from headwater.spark.nats_bridge.snapshot_ranges import LocalRangeExecutor, RangeExecutor, SparkRangeExecutor
-from headwater.spark.nats_bridge.snapshots import RANGE_BLOCKS, Snapshots, unfinished_tables
+from headwater.spark.nats_bridge.snapshots import RANGE_BLOCKS, SnapshotTaker, unfinished_tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -127,7 +127,7 @@ class Bridge:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_asked: asyncio.Event | None = None
         self._client: Client | None = None
-        self._snapshots: Snapshots | None = None
+        self._snapshots: SnapshotTaker | None = None
         self._endpoints: BridgeHttpServer | None = None
         self._tables: dict[Table, PublishedTable] = {}
         self._listening: dict[Table, Subscription] = {}
@@ -185,7 +185,7 @@ class Bridge:
         timeline: int | None = None,
         retry_seconds: float = 60.0,
         window: int = 16_384,
-    ) -> PublishResult:
+    ) -> PublishTotals:
         """Publish changed schemas and then the changes of one micro-batch; count it as `note_batch` does.
 
         `rows` come from "headwater.changes", in one partition. `end` is the LSN at which the batch ends, and
@@ -203,7 +203,7 @@ class Bridge:
         )
         # A plain function, because Spark inspects its name and arguments.
         outcomes = rows.mapInArrow(lambda batches: task.publish(batches), OUTCOME).collect()
-        published = PublishResult(sum(row.stored for row in outcomes), sum(row.duplicates for row in outcomes))
+        published = PublishTotals(sum(row.stored for row in outcomes), sum(row.duplicates for row in outcomes))
         hashes = {found for row in outcomes for found in row.hashes}
         if not hashes <= self._known_hashes:
             self._learn(hashes)
@@ -339,7 +339,7 @@ class Bridge:
         self._note_slot(await asyncio.to_thread(self._slot.prepare, self._wanted_tables))
         assert self._loop is not None
         ranges = self._ranges or (LocalRangeExecutor() if self._spark is None else SparkRangeExecutor(self._spark))
-        self._snapshots = Snapshots(
+        self._snapshots = SnapshotTaker(
             js,
             self._loop,
             ranges,

@@ -9,7 +9,7 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from headwater.nats.publisher import Publisher
+from headwater.nats.publisher import JetStreamPublisher
 from headwater.spark.formats.nats import SinkOptions, message_batches
 from headwater.spark.nats_bridge.schema_documents import SchemaDocuments
 
@@ -51,7 +51,7 @@ class ChangesTask:
                 yield batch
 
         options = self.options
-        with Publisher(options.url, retry_seconds=options.retry_seconds, window=options.window) as publisher:
+        with JetStreamPublisher(options.url, retry_seconds=options.retry_seconds, window=options.window) as publisher:
             for messages in message_batches(announced(), options):
                 publisher.send(messages)
             published = publisher.flush()

@@ -14,7 +14,7 @@ from headwater.errors import HeadwaterError
 from headwater.nats import messages
 from headwater.nats.codec import Encoding
 from headwater.nats.errors import NatsUnavailable
-from headwater.nats.publisher import Publisher
+from headwater.nats.publisher import JetStreamPublisher
 from headwater.nats.snapshot_chunks import ChunkWriter
 from headwater.spark.nats_bridge.snapshot_record import RangeResult
 
@@ -50,7 +50,9 @@ class RangeFailure:
 def publish_range(task: RangeTask) -> RangeResult | RangeFailure:
     """Read one range and publish its chunks; return when all are acknowledged. A retry sends the same message ids."""
     try:
-        with Publisher(task.nats_url, name="headwater snapshot", retry_seconds=task.retry_seconds) as publisher:
+        with JetStreamPublisher(
+            task.nats_url, name="headwater snapshot", retry_seconds=task.retry_seconds
+        ) as publisher:
             writer = ChunkWriter(
                 task.snapshot,
                 first_chunk=task.first_chunk,

@@ -29,7 +29,7 @@ from headwater.errors import HeadwaterError
 from headwater.nats import codec, messages, streams, subjects
 from headwater.nats.codec import Encoding
 from headwater.nats.errors import NatsUnavailable
-from headwater.nats.publisher import Publisher
+from headwater.nats.publisher import JetStreamPublisher
 from headwater.nats.snapshot_chunks import merge_runs
 from headwater.nats.subjects import Table
 from headwater.observability.metrics import ERROR, logger
@@ -87,7 +87,7 @@ _OUTAGES: Final = (
 )
 
 
-class Snapshots:
+class SnapshotTaker:
     """Takes snapshots of tables in background threads. `loop` is the event loop of `js`, in another thread."""
 
     def __init__(
@@ -374,7 +374,9 @@ class Snapshots:
             consistent_lsn=lsn_text(record.after_lsn) if mixed else None,
             encoding=self._encoding,
         )
-        with Publisher(self._nats_url, name="headwater snapshot", retry_seconds=self._retry_seconds) as publisher:
+        with JetStreamPublisher(
+            self._nats_url, name="headwater snapshot", retry_seconds=self._retry_seconds
+        ) as publisher:
             publisher.publish(meta)
         self._ask(streams.put_snapshot(self._js, table, replace(record, state="done", rows=rows).document()))
         self._ask(streams.forget_ranges(self._js, table, record.snapshot_id))

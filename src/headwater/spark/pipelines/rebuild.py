@@ -16,7 +16,7 @@ from headwater.errors import InvalidRequest, LeaseLost, PipelineNotFound
 from headwater.spark.pipelines.batch_query import BatchWriter, watch_batches
 from headwater.spark.pipelines.checkpoint import Checkpoint
 from headwater.spark.pipelines.lease import hold_lease
-from headwater.spark.pipelines.runner import Report, Settings, context_of, source_rows
+from headwater.spark.pipelines.runner import Report, RunnerSettings, context_of, source_rows
 from headwater.spark.pipelines.transform import Transform
 from headwater.spark.sinks import table
 
@@ -45,7 +45,7 @@ def check_rebuildable(spec: PipelineSpec) -> None:
 def rebuild(
     spark: SparkSession,
     spec: PipelineSpec,
-    settings: Settings,
+    settings: RunnerSettings,
     *,
     report: Callable[[Report], None] = lambda _: None,
 ) -> Mapping[str, int]:
@@ -75,7 +75,7 @@ def _switch(
     log: Headwater,
     spark: SparkSession,
     spec: PipelineSpec,
-    settings: Settings,
+    settings: RunnerSettings,
     checkpoint: Checkpoint,
     checkpoint_epoch: int,
     report: Callable[[Report], None],
@@ -101,7 +101,7 @@ def _switch(
 def catch_up(
     spark: SparkSession,
     spec: PipelineSpec,
-    settings: Settings,
+    settings: RunnerSettings,
     checkpoint: Checkpoint,
     checkpoint_epoch: int,
     report: Callable[[Report], None],

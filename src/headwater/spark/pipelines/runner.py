@@ -81,7 +81,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class RunnerSettings:
     """Settings that apply to all pipelines of a run."""
 
     dsn: str
@@ -120,7 +120,7 @@ class Runner:
         self,
         spark: SparkSession,
         specs: Sequence[PipelineSpec],
-        settings: Settings,
+        settings: RunnerSettings,
         *,
         report: Callable[[Report], None] = lambda _: None,
     ) -> None:
@@ -149,7 +149,7 @@ class PipelineRun:
     """One pipeline: waits for its lease, then runs its query and restarts it after failures."""
 
     def __init__(
-        self, spark: SparkSession, spec: PipelineSpec, settings: Settings, report: Callable[[Report], None]
+        self, spark: SparkSession, spec: PipelineSpec, settings: RunnerSettings, report: Callable[[Report], None]
     ) -> None:
         self.name: Final = spec.name
         # Replaced when `run` returns. It remains if a bug in Headwater ends the thread with a traceback.
@@ -437,7 +437,7 @@ def slot_of(spec: PipelineSpec, dsn: str) -> Slot:
 def context_of(
     spark: SparkSession,
     spec: PipelineSpec,
-    settings: Settings,
+    settings: RunnerSettings,
     number: int,
     *,
     rewound_in: int | None = None,

@@ -10,7 +10,7 @@ from headwater.calls import log as log_calls
 from headwater.capture.slot import Slot
 from headwater.errors import HeadwaterError
 from headwater.spark.pipelines.file import PipelineFile, PipelineSpec
-from headwater.spark.pipelines.runner import Settings, context_of, make_sink
+from headwater.spark.pipelines.runner import RunnerSettings, context_of, make_sink
 from headwater.spark.pipelines.transform import check
 
 
@@ -36,7 +36,9 @@ def _of(spec: PipelineSpec, declared: PipelineFile, dsn: str, directory: Path, t
         except HeadwaterError as error:
             found.append(error.message)
     for number, sink in enumerate(spec.sinks):
-        settings = Settings(dsn=dsn, nats_url=declared.nats, directory=directory, checkpoints=declared.checkpoints)
+        settings = RunnerSettings(
+            dsn=dsn, nats_url=declared.nats, directory=directory, checkpoints=declared.checkpoints
+        )
         try:
             # Creating a sink does not use Spark.
             make_sink(sink.kind, sink.options, context_of(cast(Any, None), spec, settings, number))

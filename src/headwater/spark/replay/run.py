@@ -42,7 +42,7 @@ __all__ = [
     "FoundEvents",
     "Preview",
     "ReplayProgress",
-    "Selection",
+    "ReplaySelection",
     "Target",
     "ToQueue",
     "ToTable",
@@ -55,7 +55,7 @@ EVENTS_PER_PART: Final = 200_000
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class ReplaySelection:
     """Which events to replay; None means no restriction. A time range includes its start, not its end."""
 
     topics: tuple[str, ...] | None = None
@@ -74,7 +74,7 @@ class Selection:
 
     @property
     def is_open_ended(self) -> bool:
-        return self == Selection(after=self.after, since=self.since)
+        return self == ReplaySelection(after=self.after, since=self.since)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ class _Plan:
         )
 
 
-def preview(spark: SparkSession, dsn: str, selection: Selection, target: Target) -> Preview:
+def preview(spark: SparkSession, dsn: str, selection: ReplaySelection, target: Target) -> Preview:
     """Read all events of a replay without writing anything, and return what it would do."""
     with headwater.connect(dsn, pool_size=1) as log:
         plan = _plan(log, selection, target)
@@ -185,7 +185,7 @@ def preview(spark: SparkSession, dsn: str, selection: Selection, target: Target)
 def replay(
     spark: SparkSession,
     dsn: str,
-    selection: Selection,
+    selection: ReplaySelection,
     target: Target,
     *,
     name: str,
@@ -244,7 +244,7 @@ def refuse_gone(log: Headwater, plan: _Plan, *, after: int) -> None:
     refuse_lost(kept, after=max(after, plan.gone_to))
 
 
-def _start_or_resume(log: Headwater, name: str, selection: Selection, target: Target) -> Replay:
+def _start_or_resume(log: Headwater, name: str, selection: ReplaySelection, target: Target) -> Replay:
     """The stored replay with this name, or a new one."""
     request = _request(selection, target)
     stored = log.run(archive_calls.find_replay(name))
@@ -269,7 +269,7 @@ def _start_or_resume(log: Headwater, name: str, selection: Selection, target: Ta
         return call.decode(rows_of(cursor, call))
 
 
-def _request(selection: Selection, target: Target) -> dict[str, Any]:
+def _request(selection: ReplaySelection, target: Target) -> dict[str, Any]:
     """The request in a comparable form. Times are left out, because relative times differ in a repeated call."""
     return {
         "to": target.document(),
@@ -282,7 +282,7 @@ def _request(selection: Selection, target: Target) -> dict[str, Any]:
     }
 
 
-def _plan(log: Headwater, selection: Selection, target: Target) -> _Plan:
+def _plan(log: Headwater, selection: ReplaySelection, target: Target) -> _Plan:
     """Plan the topics and ranges to read, from the current state of the log."""
     selection.check()
     bound = _topics(log, selection, target)
@@ -306,7 +306,7 @@ def _plan(log: Headwater, selection: Selection, target: Target) -> _Plan:
 
 def _with_rewind(
     log: Headwater,
-    selection: Selection,
+    selection: ReplaySelection,
     kept: list[TopicCoverage],
     bound: Mapping[str, Range],
     *,
@@ -334,7 +334,7 @@ def _with_rewind(
     return _Plan(start, max(start, up_to), gone_to, ranges, rewind_to, selection.since, None)
 
 
-def _topics(log: Headwater, selection: Selection, target: Target) -> dict[str, Range]:
+def _topics(log: Headwater, selection: ReplaySelection, target: Target) -> dict[str, Range]:
     """The topics to read, with their ranges of positions."""
     existing = {topic.name for topic in log.run(log_calls.topics())}
     if isinstance(target, ToQueue):
@@ -357,7 +357,7 @@ def _topics(log: Headwater, selection: Selection, target: Target) -> dict[str, R
 
 def _bound_ranges(log: Headwater, target: ToQueue, plan: _Plan) -> dict[str, Range]:
     """All ranges that a rewound queue receives again."""
-    wanted = _topics(log, Selection(), target)
+    wanted = _topics(log, ReplaySelection(), target)
     return {name: (max(plan.start_after, low), high) for name, (low, high) in wanted.items()}
 
 
@@ -377,7 +377,7 @@ def _part_end(log: Headwater, dsn: str, plan: _Plan, *, after: int, events: int)
 
 
 def _rows(
-    spark: SparkSession, dsn: str, selection: Selection, plan: _Plan, *, after: int, up_to: int
+    spark: SparkSession, dsn: str, selection: ReplaySelection, plan: _Plan, *, after: int, up_to: int
 ) -> DataFrame | None:
     """The selected events of a part, in order within and across partitions; None if there cannot be any."""
     topics = [name for name, (low, high) in plan.ranges.items() if low < up_to and high > after]

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import random
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ import psycopg
 import headwater
 from headwater.embedded import Postgres
 from headwater.embedded.stepped_clock import SteppedClock
+from headwater.embedded.temporary import temporary_directory
 from headwater.errors import LogUnavailable
 from headwater.trials.chaos import evidence, journal
 from headwater.trials.chaos.cluster import Cluster
@@ -108,36 +108,38 @@ def run(
     """
     participants = choose(plan.roles)
     impossible = _impossible(plan, server, clock)
-    with tempfile.TemporaryDirectory(prefix="headwater-chaos-", ignore_cleanup_errors=True) as name:
-        directory = Path(name)
-        with _cluster(server, dsn, directory) as cluster, closing(Proxy(dsn, directory)) as proxy:
-            config = make_config(participants, directory, dsn=proxy.dsn, events_per_second=plan.events_per_second)
-            processes = ProcessSupervisor(config, directory, plan.seed, participants.processes(), plan.prelude)
-            context = FaultContext(
-                config, processes, proxy, cluster, dsn, plan.copy_events, random.Random(plan.seed), clock
-            )
-            kinds = [name for name in plan.kinds if name not in impossible]
-            started = time.monotonic()
-            with set_up(participants, config, lambda: context.direct_dsn):
-                try:
-                    _warm_up(plan, participants, context, report)
-                    injected = _inject_faults(plan, kinds, context, report)
-                    _drain(plan, participants, context, sum(injected.values()), report)
-                finally:
-                    context.end(plan.patience_seconds)
-                    processes.stop()
-                verdict = _judge(participants, context)
-            return TrialResult(
-                verdict=verdict,
-                seed=plan.seed,
-                seconds=round(time.monotonic() - started, 1),
-                faults=dict(injected),
-                head_went_back=context.head_went_back,
-                processes_started=processes.started,
-                processes_killed=processes.killed,
-                skipped={**participants.skipped, **impossible},
-                failures=processes.failures,
-            )
+    with (
+        temporary_directory("headwater-chaos-") as directory,
+        _cluster(server, dsn, directory) as cluster,
+        closing(Proxy(dsn, directory)) as proxy,
+    ):
+        config = make_config(participants, directory, dsn=proxy.dsn, events_per_second=plan.events_per_second)
+        processes = ProcessSupervisor(config, directory, plan.seed, participants.processes(), plan.prelude)
+        context = FaultContext(
+            config, processes, proxy, cluster, dsn, plan.copy_events, random.Random(plan.seed), clock
+        )
+        kinds = [name for name in plan.kinds if name not in impossible]
+        started = time.monotonic()
+        with set_up(participants, config, lambda: context.direct_dsn):
+            try:
+                _warm_up(plan, participants, context, report)
+                injected = _inject_faults(plan, kinds, context, report)
+                _drain(plan, participants, context, sum(injected.values()), report)
+            finally:
+                context.end(plan.patience_seconds)
+                processes.stop()
+            verdict = _judge(participants, context)
+        return TrialResult(
+            verdict=verdict,
+            seed=plan.seed,
+            seconds=round(time.monotonic() - started, 1),
+            faults=dict(injected),
+            head_went_back=context.head_went_back,
+            processes_started=processes.started,
+            processes_killed=processes.killed,
+            skipped={**participants.skipped, **impossible},
+            failures=processes.failures,
+        )
 
 
 def _impossible(plan: TrialPlan, server: Postgres | None, clock: SteppedClock | None) -> dict[str, str]:

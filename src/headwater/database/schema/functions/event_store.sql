@@ -269,6 +269,41 @@ begin
 end;
 $$;
 
+-- The verdict on an append whose condition does not hold: `moved_to` is the latest match, or `epoch` and
+-- `common_position` are set if the condition was read in another epoch. All are null if the condition holds. The caller
+-- must hold the lock of the partition; volatile, so that it sees what was committed before the lock was granted.
+create or replace function headwater_internal.refuted_by(store_id integer, condition jsonb, present integer)
+returns headwater_internal.append_verdict
+language plpgsql
+volatile
+as $$
+declare
+    query constant jsonb := condition -> 'query';
+    exact constant boolean := condition ? 'latest';
+    seen constant bigint := coalesce((condition ->> case when exact then 'latest' else 'after' end)::bigint, 0);
+    latest bigint;
+    verdict headwater_internal.append_verdict;
+begin
+    if (seen > 0 and (condition ->> 'epoch')::integer <> present) or (seen > headwater.head() and not exact) then
+        verdict.epoch := present;
+        verdict.common_position := least(
+            headwater.common_position((condition ->> 'epoch')::integer, seen), headwater.head()
+        );
+        return verdict;
+    end if;
+    latest := headwater_internal.latest_match(
+        store_id, query, case when exact then greatest(seen - 1, 0) else seen end
+    );
+    if latest is distinct from (case when exact then nullif(seen, 0) end) then
+        if latest is null then
+            latest := headwater_internal.latest_match(store_id, query, 0);
+        end if;
+        verdict.moved_to := coalesce(latest, 0);
+    end if;
+    return verdict;
+end;
+$$;
+
 -- Append a group: each of its appends in order, all in one transaction, each with its own verdict. Append i has the
 -- next `sizes[i]` events and the condition `conditions[i]` (null: none). Each element of `tags` is an array as text,
 -- without duplicates. A rejected append leaves no events; the others are appended.
@@ -299,11 +334,7 @@ declare
     store headwater_internal.topic;
     verdict headwater_internal.append_verdict;
     condition jsonb;
-    query jsonb;
     present constant integer := headwater.current_epoch();
-    exact boolean;
-    seen bigint;
-    latest bigint;
     first integer;
     last integer := 0;
     before headwater_internal.store_tail;
@@ -326,7 +357,6 @@ begin
         last := last + sizes[i];
         verdict := null;
         condition := conditions[i]::jsonb;
-        query := condition -> 'query';
         select
             array_agg(d.position order by e.ordinal),
             array_agg(f.topic_offset order by e.ordinal),
@@ -346,28 +376,9 @@ begin
             return next verdict;
             continue;
         end if;
-        if query is not null then
-            exact := condition ? 'latest';
-            seen := coalesce((condition ->> case when exact then 'latest' else 'after' end)::bigint, 0);
-            if
-                (seen > 0 and (condition ->> 'epoch')::integer <> present)
-                or (seen > headwater.head() and not exact)
-            then
-                verdict.epoch := present;
-                verdict.common_position := least(
-                    headwater.common_position((condition ->> 'epoch')::integer, seen), headwater.head()
-                );
-                return next verdict;
-                continue;
-            end if;
-            latest := headwater_internal.latest_match(
-                store.id, query, case when exact then greatest(seen - 1, 0) else seen end
-            );
-            if latest is distinct from (case when exact then nullif(seen, 0) end) then
-                if latest is null then
-                    latest := headwater_internal.latest_match(store.id, query, 0);
-                end if;
-                verdict.moved_to := coalesce(latest, 0);
+        if condition -> 'query' is not null then
+            verdict := headwater_internal.refuted_by(store.id, condition, present);
+            if verdict.epoch is not null or verdict.moved_to is not null then
                 return next verdict;
                 continue;
             end if;

@@ -1,5 +1,48 @@
 -- Compaction, and applying a topic's cleanup.policy at once.
 
+-- Record the newest event of each key among the events of a topic after a position, up to another one. Returns the
+-- positions of the events that they supersede, before and among these.
+create or replace function headwater_internal.kafka_note_keys(topic_id integer, after bigint, up_to bigint)
+returns bigint[]
+language plpgsql
+as $$
+declare
+    superseded bigint[];
+begin
+    with fresh as materialized (
+        select
+            e.partition, sha256(e.key) as digest, e.position,
+            case when e.payload is null then e.published_at end as deleted_at,
+            row_number() over (partition by e.partition, e.key order by e.topic_offset desc) = 1 as newest
+        from headwater_internal.event e
+        where
+            e.topic_id = kafka_note_keys.topic_id and e.position > after and e.position <= up_to
+            and e.key is not null and e.topic_offset is not null
+    ), noted as (
+        insert into headwater_internal.kafka_key as k (topic_id, partition, digest, position, deleted_at)
+        select kafka_note_keys.topic_id, f.partition, f.digest, f.position, f.deleted_at from fresh f where f.newest
+        on conflict on constraint kafka_key_pkey do update
+        set position = excluded.position, deleted_at = excluded.deleted_at
+    )
+    select array_agg(s.position) into superseded
+    from (
+        select f.position from fresh f where not f.newest
+        union all
+        select k.position
+        from fresh f
+        -- The limit makes Postgres look up each key, rather than read all keys for a few.
+        cross join lateral (
+            select k.position
+            from headwater_internal.kafka_key k
+            where k.topic_id = kafka_note_keys.topic_id and k.partition = f.partition and k.digest = f.digest
+            limit 1
+        ) as k
+        where f.newest
+    ) as s;
+    return superseded;
+end;
+$$;
+
 -- Compact the events that a topic received since the last call, up to `sweep_size`: of the events with one key in one
 -- partition only the newest stays, and a tombstone (no payload) is removed once it is old enough. Events that a
 -- consumer with holds_retention, or an archive, still needs are not removed; nor is the last event of a partition, from
@@ -45,36 +88,7 @@ begin
     -- Keys whose newest event was removed by retention.
     delete from headwater_internal.kafka_key k where k.topic_id = target.id and k.position <= target.expired_to;
     if seen > 0 then
-        with fresh as materialized (
-            select
-                e.partition, sha256(e.key) as digest, e.position,
-                case when e.payload is null then e.published_at end as deleted_at,
-                row_number() over (partition by e.partition, e.key order by e.topic_offset desc) = 1 as newest
-            from headwater_internal.event e
-            where
-                e.topic_id = target.id and e.position > known.compacted_to and e.position <= up_to
-                and e.key is not null and e.topic_offset is not null
-        ), noted as (
-            insert into headwater_internal.kafka_key as k (topic_id, partition, digest, position, deleted_at)
-            select target.id, f.partition, f.digest, f.position, f.deleted_at from fresh f where f.newest
-            on conflict on constraint kafka_key_pkey do update
-            set position = excluded.position, deleted_at = excluded.deleted_at
-        )
-        select array_agg(s.position) into superseded
-        from (
-            select f.position from fresh f where not f.newest
-            union all
-            select k.position
-            from fresh f
-            -- The limit makes Postgres look up each key, rather than read all keys for a few.
-            cross join lateral (
-                select k.position
-                from headwater_internal.kafka_key k
-                where k.topic_id = target.id and k.partition = f.partition and k.digest = f.digest
-                limit 1
-            ) as k
-            where f.newest
-        ) as s;
+        superseded := headwater_internal.kafka_note_keys(target.id, known.compacted_to, up_to);
     end if;
     select array_agg(d.position) into deleted
     from (

@@ -152,7 +152,6 @@ declare
     rebuild_hint constant text := format('Rebuild it: headwater pipeline rebuild %s', pipeline);
     target regclass;
     kept headwater_internal.projection;
-    misfit text;
 begin
     if to_regnamespace(quote_ident(schema_name)) is null then
         raise exception 'schema "%" does not exist', schema_name
@@ -192,26 +191,7 @@ begin
             raise exception 'table % of this pipeline does not exist any more', shown
                 using errcode = 'HW002', hint = rebuild_hint;
         end if;
-        if kept.columns <> prepare_projection.columns
-            or kept.column_types <> prepare_projection.types
-            or kept.key_columns <> prepare_projection.key_columns
-        then
-            raise exception 'table % has the columns (%) and the key (%), but the rows have the columns (%) and the key (%)', shown,
-                (select string_agg(c || ' ' || t, ', ') from unnest(kept.columns, kept.column_types) as u (c, t)),
-                array_to_string(kept.key_columns, ', '),
-                (select string_agg(c || ' ' || t, ', ') from unnest(columns, types) as u (c, t)),
-                array_to_string(prepare_projection.key_columns, ', ')
-                using errcode = 'HW002', hint = rebuild_hint;
-        end if;
-        select string_agg(c, ', ') into misfit
-        from unnest(columns) as c
-        where not exists (
-            select from pg_attribute a where a.attrelid = target and a.attname = c and not a.attisdropped
-        );
-        if misfit is not null then
-            raise exception 'table % does not have the columns % any more', shown, misfit
-                using errcode = 'HW002', hint = rebuild_hint;
-        end if;
+        perform headwater_internal.refuse_changed_shape(kept, target, columns, types, key_columns, rebuild_hint);
     end if;
 
     if headwater_internal.table_named(schema_name, staging_name) is not null then
@@ -260,6 +240,37 @@ exception
                       'The role must own the table and be allowed to create tables in its schema: '
                       'grant usage, create on schema %I to %I', schema_name, current_user
                   );
+end;
+$$;
+
+-- HW002 if the rows of a projection no longer have the columns and the key of its table.
+create or replace function headwater_internal.refuse_changed_shape(
+    kept headwater_internal.projection, target regclass, columns text[], types text[], key_columns text[], hint text
+)
+returns void
+language plpgsql
+as $$
+declare
+    shown constant text := format('%I.%I', kept.schema_name, kept.table_name);
+    missing text;
+begin
+    if (kept.columns, kept.column_types, kept.key_columns) is distinct from (columns, types, key_columns) then
+        raise exception 'table % has the columns (%) and the key (%), but the rows have the columns (%) and the key (%)', shown,
+            (select string_agg(c || ' ' || t, ', ') from unnest(kept.columns, kept.column_types) as u (c, t)),
+            array_to_string(kept.key_columns, ', '),
+            (select string_agg(c || ' ' || t, ', ') from unnest(columns, types) as u (c, t)),
+            array_to_string(key_columns, ', ')
+            using errcode = 'HW002', hint = refuse_changed_shape.hint;
+    end if;
+    select string_agg(c, ', ') into missing
+    from unnest(columns) as c
+    where not exists (
+        select from pg_attribute a where a.attrelid = target and a.attname = c and not a.attisdropped
+    );
+    if missing is not null then
+        raise exception 'table % does not have the columns % any more', shown, missing
+            using errcode = 'HW002', hint = refuse_changed_shape.hint;
+    end if;
 end;
 $$;
 
@@ -330,7 +341,6 @@ as $$
 declare
     target_name constant text := case when rebuild then headwater_internal.beside(table_name, 'rebuild') else table_name end;
     staging constant regclass := headwater_internal.table_named(schema_name, headwater_internal.beside(target_name, 'staged'));
-    rebuild_hint constant text := format('Rebuild the table: headwater pipeline rebuild %s', pipeline);
     kept headwater_internal.projection;
     mine text;
     key_list text;
@@ -357,14 +367,7 @@ begin
     end if;
     -- Batch numbers restart only with a new checkpoint epoch.
     if kept.done_batch >= batch_number then
-        if stateful then
-            raise exception 'the state of pipeline "%" was lost with its checkpoint and cannot be restored from the rest of the log', pipeline
-                using errcode = 'HW002', hint = rebuild_hint;
-        elsif mode = 'append' and kept.key_columns = '{}' and offset_column is null then
-            raise exception 'with a new checkpoint, pipeline "%" cannot detect which rows the table already has', pipeline
-                using errcode = 'HW002',
-                      hint = rebuild_hint || '. To avoid this, also select the position, or give the table a key.';
-        end if;
+        perform headwater_internal.refuse_new_checkpoint(kept, stateful, mode = 'append' and offset_column is null);
     end if;
 
     mine := format('s.headwater_attempt = any (%L::text[])', attempts);
@@ -413,6 +416,28 @@ begin
     set done_to = batch_end, done_batch = batch_number, done_at = clock_timestamp()
     where p.schema_name = merge_projection.schema_name and p.table_name = target_name;
     perform headwater_internal.empty_staging(staging, attempts);
+end;
+$$;
+
+-- HW002 if a projection cannot continue from a new checkpoint: its state was in the old one, or it cannot tell which
+-- rows the table already has.
+create or replace function headwater_internal.refuse_new_checkpoint(
+    kept headwater_internal.projection, stateful boolean, only_appends boolean
+)
+returns void
+language plpgsql
+as $$
+declare
+    rebuild_hint constant text := format('Rebuild the table: headwater pipeline rebuild %s', kept.pipeline);
+begin
+    if stateful then
+        raise exception 'the state of pipeline "%" was lost with its checkpoint and cannot be restored from the rest of the log', kept.pipeline
+            using errcode = 'HW002', hint = rebuild_hint;
+    elsif only_appends and kept.key_columns = '{}' then
+        raise exception 'with a new checkpoint, pipeline "%" cannot detect which rows the table already has', kept.pipeline
+            using errcode = 'HW002',
+                  hint = rebuild_hint || '. To avoid this, also select the position, or give the table a key.';
+    end if;
 end;
 $$;
 

@@ -134,7 +134,8 @@ begin
 end;
 $$;
 
--- Long, because the common case, an open topic without event ids, is handled inline.
+-- Long for speed: the common case, an open topic without event ids, is handled inline, since a further function with
+-- settings of its own costs 7 us for each call.
 --
 -- Publish a batch to one topic, atomically and in the order given. Returns the positions in that order; an event whose
 -- id was published before gets the position of the first one and is not stored again. Each array is as long as

@@ -507,11 +507,44 @@ begin
 end;
 $$;
 
+-- Lease the retries of a queue that are due, for as long as its reader; returns their events.
+create or replace function headwater_internal.lease_due_retries(
+    held headwater_internal.reading, batch_size integer, lease_seconds float8
+)
+returns setof headwater.matched_event
+language plpgsql
+as $$
+begin
+    return query
+    with due as (
+        update headwater_internal.subscription_retry r
+        set due_at = clock_timestamp() + make_interval(secs => lease_seconds)
+        where r.id in (
+            select d.id from headwater_internal.subscription_retry d
+            where d.queue_id = held.queue_id and d.due_at <= clock_timestamp()
+            order by d.due_at
+            limit batch_size
+            for update skip locked
+        )
+        returning r.*
+    )
+    select
+        null::bigint, array[d.subscription_id], d.id, d.handler, d.attempt + 1,
+        e.position, t.name, e.partition, e.topic_offset, e.key, e.type, e.routing_key,
+        e.headers, e.content_type, e.payload, e.event_id, e.published_at
+    from due d
+    join headwater_internal.event e
+        on e.topic_id = any (headwater_internal.topic_ids(held.topics)) and e.position = d.position
+    join headwater_internal.topic t on t.id = e.topic_id
+    order by e.position;
+end;
+$$;
+
 -- Read the next events of a queue with the ids of all its subscriptions that each one matches, once each, examining up
 -- to `batch_size` events; then one row without an event, whose next_position is where to continue. Reads after `after`
 -- (null: after the position of the queue) and moves nothing: commit_reading() does. Events to be retried come first.
 -- HW014 if the queue has another reader, unless `peek`; HW021 if `after` belongs to another epoch, HW011 if the queue
--- does not exist.
+-- does not exist. One long function, because a timeout must be caught where the events are read and matched.
 create or replace function headwater.read_next(
     queue_name text,
     reader text,
@@ -545,28 +578,7 @@ begin
         select * into held from headwater_internal.reading d where d.queue_id = target.id;
     else
         held := headwater.hold_reading(queue_name, reader, lease_seconds);
-        return query
-        with due as (
-            update headwater_internal.subscription_retry r
-            set due_at = clock_timestamp() + make_interval(secs => lease_seconds)
-            where r.id in (
-                select d.id from headwater_internal.subscription_retry d
-                where d.queue_id = target.id and d.due_at <= clock_timestamp()
-                order by d.due_at
-                limit batch_size
-                for update skip locked
-            )
-            returning r.*
-        )
-        select
-            null::bigint, array[d.subscription_id], d.id, d.handler, d.attempt + 1,
-            e.position, t.name, e.partition, e.topic_offset, e.key, e.type, e.routing_key,
-            e.headers, e.content_type, e.payload, e.event_id, e.published_at
-        from due d
-        join headwater_internal.event e
-            on e.topic_id = any (headwater_internal.topic_ids(held.topics)) and e.position = d.position
-        join headwater_internal.topic t on t.id = e.topic_id
-        order by e.position;
+        return query select * from headwater_internal.lease_due_retries(held, batch_size, lease_seconds);
     end if;
     start_at := coalesce(after, held.position);
     if not peek then
