@@ -36,7 +36,7 @@ EVENTS_A_SEGMENT = 20
 PAGE = 1_000
 PAYLOAD_BYTES = 200
 
-# The limits that docs/benchmarks.md states.
+# The limits that docs/benchmarks-method.md states.
 LIMITS = {
     "doctor_ms": 1_000,
     "queue_list_ms": 1_000,

@@ -40,7 +40,7 @@ def fresh_dsn(admin_dsn: str, template: str) -> Iterator[str]:
 
 
 def test_the_tour_and_the_tutorial_are_run_in_all_three_languages() -> None:
-    for page in ("README.md", "docs/tutorial.md"):
+    for page in ("README.md", "docs/tour.md", "docs/tutorial.md"):
         assert {language for language, _ in BLOCK.findall((ROOT / page).read_text())} == {"python", "sql", "console"}
 
 

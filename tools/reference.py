@@ -1,4 +1,4 @@
-"""Write the pages of docs/reference from the code: command line, Python, SQL, errors, settings, metrics.
+"""Write the pages of docs/reference from the code: command line, Python, SQL, errors, settings, metrics, limits.
 
 `--check` writes nothing and ends with 1 if a page is not what the code says.
 """
@@ -17,18 +17,33 @@ import typer.main
 import headwater
 from headwater import errors, settings
 from headwater.calls import metrics as metric_calls
-from headwater.calls import pipeline_runs
+from headwater.calls import overview, pipeline_runs
+from headwater.calls import store as store_calls
 from headwater.cli import app, exit_codes
+from headwater.cli.commands import serve
 from headwater.client.eventstore.postgres import EventStore
 from headwater.client.eventstore.subscribe import StoreSubscriptions
 from headwater.database import schema
-from headwater.eventstore import query
+from headwater.eventstore import field_index, group_commit, query, sqlite
 from headwater.log import model as log_model
 from headwater.observability import metrics
 from headwater.queue import model as queue_model
 from headwater.queue import worker
+from headwater.schema_registry import registry, schemas
+from headwater.servers.grpc import convert as grpc_convert
+from headwater.servers.grpc import server as grpc_server
+from headwater.servers.http import events as http_events
+from headwater.servers.http import requests as http_requests
+from headwater.servers.http import sse, uvicorn_protocol
+from headwater.servers.kafka import coordinator as kafka_coordinator
+from headwater.servers.kafka import fetch as kafka_fetch
+from headwater.servers.kafka import produce as kafka_produce
+from headwater.servers.kafka import transactions as kafka_transactions
 from headwater.sql_subscriptions import model as subscription_model
+from headwater.sql_subscriptions import reader as subscription_reader
 from headwater.webhooks import model as webhook_model
+from headwater.webhooks import requests as webhook_requests
+from headwater.webhooks import sender as webhook_sender
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "reference"
@@ -610,6 +625,136 @@ ORISUN_DIFFERENCES = (
 )
 
 
+# --- limits --------------------------------------------------------------------------------------------------
+
+# Migrations whose constraints are limits of what users store; a constraint's name is the sentence that they read.
+LIMITED = ("0001_log.sql", "0003_queue.sql", "0004_subscription.sql", "0005_pipeline.sql", "0006_archive.sql")
+
+
+def limits_page() -> str:
+    rows = [
+        (
+            "Event store",
+            [
+                ("events in one append", number(store_calls.MAX_EVENTS)),
+                ("tags of an event, or of a query item", number(query.MAX_TAGS)),
+                ("length of a tag", f"{number(query.MAX_TAG_CHARACTERS)} characters"),
+                ("items of a query", number(query.MAX_ITEMS)),
+                ("nesting of JSON", f"{number(query.MAX_JSON_DEPTH)} levels"),
+                ("fields of a field index", number(field_index.MAX_FIELDS)),
+                ("conditions of a field index", number(field_index.MAX_CONDITIONS)),
+                ("appends in one commit group", number(group_commit.MAX_GROUP_APPENDS)),
+                ("events in one commit group", number(group_commit.MAX_GROUP_EVENTS)),
+                ("appends of one process that wait", number(group_commit.MAX_WAITING)),
+                ("payload on SQLite", size(sqlite.MAX_PAYLOAD_BYTES)),
+                ("snapshot of a decider on SQLite", size(sqlite.MAX_SNAPSHOT_BYTES)),
+            ],
+        ),
+        (
+            "HTTP",
+            [
+                ("events in one request", number(http_requests.MAX_EVENTS)),
+                ("header of a request", size(uvicorn_protocol.MAX_HEAD_BYTES)),
+                ("time for the header of a request", f"{uvicorn_protocol.MAX_HEAD_SECONDS:g} s"),
+                ("length of an SSE stream, after which a client reconnects", f"{sse.MAX_STREAM_SECONDS / 3600:g} h"),
+                ("events that one search scans", number(http_events.MAX_EXAMINED)),
+            ],
+        ),
+        (
+            "gRPC",
+            [
+                ("message", size(grpc_server.MAX_MESSAGE_BYTES)),
+                ("calls at a time", number(grpc_server.MAX_CALLS)),
+                ("events of one read", number(grpc_convert.MAX_READ)),
+                ("bytes of one read", size(grpc_convert.MAX_READ_BYTES)),
+            ],
+        ),
+        (
+            "Kafka, for each broker",
+            [
+                ("connections", number(serve.MAX_KAFKA_CONNECTIONS)),
+                ("records in one batch", number(kafka_produce.MAX_BATCH_RECORDS)),
+                ("one batch, uncompressed", size(kafka_produce.MAX_UNPACKED_BYTES)),
+                ("length of a key", f"{number(kafka_produce.MAX_KEY_BYTES)} bytes"),
+                ("records waiting to be written", size(kafka_produce.MAX_PENDING_BYTES)),
+                ("answer to one fetch", size(kafka_fetch.MAX_RESPONSE_BYTES)),
+                ("unsent answers of all clients", size(kafka_fetch.MAX_UNSENT_BYTES)),
+                ("members of a consumer group", number(kafka_coordinator.MAX_MEMBERS)),
+                ("timeout of a transaction", f"{kafka_transactions.MAX_TIMEOUT_MS / 60_000:g} min"),
+            ],
+        ),
+        (
+            "SQL subscriptions and webhooks",
+            [
+                ("concurrency of a subscriber", number(subscription_reader.MAX_CONCURRENCY)),
+                ("timeout of a subscriber", f"{subscription_reader.MAX_TIMEOUT_SECONDS / 86_400:g} day"),
+                ("response of a webhook's receiver that is read", size(webhook_sender.MAX_RESPONSE_BYTES)),
+                ("`Retry-After` of a webhook's receiver", f"{webhook_requests.MAX_RETRY_AFTER.days:g} day"),
+            ],
+        ),
+        (
+            "Schema registry",
+            [
+                ("text of a schema", size(schemas.MAX_TEXT_BYTES)),
+                ("nesting of a schema", f"{number(schemas.MAX_DEPTH)} levels"),
+                ("references of a schema", number(registry.MAX_REFERENCES)),
+            ],
+        ),
+    ]
+    sections = [
+        part
+        for title, limits in rows
+        for part in (f"## {title}", table(("limit", "maximum"), [(name, value) for name, value in limits]).strip())
+    ]
+    return "\n\n".join(
+        (
+            "# Limits",
+            "Limits of the code, and the rules that the database enforces. For memory, disk and connections, see "
+            "[sizing](../how-to/sizing.md).",
+            "## The log",
+            table(
+                ("limit", "maximum"),
+                [
+                    ("positions, in the life of a log", number(overview.MAX_POSITION)),
+                    ("positions in one segment", number(segment_size())),
+                ],
+            ).strip(),
+            *sections,
+            "## Enforced by the database",
+            "For every program and protocol. Each line is the text of the error.",
+            "\n".join(f"- {rule}" for rule in enforced()),
+        )
+    )
+
+
+def segment_size() -> int:
+    found = re.search(r"segment_size\(\).*?\nreturn (\d+);", (FUNCTIONS / "segment.sql").read_text(), re.DOTALL)
+    assert found is not None
+    return int(found[1])
+
+
+def number(value: int) -> str:
+    return f"{value:,}"
+
+
+def size(value: int) -> str:
+    for unit, factor in (("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if value % factor == 0:
+            return f"{number(value // factor)} {unit}"
+    return f"{number(value)} bytes"
+
+
+def enforced() -> list[str]:
+    """The names of constraints that contain a number."""
+    found = [
+        name
+        for migration in LIMITED
+        for name in re.findall(r'constraint "([^"]+)"', (MIGRATIONS / migration).read_text())
+        if re.search(r"\d", name)
+    ]
+    return list(dict.fromkeys(found))
+
+
 PAGES = {
     "http.md": http_page,
     "grpc.md": grpc_page,
@@ -620,6 +765,7 @@ PAGES = {
     "errors.md": errors_page,
     "settings.md": settings_page,
     "metrics.md": metrics_page,
+    "limits.md": limits_page,
 }
 
 

@@ -116,3 +116,45 @@ def test_the_composition_runs_commands_that_there_are_and_its_ports_agree() -> N
     asked = re.search(r"http://127\.0\.0\.1:(\d+)/ready", server["healthcheck"]["test"][-1])
     assert asked is not None
     assert int(asked[1]) == int(options["http"].rpartition(":")[2])
+
+
+def test_the_manifests_run_commands_that_there_are_and_their_probes_agree() -> None:
+    yaml = pytest.importorskip("yaml")
+    found = {
+        (each["kind"], each["metadata"]["name"]): each
+        for each in yaml.safe_load_all((FOLDER / "kubernetes.yaml").read_text())
+    }
+    pods = {name: each["spec"]["template"]["spec"] for (kind, name), each in found.items() if kind != "Service"}
+    assert set(pods) == {"headwater-migrate", "headwater-server", "headwater-workers"}
+    options = {}
+    for name, pod in pods.items():
+        (container,) = pod["containers"]
+        options[name] = parsed([str(argument) for argument in container["args"]])
+        assert all(variable["name"] in settings.VARIABLES for variable in container["env"])
+        assert container["env"][0]["valueFrom"]["secretKeyRef"] == {"name": "headwater", "key": "dsn"}
+        assert pod["securityContext"]["runAsNonRoot"]
+        # The user of the image.
+        assert f"--uid {pod['securityContext']['runAsUser']} " in (FOLDER / "Containerfile").read_text()
+        assert not container["securityContext"]["allowPrivilegeEscalation"]
+    for name in ("headwater-server", "headwater-workers"):
+        assert pods[name]["terminationGracePeriodSeconds"] > options[name]["grace_seconds"]
+        # The selector of a deployment must match its pods, or the cluster refuses it.
+        deployment = found["Deployment", name]["spec"]
+        assert deployment["selector"]["matchLabels"] == deployment["template"]["metadata"]["labels"]
+    server, (container,) = options["headwater-server"], pods["headwater-server"]["containers"]
+    assert server["authenticate"]
+    assert server["webhooks"]
+    listening = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert listening == {name: int(server[name].rpartition(":")[2]) for name in ("http", "grpc")}
+    probes = {kind: container[kind]["httpGet"] for kind in ("readinessProbe", "livenessProbe")}
+    assert probes == {
+        "readinessProbe": {"path": "/ready", "port": "http"},
+        "livenessProbe": {"path": "/health", "port": "http"},
+    }
+    # The hook before the stop and the grace of the server fit into the grace of the pod.
+    (sleep,) = re.findall(r"sleep\((\d+)\)", container["lifecycle"]["preStop"]["exec"]["command"][-1])
+    needed = int(sleep) + server["grace_seconds"] + STOP_SECONDS
+    assert pods["headwater-server"]["terminationGracePeriodSeconds"] >= needed
+    service = found["Service", "headwater"]["spec"]
+    assert service["selector"] == found["Deployment", "headwater-server"]["spec"]["selector"]["matchLabels"]
+    assert {port["targetPort"]: port["port"] for port in service["ports"]} == listening
