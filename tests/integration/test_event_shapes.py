@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -60,6 +60,15 @@ def _named(event: NewEvent) -> tuple[str | None, ...]:
 
 def _is_plain(text: str | None) -> bool:
     return text is None or text.isprintable()
+
+
+def on_a_server(examples: int) -> settings:
+    """An example takes as long as the slowest interface: few of them, and none is made smaller once it failed."""
+    return settings(
+        max_examples=examples,
+        phases=[Phase.explicit, Phase.reuse, Phase.generate],
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
 
 
 _lists = st.lists(new_events, min_size=1, max_size=12)
@@ -149,7 +158,7 @@ def sent(place: Place, body: str, positions: list[int], until: Until) -> list[Re
     return until(all_sent)  # type: ignore[no-any-return]
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@on_a_server(10)
 @given(events=_lists)
 def test_every_interface_shows_an_event_with_the_same_characters(
     place: Place, log: headwater.Headwater, until: Until, events: list[NewEvent]
@@ -173,7 +182,7 @@ def test_every_interface_shows_an_event_with_the_same_characters(
     assert {one.headers["content-type"] for one in requests} == {"application/cloudevents+json"}
 
 
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@on_a_server(6)
 # Attributes with control characters are sent, but no reader needs to accept them.
 @given(events=_lists.filter(lambda some: all(_is_plain(part) for one in some for part in _named(one))))
 def test_binary_and_structured_webhooks_are_the_same_cloud_event(
@@ -241,7 +250,7 @@ def tokens(text: str) -> str:
     return "".join(part for part in _TOKEN.findall(text) if not part.isspace())
 
 
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@on_a_server(6)
 @given(events=_lists)
 def test_the_console_shows_what_the_json_says(
     place: Place, log: headwater.Headwater, console: Callable[..., Any], events: list[NewEvent]
