@@ -18,6 +18,7 @@ class Settings:
     pool_size: int
     log_level: str
     log_format: str = "text"
+    cloud_events_source: str = ""
 
 
 VARIABLES: Mapping[str, str] = {
@@ -26,6 +27,8 @@ VARIABLES: Mapping[str, str] = {
     "HEADWATER_POOL_SIZE": "Maximum number of database connections of one process. Default: 10.",
     "HEADWATER_LOG_LEVEL": "Lowest level of log lines: debug, info, warning or error. Default: warning.",
     "HEADWATER_LOG_FORMAT": "Format of log lines: text, or json for one JSON object per line. Default: text.",
+    "HEADWATER_CLOUDEVENTS_SOURCE": "URI that begins the source of events read as CloudEvents, such as "
+    "https://shop.example. Default: none; the source is /topics/NAME.",
 }
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -54,6 +57,16 @@ def load(environment: Mapping[str, str]) -> Settings:
     log_format = (environment.get("HEADWATER_LOG_FORMAT") or "text").lower()
     if log_format not in LOG_FORMATS:
         problems.append(f"invalid HEADWATER_LOG_FORMAT {log_format!r}: expected one of {', '.join(LOG_FORMATS)}")
+    source = (environment.get("HEADWATER_CLOUDEVENTS_SOURCE") or "").rstrip("/")
+    if not source.isascii() or not source.isprintable() or " " in source:
+        problems.append(f"invalid HEADWATER_CLOUDEVENTS_SOURCE {source!r}: expected a URI such as https://shop.example")
     if problems:
         raise InvalidSettings("; ".join(problems))
-    return Settings(dsn=dsn, home=home, pool_size=int(pool_size), log_level=log_level, log_format=log_format)
+    return Settings(
+        dsn=dsn,
+        home=home,
+        pool_size=int(pool_size),
+        log_level=log_level,
+        log_format=log_format,
+        cloud_events_source=source,
+    )

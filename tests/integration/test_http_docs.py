@@ -1,4 +1,4 @@
-"""Is what docs/how-to/http.md shows true? Its curl lines are run, in order, against a server of this test."""
+"""Is what the pages about HTTP show true? Their curl lines are run, in order, against a server of this test."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from http_server import http_server
 
-PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "http.md"
+PAGES = Path(__file__).parents[2] / "docs" / "how-to"
 SHOWN = "http://127.0.0.1:8080"
 LINES = re.compile(r"^\$ (curl [^\n]*)\n((?:(?!\$ |```)[^\n]*\n)*)", re.MULTILINE)
 
@@ -27,9 +27,10 @@ def matches(expected: str, printed: str) -> bool:
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
-def test_the_examples_of_the_page_do_what_they_show(dsn: str) -> None:
-    examples = LINES.findall(PAGE.read_text())
-    assert len(examples) > 10
+@pytest.mark.parametrize(("page", "at_least"), [("http.md", 11), ("cloud-events.md", 8)])
+def test_the_examples_of_the_page_do_what_they_show(dsn: str, page: str, at_least: int) -> None:
+    examples = LINES.findall((PAGES / page).read_text())
+    assert len(examples) >= at_least
     with http_server(dsn) as address:
         for command, expected in examples:
             script = command.replace(SHOWN, address)

@@ -648,7 +648,7 @@ def test_a_certificate_that_nobody_vouches_for_is_refused(
         ({"headers": {"a": 1}}, "invalid header"),
         ({"headers": {"Webhook-Id": "1"}}, "the delivery sets it"),
         ({"headers": {"HOST": "b"}}, "the delivery sets it"),
-        ({"body": "xml"}, "envelope or raw"),
+        ({"body": "xml"}, "envelope, raw, cloudevents-structured"),
         ({"timeout_seconds": 0.0}, "a timeout is"),
         ({"rate_per_second": -1.0}, "a rate is"),
         ({"gzip_above_bytes": -1}, "compressed above"),

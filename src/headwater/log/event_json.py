@@ -19,7 +19,7 @@ import base64
 import binascii
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from datetime import UTC
 from typing import Any, Final, NoReturn
 
@@ -55,11 +55,12 @@ _long_number_decoder: Final = json.JSONDecoder(parse_constant=_reject_constant, 
 
 
 def is_json_type(content_type: str) -> bool:
-    """Whether a content type is JSON: application/json or a type with the suffix +json, with any parameters."""
+    """Whether a content type is JSON: application/json, text/json or a type with the suffix +json, with any
+    parameters."""
     if content_type == JSON_TYPE:
         return True
     kind = content_type.partition(";")[0].strip().lower()
-    return kind == JSON_TYPE or kind.endswith("+json")
+    return kind in (JSON_TYPE, "text/json") or kind.endswith("+json")
 
 
 def _is_json(text: str) -> bool:
@@ -97,12 +98,17 @@ def content(payload: bytes | None, content_type: str | None) -> str:
         return '"data":null'
     text = json_payload(payload, content_type)
     if text is not None and text.strip(" \t\n\r") != "null":
-        # Inside a JSON string a line break is escaped, so an unescaped one is white space.
-        return f'"data":{text.replace(chr(10), " ").replace(chr(13), " ")}'
+        return f'"data":{one_line(text)}'
     try:
         return f'"text":{_encode(payload.decode())}'
     except UnicodeDecodeError:
         return f'"base64":"{base64.b64encode(payload).decode()}"'
+
+
+def one_line(text: str) -> str:
+    """JSON text without line breaks."""
+    # Inside a JSON string a line break is escaped, so an unescaped one is white space.
+    return text.replace("\n", " ").replace("\r", " ")
 
 
 def key_json(key: bytes | None) -> dict[str, str | None]:
@@ -145,7 +151,7 @@ def parse_event(text: str, *, content_type: str | None = None) -> NewEvent:
     `content_type` applies to events that do not have one. Without it, and without the member `content_type`, the form
     of the payload decides; `"content_type": null` is an event without a content type.
     """
-    members, data = _members(text)
+    members, data = read_object(text, content=_CONTENT_MEMBERS)
     if unknown := sorted(members.keys() - PARSED_MEMBERS - ASSIGNED_MEMBERS):
         raise InvalidEvent(f"unknown field in an event: {', '.join(unknown)}")
     for name in _TEXT_MEMBERS:
@@ -199,8 +205,8 @@ def from_base64(text: str, name: str) -> bytes:
         raise InvalidEvent(f"invalid {name}: {error}") from None
 
 
-def _members(text: str) -> tuple[dict[str, Any], str]:
-    """The members of an object, and the text of its payload as it stands there (that of data, text or base64).
+def read_object(text: str, *, content: Container[str]) -> tuple[dict[str, Any], str]:
+    """The members of an object, and the text of its payload as it stands there: that of a member named in `content`.
 
     Raises ValueError if the text is not JSON.
     """
@@ -222,12 +228,27 @@ def _members(text: str) -> tuple[dict[str, Any], str]:
         if name in members:
             raise InvalidEvent(f"invalid event: the field {name} is given twice")
         members[name], end = decoder.raw_decode(text, at)
-        if name in _CONTENT_MEMBERS:
+        if name in content:
             content_text = text[at:end]
         at = _skip_space(text, end)
     if _skip_space(text, at + 1) != len(text):
         raise json.JSONDecodeError("extra characters after the object", text, at + 1)
     return members, content_text
+
+
+def read_array(text: str) -> list[str]:
+    """The texts of the elements of an array. Raises ValueError if the text is not JSON."""
+    elements: list[str] = []
+    at = _skip_space(text, _expect(text, _skip_space(text, 0), "["))
+    while text[at : at + 1] != "]":
+        if elements:
+            at = _skip_space(text, _expect(text, at, ","))
+        _, end = _long_number_decoder.raw_decode(text, at)
+        elements.append(text[at:end])
+        at = _skip_space(text, end)
+    if _skip_space(text, at + 1) != len(text):
+        raise json.JSONDecodeError("extra characters after the array", text, at + 1)
+    return elements
 
 
 def _skip_space(text: str, at: int) -> int:

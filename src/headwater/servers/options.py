@@ -46,6 +46,8 @@ class ServerOptions:
     trusted_proxies: tuple[str, ...] = ()
     # The directory through which the processes of one server share their counters. None: a single process.
     counts_directory: str | None = None
+    # Begins the source of events that are read as CloudEvents.
+    cloud_events_source: str = ""
 
 
 @dataclass(frozen=True, slots=True)

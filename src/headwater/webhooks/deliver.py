@@ -64,6 +64,7 @@ class _WebhookDelivery:
     name: str
     grace_seconds: float
     poll_seconds: float
+    cloud_events_source: str
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     held_until: float = 0.0
 
@@ -141,7 +142,14 @@ class _WebhookDelivery:
         if not await self._wait_for_turn():
             return Snooze()
         now = datetime.now(UTC)
-        make = partial(request_for, webhook, event, message_id(webhook, event.position), now=now)
+        make = partial(
+            request_for,
+            webhook,
+            event,
+            message_id(webhook, event.position),
+            now=now,
+            cloud_events_source=self.cloud_events_source,
+        )
         large = len(event.payload or b"") > LARGE_BYTES
         response = await self.sender.send(await asyncio.to_thread(make) if large else make())
         COUNTERS.add(
@@ -195,6 +203,7 @@ class Dispatcher:
     tls: ssl.SSLContext
     grace_seconds: float
     refresh_seconds: float
+    cloud_events_source: str
     running: dict[int, tuple[_WebhookDelivery, asyncio.Task[None]]] = field(default_factory=dict)
     restart_at: dict[int, float] = field(default_factory=dict)
 
@@ -237,6 +246,7 @@ class Dispatcher:
                     name=self.name,
                     grace_seconds=self.grace_seconds,
                     poll_seconds=POLL_SECONDS * max(1.0, len(wanted) / SLOWER_POLL_FROM),
+                    cloud_events_source=self.cloud_events_source,
                 )
                 self.running[one.webhook.id] = (route, asyncio.create_task(route.run()))
 
@@ -268,11 +278,13 @@ async def dispatching(
     grace_seconds: float = 20.0,
     name: str | None = None,
     refresh_seconds: float = 1.0,
+    cloud_events_source: str = "",
 ) -> AsyncIterator[Dispatcher]:
     """Deliver the webhooks of a log until the block is left.
 
     `allowed`: networks that receivers may be in besides the public internet. At the end, requests in progress have
-    `grace_seconds` to finish; the events of the others are released.
+    `grace_seconds` to finish; the events of the others are released. `cloud_events_source` begins the source of events
+    that are sent as CloudEvents.
     """
     dispatcher = Dispatcher(
         log=log,
@@ -281,6 +293,7 @@ async def dispatching(
         tls=tls or ssl.create_default_context(),
         grace_seconds=grace_seconds,
         refresh_seconds=refresh_seconds,
+        cloud_events_source=cloud_events_source,
     )
     task = supervise("webhooks", dispatcher.run)
     try:
@@ -292,7 +305,12 @@ async def dispatching(
 
 
 async def send_test(
-    log: aio.AsyncHeadwater, name: str, *, allowed: Sequence[Network] = (), tls: ssl.SSLContext | None = None
+    log: aio.AsyncHeadwater,
+    name: str,
+    *,
+    allowed: Sequence[Network] = (),
+    tls: ssl.SSLContext | None = None,
+    cloud_events_source: str = "",
 ) -> WebhookTest:
     """Send a signed test event once, whatever the webhook's state, and report the response. It is in no topic."""
     webhook = await log.webhook(name)
@@ -315,7 +333,8 @@ async def send_test(
     sender = Sender(webhook, allowed=allowed, tls=tls or ssl.create_default_context())
     began = asyncio.get_running_loop().time()
     try:
-        response = await sender.send(request_for(webhook, event, test_id, now=now))
+        request = request_for(webhook, event, test_id, now=now, cloud_events_source=cloud_events_source)
+        response = await sender.send(request)
         latency_ms = (asyncio.get_running_loop().time() - began) * 1000
     finally:
         sender.close()

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Literal, NamedTuple
 
+WebhookBody = Literal["envelope", "raw", "cloudevents-structured", "cloudevents-binary"]
+
 
 @dataclass(frozen=True, slots=True)
 class Webhook:
@@ -18,7 +20,7 @@ class Webhook:
     queue: str
     url: str
     headers: Mapping[str, str]
-    body: Literal["envelope", "raw"]
+    body: WebhookBody
     timeout_seconds: float
     max_concurrency: int | None
     rate_per_second: float | None

@@ -14,6 +14,7 @@ from email.utils import parsedate_to_datetime
 from typing import Final, NamedTuple
 from urllib.parse import quote
 
+from headwater.log import cloud_events
 from headwater.log.event_json import JSON_TYPE, event_json
 from headwater.log.model import Event
 from headwater.observability import tracing
@@ -74,13 +75,25 @@ def _key(secret: str) -> bytes:
     return base64.b64decode(secret.removeprefix("whsec_"))
 
 
-def request_for(webhook: Webhook, event: Event, message_id: str, *, now: datetime) -> WebhookRequest:
+def request_for(
+    webhook: Webhook, event: Event, message_id: str, *, now: datetime, cloud_events_source: str = ""
+) -> WebhookRequest:
     """The request for an event."""
-    if webhook.body == "raw":
+    about: list[tuple[str, str | bytes | None]] = []
+    content: list[tuple[str, str]] = []
+    if webhook.body == "cloudevents-binary":
+        sent = cloud_events.cloud_event(event, cloud_events_source)
+        body = sent.payload or b""
+        content = cloud_events.binary_headers(sent)
+    elif webhook.body == "cloudevents-structured":
+        body = cloud_events.structured(cloud_events.cloud_event(event, cloud_events_source)).encode()
+        content = [("content-type", cloud_events.EVENT_TYPE)]
+    elif webhook.body == "raw":
         body = event.payload or b""
         content_type = (event.content_type or "").strip()
         if not content_type or not content_type.isascii() or not content_type.isprintable():
             content_type = "application/octet-stream"
+        content = [("content-type", content_type)]
         about = [
             ("headwater-topic", event.topic),
             ("headwater-position", str(event.position)),
@@ -91,12 +104,11 @@ def request_for(webhook: Webhook, event: Event, message_id: str, *, now: datetim
         ]
     else:
         body = event_json(event).encode()
-        content_type = JSON_TYPE
-        about = []
+        content = [("content-type", JSON_TYPE)]
     timestamp = int(now.timestamp())
     headers = [
         *webhook.headers.items(),
-        ("content-type", content_type),
+        *content,
         ("webhook-id", message_id),
         ("webhook-timestamp", str(timestamp)),
         ("webhook-signature", signatures(webhook.secrets, message_id, timestamp, body)),

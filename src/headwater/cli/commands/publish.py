@@ -22,6 +22,7 @@ from headwater.cli import output
 from headwater.cli.connection import session
 from headwater.cli.options import Dsn, Json, examples, parse_duration, parse_header, parse_time
 from headwater.errors import HeadwaterError, InvalidEvent, InvalidRequest, LogUnavailable
+from headwater.log.cloud_events import new_event, parse_batch, parse_structured
 from headwater.log.event_json import parse_event
 from headwater.log.model import NewEvent
 
@@ -49,6 +50,7 @@ class EventTemplate:
     """The options that apply to every event of the input."""
 
     envelope: bool
+    cloudevents: bool
     raw: bool
     key: str | None
     type: str | None
@@ -58,6 +60,8 @@ class EventTemplate:
 
     def event(self, line: bytes) -> NewEvent:
         """Convert a line to an event; raises ValueError or InvalidEvent if it is not valid."""
+        if self.cloudevents:
+            return new_event(parse_structured(line.decode()))
         if self.envelope:
             return self._from_envelope(parse_event(line.decode(), content_type=self.content_type))
         if not self.raw:
@@ -83,6 +87,7 @@ class EventTemplate:
         """headwater publish reminders '{"id": 42}' --delay 2h""",
         "headwater publish orders < orders.jsonl",
         "headwater read orders --json | headwater publish copy-of-orders --envelope",
+        "headwater publish orders --file order.json --cloudevents",
     )
 )
 def publish(
@@ -100,6 +105,13 @@ def publish(
             "--envelope",
             help="Lines are events as `read --json` prints them: objects with data (or text, base64), key, type, "
             "routing_key, headers, content_type and event_id.",
+        ),
+    ] = False,
+    cloudevents: Annotated[
+        bool,
+        typer.Option(
+            "--cloudevents",
+            help="The payload is a CloudEvent in the JSON format, or an array of them; lines are one CloudEvent each.",
         ),
     ] = False,
     key: Annotated[str | None, typer.Option(help="Key; events with the same key stay in order.")] = None,
@@ -137,18 +149,26 @@ def publish(
         raise typer.BadParameter("--event-id, --delay and --deliver-at apply only to one event: give PAYLOAD or --file")
     if delay is not None and deliver_at is not None:
         raise typer.BadParameter("give only one of --delay and --deliver-at")
+    if cloudevents:
+        others = (envelope, raw, key, type, routing_key, headers, content_type, event_id, delay, deliver_at)
+        if any(one not in (None, False) for one in others):
+            raise typer.BadParameter("--cloudevents cannot be combined with options that describe an event")
     if envelope and raw:
         raise typer.BadParameter("--envelope cannot be combined with --raw")
     if not single and sys.stdin.isatty():
         raise typer.BadParameter("no payload: give PAYLOAD or --file, or pipe JSON lines to standard input")
 
     if not single:
-        template = EventTemplate(envelope, raw, key, type, routing_key, given_headers, content_type)
+        template = EventTemplate(envelope, cloudevents, raw, key, type, routing_key, given_headers, content_type)
         with session(context).log(dsn) as log:
             _publish_lines(log, topic, template, commit_every=None if atomic else commit_every, as_json=as_json)
         return
 
     body = _body(payload, file)
+    if cloudevents:
+        with session(context).log(dsn) as log:
+            _publish_cloud_events(log, topic, body, as_json=as_json)
+        return
     if not raw:
         try:
             output.parse_json(body)
@@ -173,6 +193,23 @@ def _publish_one(log: headwater.Headwater, topic: str, event: NewEvent, *, as_js
         output.print_line(f"an event with this id is already scheduled for topic {topic}")
     else:
         output.print_line(f"published to {topic} at position {position}")
+
+
+def _publish_cloud_events(log: headwater.Headwater, topic: str, body: bytes, *, as_json: bool) -> None:
+    """Publish one CloudEvent, or a batch in one transaction."""
+    try:
+        text = body.decode()
+        given = parse_batch(text) if text.lstrip().startswith("[") else [parse_structured(text)]
+    except (ValueError, RecursionError) as error:
+        raise InvalidEvent(f"the payload is not a CloudEvent in the JSON format: {error}") from None
+    if len(given) == 1:
+        _publish_one(log, topic, new_event(given[0]), as_json=as_json)
+        return
+    log.publish_batch(topic, [new_event(one) for one in given])
+    if as_json:
+        output.emit({"topic": topic, "published": len(given)})
+    else:
+        output.print_line(f"published {len(given)} events to {topic}")
 
 
 def _schedule_one(log: headwater.Headwater, topic: str, event: NewEvent, due_at: datetime, *, as_json: bool) -> None:

@@ -10,14 +10,18 @@ import typer
 
 import headwater
 from headwater.cli import output
-from headwater.cli.connection import session
+from headwater.cli.connection import Session, session
 from headwater.cli.options import After, Dsn, Json, Since, SkipExpired, Topics, examples
+from headwater.log.cloud_events import cloud_event, structured
 from headwater.log.event_json import event_json
 from headwater.log.model import Event
 
 app = typer.Typer()
 
 PAGE_SIZE: Final = 1000
+CloudEvents = Annotated[
+    bool, typer.Option("--cloudevents", help="Print events as CloudEvents in the JSON format, one per line.")
+]
 _ShowEvents = Callable[[Sequence[Event]], None]
 
 
@@ -26,6 +30,7 @@ _ShowEvents = Callable[[Sequence[Event]], None]
         "headwater read orders --limit 20",
         "headwater read orders payments --since 1h --json",
         "headwater read orders --backwards --limit 1",
+        "headwater read orders --cloudevents",
     )
 )
 def read(
@@ -39,6 +44,7 @@ def read(
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of events.")] = 100,
     skip_expired: SkipExpired = False,
+    cloudevents: CloudEvents = False,
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:
@@ -56,9 +62,10 @@ def read(
             pages = _pages_backwards(log, topics, before=before, limit=limit)
         else:
             pages = _pages(log, topics, after=after, limit=limit, skip_expired=skip_expired)
-        if as_json:
+        if as_json or cloudevents:
+            show = _json_printer(session(context), cloudevents)
             for page in pages:
-                _print_json(page)
+                show(page)
             return
         found = [event for page in pages for event in page]
     _print_table(found)
@@ -83,6 +90,7 @@ def tail(
     cursor: Annotated[str | None, typer.Option(metavar="CURSOR", help="Start at this cursor and advance it.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Stop after this number of events.")] = None,
     skip_expired: SkipExpired = False,
+    cloudevents: CloudEvents = False,
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:
@@ -90,7 +98,7 @@ def tail(
     if after is not None and since is not None:
         raise typer.BadParameter("give only one of --after and --since")
     with session(context).log(dsn) as log:
-        show = _print_json if as_json else _print_lines
+        show = _json_printer(session(context), cloudevents) if as_json or cloudevents else _print_lines
         if since is not None:
             after, skip_expired = log.position_before(since, topics or None), True
         epoch: int | None = None
@@ -193,14 +201,20 @@ def _pages_backwards(
         before = page[-1].position
 
 
-def json_line(event: Event) -> str:
-    """An event as a line of JSON."""
-    return f"{event_json(event)}\n"
+def json_line(event: Event, source: str | None = None) -> str:
+    """An event as a line of JSON; as a CloudEvent if the beginning of its source is given."""
+    return f"{event_json(event) if source is None else structured(cloud_event(event, source))}\n"
 
 
-def _print_json(events: Sequence[Event]) -> None:
-    sys.stdout.writelines(map(json_line, events))
-    sys.stdout.flush()
+def _json_printer(found: Session, cloudevents: bool) -> _ShowEvents:
+    """Print events as lines of JSON: in Headwater's own format, or as CloudEvents."""
+    source = found.settings.cloud_events_source if cloudevents else None
+
+    def show(events: Sequence[Event]) -> None:
+        sys.stdout.writelines(json_line(event, source) for event in events)
+        sys.stdout.flush()
+
+    return show
 
 
 def _print_lines(events: Sequence[Event]) -> None:

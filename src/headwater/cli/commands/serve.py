@@ -75,6 +75,7 @@ class ServePlan:
     webhook_networks: tuple[Network, ...]
     grace_seconds: float
     log_config: LogConfig
+    cloud_events_source: str
 
 
 @app.command(
@@ -219,6 +220,8 @@ def serve(
     _check_certificate(tls_certificate, tls_key)
     advertised = None if servers["kafka"] is None else _advertised(servers["kafka"].host, advertise)
     found = session(context)
+    if servers["http"] is not None:
+        servers["http"] = replace(servers["http"], cloud_events_source=found.settings.cloud_events_source)
     database = "" if stores is not None else found.dsn(dsn)
     if advertised is not None:
         with found.log(dsn) as log:
@@ -247,6 +250,7 @@ def serve(
                 webhook_networks=allowed,
                 grace_seconds=grace_seconds,
                 log_config=found.log_config,
+                cloud_events_source=found.settings.cloud_events_source,
             )
             for number in range(processes_)
         ]
@@ -498,7 +502,13 @@ async def _open_servers(stack: AsyncExitStack, plan: ServePlan) -> tuple[dict[st
         addresses["grpc"] = server.address
         failures.append(server.failed)
     if plan.webhooks:
-        await servers.open(dispatching(log, allowed=plan.webhook_networks, grace_seconds=plan.grace_seconds))
+        delivery = dispatching(
+            log,
+            allowed=plan.webhook_networks,
+            grace_seconds=plan.grace_seconds,
+            cloud_events_source=plan.cloud_events_source,
+        )
+        await servers.open(delivery)
     return addresses, failures
 
 

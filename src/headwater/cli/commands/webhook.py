@@ -38,6 +38,8 @@ class Body(StrEnum):
 
     envelope = "envelope"
     raw = "raw"
+    cloudevents_structured = "cloudevents-structured"
+    cloudevents_binary = "cloudevents-binary"
 
 
 class ClientErrors(StrEnum):
@@ -60,7 +62,8 @@ Headers = Annotated[
     ),
 ]
 BodyOption = Annotated[
-    Body | None, typer.Option(help="Body of a request: the event as a JSON envelope, or only its payload.")
+    Body | None,
+    typer.Option(help="Body of a request: the event as a JSON envelope, only its payload, or a CloudEvent."),
 ]
 Timeout = Annotated[float | None, typer.Option(metavar="SECONDS", help="Timeout of a request.")]
 Concurrency = Annotated[int | None, typer.Option(help="Maximum number of concurrent requests, over all processes.")]
@@ -361,13 +364,14 @@ def send_test_event(
         from headwater.webhooks.addresses import networks
         from headwater.webhooks.deliver import send_test
     allowed = networks(allow_network or ())
+    source = session(context).settings.cloud_events_source
     database = session(context).dsn(dsn)
     with translate_errors():
         connect(database).close()
 
     async def send() -> WebhookTest:
         async with await aio.connect(database, pool_size=1, application_name="headwater cli") as log:
-            return await send_test(log, name, allowed=allowed)
+            return await send_test(log, name, allowed=allowed, cloud_events_source=source)
 
     tested = asyncio.run(send())
     if as_json:
@@ -403,6 +407,7 @@ def deliver(
         from headwater.webhooks.deliver import dispatching
     allowed = networks(allow_network or ())
     found = session(context)
+    source = found.settings.cloud_events_source
     database = found.dsn(dsn)
     with translate_errors():
         connect(database).close()
@@ -410,7 +415,10 @@ def deliver(
     async def run() -> None:
         stop = stop_on_signals()
         log = await aio.connect(database, pool_size=found.settings.pool_size, application_name="headwater webhooks")
-        async with log, dispatching(log, allowed=allowed, grace_seconds=grace_seconds):
+        async with (
+            log,
+            dispatching(log, allowed=allowed, grace_seconds=grace_seconds, cloud_events_source=source),
+        ):
             if as_json:
                 output.emit({"delivering": True})
             else:

@@ -69,7 +69,8 @@ class WebhookApi(CallRunner):
         - a SQL filter with parameters (see subscribe): from now on, after a position, or since a time.
 
         `secret` (generated if not given) signs the requests. `body`: 'envelope' is JSON with everything about the
-        event, 'raw' is only its payload. `client_errors`: whether a 4xx response means 'retry' or 'dead'.
+        event, 'raw' is only its payload, 'cloudevents-structured' and 'cloudevents-binary' are a CloudEvent.
+        `client_errors`: whether a 4xx response means 'retry' or 'dead'.
         """
         own_queue = queue is None
         if not own_queue and (topics is not None or after is not None or since is not None or from_end or ordered_keys):

@@ -75,7 +75,7 @@ def openapi_document(app: FastAPI) -> dict[str, Any]:
     document = app.openapi()
     for router in ROUTERS:
         for route in router.routes:
-            if not isinstance(route, APIRoute):
+            if not isinstance(route, APIRoute) or not route.include_in_schema:
                 continue
             permission = str(permission_of(route))
             for method in route.methods or ():

@@ -17,10 +17,11 @@ from headwater.calls import log as log_calls
 from headwater.calls import overview
 from headwater.calls import reading as reading_calls
 from headwater.errors import InvalidRequest, epoch_changed_error
+from headwater.log.cloud_events import BATCH_TYPE, EVENT_TYPE
 from headwater.log.event_json import event_json
 from headwater.log.model import Event, NewEvent
 from headwater.observability import tracing
-from headwater.servers.http import responses
+from headwater.servers.http import cloud_events, responses
 from headwater.servers.http.authorization import checked_in_route, principal_of, requires
 from headwater.servers.http.dependencies import context_of, list_response, problems, raw_json_response, router
 from headwater.servers.http.errors import NotFound
@@ -48,16 +49,43 @@ TypeQuery = Annotated[str | None, Query(min_length=1, max_length=200, descriptio
 KeyQuery = Annotated[str | None, Query(max_length=10_000, description="only events with this key")]
 
 
+async def publish_cloud_events(request: Request, topic: TopicName, idempotency_key: IdempotencyKey = None) -> Response:
+    """Publish one CloudEvent, or a batch of them atomically and in order."""
+    log = context_of(request).log
+    trace = tracing.named_by(request.headers)
+    given = await cloud_events.published_events(request)
+    events = [one._replace(headers=tracing.joined(one.headers, trace)) for one in given]
+
+    async def publish(connection: AsyncConnection[Any] | None) -> dict[str, Any]:
+        return {"positions": await log.publish_batch(topic, events, connection=connection)}
+
+    content = None if idempotency_key is None else await cloud_events.content_of(request)
+    return await run_once(request, idempotency_key, publish, content=content)
+
+
+# Before the route of other requests, which documents this one as well.
+routes.add_api_route(
+    "/v1/topics/{topic}/events",
+    publish_cloud_events,
+    methods=["POST"],
+    dependencies=[requires("write", "topic", "topic")],
+    include_in_schema=False,
+    route_class_override=cloud_events.CloudEventsRoute,
+)
+
+
 @routes.post(
     "/v1/topics/{topic}/events",
     dependencies=[requires("write", "topic", "topic")],
     response_model=responses.PublishResult,
     responses=problems(404, 413),
+    openapi_extra={"requestBody": {"content": cloud_events.REQUEST_CONTENT}},
 )
 async def publish_events(
     request: Request, topic: TopicName, body: Publish, idempotency_key: IdempotencyKey = None
 ) -> Response:
-    """Publish one event, or several atomically and in order."""
+    """Publish one event, or several atomically and in order. CloudEvents are accepted in structured, batch and binary
+    mode."""
     log = context_of(request).log
     given = [body] if isinstance(body, EventToPublish) else body.events
     trace = tracing.named_by(request.headers)
@@ -106,7 +134,7 @@ async def _publish(
     "/v1/topics/{topic}/events",
     dependencies=[requires("read", "topic", "topic")],
     response_model=responses.EventPage,
-    responses=problems(404, 409, 410),
+    responses=cloud_events.with_cloud_events(BATCH_TYPE) | problems(404, 409, 410),
 )
 async def read_topic(
     request: Request,
@@ -129,7 +157,7 @@ async def read_topic(
     "/v1/events",
     dependencies=[checked_in_route("read topic, for each topic given; read topic * if none is given")],
     response_model=responses.EventPage,
-    responses=problems(404, 409, 410),
+    responses=cloud_events.with_cloud_events(BATCH_TYPE) | problems(404, 409, 410),
 )
 async def read_events(
     request: Request,
@@ -245,6 +273,9 @@ async def _page(
         if order == "desc" and request.query_params.get("after"):
             bounds.append(("after", request.query_params["after"]))
         next_page = "?" + urlencode(given + bounds)
+    if cloud_events.accepts(request, BATCH_TYPE):
+        source = context_of(request).options.cloud_events_source
+        return cloud_events.batch_response(found, source, next_page=next_page, stable=stable, epoch=state.epoch)
     return list_response("events", map(event_json, found), next=next_page, stable=stable, epoch=state.epoch)
 
 
@@ -252,7 +283,7 @@ async def _page(
     "/v1/events/{position}",
     dependencies=[checked_in_route("read topic, for the event's topic")],
     response_model=responses.Event,
-    responses=problems(404),
+    responses=cloud_events.with_cloud_events(EVENT_TYPE) | problems(404),
 )
 async def show_event(request: Request, position: Annotated[int, Path(ge=1, le=MAX_POSITION)]) -> Response:
     """Show the event at a position."""
@@ -260,5 +291,7 @@ async def show_event(request: Request, position: Annotated[int, Path(ge=1, le=MA
     for event in await log.run(overview.events_at([position]), patience_seconds=5):
         stable = (await log.run(log_calls.log_state([event.topic]), patience_seconds=5)).stable
         if position <= stable and principal_of(request).may("read", "topic", event.topic):
+            if cloud_events.accepts(request, EVENT_TYPE):
+                return cloud_events.event_response(event, context_of(request).options.cloud_events_source)
             return raw_json_response(event_json(event))
     raise NotFound(f"no event at position {position}", detail={"position": position})

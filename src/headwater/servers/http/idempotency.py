@@ -28,10 +28,11 @@ IdempotencyKey = Annotated[
 Act = Callable[[AsyncConnection[Any] | None], Awaitable[Any]]
 
 
-async def run_once(request: Request, key: str | None, act: Act, *, status: int = 200) -> Response:
+async def run_once(request: Request, key: str | None, act: Act, *, status: int = 200, content: Any = None) -> Response:
     """Run `act` and respond with its result. With a key, `act` and the stored response are one transaction.
 
-    A failed request stores nothing and can be retried with its key.
+    `content` identifies the request; by default the JSON of its body. A failed request stores nothing and can be
+    retried with its key.
     """
     if key is None:
         return raw_json_response(to_json(await act(None)), status=status)
@@ -39,7 +40,9 @@ async def run_once(request: Request, key: str | None, act: Act, *, status: int =
     account = principal_of(request).account
     hashed = _hash([account, request.url.path, key])
     async with log.transaction() as connection:
-        record = await log.run(calls.begin_request(hashed, _hash(await request.json())), connection=connection)
+        record = await log.run(
+            calls.begin_request(hashed, _hash(content or await request.json())), connection=connection
+        )
         if record.is_new:
             text = to_json(await act(connection))
             await log.run(calls.store_response(hashed, text), connection=connection)

@@ -20,6 +20,7 @@ from headwater.errors import HeadwaterError
 from headwater.servers.authentication import SESSION, Authenticator, NotAuthenticated, Principal, TooManyRequests
 from headwater.servers.http.authorization import PRINCIPAL
 from headwater.servers.http.body_limits import has_more_elements, limit_for
+from headwater.servers.http.cloud_events import Mode, mode_of
 from headwater.servers.http.errors import (
     BodyTooLarge,
     ForeignOrigin,
@@ -192,12 +193,14 @@ class RequestGuard:
             parts.append(message.get("body", b""))
             if not message.get("more_body", False):
                 break
-        if size and not _is_json(headers.get(b"content-type", b"")):
+        # In binary mode the body is the data of one event, of any type.
+        is_binary = mode_of(scope) is Mode.binary
+        if size and not is_binary and not _is_json(headers.get(b"content-type", b"")):
             raise NotJson("the content type must be application/json", hint="With curl, use --json.")
         if headers.get(b"content-encoding", b"identity").strip().lower() != b"identity":
             raise NotJson("compressed bodies are not accepted", hint="Send the body without Content-Encoding.")
         body = b"".join(parts)
-        if has_more_elements(body, limit.max_elements):
+        if not is_binary and has_more_elements(body, limit.max_elements):
             raise BodyTooLarge(
                 f"the body has more than {limit.max_elements} JSON elements, the limit of this path",
                 hint="Send fewer elements at once.",

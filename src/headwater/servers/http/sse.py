@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 from fastapi import Header, Path, Query, Request
 from starlette.responses import Response
@@ -19,7 +19,7 @@ from headwater.servers.http.dependencies import context_of, problems, router
 from headwater.servers.http.events import KeyQuery, TypeQuery, need_topics, selection_of
 from headwater.servers.http.requests import MAX_POSITION, QueueName, TopicName
 from headwater.servers.http.sse_client import SseResponse, SseStream, StreamSelection
-from headwater.servers.http.sse_frames import RESUME_POINT_PATTERN, ResumePoint
+from headwater.servers.http.sse_frames import RESUME_POINT_PATTERN, FrameStyle, ResumePoint
 
 routes = router("SSE streams")
 
@@ -41,6 +41,10 @@ After = Annotated[
 ]
 Named = Annotated[
     bool, Query(description="false: omit the event: lines, so that a browser's onmessage receives every event")
+]
+Format = Annotated[
+    Literal["headwater", "cloudevents"],
+    Query(description="cloudevents: the data: lines are CloudEvents in the JSON format"),
 ]
 SkipExpired = Annotated[bool, Query(description="skip events removed by retention instead of failing with 410")]
 _STREAM: Final[dict[int | str, dict[str, Any]]] = {
@@ -64,11 +68,14 @@ async def follow_topic(
     type: TypeQuery = None,
     key: KeyQuery = None,
     named: Named = True,
+    format: Format = "headwater",
     skip_expired: SkipExpired = False,
     last_event_id: LastEventId = None,
 ) -> Response:
     """Follow a topic after a position, or from now on. `header.NAME=VALUE` selects events by a header."""
-    return await _follow_topics(request, [topic], after, type, key, named, skip_expired, last_event_id)
+    return await _follow_topics(
+        request, [topic], after, type, key, _style(request, named, format), skip_expired, last_event_id
+    )
 
 
 @routes.get(
@@ -84,12 +91,15 @@ async def follow_topics(
     type: TypeQuery = None,
     key: KeyQuery = None,
     named: Named = True,
+    format: Format = "headwater",
     skip_expired: SkipExpired = False,
     last_event_id: LastEventId = None,
 ) -> Response:
     """Follow several topics, or the whole log."""
     need_topics(request, topic)
-    return await _follow_topics(request, topic, after, type, key, named, skip_expired, last_event_id)
+    return await _follow_topics(
+        request, topic, after, type, key, _style(request, named, format), skip_expired, last_event_id
+    )
 
 
 @routes.get(
@@ -103,6 +113,7 @@ async def follow_queue(
     queue: QueueName,
     after: After = None,
     named: Named = True,
+    format: Format = "headwater",
     last_event_id: LastEventId = None,
 ) -> Response:
     """Follow the events that a queue's bindings select, without claiming them."""
@@ -119,7 +130,9 @@ async def follow_queue(
             raise
         await _check_readable(request, queue, point.seen)
         point = point._replace(position=max(point.position, min(point.seen, earliest - 1)))
-    return _stream(request, ("queue", queue), StreamSelection(), point, named, ("read", "consumer", [queue]))
+    return _stream(
+        request, ("queue", queue), StreamSelection(), point, _style(request, named, format), ("read", "consumer", [queue])
+    )
 
 
 @routes.get(
@@ -134,6 +147,7 @@ async def follow_subscription(
     id: Annotated[int, Path(ge=1, le=MAX_POSITION)],
     after: After = None,
     named: Named = True,
+    format: Format = "headwater",
     last_event_id: LastEventId = None,
 ) -> Response:
     """Follow the events that a SQL subscription matches. Events removed by retention are skipped."""
@@ -146,7 +160,12 @@ async def follow_subscription(
     # From now on the stream keeps the subscription from expiring.
     await log.run(subscription_calls.keep_alive([id]), patience_seconds=5)
     return _stream(
-        request, ("subscriptions", queue), StreamSelection(subscription=id), point, named, ("read", "consumer", [queue])
+        request,
+        ("subscriptions", queue),
+        StreamSelection(subscription=id),
+        point,
+        _style(request, named, format),
+        ("read", "consumer", [queue]),
     )
 
 
@@ -162,7 +181,7 @@ async def _follow_topics(
     after: str | None,
     type: str | None,
     key: str | None,
-    named: bool,
+    style: FrameStyle,
     skip_expired: bool,
     last_event_id: str | None,
 ) -> Response:
@@ -176,7 +195,7 @@ async def _follow_topics(
     if expired_to > max(point.position, point.seen) and not skip_expired:
         # Raises PositionExpired, with the first position that still exists.
         await log.run(reading_calls.read(names, after=point.position, batch_size=1), patience_seconds=5)
-    return _stream(request, ("topics",), selection, point, named, ("read", "topic", names or ["*"]), expired_to)
+    return _stream(request, ("topics",), selection, point, style, ("read", "topic", names or ["*"]), expired_to)
 
 
 def _start(after: str | None, last_event_id: str | None) -> ResumePoint | None:
@@ -198,7 +217,7 @@ def _stream(
     key: tuple[str, ...],
     selection: StreamSelection,
     point: ResumePoint,
-    named: bool,
+    style: FrameStyle,
     permission: tuple[str, str, list[str]],
     expired_to: int = 0,
 ) -> Response:
@@ -208,13 +227,18 @@ def _stream(
     stream = SseStream(
         selection,
         point,
-        named=named,
+        style=style,
         allowed=_still_allowed(request, permission) if authenticated else _always,
         ends_at=time.monotonic() + MAX_STREAM_SECONDS if authenticated else None,
         selective=key != ("topics",) or not selection.takes_everything,
         expired_to=expired_to,
     )
     return SseResponse(context.sse, key, stream)
+
+
+def _style(request: Request, named: bool, format: str) -> FrameStyle:
+    source = context_of(request).options.cloud_events_source
+    return FrameStyle(named, source if format == "cloudevents" else None)
 
 
 def _always() -> bool:

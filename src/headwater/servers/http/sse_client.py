@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from headwater.log.model import Event
-from headwater.servers.http.sse_frames import ResumePoint, closing_frame, heartbeat_frame, opening_frame
+from headwater.servers.http.sse_frames import FrameStyle, ResumePoint, closing_frame, heartbeat_frame, opening_frame
 from headwater.servers.http.uvicorn_protocol import CONNECTION, HttpConnection
 
 if TYPE_CHECKING:
@@ -74,11 +74,11 @@ class SseStream:
         "feed",
         "is_paused",
         "live",
-        "named",
         "position",
         "reported_seen",
         "selection",
         "selective",
+        "style",
     )
 
     feed: Feed
@@ -88,7 +88,7 @@ class SseStream:
         selection: StreamSelection,
         start: ResumePoint,
         *,
-        named: bool,
+        style: FrameStyle,
         allowed: Callable[[], bool],
         ends_at: float | None,
         selective: bool = False,
@@ -106,7 +106,7 @@ class SseStream:
         self.reported_seen = start.seen
         # The epoch of these three.
         self.epoch = start.epoch
-        self.named = named
+        self.style = style
         self.allowed = allowed
         self.ends_at = ends_at
         self.live = False

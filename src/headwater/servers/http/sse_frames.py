@@ -6,6 +6,7 @@ import json
 import re
 from typing import Final, NamedTuple
 
+from headwater.log.cloud_events import cloud_event, structured
 from headwater.log.event_json import event_json
 from headwater.log.model import Event
 
@@ -13,13 +14,23 @@ from headwater.log.model import Event
 _RESERVED: Final = frozenset({"end", "error", "open", "message"})
 
 
-def frame(event: Event, *, named: bool, epoch: int | None = None) -> bytes:
+class FrameStyle(NamedTuple):
+    """What a client wants in the frames of events: `event:` lines, and CloudEvents from this source."""
+
+    named: bool = True
+    # None: the JSON of an event instead of a CloudEvent.
+    cloud_events_source: str | None = None
+
+
+def frame(event: Event, *, style: FrameStyle, epoch: int | None = None) -> bytes:
     """An event as an SSE frame. `epoch` is the epoch of its position."""
+    named, source = style
     kind = ""
     if named:
         plain = event.type is not None and event.type not in _RESERVED and not {"\n", "\r"} & set(event.type)
         kind = f"event: {event.type if plain else 'event'}\n"
-    return chunk(f"id: {ResumePoint(event.position, epoch=epoch)}\n{kind}data: {event_json(event)}\n\n".encode())
+    data = event_json(event) if source is None else structured(cloud_event(event, source))
+    return chunk(f"id: {ResumePoint(event.position, epoch=epoch)}\n{kind}data: {data}\n\n".encode())
 
 
 class ResumePoint(NamedTuple):

@@ -49,7 +49,7 @@ from headwater.observability.metrics import EPOCH, EPOCH_CHANGED, ERROR, POSITIO
 from headwater.servers.authentication import TooManyRequests
 from headwater.servers.http.requests import MAX_POSITION
 from headwater.servers.http.sse_client import SseStream, StreamSelection
-from headwater.servers.http.sse_frames import ResumePoint, frame
+from headwater.servers.http.sse_frames import FrameStyle, ResumePoint, frame
 from headwater.servers.options import ServerLimits
 from headwater.supervisor import supervise
 
@@ -82,15 +82,15 @@ class BufferedEvent(NamedTuple):
 
     event: Event
     subscriptions: tuple[int, ...]
-    frames: dict[bool, bytes]
+    frames: dict[FrameStyle, bytes]
     # The epoch of its position.
     epoch: int | None
 
-    def frame(self, named: bool) -> bytes:
+    def frame(self, style: FrameStyle) -> bytes:
         """The event as an SSE frame, built once for all streams."""
-        data = self.frames.get(named)
+        data = self.frames.get(style)
         if data is None:
-            data = self.frames[named] = frame(self.event, named=named, epoch=self.epoch)
+            data = self.frames[style] = frame(self.event, style=style, epoch=self.epoch)
         return data
 
 
@@ -124,7 +124,7 @@ class Feed:
         self._exhausted = -1
         self._streams: set[SseStream] = set()
         # Live streams by selection: their output is the same and is built once.
-        self._live_streams: dict[tuple[StreamSelection, bool], set[SseStream]] = {}
+        self._live_streams: dict[tuple[StreamSelection, FrameStyle], set[SseStream]] = {}
         # Streams that wait for the next read of this feed.
         self._waiting: set[SseStream] = set()
         self.wake = asyncio.Event()
@@ -169,7 +169,7 @@ class Feed:
             return
         if self.write_to(stream, self._between(stream.position, end), end):
             stream.live = True
-            self._live_streams.setdefault((stream.selection, stream.named), set()).add(stream)
+            self._live_streams.setdefault((stream.selection, stream.style), set()).add(stream)
 
     def end_of(self, selection: StreamSelection) -> int:
         """The position up to which every event of this selection was read."""
@@ -185,7 +185,7 @@ class Feed:
 
     def write_to(self, stream: SseStream, events: Sequence[BufferedEvent], to: int) -> bool:
         """Write events to one stream in pieces until its buffer is full. True: all were written."""
-        for piece, end, delivered in pieces(events, stream.selection, stream.named, to):
+        for piece, end, delivered in pieces(events, stream.selection, stream.style, to):
             if stream.closed or stream.is_paused:
                 return False
             if piece:
@@ -197,7 +197,7 @@ class Feed:
     def _make_not_live(self, stream: SseStream) -> None:
         if stream.live:
             stream.live = False
-            key = (stream.selection, stream.named)
+            key = (stream.selection, stream.style)
             self._live_streams[key].discard(stream)
             if not self._live_streams[key]:
                 del self._live_streams[key]
@@ -259,11 +259,11 @@ class Feed:
         """Buffer a batch and write it to all live streams. False: nothing new was read."""
         ends = {selection: self.end_of(selection) for selection, _ in self._live_streams}
         moved = self._buffer_batch(batch)
-        for (selection, named), streams in list(self._live_streams.items()):
+        for (selection, style), streams in list(self._live_streams.items()):
             after, to = ends[selection], self.end_of(selection)
             if to <= after:
                 continue
-            written = list(pieces(self._between(after, to), selection, named, to))
+            written = list(pieces(self._between(after, to), selection, style, to))
             for stream in tuple(streams):
                 for piece, end, delivered in written:
                     if stream.closed or stream.is_paused:
@@ -317,7 +317,7 @@ class Feed:
 
 
 def pieces(
-    events: Sequence[BufferedEvent], selection: StreamSelection, named: bool, to: int
+    events: Sequence[BufferedEvent], selection: StreamSelection, style: FrameStyle, to: int
 ) -> Iterator[tuple[bytes, int, int]]:
     """The frames of the selected events in pieces, each with the position that it reaches and the position of its last
     event (0 in an empty piece)."""
@@ -325,7 +325,7 @@ def pieces(
     size = last = 0
     for one in events:
         if selection.matches(one.event, one.subscriptions):
-            data = one.frame(named)
+            data = one.frame(style)
             parts.append(data)
             size += len(data)
             last = one.event.position

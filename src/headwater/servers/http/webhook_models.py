@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field
 
 from headwater.servers.http.requests import BindingCreate, Name, Number, RequestModel, Seconds, Text
 from headwater.servers.http.responses import Time
+from headwater.webhooks.model import WebhookBody
 
 WebhookName = Annotated[str, Path(min_length=1, max_length=200, description="the webhook's name", examples=["shop"])]
 Header = Annotated[str, Field(max_length=2000)]
@@ -18,7 +19,7 @@ class WebhookSettings(RequestModel):
     """Settings of a webhook."""
 
     headers: dict[Name, Header] | None = None
-    body: Literal["envelope", "raw"] | None = None
+    body: WebhookBody | None = None
     timeout_seconds: Seconds | None = None
     max_concurrency: Number | None = None
     rate_per_second: Seconds | None = Field(default=None, description="0: no limit")
@@ -56,7 +57,7 @@ class WebhookInfo(BaseModel):
     queue: str
     url: str
     headers: dict[str, str]
-    body: Literal["envelope", "raw"]
+    body: WebhookBody
     timeout_seconds: float
     max_concurrency: int | None
     rate_per_second: float | None

@@ -185,7 +185,11 @@ async def rotate_secret(request: Request, webhook: WebhookName) -> Response:
 async def test_webhook(request: Request, webhook: WebhookName) -> Response:
     """Send a signed test event once, whatever the webhook's state, and report the response."""
     context = context_of(request)
-    return json_response(await send_test(context.log, webhook, allowed=context.options.webhook_networks))
+    options = context.options
+    tested = await send_test(
+        context.log, webhook, allowed=options.webhook_networks, cloud_events_source=options.cloud_events_source
+    )
+    return json_response(tested)
 
 
 async def _set(request: Request, action: str, name: str, call: Call[Webhook]) -> Response:

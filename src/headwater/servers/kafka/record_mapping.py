@@ -2,6 +2,9 @@
 
 A header with a text value becomes a field of the event's JSON headers. If JSON cannot represent the headers exactly
 (bytes, a repeated name, another order), the original header section is stored beside it.
+
+CloudEvents use the headers of their Kafka protocol binding: `ce_*`, which stay headers of the event, and `content-type`
+instead of `headwater-content-type`. `ce_type` and `ce_routingkey` are also the type and the routing key.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import json
 from typing import Any, Final, NamedTuple
 
+from headwater.log.cloud_events import ANY_TYPE, SPEC_VERSION_HEADER
 from headwater.servers.kafka.records import read_headers, write_headers
 
 # The parts of an event as headers. The event id is only sent to consumers: producers cannot set it.
@@ -16,6 +20,12 @@ TYPE: Final = b"headwater-type"
 ROUTING_KEY: Final = b"headwater-routing-key"
 CONTENT_TYPE: Final = b"headwater-content-type"
 EVENT_ID: Final = b"headwater-event-id"
+# Of a CloudEvent.
+CLOUD_CONTENT_TYPE: Final = b"content-type"
+CLOUD_TYPE: Final = b"ce_type"
+CLOUD_ROUTING_KEY: Final = b"ce_routingkey"
+_CLOUD_COPIES: Final = {CLOUD_TYPE: TYPE, CLOUD_ROUTING_KEY: ROUTING_KEY}
+_LIMITS: Final = {TYPE: 200, ROUTING_KEY: 255, CONTENT_TYPE: 200}
 
 _to_json: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
@@ -36,16 +46,28 @@ NO_EVENT_PARTS: Final = EventParts()
 def event_parts(section: bytes) -> EventParts:
     """Convert the headers of a record to parts of an event."""
     own: dict[bytes, str] = {}
+    copies: dict[bytes, str] = {}
     headers: dict[str, str | None] = {}
-    for name, value in read_headers(section):
-        limit = {TYPE: 200, ROUTING_KEY: 255, CONTENT_TYPE: 200}.get(name)
+    pairs = list(read_headers(section))
+    is_cloud_event = any(
+        name == SPEC_VERSION_HEADER.encode()
+        or (name == CLOUD_CONTENT_TYPE and value is not None and value.startswith(ANY_TYPE.encode()))
+        for name, value in pairs
+    )
+    for name, value in pairs:
+        part = CONTENT_TYPE if is_cloud_event and name == CLOUD_CONTENT_TYPE else name
         text = _text(value)
-        if limit is not None and text is not None and 1 <= len(text) <= limit:
-            own[name] = text
+        if text is not None and part in _LIMITS and 1 <= len(text) <= _LIMITS[part]:
+            own[part] = text
             continue
+        if is_cloud_event and name in _CLOUD_COPIES and text is not None:
+            copy = _CLOUD_COPIES[name]
+            if 1 <= len(text) <= _LIMITS[copy]:
+                copies[copy] = text
         named = _text(name)
         if named is not None and (value is None or text is not None):
             headers[named] = text
+    own = copies | own
     parts = EventParts(
         _to_json(headers) if headers else None, own.get(TYPE), own.get(ROUTING_KEY), own.get(CONTENT_TYPE)
     )
@@ -68,9 +90,16 @@ def header_section(
             pairs.append(
                 (name, None if value is None else (value if isinstance(value, str) else _to_json(value)).encode())
             )
-    for name, part in ((TYPE, type), (ROUTING_KEY, routing_key), (CONTENT_TYPE, content_type), (EVENT_ID, event_id)):
-        if part is not None:
-            pairs.append((name, part.encode()))
+    content_type_name = CONTENT_TYPE
+    if headers is not None and SPEC_VERSION_HEADER in headers:
+        content_type_name = CLOUD_CONTENT_TYPE
+        # They are headers already.
+        type = None if headers.get(CLOUD_TYPE.decode()) == type else type
+        routing_key = None if headers.get(CLOUD_ROUTING_KEY.decode()) == routing_key else routing_key
+    elif content_type is not None and content_type.startswith(ANY_TYPE):
+        content_type_name = CLOUD_CONTENT_TYPE
+    own = ((TYPE, type), (ROUTING_KEY, routing_key), (content_type_name, content_type), (EVENT_ID, event_id))
+    pairs += [(name, part.encode()) for name, part in own if part is not None]
     return write_headers(pairs) if pairs else None
 
 

@@ -70,7 +70,7 @@ begin
     select h.key into bad
     from jsonb_object_keys(headers) as h (key)
     where
-        lower(h.key) ~ '^(webhook-|headwater-|content-|proxy-)'
+        lower(h.key) ~ '^(webhook-|headwater-|ce-|content-|proxy-)'
         or lower(h.key) in ('host', 'connection', 'keep-alive', 'te', 'trailer', 'transfer-encoding', 'upgrade', 'expect')
     limit 1;
     if bad is not null then

@@ -18,7 +18,8 @@ create table headwater_internal.webhook (
     secrets          text[]      not null constraint "a webhook has 1 to 5 secrets" check (cardinality(secrets) between 1 and 5),
     headers          jsonb       not null default '{}',
     body             text        not null default 'envelope'
-        constraint "a body is envelope or raw" check (body in ('envelope', 'raw')),
+        constraint "a body is envelope, raw, cloudevents-structured or -binary"
+            check (body in ('envelope', 'raw', 'cloudevents-structured', 'cloudevents-binary')),
     timeout_seconds  float8      not null default 15
         constraint "a timeout is 0.1 to 300 seconds" check (timeout_seconds between 0.1 and 300),
     -- Null: as fast as the receiver answers.
