@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from headwater.lazy_attributes import lazy_attributes
 
 if TYPE_CHECKING:
+    from headwater.client.eventstore.sqlite import SqliteEventStore, SqliteStores
     from headwater.eventstore.addresses import open, open_async
     from headwater.eventstore.decider import Decider, Decision, SavedSnapshots, Snapshots
     from headwater.eventstore.execution import execute, execute_async
@@ -21,8 +22,7 @@ if TYPE_CHECKING:
         Query,
         StoreEvent,
     )
-    from headwater.eventstore.sqlite import SqliteEventStore, SqliteStores
-    from headwater.eventstore.sqlite_async import AsyncSqliteEventStore, AsyncSqliteStores
+    from headwater.eventstore.sqlite import AsyncSqliteEventStore, AsyncSqliteStores
 
 __all__ = [
     "EVERYTHING",
@@ -72,8 +72,8 @@ if not TYPE_CHECKING:
                 "Query",
                 "StoreEvent",
             ),
-            "headwater.eventstore.sqlite": ("SqliteEventStore", "SqliteStores"),
-            "headwater.eventstore.sqlite_async": ("AsyncSqliteEventStore", "AsyncSqliteStores"),
+            "headwater.client.eventstore.sqlite": ("SqliteEventStore", "SqliteStores"),
+            "headwater.eventstore.sqlite": ("AsyncSqliteEventStore", "AsyncSqliteStores"),
         },
     )
 
