@@ -47,44 +47,18 @@ def list_dead(
 ) -> None:
     """List the dead letters of a queue; --json includes every attempt."""
     with session(context).log(dsn) as log:
-        letters = log.dead_letters(
-            queue,
-            positions=positions or None,
-            topic=topic,
-            error_like=error,
-            handler=handler,
-            subscription_id=subscription,
-            batch_size=limit,
-        )
+        selected = _selected(positions, topic, error, handler, subscription)
+        letters = log.dead_letters(queue, **selected, batch_size=limit)
     if as_json:
         output.emit(letters)
         return
     # Only queues of SQL subscriptions have handlers.
-    named = any(letter.handler is not None for letter in letters)
+    of_handler = ("subscription_id", "handler") if any(letter.handler is not None for letter in letters) else ()
+    columns = ("position", "died_at", "topic", "key", "type", *of_handler, "attempts", "last_error")
+    titles = {"died_at": "died", "subscription_id": "subscription", "last_error": "last error"}
     output.print_table(
-        (
-            "position",
-            "died",
-            "topic",
-            "key",
-            "type",
-            *(("subscription", "handler") if named else ()),
-            "attempts",
-            "last error",
-        ),
-        (
-            (
-                d.position,
-                d.died_at,
-                d.topic,
-                d.key,
-                d.type,
-                *((d.subscription_id, d.handler) if named else ()),
-                d.attempts,
-                d.last_error,
-            )
-            for d in letters
-        ),
+        tuple(titles.get(column, column) for column in columns),
+        (tuple(getattr(letter, column) for column in columns) for letter in letters),
         empty="no dead letters",
     )
 
@@ -106,27 +80,14 @@ def redrive(
 ) -> None:
     """Return dead letters to the queue with new attempts. Asks for confirmation unless positions are given."""
     with session(context).log(dsn) as log:
+        selected = _selected(positions, topic, error, handler, subscription)
         if not positions:
-            chosen = log.dead_letters(
-                queue,
-                topic=topic,
-                error_like=error,
-                handler=handler,
-                subscription_id=subscription,
-                batch_size=MAX_COUNTED,
-            )
+            chosen = log.dead_letters(queue, **selected, batch_size=MAX_COUNTED)
             if chosen:
                 output.confirm(f"redrive {_count(len(chosen))} of queue {queue}?", yes=yes)
-        detail = _detail(positions, topic, error, handler, subscription)
+        detail = _detail(selected)
         with audit(log, "queue.redrive", queue, detail) as log:
-            redriven = log.redrive(
-                queue,
-                positions=positions or None,
-                topic=topic,
-                error_like=error,
-                handler=handler,
-                subscription_id=subscription,
-            )
+            redriven = log.redrive(queue, **selected)
             detail["count"] = redriven
     if positions and not redriven:
         raise _missing(queue)
@@ -153,29 +114,15 @@ def discard(
 ) -> None:
     """Delete dead letters permanently. Asks for confirmation."""
     with session(context).log(dsn) as log:
-        chosen = log.dead_letters(
-            queue,
-            positions=positions or None,
-            topic=topic,
-            error_like=error,
-            handler=handler,
-            subscription_id=subscription,
-            batch_size=MAX_COUNTED,
-        )
+        selected = _selected(positions, topic, error, handler, subscription)
+        chosen = log.dead_letters(queue, **selected, batch_size=MAX_COUNTED)
         if positions and not chosen:
             raise _missing(queue)
         if chosen:
             output.confirm(f"discard {_count(len(chosen))} of queue {queue} permanently?", yes=yes)
-        detail = _detail(positions, topic, error, handler, subscription)
+        detail = _detail(selected)
         with audit(log, "queue.discard", queue, detail) as log:
-            discarded = log.discard(
-                queue,
-                positions=positions or None,
-                topic=topic,
-                error_like=error,
-                handler=handler,
-                subscription_id=subscription,
-            )
+            discarded = log.discard(queue, **selected)
             detail["count"] = discarded
     if as_json:
         output.emit({"discarded": discarded})
@@ -183,13 +130,25 @@ def discard(
         output.print_line(f"discarded {_count(discarded)} of queue {queue}")
 
 
-def _detail(
+def _selected(
     positions: list[int] | None, topic: str | None, error: str | None, handler: str | None, subscription: int | None
 ) -> dict[str, Any]:
+    """The arguments that select dead letters."""
+    return {
+        "positions": positions or None,
+        "topic": topic,
+        "error_like": error,
+        "handler": handler,
+        "subscription_id": subscription,
+    }
+
+
+def _detail(selected: dict[str, Any]) -> dict[str, Any]:
     """The audit record of a selection."""
-    detail: dict[str, Any] = {"positions": (positions or [])[:1000] or "all", "topic": topic, "error_like": error}
-    if handler is not None or subscription is not None:
-        detail |= {"handler": handler, "subscription": subscription}
+    detail = {name: selected[name] for name in ("topic", "error_like")}
+    detail["positions"] = (selected["positions"] or [])[:1000] or "all"
+    if selected["handler"] is not None or selected["subscription_id"] is not None:
+        detail |= {"handler": selected["handler"], "subscription": selected["subscription_id"]}
     return detail
 
 
