@@ -503,9 +503,9 @@ def test_a_cursor_never_moves_back(store: Store) -> None:
     if isinstance(store, RpcStore):
         pytest.skip("it moves by the same function")
     cursor = f"cursor-{next(_numbers)}"
-    store._open_cursor(cursor, 5)
+    store.open_cursor(cursor, 5)
     with pytest.raises(CursorMoved):
-        store._move_cursor(cursor, 5, 4)
+        store.move_cursor(cursor, 5, 4)
     assert store._find_cursor(cursor) == 5
 
 

@@ -211,10 +211,10 @@ class AsyncSqliteEventStore(StoreSubscriptions):
     async def _end(self) -> tuple[int, int]:
         return await self.head(), ONLY_EPOCH
 
-    async def _resume(self, epoch: int | None, position: int) -> tuple[int, int]:
+    async def resumed_position(self, epoch: int | None, position: int) -> tuple[int, int]:
         return position, ONLY_EPOCH
 
-    async def _open_cursor(self, name: str, start_after: int) -> int:
+    async def open_cursor(self, name: str, start_after: int) -> int:
         if not 1 <= len(checked_text(name, "cursor name")) <= MAX_CURSOR_NAME:
             raise InvalidRequest(f"invalid cursor name: expected 1 to {MAX_CURSOR_NAME} characters")
         if start_after < 0:
@@ -224,7 +224,7 @@ class AsyncSqliteEventStore(StoreSubscriptions):
     async def _find_cursor(self, name: str) -> int | None:
         return await self._access.read(rows.find_cursor, name)
 
-    async def _move_cursor(self, name: str, from_position: int, to_position: int, epoch: int | None = None) -> None:
+    async def move_cursor(self, name: str, from_position: int, to_position: int, epoch: int | None = None) -> None:
         await self._access.write(rows.move_cursor, name, from_position, to_position)
 
     async def _apply(
@@ -238,11 +238,11 @@ class AsyncSqliteEventStore(StoreSubscriptions):
     ) -> None:
         await self._access.write(_apply, self._access.handle(handler), events, cursor, from_position, to_position)
 
-    async def _has_queue(self, queue: str) -> bool:
+    async def has_queue(self, queue: str) -> bool:
         return await self._access.read(queues.has_queue, queue)
 
     async def _open_queue(self, queue: str) -> None:
-        if not await self._has_queue(queue):
+        if not await self.has_queue(queue):
             await self._access.write(queues.open_queue, queue)
 
     async def _reap(self, queue: str) -> None:

@@ -211,10 +211,10 @@ class SqliteEventStore(StoreSubscriptions):
     def _end(self) -> tuple[int, int]:
         return self.head(), ONLY_EPOCH
 
-    def _resume(self, epoch: int | None, position: int) -> tuple[int, int]:
+    def resumed_position(self, epoch: int | None, position: int) -> tuple[int, int]:
         return position, ONLY_EPOCH
 
-    def _open_cursor(self, name: str, start_after: int) -> int:
+    def open_cursor(self, name: str, start_after: int) -> int:
         if not 1 <= len(checked_text(name, "cursor name")) <= MAX_CURSOR_NAME:
             raise InvalidRequest(f"invalid cursor name: expected 1 to {MAX_CURSOR_NAME} characters")
         if start_after < 0:
@@ -224,7 +224,7 @@ class SqliteEventStore(StoreSubscriptions):
     def _find_cursor(self, name: str) -> int | None:
         return self._access.read(rows.find_cursor, name)
 
-    def _move_cursor(self, name: str, from_position: int, to_position: int, epoch: int | None = None) -> None:
+    def move_cursor(self, name: str, from_position: int, to_position: int, epoch: int | None = None) -> None:
         self._access.write(rows.move_cursor, name, from_position, to_position)
 
     def _apply(
@@ -238,11 +238,11 @@ class SqliteEventStore(StoreSubscriptions):
     ) -> None:
         self._access.write(_apply, self._access.handle(handler), events, cursor, from_position, to_position)
 
-    def _has_queue(self, queue: str) -> bool:
+    def has_queue(self, queue: str) -> bool:
         return self._access.read(queues.has_queue, queue)
 
     def _open_queue(self, queue: str) -> None:
-        if not self._has_queue(queue):
+        if not self.has_queue(queue):
             self._access.write(queues.open_queue, queue)
 
     def _reap(self, queue: str) -> None:
