@@ -465,7 +465,7 @@ class Following(StoreSubscriptions):
     def _read_after(self, position: int, batch_size: int, epoch: int) -> list[StoreEvent]:
         return self.log.read_after(position, batch_size, epoch)
 
-    def _read_batch(self, query: Query, after: int, *_: Any) -> list[StoreEvent]:
+    def read(self, query: Query = EVERYTHING, *, after: int = 0, **_: Any) -> list[StoreEvent]:
         return [event for event in self.log.events if event.position > after]
 
     def _end(self) -> tuple[int, int]:

@@ -40,7 +40,6 @@ from headwater.eventstore.query import (
     StorePage,
     appended_or_raise,
 )
-from headwater.eventstore.recent_events import MAX_BYTES
 from headwater.eventstore.subscribe import StoreHandler, StoreSubscriptions
 from headwater.observability.counters import COUNTERS
 from headwater.observability.metrics import APPENDS
@@ -297,26 +296,6 @@ class EventStore(StoreSubscriptions):
         if not events and state.stable >= state.head and state.epoch == epoch:
             self._quiet = (position, epoch, state.head, time.monotonic() + QUIET_SECONDS)
         return events
-
-    async def _read_batch(
-        self,
-        query: Query,
-        after: int,
-        before: int | None,
-        backwards: bool,
-        batch_size: int,
-        max_bytes: int = MAX_BYTES,
-        epoch: int | None = None,
-    ) -> StoreEvents:
-        return await self.read(
-            query,
-            after=after,
-            before=before,
-            backwards=backwards,
-            batch_size=batch_size,
-            max_bytes=max_bytes,
-            epoch=epoch,
-        )
 
     async def _end(self) -> tuple[int, int]:
         return await self._log._run(store_calls.event_store_end(self.topic))

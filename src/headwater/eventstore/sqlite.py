@@ -35,7 +35,6 @@ from headwater.eventstore.query import (
     StorePage,
     appended_or_raise,
 )
-from headwater.eventstore.recent_events import MAX_BYTES
 from headwater.eventstore.sqlite_access import AsyncFileAccess, Handle, call_in_thread
 from headwater.eventstore.sqlite_file import SqliteDirectory, SqliteFile
 from headwater.eventstore.sqlite_queues import NextEvents
@@ -193,20 +192,6 @@ class AsyncSqliteEventStore(StoreSubscriptions):
 
     async def _read_after(self, position: int, batch_size: int, epoch: int) -> StoreEvents:
         return await self.read(after=position, batch_size=batch_size)
-
-    async def _read_batch(
-        self,
-        query: Query,
-        after: int,
-        before: int | None,
-        backwards: bool,
-        batch_size: int,
-        max_bytes: int = MAX_BYTES,
-        epoch: int | None = None,
-    ) -> StoreEvents:
-        return await self.read(
-            query, after=after, before=before, backwards=backwards, batch_size=batch_size, max_bytes=max_bytes
-        )
 
     async def _end(self) -> tuple[int, int]:
         return await self.head(), ONLY_EPOCH

@@ -62,16 +62,17 @@ class StoreSubscriptions(ABC):
         """
 
     @abstractmethod
-    async def _read_batch(
+    async def read(
         self,
-        query: Query,
-        after: int,
-        before: int | None,
-        backwards: bool,
-        batch_size: int,
+        query: Query = EVERYTHING,
+        *,
+        after: int = 0,
+        before: int | None = None,
+        backwards: bool = False,
+        batch_size: int = 100,
         max_bytes: int = MAX_BYTES,
         epoch: int | None = None,
-    ) -> StoreEvents:
+    ) -> list[StoreEvent]:
         """Matching events between two positions; at least one, whatever its size. Raises EpochChanged like
         _read_after."""
 
@@ -152,7 +153,9 @@ class StoreSubscriptions(ABC):
         if before is None:
             before = end + 1
         while True:
-            events = await self._read_batch(query, after, before, backwards, batch_size, epoch=epoch)
+            events = await self.read(
+                query, after=after, before=before, backwards=backwards, batch_size=batch_size, epoch=epoch
+            )
             for event in events:
                 yield event
             if not events:
@@ -433,8 +436,9 @@ class StoreSubscriptions(ABC):
             if present != epoch:
                 raise epoch_changed_error(epoch, position, present, min(position, head))
             if head > position:
-                read = partial(self._read_batch, query, position, head + 1, False, batch_size, max_bytes, epoch)
-                events = await self._patiently(read, patience_seconds)
+                read = partial(self.read, query, after=position, before=head + 1, epoch=epoch)
+                page = partial(read, batch_size=batch_size, max_bytes=max_bytes)
+                events = await self._patiently(page, patience_seconds)
                 return (events[-1].position if events else head), events
             if only_caught_up:
                 return position, ()

@@ -36,7 +36,6 @@ from headwater.eventstore.query import (
     StorePage,
     appended_or_raise,
 )
-from headwater.eventstore.recent_events import MAX_BYTES
 from headwater.eventstore.sqlite_access import FileAccess, Handle, call_directly
 from headwater.eventstore.sqlite_file import SqliteDirectory, SqliteFile
 from headwater.eventstore.sqlite_queues import NextEvents
@@ -193,20 +192,6 @@ class SqliteEventStore(StoreSubscriptions):
 
     def _read_after(self, position: int, batch_size: int, epoch: int) -> StoreEvents:
         return self.read(after=position, batch_size=batch_size)
-
-    def _read_batch(
-        self,
-        query: Query,
-        after: int,
-        before: int | None,
-        backwards: bool,
-        batch_size: int,
-        max_bytes: int = MAX_BYTES,
-        epoch: int | None = None,
-    ) -> StoreEvents:
-        return self.read(
-            query, after=after, before=before, backwards=backwards, batch_size=batch_size, max_bytes=max_bytes
-        )
 
     def _end(self) -> tuple[int, int]:
         return self.head(), ONLY_EPOCH
