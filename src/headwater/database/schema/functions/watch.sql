@@ -158,10 +158,7 @@ begin
                 convert_to(
                     case
                         when key_size = 1 then r.image ->> key_columns[1]
-                        when key_size > 1 then (
-                            select jsonb_agg(r.image -> k.name order by k.ordinal)::text
-                            from unnest(key_columns) with ordinality as k (name, ordinal)
-                        )
+                        when key_size > 1 then headwater_internal.table_event_key(r.image, key_columns)
                     end,
                     'UTF8'
                 ) as key,
@@ -194,10 +191,7 @@ begin
                 convert_to(
                     case
                         when key_size = 1 then r.image ->> key_columns[1]
-                        when key_size > 1 then (
-                            select jsonb_agg(r.image -> k.name order by k.ordinal)::text
-                            from unnest(key_columns) with ordinality as k (name, ordinal)
-                        )
+                        when key_size > 1 then headwater_internal.table_event_key(r.image, key_columns)
                     end,
                     'UTF8'
                 ) as key,
@@ -230,10 +224,7 @@ begin
                 convert_to(
                     case
                         when key_size = 1 then r.after ->> key_columns[1]
-                        when key_size > 1 then (
-                            select jsonb_agg(r.after -> k.name order by k.ordinal)::text
-                            from unnest(key_columns) with ordinality as k (name, ordinal)
-                        )
+                        when key_size > 1 then headwater_internal.table_event_key(r.after, key_columns)
                     end,
                     'UTF8'
                 ) as key,
