@@ -49,18 +49,12 @@ def list_dead(
     with session(context).log(dsn) as log:
         selected = _selected(positions, topic, error, handler, subscription)
         letters = log.dead_letters(queue, **selected, batch_size=limit)
-    if as_json:
-        output.emit(letters)
-        return
+    columns = {"position": "position", "died": "died_at", "topic": "topic", "key": "key", "type": "type"}
     # Only queues of SQL subscriptions have handlers.
-    of_handler = ("subscription_id", "handler") if any(letter.handler is not None for letter in letters) else ()
-    columns = ("position", "died_at", "topic", "key", "type", *of_handler, "attempts", "last_error")
-    titles = {"died_at": "died", "subscription_id": "subscription", "last_error": "last error"}
-    output.print_table(
-        tuple(titles.get(column, column) for column in columns),
-        (tuple(getattr(letter, column) for column in columns) for letter in letters),
-        empty="no dead letters",
-    )
+    if any(letter.handler is not None for letter in letters):
+        columns |= {"subscription": "subscription_id", "handler": "handler"}
+    columns |= {"attempts": "attempts", "last error": "last_error"}
+    output.print_list(letters, columns, as_json=as_json, empty="no dead letters")
 
 
 @app.command(
@@ -91,10 +85,7 @@ def redrive(
             detail["count"] = redriven
     if positions and not redriven:
         raise _missing(queue)
-    if as_json:
-        output.emit({"redriven": redriven})
-    else:
-        output.print_line(f"redrove {_count(redriven)} of queue {queue}")
+    output.print_result({"redriven": redriven}, f"redrove {_count(redriven)} of queue {queue}", as_json=as_json)
 
 
 @app.command(
@@ -124,10 +115,7 @@ def discard(
         with audit(log, "queue.discard", queue, detail) as log:
             discarded = log.discard(queue, **selected)
             detail["count"] = discarded
-    if as_json:
-        output.emit({"discarded": discarded})
-    else:
-        output.print_line(f"discarded {_count(discarded)} of queue {queue}")
+    output.print_result({"discarded": discarded}, f"discarded {_count(discarded)} of queue {queue}", as_json=as_json)
 
 
 def _selected(
