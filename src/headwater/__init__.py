@@ -3,90 +3,63 @@
 from typing import TYPE_CHECKING
 
 from headwater.lazy_attributes import lazy_attributes
-from headwater.version import VERSION as __version__
+from headwater.version import VERSION
+
+__version__ = VERSION
 
 if TYPE_CHECKING:
-    from headwater import aio, errors, eventstore
-    from headwater.client import Headwater, connect
+    from headwater import aio as aio, errors as errors, eventstore as eventstore
+    from headwater.client import Headwater as Headwater, connect as connect
     from headwater.errors import (
-        AppendConflict,
-        CursorMoved,
-        EpochChanged,
-        EventTooLarge,
-        HeadwaterError,
-        InvalidEvent,
-        InvalidRequest,
-        LeaseLost,
-        LogUnavailable,
-        NotAllowed,
-        PositionExpired,
-        QueueExists,
-        QueueNotFound,
-        ReaderBusy,
-        SchemaMismatch,
-        StoreBusy,
-        TopicExists,
-        TopicNotFound,
-        TransactionAborted,
-        WrongTransaction,
+        AppendConflict as AppendConflict,
+        CursorMoved as CursorMoved,
+        EpochChanged as EpochChanged,
+        EventTooLarge as EventTooLarge,
+        HeadwaterError as HeadwaterError,
+        InvalidEvent as InvalidEvent,
+        InvalidRequest as InvalidRequest,
+        LeaseLost as LeaseLost,
+        LogUnavailable as LogUnavailable,
+        NotAllowed as NotAllowed,
+        PositionExpired as PositionExpired,
+        QueueExists as QueueExists,
+        QueueNotFound as QueueNotFound,
+        ReaderBusy as ReaderBusy,
+        SchemaMismatch as SchemaMismatch,
+        StoreBusy as StoreBusy,
+        TopicExists as TopicExists,
+        TopicNotFound as TopicNotFound,
+        TransactionAborted as TransactionAborted,
+        WrongTransaction as WrongTransaction,
     )
-    from headwater.eventstore import open, open_async
-    from headwater.eventstore.query import Appended, Item, LatestMatchIs, NewStoreEvent, NoMatchAfter, Query, StoreEvent
-    from headwater.log.model import Cursor, Event, LogState, NewEvent, Topic
-    from headwater.queue.model import ClaimedEvent, Dead, Lease, Retry, Snooze
-    from headwater.queue.worker import App
-
-__all__ = [
-    "App",
-    "AppendConflict",
-    "Appended",
-    "ClaimedEvent",
-    "Cursor",
-    "CursorMoved",
-    "Dead",
-    "EpochChanged",
-    "Event",
-    "EventTooLarge",
-    "Headwater",
-    "HeadwaterError",
-    "InvalidEvent",
-    "InvalidRequest",
-    "Item",
-    "LatestMatchIs",
-    "Lease",
-    "LeaseLost",
-    "LogState",
-    "LogUnavailable",
-    "NewEvent",
-    "NewStoreEvent",
-    "NoMatchAfter",
-    "NotAllowed",
-    "PositionExpired",
-    "Query",
-    "QueueExists",
-    "QueueNotFound",
-    "ReaderBusy",
-    "Retry",
-    "SchemaMismatch",
-    "Snooze",
-    "StoreBusy",
-    "StoreEvent",
-    "Topic",
-    "TopicExists",
-    "TopicNotFound",
-    "TransactionAborted",
-    "WrongTransaction",
-    "__version__",
-    "aio",
-    "connect",
-    "errors",
-    "eventstore",
-    "open",
-    "open_async",
-]
+    from headwater.eventstore import open as open, open_async as open_async
+    from headwater.eventstore.query import (
+        Appended as Appended,
+        Item as Item,
+        LatestMatchIs as LatestMatchIs,
+        NewStoreEvent as NewStoreEvent,
+        NoMatchAfter as NoMatchAfter,
+        Query as Query,
+        StoreEvent as StoreEvent,
+    )
+    from headwater.log.model import (
+        Cursor as Cursor,
+        Event as Event,
+        LogState as LogState,
+        NewEvent as NewEvent,
+        Topic as Topic,
+    )
+    from headwater.queue.model import (
+        ClaimedEvent as ClaimedEvent,
+        Dead as Dead,
+        Lease as Lease,
+        Retry as Retry,
+        Snooze as Snooze,
+    )
+    from headwater.queue.worker import App as App
 
 if not TYPE_CHECKING:
-    __getattr__ = lazy_attributes(
+    __all__, __getattr__, __dir__ = lazy_attributes(
         __name__,
         {
             "headwater.client": ("Headwater", "connect"),
@@ -128,6 +101,4 @@ if not TYPE_CHECKING:
         },
         submodules=("aio", "errors", "eventstore"),
     )
-
-    def __dir__() -> list[str]:
-        return __all__
+    __all__.append("__version__")

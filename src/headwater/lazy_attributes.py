@@ -1,7 +1,7 @@
 """Attributes of a package that are loaded on first use (PEP 562).
 
-A package imports its public names under `TYPE_CHECKING`, for type checkers and editors, and states here where each is.
-So importing the package is quick, and a program loads only the modules whose names it uses.
+A package imports its public names under `TYPE_CHECKING`, for type checkers (with `as`, since it exports them), and
+states here where each is. So importing the package is quick, and a program loads only the modules whose names it uses.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from importlib import import_module
 
 def lazy_attributes(
     package: str, names_by_module: Mapping[str, Collection[str]], *, submodules: Collection[str] = ()
-) -> Callable[[str], object]:
-    """The `__getattr__` of a package."""
+) -> tuple[list[str], Callable[[str], object], Callable[[], list[str]]]:
+    """The `__all__`, `__getattr__` and `__dir__` of a package."""
     modules = {name: module for module, names in names_by_module.items() for name in names}
 
     def get_attribute(name: str) -> object:
@@ -27,4 +27,5 @@ def lazy_attributes(
         setattr(sys.modules[package], name, value)
         return value
 
-    return get_attribute
+    public = sorted([*modules, *submodules])
+    return public, get_attribute, lambda: public

@@ -503,9 +503,9 @@ def test_a_cursor_never_moves_back(store: Store) -> None:
     if isinstance(store, RpcStore):
         pytest.skip("it moves by the same function")
     cursor = f"cursor-{next(_numbers)}"
-    store._open_cursor(cursor, 5)
+    store.open_cursor(cursor, 5)
     with pytest.raises(CursorMoved):
-        store._move_cursor(cursor, 5, 4)
+        store.move_cursor(cursor, 5, 4)
     assert store._find_cursor(cursor) == 5
 
 
@@ -905,9 +905,10 @@ def test_a_competitor_that_finds_nothing_leaves_the_one_writer_alone(
         store = stores.create_store("s")
         store.append([happened("A", "x"), happened("A")])
         assert len(rest(store, queue, tagged("x"))) == 1
-        look, write = store._look, store._transaction
+        file = store._access.file
+        look, write = store._look, file.transaction
         monkeypatch.setattr(store, "_look", lambda *asked: looks.append(1) or look(*asked))
-        monkeypatch.setattr(store, "_transaction", lambda: writes.append(1) or write())
+        monkeypatch.setattr(file, "transaction", lambda: writes.append(1) or write())
         competing = store.compete(queue, tagged("x"), worker="w", poll_seconds=0.001)
         waiting = threading.Thread(target=next, args=(competing,), daemon=True)
         waiting.start()

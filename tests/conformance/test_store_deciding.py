@@ -268,7 +268,7 @@ def test_projections_that_wait_for_the_writer_leave_threads_to_read_with(tmp_pat
 
 
 def test_a_handler_that_appends_to_its_own_file_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headwater.eventstore.sqlite_async.BUSY_SECONDS", 0.1)
+    monkeypatch.setattr("headwater.eventstore.sqlite_access.BUSY_SECONDS", 0.1)
 
     async def run() -> None:
         async with AsyncSqliteStores(tmp_path) as stores:

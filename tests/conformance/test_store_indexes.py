@@ -178,7 +178,7 @@ def test_an_index_that_is_not_filled_yet_is_not_used_and_is_filled_on(store: Sto
     fill(store, *({"k": n % 2} for n in range(10)))
     index = define_index("by_k", ["k"])
     if isinstance(store, SqliteEventStore):
-        with store._transaction() as connection:
+        with store._access.file.transaction() as connection:
             sqlite_rows.create_field_index(connection, index)
             assert sqlite_rows.fill_field_index(connection, "by_k", 3)
     else:

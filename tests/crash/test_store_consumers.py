@@ -283,7 +283,7 @@ with SqliteStores(folder) as stores:
     store._take, store._settle = taking, settling
 
     def anything_left():
-        with store._reading() as connection:
+        with store._access.file.reading() as connection:
             return connection.execute(
                 "select exists (select 1 from claimed_event) or position < (select max(position) from event) "
                 "from queue"

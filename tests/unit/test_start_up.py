@@ -22,7 +22,7 @@ NOT_FOR_PUBLISHING = {
     "headwater.eventstore.postgres",
     "headwater.eventstore.query",
     "headwater.eventstore.sqlite",
-    "headwater.eventstore.sqlite_async",
+    "headwater.client.eventstore.sqlite",
     "headwater.queue.worker",
     "headwater.sql_subscriptions.reader",
     "sqlite3",

@@ -465,7 +465,7 @@ class Following(StoreSubscriptions):
     def _read_after(self, position: int, batch_size: int, epoch: int) -> list[StoreEvent]:
         return self.log.read_after(position, batch_size, epoch)
 
-    def _read_batch(self, query: Query, after: int, *_: Any) -> list[StoreEvent]:
+    def read(self, query: Query = EVERYTHING, *, after: int = 0, **_: Any) -> list[StoreEvent]:
         return [event for event in self.log.events if event.position > after]
 
     def _end(self) -> tuple[int, int]:
@@ -486,8 +486,8 @@ class Following(StoreSubscriptions):
     def _unused(self, *_: Any) -> Any:
         raise AssertionError("following asks for no more")
 
-    _send = _open_cursor = _find_cursor = _move_cursor = _apply = _run_maintenance = _unused
-    _resume = _has_queue = _open_queue = _reap = _claim = _settle = _unused
+    _send = open_cursor = _find_cursor = move_cursor = _apply = _run_maintenance = _unused
+    resumed_position = has_queue = _open_queue = _reap = _claim = _settle = _unused
 
 
 def test_one_who_is_ahead_of_the_log_keeps_nobody_else_from_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

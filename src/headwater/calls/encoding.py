@@ -90,48 +90,37 @@ def optional_text(value: str | None, what: str) -> str | None:
     return None if value is None else checked_text(value, what)
 
 
+# Arrays are packed here, since psycopg takes two to three times the client's CPU: 1.2 against 0.6 us for each event of
+# a batch of 1000, and 33 against 11 us for the arrays of one append. For rows of COPY it takes 1.5 against 1.2 us.
+
+
 class PackedBytes(bytes):
-    """A bytea[] in Postgres' binary format: some thirty times cheaper than a list of parameters."""
+    """A bytea[] in Postgres' binary format."""
 
 
 class PackedText(bytes):
-    """The same for text[]."""
+    """A text[] in Postgres' binary format."""
 
 
 class PackedIntegers(bytes):
-    """The same for integer[]."""
+    """An integer[] in Postgres' binary format."""
 
 
 class PackedPositions(bytes):
-    """The same for bigint[]."""
+    """A bigint[] in Postgres' binary format."""
 
 
-class _PackedBytesDumper(Dumper):
+class _PackedDumper(Dumper):
     format = Format.BINARY
-    oid = 1001
 
     def dump(self, obj: Any) -> Any:
         # Not copied: copying some megabytes costs as much as packing them.
         return obj
 
 
-class _PackedTextDumper(_PackedBytesDumper):
-    oid = 1009
-
-
-class _PackedIntegersDumper(_PackedBytesDumper):
-    oid = 1007
-
-
-class _PackedPositionsDumper(_PackedBytesDumper):
-    oid = 1016
-
-
 PACKED_DUMPERS: Mapping[type[bytes], type[Dumper]] = {
-    PackedBytes: _PackedBytesDumper,
-    PackedText: _PackedTextDumper,
-    PackedIntegers: _PackedIntegersDumper,
-    PackedPositions: _PackedPositionsDumper,
+    packed: type(f"{packed.__name__}Dumper", (_PackedDumper,), {"oid": array_oid})
+    for packed, array_oid in ((PackedBytes, 1001), (PackedText, 1009), (PackedIntegers, 1007), (PackedPositions, 1016))
 }
 # Registered globally: a connection knows the types that were registered before it was opened.
 for _type, _dumper in PACKED_DUMPERS.items():
@@ -141,7 +130,7 @@ _LENGTH = struct.Struct("!i").pack
 _NULL = _LENGTH(-1)
 
 
-def pack(values: Sequence[bytes | None], element_oid: int) -> bytes:
+def _pack(values: Sequence[bytes | None], element_oid: int) -> bytes:
     parts = [b""] * (2 * len(values) + 1)
     parts[0] = struct.pack("!iIiii", 1, 1, element_oid, len(values), 1)
     parts[1::2] = [_NULL if value is None else _LENGTH(len(value)) for value in values]
@@ -149,14 +138,46 @@ def pack(values: Sequence[bytes | None], element_oid: int) -> bytes:
     return b"".join(parts)
 
 
-def packed_bytes(values: Sequence[bytes | None]) -> PackedBytes | None:
-    return PackedBytes(pack(values, 17)) if any(value is not None for value in values) else None
+def _pack_numbers(values: Sequence[int], element_oid: int, form: str) -> bytes:
+    """Pack numbers of one size as an array, in one step."""
+    parts = [struct.calcsize(form)] * (2 * len(values))
+    parts[1::2] = values
+    return struct.pack(f"!iIiii{f'i{form}' * len(values)}", 1, 0, element_oid, len(values), 1, *parts)
 
 
-def packed_text(values: Sequence[str | None], what: str) -> PackedText | None:
+def packed_bytes(values: Sequence[bytes | None]) -> PackedBytes:
+    return PackedBytes(_pack(values, 17))
+
+
+def packed_text(values: Sequence[str | None]) -> PackedText:
+    """Text that is checked already."""
+    return PackedText(_pack([None if value is None else value.encode() for value in values], 25))
+
+
+def packed_integers(values: Sequence[int]) -> PackedIntegers:
+    return PackedIntegers(_pack_numbers(values, 23, "i"))
+
+
+def packed_positions(values: Sequence[int]) -> PackedPositions:
+    return PackedPositions(_pack_numbers(values, 20, "q"))
+
+
+def packed_positions_or_null(values: Sequence[int | None]) -> PackedPositions | None:
+    if None not in values:
+        return packed_positions(values)  # type: ignore[arg-type]
+    if all(value is None for value in values):
+        return None
+    return PackedPositions(_pack([None if value is None else struct.pack("!q", value) for value in values], 20))
+
+
+def packed_bytes_or_null(values: Sequence[bytes | None]) -> PackedBytes | None:
+    return packed_bytes(values) if any(value is not None for value in values) else None
+
+
+def packed_text_or_null(values: Sequence[str | None], what: str) -> PackedText | None:
     if not any(value is not None for value in values):
         return None
-    return PackedText(pack([None if v is None else checked_text(v, what).encode() for v in values], 25))
+    return packed_text([None if value is None else checked_text(value, what) for value in values])
 
 
 COPY_EVENTS: LiteralString = (

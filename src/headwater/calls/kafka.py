@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Final, NamedTuple
@@ -11,7 +10,12 @@ from uuid import UUID
 from psycopg.types.json import Jsonb
 
 from headwater.calls.call import Call, nothing, only_value
-from headwater.calls.encoding import PackedBytes, PackedPositions, pack, packed_bytes, packed_text
+from headwater.calls.encoding import (
+    packed_bytes,
+    packed_bytes_or_null,
+    packed_positions_or_null,
+    packed_text_or_null,
+)
 
 
 class KafkaTopic(NamedTuple):
@@ -197,19 +201,6 @@ class ActiveProducer(NamedTuple):
     last_batch_ms: int
 
 
-def _packed_integers(values: Sequence[int | None]) -> PackedPositions | None:
-    if None not in values:
-        return PackedPositions(
-            struct.pack("!iIiii", 1, 1, 20, len(values), 1) + b"".join([_INTEGER(8, value) for value in values])
-        )
-    if all(value is None for value in values):
-        return None
-    return PackedPositions(pack([None if value is None else struct.pack("!q", value) for value in values], 20))
-
-
-_INTEGER = struct.Struct("!iq").pack
-
-
 def kafka_cluster_id() -> Call[UUID]:
     return Call("select id from headwater_internal.kafka_cluster", (), only_value)
 
@@ -383,14 +374,14 @@ def _record_params(batches: Sequence[AppendBatch]) -> tuple[Any, ...]:
         ]
 
     return (
-        PackedBytes(pack(joined("payloads"), 17)),
-        packed_bytes(joined("keys")),
-        packed_text(joined("types"), "type"),
-        packed_text(joined("routing_keys"), "routing key"),
-        packed_text(joined("headers"), "header"),
-        packed_text(joined("content_types"), "content type"),
-        _packed_integers(joined("produced_ms")) if any(batch.produced_ms for batch in batches) else None,
-        packed_bytes(joined("record_headers")),
+        packed_bytes(joined("payloads")),
+        packed_bytes_or_null(joined("keys")),
+        packed_text_or_null(joined("types"), "type"),
+        packed_text_or_null(joined("routing_keys"), "routing key"),
+        packed_text_or_null(joined("headers"), "header"),
+        packed_text_or_null(joined("content_types"), "content type"),
+        packed_positions_or_null(joined("produced_ms")) if any(batch.produced_ms for batch in batches) else None,
+        packed_bytes_or_null(joined("record_headers")),
     )
 
 

@@ -207,15 +207,6 @@ def dead_letter_count(
     )
 
 
-def event_stores() -> Call[frozenset[str]]:
-    """The names of all event stores."""
-    return Call(
-        "select name from headwater_internal.topic where event_store and deleted_at is null",
-        (),
-        lambda rows: frozenset(name for (name,) in rows),
-    )
-
-
 def log_faults() -> Call[list[LogFault]]:
     """Faults that stop publishing or delivery and do not show in the health figures. Works on a primary only."""
     return Call(

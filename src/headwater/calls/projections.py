@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headwater.calls.call import Call, Rows, nothing, only_value
+from headwater.calls.call import Call, Rows, only_value
 from headwater.calls.encoding import checked_text
 
 STAGING_COLUMNS = ("headwater_attempt", "headwater_part", "headwater_row_number")
@@ -130,8 +130,3 @@ def switch_rebuilt(
         (checked_text(pipeline, "pipeline name"), checkpoint_epoch, caught_up_to, read_to, epoch),
         lambda rows: (rows[0][0], rows[0][1]),
     )
-
-
-def forget_projections(pipeline: str) -> Call[None]:
-    """Forget the tables of a pipeline; the tables themselves remain."""
-    return Call("select headwater_internal.forget_projections(%s)", (checked_text(pipeline, "pipeline name"),), nothing)

@@ -8,15 +8,14 @@ from typing import Any
 
 from headwater.calls.call import Call, nothing, only_value
 from headwater.calls.encoding import (
-    PackedBytes,
     checked_text,
     encode_headers,
     encode_key,
     encode_payload,
     optional_text,
-    pack,
     packed_bytes,
-    packed_text,
+    packed_bytes_or_null,
+    packed_text_or_null,
 )
 from headwater.log.model import CronSchedule, DueCronSchedule, NewEvent, Payload, ReleaseResult, ScheduledEvent
 
@@ -70,13 +69,13 @@ def publish_batch(topic: str, events: Sequence[NewEvent]) -> Call[list[int | Non
         "select headwater.publish_batch(%s, %b, %b, %b, %b, %b, %b, %b, %s::int[])",
         (
             checked_text(topic, "topic name"),
-            PackedBytes(pack([body for body, _ in bodies], 17)),
-            packed_bytes([encode_key(event.key) for event in events]),
-            packed_text([event.type for event in events], "type"),
-            packed_text([event.routing_key for event in events], "routing key"),
-            packed_text([encode_headers(event.headers) for event in events], "header"),
-            packed_text([content_type for _, content_type in bodies], "content type"),
-            packed_text([event.event_id for event in events], "event id"),
+            packed_bytes([body for body, _ in bodies]),
+            packed_bytes_or_null([encode_key(event.key) for event in events]),
+            packed_text_or_null([event.type for event in events], "type"),
+            packed_text_or_null([event.routing_key for event in events], "routing key"),
+            packed_text_or_null([encode_headers(event.headers) for event in events], "header"),
+            packed_text_or_null([content_type for _, content_type in bodies], "content type"),
+            packed_text_or_null([event.event_id for event in events], "event id"),
             partitions if any(partition is not None for partition in partitions) else None,
         ),
         only_value,

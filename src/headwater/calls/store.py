@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,14 +9,14 @@ from psycopg.types.numeric import Int8
 
 from headwater.calls.call import Call, Rows, nothing, only_value
 from headwater.calls.encoding import (
-    PackedBytes,
-    PackedIntegers,
-    PackedPositions,
     PackedText,
     checked_text,
     encode_headers,
     encode_payload,
-    pack,
+    packed_bytes,
+    packed_integers,
+    packed_positions,
+    packed_text,
 )
 from headwater.errors import InvalidEvent, InvalidRequest
 from headwater.eventstore.conflict_cache import LastKnownEvent, Precheck, index_terms_of, precheck_for
@@ -118,27 +117,8 @@ def _encode_event(event: NewStoreEvent, new_id: str) -> EncodedEvent:
     return EncodedEvent(event_id, type_, tags, payload, content_type, metadata, index_terms_of(type_, tags))
 
 
-def _integers(values: Sequence[int]) -> PackedIntegers:
-    return PackedIntegers(_packed(values, 23, 4, "ii"))
-
-
-def _positions(values: Sequence[int]) -> PackedPositions:
-    return PackedPositions(_packed(values, 20, 8, "iq"))
-
-
-def _packed(values: Sequence[int], oid: int, size: int, form: str) -> bytes:
-    """Pack numbers of one size as an array, in one step."""
-    parts = [size] * (2 * len(values))
-    parts[1::2] = values
-    return struct.pack(f"!iIiii{form * len(values)}", 1, 0, oid, len(values), 1, *parts)
-
-
-def _text(values: Sequence[str | None]) -> PackedText:
-    return PackedText(pack([None if value is None else value.encode() for value in values], 25))
-
-
 def _optional_text(values: Sequence[str | None]) -> PackedText | None:
-    return _text(values) if any(values) else None
+    return packed_text(values) if any(values) else None
 
 
 def _array_text(tags: tuple[str, ...]) -> str:
@@ -160,10 +140,10 @@ def _condition_text(condition: Condition | None) -> str | None:
 def _event_parts(events: Sequence[EncodedEvent]) -> tuple[object, ...]:
     ids, types, tags, payloads, content_types, metadata, _ = zip(*events, strict=True)
     return (
-        _text(ids),
-        _text(types),
-        _text([_array_text(of_event) for of_event in tags]),
-        PackedBytes(pack(payloads, 17)),
+        packed_text(ids),
+        packed_text(types),
+        packed_text([_array_text(of_event) for of_event in tags]),
+        packed_bytes(payloads),
         _optional_text(content_types),
         _optional_text(metadata),
     )
@@ -211,16 +191,16 @@ def append_ahead(
         "%b::integer[], %b::text[], %b::bigint[], %s)",
         (
             checked_text(topic, "topic name"),
-            _integers(owners),
+            packed_integers(owners),
             *_event_parts([event for append in appends for event in append.events]),
-            _integers(conflict_owners),
-            _integers(numbers),
-            _text(index_terms),
-            _positions(above),
+            packed_integers(conflict_owners),
+            packed_integers(numbers),
+            packed_text(index_terms),
+            packed_positions(above),
             *((None, None) if known is None else (Int8(known.position), known.event_id)),
-            _integers(required_by) if required else None,
-            _text(required_terms) if required else None,
-            _positions(required_at) if required else None,
+            packed_integers(required_by) if required else None,
+            packed_text(required_terms) if required else None,
+            packed_positions(required_at) if required else None,
             epoch,
         ),
         decode,
@@ -234,8 +214,8 @@ def append_group(topic: str, appends: Sequence[EncodedAppend]) -> Call[list[Appe
         "from headwater_internal.append_group(%s, %b, %b::text[], %b, %b, %b, %b, %b::text[], %b::text[])",
         (
             checked_text(topic, "topic name"),
-            _integers([len(append.events) for append in appends]),
-            _text([_condition_text(append.condition) for append in appends]),
+            packed_integers([len(append.events) for append in appends]),
+            packed_text([_condition_text(append.condition) for append in appends]),
             *_event_parts([event for append in appends for event in append.events]),
         ),
         lambda rows: [AppendResult(None if r[0] is None else tuple(r[0]), bool(r[1]), *r[2:]) for r in rows],

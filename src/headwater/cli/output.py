@@ -6,10 +6,11 @@ import base64
 import json
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cache
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
 import typer
@@ -163,6 +164,23 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, empty:
         if limit is not None and len(line) > limit:
             line = f"{line[: limit - 1]}…"
         typer.secho(line, bold=number == 0)
+
+
+def print_list(
+    items: Sequence[Any],
+    columns: Mapping[str, str | Callable[[Any], Any]],
+    *,
+    as_json: bool,
+    document: Any = None,
+    empty: str = "none",
+) -> None:
+    """Print items as a table, or as JSON; `document` is the JSON if it is not the items. A column is an attribute of an
+    item, or a function of it."""
+    if as_json:
+        emit(items if document is None else document)
+        return
+    values = [attrgetter(column) if isinstance(column, str) else column for column in columns.values()]
+    print_table(tuple(columns), ([value(item) for value in values] for item in items), empty=empty)
 
 
 def format_count(count: int, is_more: bool) -> str:

@@ -5,14 +5,12 @@ from typing import TYPE_CHECKING
 from headwater.lazy_attributes import lazy_attributes
 
 if TYPE_CHECKING:
-    from headwater.embedded.binaries import Binaries, find_binaries
-    from headwater.embedded.errors import EmbeddedError
-    from headwater.embedded.postgres import Postgres
-
-__all__ = ["Binaries", "EmbeddedError", "Postgres", "find_binaries"]
+    from headwater.embedded.binaries import Binaries as Binaries, find_binaries as find_binaries
+    from headwater.embedded.errors import EmbeddedError as EmbeddedError
+    from headwater.embedded.postgres import Postgres as Postgres
 
 if not TYPE_CHECKING:
-    __getattr__ = lazy_attributes(
+    __all__, __getattr__, __dir__ = lazy_attributes(
         __name__,
         {
             "headwater.embedded.binaries": ("Binaries", "find_binaries"),
@@ -20,6 +18,3 @@ if not TYPE_CHECKING:
             "headwater.embedded.postgres": ("Postgres",),
         },
     )
-
-    def __dir__() -> list[str]:
-        return __all__

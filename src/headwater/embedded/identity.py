@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headwater.embedded.errors import EmbeddedError
+from headwater.embedded.server import wrong_owner
 
 _PROBE_SECONDS = 30
 
@@ -52,14 +53,6 @@ def identity_for(data_dir: Path, binaries: Path) -> Identity:
             continue
         return _as_user(account.pw_uid, account.pw_gid, data_dir, binaries)
     raise _root_not_supported()
-
-
-def wrong_owner(data_dir: Path) -> EmbeddedError:
-    """The error for a data directory that belongs to another user."""
-    return EmbeddedError(
-        f"{data_dir} belongs to user {data_dir.stat().st_uid}, but the current user is {os.geteuid()}. "
-        "Choose another directory, or run this as its owner."
-    )
 
 
 def _as_user(uid: int, gid: int, data_dir: Path, binaries: Path) -> Identity:

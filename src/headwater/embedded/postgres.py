@@ -1,6 +1,5 @@
 """One Postgres server on one data directory: start or attach, connect, stop, kill."""
 
-import fcntl
 import hashlib
 import os
 import secrets
@@ -11,12 +10,10 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Literal, Self
+from typing import ClassVar, Final, Literal
 
 import psycopg
 from psycopg import sql
@@ -25,10 +22,21 @@ from psycopg.conninfo import make_conninfo
 from headwater.embedded import processes
 from headwater.embedded.binaries import Binaries, find_binaries
 from headwater.embedded.errors import EmbeddedError
-from headwater.embedded.identity import Identity, identity_for, wrong_owner
+from headwater.embedded.identity import Identity, identity_for
+from headwater.embedded.server import (
+    HOST,
+    MAX_PORT_ATTEMPTS,
+    POLL_SECONDS,
+    RESPONSE_SECONDS,
+    EmbeddedServer,
+    free_port,
+    last_lines,
+    not_started,
+    other_port,
+    port_in_use,
+)
 
 SUPERUSER: Final = "postgres"
-HOST: Final = "127.0.0.1"
 
 DEFAULTS: Final[Mapping[str, str]] = {
     "wal_level": "logical",
@@ -47,10 +55,6 @@ _RESERVED: Final = frozenset({"listen_addresses", "port", "unix_socket_directori
 _SOCKET_PORT: Final = 5432
 # The kernel limits the path of a socket to 107 bytes, some kernels to 103.
 _MAX_SOCKET_PATH_BYTES: Final = 100
-_MAX_LOG_BYTES: Final = 10_000_000
-_POLL_SECONDS: Final = 0.01
-_MAX_PORT_ATTEMPTS: Final = 5
-_RESPONSE_SECONDS: Final = 5.0
 _SSL_REQUEST: Final = bytes.fromhex("00000008 04d2162f")
 
 StopMode = Literal["smart", "fast", "immediate"]
@@ -72,7 +76,7 @@ class _Postmaster:
     ready: bool
 
 
-class Postgres:
+class Postgres(EmbeddedServer):
     """A server on `data_dir`, which is created if it is missing.
 
     Without `port`, clients connect through a Unix socket that only the owner can open; with `port`, on the loopback
@@ -80,6 +84,8 @@ class Postgres:
     `DEFAULTS`; `environment` are variables of the server process. Both apply only when this object starts the server,
     not when it attaches to a running one.
     """
+
+    _name: ClassVar = "server"
 
     def __init__(
         self,
@@ -97,41 +103,26 @@ class Postgres:
             raise EmbeddedError(
                 f"settings that cannot be changed: {', '.join(sorted(reserved))}. They follow from the arguments."
             )
-        self.data_dir: Final = Path(data_dir).expanduser().resolve()
-        self.log_file: Final = self.data_dir / "postgres.log"
+        super().__init__(data_dir, "postgres.log", start_seconds=start_seconds, stop_seconds=stop_seconds)
         self._pgdata: Final = self.data_dir / "pgdata"
         self._password_file: Final = self.data_dir / "password"
         self._wanted_port: Final = port
         self._settings: Final = {**DEFAULTS, **(settings or {})}
         self._server_environment: Final = dict(environment or {})
         self._binaries = binaries
-        self._start_seconds: Final = start_seconds
-        self._stop_seconds: Final = stop_seconds
-        self._process: subprocess.Popen[bytes] | None = None
 
     # -- state
 
     @property
-    def running(self) -> bool:
-        """Whether a server runs on the data directory, also if another program started it."""
-        return self._postmaster() is not None
-
-    @property
     def pid(self) -> int | None:
         """The process id of the postmaster, if one runs."""
-        postmaster = self._postmaster()
-        return postmaster.pid if postmaster else None
+        return self._verified_pid(self._pgdata / "postmaster.pid")
 
     @property
     def port(self) -> int | None:
         """The loopback port, if the server runs and listens on one."""
         postmaster = self._postmaster()
         return postmaster.port if postmaster and postmaster.listens else None
-
-    @property
-    def started_here(self) -> bool:
-        """Whether this object started the server; False if it attached to a running one."""
-        return self._process is not None and self._process.poll() is None
 
     def dsn(self, database: str = "headwater") -> str:
         """The DSN of `database`, which must exist."""
@@ -150,30 +141,6 @@ class Postgres:
 
     # -- operations
 
-    def start(self) -> None:
-        """Attach to a running server, or start one; returns when it accepts connections.
-
-        The server keeps running when this program ends; Ctrl-C in the terminal does not stop it.
-        """
-        deadline = time.monotonic() + self._start_seconds
-        try:
-            self.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError as error:
-            raise EmbeddedError(
-                f"cannot create {self.data_dir}: {error.strerror}. Choose another directory."
-            ) from error
-        with self._lock_start(deadline):
-            if self._attach(deadline):
-                return
-            binaries = self._binaries or find_binaries(major=self._major_of_data())
-            identity = identity_for(self.data_dir, binaries.directory)
-            if not (self._pgdata / "PG_VERSION").exists():
-                self._initialise(binaries, identity, deadline)
-            if self._pgdata.stat().st_uid != identity.uid:
-                identity.own_all(self._pgdata)
-            identity.own(self.data_dir)
-            self._launch(binaries, identity, deadline)
-
     def ensure_database(self, name: str) -> None:
         """Create the database if it is missing."""
         postmaster = self._postmaster()
@@ -191,24 +158,12 @@ class Postgres:
     def stop(self, mode: StopMode = "fast") -> None:
         """Stop the server, also if another program started it. After a timeout it is stopped immediately, which loses
         no data: the next start recovers from the WAL."""
-        postmaster = self._postmaster()
-        if postmaster is None:
-            return
-        processes.send(postmaster.pid, _STOP_SIGNALS[mode])
-        if not self._wait_until_ended(postmaster.pid, self._stop_seconds):
-            processes.send(postmaster.pid, _STOP_SIGNALS["immediate"])
-            if not self._wait_until_ended(postmaster.pid, self._stop_seconds):
-                raise EmbeddedError(f"the server (process {postmaster.pid}) does not stop. See {self.log_file}.")
-        self._process = None
+        if not self._end(_STOP_SIGNALS[mode]) and not self._end(_STOP_SIGNALS["immediate"]):
+            raise EmbeddedError(f"the server (process {self.pid}) does not stop. See {self.log_file}.")
 
     def kill(self) -> None:
         """Kill the postmaster and all its processes with SIGKILL, and wait until they have ended."""
-        postmaster = self._postmaster()
-        if postmaster is not None:
-            processes.send(postmaster.pid, signal.SIGKILL)
-            if not self._wait_until_ended(postmaster.pid, self._stop_seconds):
-                raise EmbeddedError(f"process {postmaster.pid} survived SIGKILL: it hangs in the kernel.")
-        self._process = None
+        super().kill()
         self._end_children(time.monotonic() + self._stop_seconds)
 
     def make_standby(self, data_dir: Path) -> "Postgres":
@@ -256,18 +211,8 @@ class Postgres:
             raise EmbeddedError(f"pg_basebackup took longer than {self._start_seconds:.0f} seconds.") from error
         except (OSError, subprocess.CalledProcessError) as error:
             output = getattr(error, "stdout", None) or str(error)
-            raise EmbeddedError(f"pg_basebackup failed on {self.data_dir}:\n{_tail(output)}") from error
+            raise EmbeddedError(f"pg_basebackup failed on {self.data_dir}:\n{last_lines(output)}") from error
         return standby
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.started_here:
-            self.stop()
 
     # -- internals
 
@@ -277,19 +222,15 @@ class Postgres:
         return "headwater-" + hashlib.sha256(os.fsencode(self.data_dir)).hexdigest()[:10]
 
     def _postmaster(self) -> _Postmaster | None:
-        if self._process is not None:
-            self._process.poll()  # reaps it if it has ended
+        pid = self.pid
+        if pid is None:
+            return None
         try:
             lines = (self._pgdata / "postmaster.pid").read_text().splitlines()
-        except (FileNotFoundError, NotADirectoryError):
+        except FileNotFoundError:
             return None
-        except PermissionError as error:
-            raise wrong_owner(self.data_dir) from error
-        if not lines or not lines[0].strip().isdecimal():
-            return None
-        pid = int(lines[0])
-        if not processes.is_postmaster(pid, self._pgdata):
-            return None
+        if not lines or lines[0].strip() != str(pid):
+            return None  # replaced since
         field = dict(enumerate(line.strip() for line in lines))
         return _Postmaster(
             pid=pid,
@@ -303,49 +244,16 @@ class Postgres:
     def _socket_dsn(self, postmaster: _Postmaster, database: str) -> str:
         return make_conninfo(host=postmaster.socket_dir, port=postmaster.port, user=SUPERUSER, dbname=database)
 
-    @contextmanager
-    def _lock_start(self, deadline: float) -> Iterator[None]:
-        """Hold a lock, so that one program at a time starts a server on the data directory."""
-        try:
-            descriptor = os.open(self.data_dir, os.O_RDONLY)
-        except PermissionError as error:
-            raise wrong_owner(self.data_dir) from error
-        try:
-            while True:
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError as error:
-                    if time.monotonic() > deadline:
-                        raise EmbeddedError(
-                            f"another program has been starting the server on {self.data_dir} for "
-                            f"{self._start_seconds:.0f} seconds. See {self.log_file}."
-                        ) from error
-                    time.sleep(_POLL_SECONDS)
-            yield
-        finally:
-            os.close(descriptor)
+    def _is_server(self, arguments: Sequence[str]) -> bool:
+        return "-D" in arguments and str(self._pgdata) in arguments
 
-    def _attach(self, deadline: float) -> bool:
-        """Wait until a running server accepts connections, or has ended; returns False without a running server."""
-        while True:
-            postmaster = self._postmaster()
-            if postmaster is None:
-                return False
-            if postmaster.ready and _responds(postmaster):
-                break
-            if time.monotonic() > deadline:
-                raise EmbeddedError(f"the running server (process {postmaster.pid}) is not ready. See {self.log_file}.")
-            time.sleep(_POLL_SECONDS)
-        if self._wanted_port is None:
+    def _attach(self, pid: int) -> bool:
+        postmaster = self._postmaster()
+        if postmaster is None or not postmaster.ready or not _responds(postmaster):
+            return False
+        if self._wanted_port is None or (postmaster.listens and self._wanted_port in (0, postmaster.port)):
             return True
-        if not postmaster.listens or self._wanted_port not in (0, postmaster.port):
-            has = f"on port {postmaster.port}" if postmaster.listens else "without a port"
-            raise EmbeddedError(
-                f"a server already runs on {self.data_dir} {has} (process {postmaster.pid}). "
-                "Stop it first, or use it without changing the port."
-            )
-        return True
+        raise other_port(self._name, self.data_dir, pid, postmaster.port if postmaster.listens else None)
 
     def _major_of_data(self) -> int | None:
         try:
@@ -396,12 +304,19 @@ class Postgres:
         except (OSError, subprocess.CalledProcessError) as error:
             output = getattr(error, "stdout", None) or str(error)
             raise EmbeddedError(
-                f"initdb failed on {self.data_dir}:\n{_tail(output)}\n"
+                f"initdb failed on {self.data_dir}:\n{last_lines(output)}\n"
                 "Choose a data directory that this user can write to, on a disk with free space."
             ) from error
         temporary.rename(self._pgdata)
 
-    def _launch(self, binaries: Binaries, identity: Identity, deadline: float) -> None:
+    def _launch(self, deadline: float) -> None:
+        binaries = self._binaries or find_binaries(major=self._major_of_data())
+        identity = identity_for(self.data_dir, binaries.directory)
+        if not (self._pgdata / "PG_VERSION").exists():
+            self._initialise(binaries, identity, deadline)
+        if self._pgdata.stat().st_uid != identity.uid:
+            identity.own_all(self._pgdata)
+        identity.own(self.data_dir)
         socket_dir = self._socket_dir(identity)
         tries = 0
         while True:
@@ -413,23 +328,19 @@ class Postgres:
                 return
             late = time.monotonic() > deadline
             if "Address already in use" in output or "could not bind" in output:
-                if self._wanted_port == 0 and tries < _MAX_PORT_ATTEMPTS and not late:
+                if self._wanted_port == 0 and tries < MAX_PORT_ATTEMPTS and not late:
                     continue
-                raise _port_in_use(port)
+                raise port_in_use(port)
             # Killed or orphaned processes of the last server need a moment to exit.
             leaving = "pre-existing shared memory block" in output or "lock file" in output
             if leaving and not late:
-                time.sleep(_POLL_SECONDS)
+                time.sleep(POLL_SECONDS)
                 continue
-            raise EmbeddedError(
-                f"Postgres did not start on {self.data_dir}:\n{_tail(output)}\n"
-                f"See {self.log_file}. To start with an empty database, move the directory away."
-            )
+            raise not_started("Postgres", self.data_dir, self.log_file, output)
 
     def _launch_once(
         self, binaries: Binaries, identity: Identity, socket_dir: Path, port: int | None, deadline: float
     ) -> str | None:
-        """Start the postmaster and wait until it is ready. Returns its output if it exited or took too long."""
         settings = {
             **self._settings,
             "listen_addresses": HOST if port is not None else "",
@@ -441,38 +352,11 @@ class Postgres:
         command = [*identity.prefix, binaries.program("postgres"), "-D", str(self._pgdata)]
         for name, value in settings.items():
             command += ["-c", f"{name}={value}"]
-        if self.log_file.exists() and self.log_file.stat().st_size > _MAX_LOG_BYTES:
-            self.log_file.replace(self.log_file.with_suffix(".log.1"))
-        with self.log_file.open("ab") as log:
-            log_start = log.tell()
-            try:
-                self._process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env={**_environment(), **self._server_environment},
-                    cwd="/",
-                    start_new_session=True,
-                )
-            except OSError as error:
-                return f"{command[0]}: {error.strerror}"
-        while True:
-            if self._process.poll() is None:
-                postmaster = self._postmaster()
-                if postmaster and postmaster.pid == self._process.pid and postmaster.ready:
-                    return None
-                if time.monotonic() <= deadline:
-                    time.sleep(_POLL_SECONDS)
-                    continue
-                self.kill()
-                late = f"not ready after {self._start_seconds:.0f} seconds"
-            else:
-                late = ""
-            self._process = None
-            with self.log_file.open("rb") as log:
-                log.seek(log_start)
-                return log.read(1_000_000).decode(errors="replace") + late
+        return self._run(command, self._is_ready, deadline, {**_environment(), **self._server_environment})
+
+    def _is_ready(self) -> bool:
+        postmaster = self._postmaster()
+        return postmaster is not None and postmaster.ready
 
     def _socket_dir(self, identity: Identity) -> Path:
         directory = self.data_dir / "socket"
@@ -507,37 +391,22 @@ class Postgres:
                 raise EmbeddedError(f"processes of the last server do not exit: {orphans}. Kill them first.")
             for pid in orphans:
                 processes.send(pid, signal.SIGKILL)
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
 
     def _choose_port(self) -> int | None:
         if self._wanted_port is None:
             return None
-        with socket.socket() as probe:
-            # As Postgres does; otherwise a port in TIME_WAIT would appear to be in use.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((HOST, self._wanted_port))
-            except OSError as error:
-                raise _port_in_use(self._wanted_port) from error
-            return int(probe.getsockname()[1])
-
-    def _wait_until_ended(self, pid: int, seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        while True:
-            if self._process is not None and self._process.pid == pid:
-                self._process.poll()
-            if processes.has_ended(pid, self._pgdata):
-                return True
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(_POLL_SECONDS)
+        port = free_port(self._wanted_port)
+        if port is None:
+            raise port_in_use(self._wanted_port)
+        return port
 
 
 def _responds(postmaster: _Postmaster) -> bool:
     """Whether the server responds to an SSL request, which needs no free connection slot. The pid file of a killed
     server may still say that it is ready."""
     with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(_RESPONSE_SECONDS)
+        probe.settimeout(RESPONSE_SECONDS)
         try:
             probe.connect(f"{postmaster.socket_dir}/.s.PGSQL.{postmaster.port}")
             probe.sendall(_SSL_REQUEST)
@@ -564,13 +433,3 @@ def _private_directory(path: Path, identity: Identity) -> None:
             ) from None
         path.chmod(0o700)
     identity.own(path)
-
-
-def _port_in_use(port: int | None) -> EmbeddedError:
-    return EmbeddedError(
-        f"port {port} on {HOST} is in use by another program. Choose another port, or 0 for any free port."
-    )
-
-
-def _tail(text: str, *, lines: int = 15) -> str:
-    return "\n".join(text.strip().splitlines()[-lines:])

@@ -2,7 +2,7 @@
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 _PROC = Path("/proc")
@@ -32,17 +32,16 @@ def command_line(pid: int) -> list[str] | None:
     return None if not answer or answer[0].startswith("Z") else answer[1:]
 
 
-def is_postmaster(pid: int, pgdata: Path) -> bool:
-    """Whether `pid` is the postmaster of `pgdata`, and not a later process with the same process id."""
+def has_ended(pid: int, is_server: Callable[[Sequence[str]], bool]) -> bool:
+    """Whether a server process has released its resources. Its main thread may end before the others, and an exiting
+    process loses its arguments before it closes its files. A later process may have the same process id."""
     arguments = command_line(pid)
-    return arguments is not None and "-D" in arguments and str(pgdata) in arguments
-
-
-def has_ended(pid: int, pgdata: Path) -> bool:
-    """Whether the postmaster `pid` has released its resources. An exiting process loses its arguments before it closes
-    its files, so a process without arguments has not ended."""
-    arguments = command_line(pid)
-    return arguments is None or (arguments != [""] and not is_postmaster(pid, pgdata))
+    if arguments is None:
+        try:
+            return len(os.listdir(_PROC / str(pid) / "task")) <= 1
+        except OSError:
+            return True
+    return arguments != [""] and not is_server(arguments)
 
 
 def children(cluster_name: str, *, owner: int) -> Iterator[int]:

@@ -5,55 +5,36 @@ from typing import TYPE_CHECKING
 from headwater.lazy_attributes import lazy_attributes
 
 if TYPE_CHECKING:
-    from headwater.eventstore.addresses import open, open_async
-    from headwater.eventstore.decider import Decider, Decision, SavedSnapshots, Snapshots
-    from headwater.eventstore.execution import execute, execute_async
-    from headwater.eventstore.field_index import FieldIndex, IndexCondition
-    from headwater.eventstore.query import (
-        EVERYTHING,
-        Appended,
-        Condition,
-        Item,
-        Latest,
-        LatestMatchIs,
-        NewStoreEvent,
-        NoMatchAfter,
-        Query,
-        StoreEvent,
+    from headwater.client.eventstore.sqlite import SqliteEventStore as SqliteEventStore, SqliteStores as SqliteStores
+    from headwater.eventstore.addresses import open as open, open_async as open_async
+    from headwater.eventstore.decider import (
+        Decider as Decider,
+        Decision as Decision,
+        SavedSnapshots as SavedSnapshots,
+        Snapshots as Snapshots,
     )
-    from headwater.eventstore.sqlite import SqliteEventStore, SqliteStores
-    from headwater.eventstore.sqlite_async import AsyncSqliteEventStore, AsyncSqliteStores
-
-__all__ = [
-    "EVERYTHING",
-    "Appended",
-    "AsyncSqliteEventStore",
-    "AsyncSqliteStores",
-    "Condition",
-    "Decider",
-    "Decision",
-    "FieldIndex",
-    "IndexCondition",
-    "Item",
-    "Latest",
-    "LatestMatchIs",
-    "NewStoreEvent",
-    "NoMatchAfter",
-    "Query",
-    "SavedSnapshots",
-    "Snapshots",
-    "SqliteEventStore",
-    "SqliteStores",
-    "StoreEvent",
-    "execute",
-    "execute_async",
-    "open",
-    "open_async",
-]
+    from headwater.eventstore.execution import execute as execute, execute_async as execute_async
+    from headwater.eventstore.field_index import FieldIndex as FieldIndex, IndexCondition as IndexCondition
+    from headwater.eventstore.query import (
+        EVERYTHING as EVERYTHING,
+        Appended as Appended,
+        Condition as Condition,
+        Item as Item,
+        Latest as Latest,
+        LatestMatchIs as LatestMatchIs,
+        NewStoreEvent as NewStoreEvent,
+        NoMatchAfter as NoMatchAfter,
+        Query as Query,
+        StoreEvent as StoreEvent,
+    )
+    from headwater.eventstore.sqlite import (
+        AsyncSqliteEventStore as AsyncSqliteEventStore,
+        AsyncSqliteStores as AsyncSqliteStores,
+    )
 
 if not TYPE_CHECKING:
     # `calls` needs values of this package, and this package needs `calls`.
-    __getattr__ = lazy_attributes(
+    __all__, __getattr__, __dir__ = lazy_attributes(
         __name__,
         {
             "headwater.eventstore.addresses": ("open", "open_async"),
@@ -72,10 +53,7 @@ if not TYPE_CHECKING:
                 "Query",
                 "StoreEvent",
             ),
-            "headwater.eventstore.sqlite": ("SqliteEventStore", "SqliteStores"),
-            "headwater.eventstore.sqlite_async": ("AsyncSqliteEventStore", "AsyncSqliteStores"),
+            "headwater.client.eventstore.sqlite": ("SqliteEventStore", "SqliteStores"),
+            "headwater.eventstore.sqlite": ("AsyncSqliteEventStore", "AsyncSqliteStores"),
         },
     )
-
-    def __dir__() -> list[str]:
-        return __all__

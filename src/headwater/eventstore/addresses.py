@@ -6,9 +6,9 @@ from pathlib import Path
 
 from headwater import aio
 from headwater.client import Headwater, connect
+from headwater.client.eventstore.sqlite import SqliteStores
 from headwater.errors import InvalidRequest
-from headwater.eventstore.sqlite import SqliteStores
-from headwater.eventstore.sqlite_async import AsyncSqliteStores
+from headwater.eventstore.sqlite import AsyncSqliteStores
 
 
 def open(address: str) -> Headwater | SqliteStores:

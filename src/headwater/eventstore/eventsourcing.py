@@ -26,10 +26,10 @@ from eventsourcing.popo import POPOTrackingRecorder
 from eventsourcing.utils import Environment, EnvType
 
 from headwater.client.eventstore.postgres import EventStore
+from headwater.client.eventstore.sqlite import SqliteEventStore
 from headwater.errors import AppendConflict, EpochChanged, HeadwaterError, LogUnavailable
 from headwater.eventstore.addresses import open
 from headwater.eventstore.query import EVERYTHING, Item, NewStoreEvent, NoMatchAfter, Query, StoreEvent
-from headwater.eventstore.sqlite import SqliteEventStore
 
 AnyEventStore: TypeAlias = EventStore | SqliteEventStore
 BATCH_SIZE = 500

@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 from headwater.calls.store import EncodedAppend
 from headwater.errors import CursorMoved, SchemaMismatch
+from headwater.eventstore.decider import SavedState, SnapshotKey
 from headwater.eventstore.field_index import FieldIndex, check_same_definition, conditions_as_json, conditions_from_json
 from headwater.eventstore.query import (
     LAST_POSITION,
@@ -413,6 +414,37 @@ def move_cursor(connection: sqlite3.Connection, name: str, from_position: int, t
             hint="The cursor was set, or another reader uses it. Open it again and read from there.",
             detail={"cursor": name, "actual_position": actual},
         )
+
+
+def open_cursor(connection: sqlite3.Connection, name: str, start_after: int) -> int:
+    """The position of a cursor; a missing one is created."""
+    connection.execute("insert into cursor values (?, ?) on conflict do nothing", (name, start_after))
+    return int(value(connection, "select position from cursor where name = ?", name))
+
+
+def find_cursor(connection: sqlite3.Connection, name: str) -> int | None:
+    found: int | None = value(connection, "select position from cursor where name = ?", name)
+    return found
+
+
+def load_snapshot(connection: sqlite3.Connection, key: SnapshotKey) -> SavedState | None:
+    found = connection.execute(
+        "select position, state from snapshot where name = ? and query_hash = ? and version = ?", key
+    ).fetchone()
+    return None if found is None else SavedState(*found)
+
+
+def save_snapshot(connection: sqlite3.Connection, key: SnapshotKey, saved: SavedState) -> None:
+    connection.execute(
+        "insert into snapshot values (?, ?, ?, ?, ?) on conflict do update "
+        "set position = excluded.position, state = excluded.state where position < excluded.position",
+        (*key, saved.position, saved.state),
+    )
+    connection.execute("delete from snapshot where name = ? and query_hash = ? and version < ?", key)
+
+
+def forget_snapshots(connection: sqlite3.Connection, name: str) -> int:
+    return connection.execute("delete from snapshot where name = ?", (name,)).rowcount
 
 
 def microseconds(at: datetime) -> int:

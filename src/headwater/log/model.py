@@ -6,6 +6,7 @@ Values that are created by the thousand are named tuples: five times cheaper to 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -16,6 +17,8 @@ Payload = Any
 
 
 TopicKind = Literal["open", "sequenced"]
+TOPIC_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,248}")
+"""A topic name; the table `topic` requires the same."""
 
 
 class NewEvent(NamedTuple):

@@ -5,36 +5,26 @@ from typing import TYPE_CHECKING
 from headwater.lazy_attributes import lazy_attributes
 
 if TYPE_CHECKING:
-    from headwater.queue.drain import Drained
-    from headwater.testing.clock import advance_clock
-    from headwater.testing.databases import DatabasePool
-    from headwater.testing.drain import drain
-    from headwater.testing.faults import FaultReport, Finding, simulate_faults
-    from headwater.testing.published import PublishedEvents
-
-__all__ = [
-    "DatabasePool",
-    "Drained",
-    "FaultReport",
-    "Finding",
-    "PublishedEvents",
-    "advance_clock",
-    "drain",
-    "simulate_faults",
-]
+    from headwater.queue.drain import Drained as Drained
+    from headwater.testing.clock import advance_clock as advance_clock
+    from headwater.testing.databases import DatabasePool as DatabasePool
+    from headwater.testing.drain import drain as drain
+    from headwater.testing.faults import (
+        FaultReport as FaultReport,
+        Finding as Finding,
+        simulate_faults as simulate_faults,
+    )
+    from headwater.testing.published import PublishedEvents as PublishedEvents
 
 if not TYPE_CHECKING:
-    __getattr__ = lazy_attributes(
+    __all__, __getattr__, __dir__ = lazy_attributes(
         __name__,
         {
+            "headwater.queue.drain": ("Drained",),
             "headwater.testing.clock": ("advance_clock",),
             "headwater.testing.databases": ("DatabasePool",),
-            "headwater.queue.drain": ("Drained",),
             "headwater.testing.drain": ("drain",),
             "headwater.testing.faults": ("FaultReport", "Finding", "simulate_faults"),
             "headwater.testing.published": ("PublishedEvents",),
         },
     )
-
-    def __dir__() -> list[str]:
-        return __all__

@@ -25,33 +25,19 @@ def list_archives(context: typer.Context, dsn: Dsn = None, as_json: Json = False
     """List archives and how far behind they are. Retention waits until events are archived."""
     with session(context).log(dsn) as log:
         archives = log.run(archive_calls.archives())
-    if as_json:
-        output.emit(archives)
-        return
-    output.print_table(
-        (
-            "archive",
-            "archived to",
-            "behind",
-            "oldest unarchived",
-            "updated",
-            "holds retention of",
-            "topics",
-            "location",
-        ),
-        (
-            (
-                a.name,
-                a.archived_to,
-                output.format_count(a.lag_events, a.lag_is_more),
-                a.oldest_unarchived_age,
-                a.updated_at,
-                a.held_topics or "-",
-                a.topics or "all",
-                a.location,
-            )
-            for a in archives
-        ),
+    output.print_list(
+        archives,
+        {
+            "archive": "name",
+            "archived to": "archived_to",
+            "behind": lambda a: output.format_count(a.lag_events, a.lag_is_more),
+            "oldest unarchived": "oldest_unarchived_age",
+            "updated": "updated_at",
+            "holds retention of": lambda a: a.held_topics or "-",
+            "topics": lambda a: a.topics or "all",
+            "location": "location",
+        },
+        as_json=as_json,
         empty="no archives; create one with a pipeline that has archive: true",
     )
 
@@ -73,7 +59,8 @@ def forget(context: typer.Context, name: Name, yes: Yes = False, dsn: Dsn = None
         )
         with audit(log, "archive.forget", name, {"location": found[0].location}) as log:
             log.run(archive_calls.forget_archive(name))
-    if as_json:
-        output.emit({"forgotten": name, "location": found[0].location})
-    else:
-        output.print_line(f"forgot archive {name}; its files remain at {found[0].location}")
+    output.print_result(
+        {"forgotten": name, "location": found[0].location},
+        f"forgot archive {name}; its files remain at {found[0].location}",
+        as_json=as_json,
+    )

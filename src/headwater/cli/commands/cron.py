@@ -45,10 +45,11 @@ def set_cron_schedule(
     with session(context).log(dsn) as log, audit(log, "cron.set", name, detail) as log:
         log.set_cron_schedule(name, cron, topic, parsed, time_zone=zone, type=type, key=key, routing_key=routing_key)
         (declared,) = [one for one in log.cron_schedules() if one.name == name]
-    if as_json:
-        output.emit(declared)
-    else:
-        output.print_line(f"set cron schedule {name} (topic {topic}, next at {output.format_value(declared.next_at)})")
+    output.print_result(
+        declared,
+        f"set cron schedule {name} (topic {topic}, next at {output.format_value(declared.next_at)})",
+        as_json=as_json,
+    )
 
 
 @app.command("list", epilog=examples("headwater cron list"))
@@ -56,14 +57,9 @@ def list_cron_schedules(context: typer.Context, dsn: Dsn = None, as_json: Json =
     """List cron schedules and when each is due next."""
     with session(context).log(dsn) as log:
         found = log.cron_schedules()
-    if as_json:
-        output.emit(found)
-        return
-    output.print_table(
-        ("name", "cron", "zone", "topic", "next", "last", "paused"),
-        ((p.name, p.cron, p.time_zone, p.topic, p.next_at, p.last_at, p.paused) for p in found),
-        empty="no cron schedules; create one with headwater cron set",
-    )
+    columns = {"name": "name", "cron": "cron", "zone": "time_zone", "topic": "topic"}
+    columns |= {"next": "next_at", "last": "last_at", "paused": "paused"}
+    output.print_list(found, columns, as_json=as_json, empty="no cron schedules; create one with headwater cron set")
 
 
 @app.command(epilog=examples("headwater cron pause nightly"))
@@ -82,10 +78,9 @@ def _pause(context: typer.Context, name: str, dsn: str | None, *, as_json: bool,
     with session(context).log(dsn) as log, audit(log, "cron.pause" if paused else "cron.resume", name) as log:
         if not log.pause_cron_schedule(name, paused=paused):
             raise _missing(name)
-    if as_json:
-        output.emit({"name": name, "paused": paused})
-    else:
-        output.print_line(f"{'paused' if paused else 'resumed'} cron schedule {name}")
+    output.print_result(
+        {"name": name, "paused": paused}, f"{'paused' if paused else 'resumed'} cron schedule {name}", as_json=as_json
+    )
 
 
 @app.command(epilog=examples("headwater cron delete nightly --yes"))
@@ -96,10 +91,7 @@ def delete(context: typer.Context, name: Name, yes: Yes = False, dsn: Dsn = None
         with audit(log, "cron.delete", name) as log:
             if not log.delete_cron_schedule(name):
                 raise _missing(name)
-    if as_json:
-        output.emit({"deleted": name})
-    else:
-        output.print_line(f"deleted cron schedule {name}")
+    output.print_result({"deleted": name}, f"deleted cron schedule {name}", as_json=as_json)
 
 
 def _missing(name: str) -> NotFound:

@@ -23,23 +23,18 @@ def list_cursors(context: typer.Context, dsn: Dsn = None, as_json: Json = False)
     """List cursors and how far behind they are."""
     with session(context).log(dsn) as log:
         cursors = log.cursors()
-    if as_json:
-        output.emit(cursors)
-        return
-    output.print_table(
-        ("cursor", "position", "behind", "oldest unread", "holds retention", "updated", "topics"),
-        (
-            (
-                c.name,
-                c.position,
-                output.format_count(c.lag_events, c.lag_is_more),
-                c.oldest_unread_age,
-                c.holds_retention,
-                c.updated_at,
-                c.topics or "all",
-            )
-            for c in cursors
-        ),
+    output.print_list(
+        cursors,
+        {
+            "cursor": "name",
+            "position": "position",
+            "behind": lambda c: output.format_count(c.lag_events, c.lag_is_more),
+            "oldest unread": "oldest_unread_age",
+            "holds retention": "holds_retention",
+            "updated": "updated_at",
+            "topics": lambda c: c.topics or "all",
+        },
+        as_json=as_json,
         empty="no cursors; followers create them, or headwater cursor set",
     )
 
@@ -96,10 +91,9 @@ def set_cursor(
             reached = detail["position"] = log.set_cursor(
                 name, position=position, since=since, topics=topic or None, holds_retention=holds_retention
             )
-    if as_json:
-        output.emit({"cursor": name, "position": reached})
-    else:
-        output.print_line(f"set cursor {name} to position {reached}")
+    output.print_result(
+        {"cursor": name, "position": reached}, f"set cursor {name} to position {reached}", as_json=as_json
+    )
 
 
 @app.command(epilog=examples("headwater cursor delete billing --yes"))
@@ -111,7 +105,4 @@ def delete(context: typer.Context, name: Name, yes: Yes = False, dsn: Dsn = None
         output.confirm(f"delete cursor {name} and its position?", yes=yes)
         with audit(log, "cursor.delete", name) as log:
             log.delete_cursor(name)
-    if as_json:
-        output.emit({"deleted": name})
-    else:
-        output.print_line(f"deleted cursor {name}")
+    output.print_result({"deleted": name}, f"deleted cursor {name}", as_json=as_json)

@@ -47,46 +47,14 @@ def list_dead(
 ) -> None:
     """List the dead letters of a queue; --json includes every attempt."""
     with session(context).log(dsn) as log:
-        letters = log.dead_letters(
-            queue,
-            positions=positions or None,
-            topic=topic,
-            error_like=error,
-            handler=handler,
-            subscription_id=subscription,
-            batch_size=limit,
-        )
-    if as_json:
-        output.emit(letters)
-        return
+        selected = _selected(positions, topic, error, handler, subscription)
+        letters = log.dead_letters(queue, **selected, batch_size=limit)
+    columns = {"position": "position", "died": "died_at", "topic": "topic", "key": "key", "type": "type"}
     # Only queues of SQL subscriptions have handlers.
-    named = any(letter.handler is not None for letter in letters)
-    output.print_table(
-        (
-            "position",
-            "died",
-            "topic",
-            "key",
-            "type",
-            *(("subscription", "handler") if named else ()),
-            "attempts",
-            "last error",
-        ),
-        (
-            (
-                d.position,
-                d.died_at,
-                d.topic,
-                d.key,
-                d.type,
-                *((d.subscription_id, d.handler) if named else ()),
-                d.attempts,
-                d.last_error,
-            )
-            for d in letters
-        ),
-        empty="no dead letters",
-    )
+    if any(letter.handler is not None for letter in letters):
+        columns |= {"subscription": "subscription_id", "handler": "handler"}
+    columns |= {"attempts": "attempts", "last error": "last_error"}
+    output.print_list(letters, columns, as_json=as_json, empty="no dead letters")
 
 
 @app.command(
@@ -106,34 +74,18 @@ def redrive(
 ) -> None:
     """Return dead letters to the queue with new attempts. Asks for confirmation unless positions are given."""
     with session(context).log(dsn) as log:
+        selected = _selected(positions, topic, error, handler, subscription)
         if not positions:
-            chosen = log.dead_letters(
-                queue,
-                topic=topic,
-                error_like=error,
-                handler=handler,
-                subscription_id=subscription,
-                batch_size=MAX_COUNTED,
-            )
+            chosen = log.dead_letters(queue, **selected, batch_size=MAX_COUNTED)
             if chosen:
                 output.confirm(f"redrive {_count(len(chosen))} of queue {queue}?", yes=yes)
-        detail = _detail(positions, topic, error, handler, subscription)
+        detail = _detail(selected)
         with audit(log, "queue.redrive", queue, detail) as log:
-            redriven = log.redrive(
-                queue,
-                positions=positions or None,
-                topic=topic,
-                error_like=error,
-                handler=handler,
-                subscription_id=subscription,
-            )
+            redriven = log.redrive(queue, **selected)
             detail["count"] = redriven
     if positions and not redriven:
         raise _missing(queue)
-    if as_json:
-        output.emit({"redriven": redriven})
-    else:
-        output.print_line(f"redrove {_count(redriven)} of queue {queue}")
+    output.print_result({"redriven": redriven}, f"redrove {_count(redriven)} of queue {queue}", as_json=as_json)
 
 
 @app.command(
@@ -153,43 +105,38 @@ def discard(
 ) -> None:
     """Delete dead letters permanently. Asks for confirmation."""
     with session(context).log(dsn) as log:
-        chosen = log.dead_letters(
-            queue,
-            positions=positions or None,
-            topic=topic,
-            error_like=error,
-            handler=handler,
-            subscription_id=subscription,
-            batch_size=MAX_COUNTED,
-        )
+        selected = _selected(positions, topic, error, handler, subscription)
+        chosen = log.dead_letters(queue, **selected, batch_size=MAX_COUNTED)
         if positions and not chosen:
             raise _missing(queue)
         if chosen:
             output.confirm(f"discard {_count(len(chosen))} of queue {queue} permanently?", yes=yes)
-        detail = _detail(positions, topic, error, handler, subscription)
+        detail = _detail(selected)
         with audit(log, "queue.discard", queue, detail) as log:
-            discarded = log.discard(
-                queue,
-                positions=positions or None,
-                topic=topic,
-                error_like=error,
-                handler=handler,
-                subscription_id=subscription,
-            )
+            discarded = log.discard(queue, **selected)
             detail["count"] = discarded
-    if as_json:
-        output.emit({"discarded": discarded})
-    else:
-        output.print_line(f"discarded {_count(discarded)} of queue {queue}")
+    output.print_result({"discarded": discarded}, f"discarded {_count(discarded)} of queue {queue}", as_json=as_json)
 
 
-def _detail(
+def _selected(
     positions: list[int] | None, topic: str | None, error: str | None, handler: str | None, subscription: int | None
 ) -> dict[str, Any]:
+    """The arguments that select dead letters."""
+    return {
+        "positions": positions or None,
+        "topic": topic,
+        "error_like": error,
+        "handler": handler,
+        "subscription_id": subscription,
+    }
+
+
+def _detail(selected: dict[str, Any]) -> dict[str, Any]:
     """The audit record of a selection."""
-    detail: dict[str, Any] = {"positions": (positions or [])[:1000] or "all", "topic": topic, "error_like": error}
-    if handler is not None or subscription is not None:
-        detail |= {"handler": handler, "subscription": subscription}
+    detail = {name: selected[name] for name in ("topic", "error_like")}
+    detail["positions"] = (selected["positions"] or [])[:1000] or "all"
+    if selected["handler"] is not None or selected["subscription_id"] is not None:
+        detail |= {"handler": selected["handler"], "subscription": selected["subscription_id"]}
     return detail
 
 

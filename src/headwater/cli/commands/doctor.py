@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 
 import psycopg
@@ -48,6 +49,20 @@ class Finding:
     outcome: Literal["ok", "warn", "fail"]
     message: str
     action: str | None = None
+
+
+class Problem(NamedTuple):
+    """What a check of the log found, and the remedy."""
+
+    outcome: Literal["warn", "fail"]
+    message: str
+    action: str
+
+
+_warn = partial(Problem, "warn")
+_fail = partial(Problem, "fail")
+Problems = Generator[Problem, None, str | None]
+"""A check yields what it found, and returns what it reports if it found nothing."""
 
 
 class _Facts(NamedTuple):
@@ -96,7 +111,7 @@ def examine(run: Session, dsn: str | None) -> Iterator[Finding]:
             for name, check in LOG_CHECKS:
                 try:
                     with translate_errors():
-                        yield from check(log, facts)
+                        yield from _bounded(name, check(log, facts))
                 except NotAllowed as error:
                     yield Finding(
                         name,
@@ -106,6 +121,26 @@ def examine(run: Session, dsn: str | None) -> Iterator[Finding]:
                     )
     except HeadwaterError as error:
         yield Finding("schema", "fail", error.message, error.hint)
+
+
+def _bounded(check: str, problems: Problems) -> Iterator[Finding]:
+    """Yield the first MAX_FINDINGS findings of a check, then the number of the others."""
+    count = 0
+    worst: Literal["warn", "fail"] = "warn"
+    while True:
+        try:
+            problem = next(problems)
+        except StopIteration as end:
+            ok: str | None = end.value
+            break
+        count += 1
+        worst = "fail" if problem.outcome == "fail" else worst
+        if count <= MAX_FINDINGS:
+            yield Finding(check, *problem)
+    if count > MAX_FINDINGS:
+        yield Finding(check, worst, f"and {count - MAX_FINDINGS} more", "See headwater queue list.")
+    if count == 0 and ok is not None:
+        yield Finding(check, "ok", ok)
 
 
 def _examine_server(facts: _Facts) -> Iterator[Finding]:
@@ -147,44 +182,40 @@ def _examine_server(facts: _Facts) -> Iterator[Finding]:
         yield Finding("roles", "ok", "headwater_publisher, headwater_consumer and headwater_admin exist")
 
 
-def _segments(log: headwater.Headwater, facts: _Facts) -> Iterator[Finding]:
-    settings = log.settings()
-    ((ahead, open_age),) = run_query(log, "commands/doctor_segments")
+def _segments(log: headwater.Headwater, facts: _Facts) -> Problems:
+    wanted = log.settings().segments_ahead
+    ((ahead, _),) = run_query(log, "commands/doctor_segments")
     if ahead == 0:
-        yield Finding(
-            "segments",
-            "fail",
-            "no segment is ready; publishing stops when the open one is full",
-            "Run headwater maintain.",
-        )
-    elif ahead < settings.segments_ahead - 1:
-        yield Finding(
-            "segments",
-            "warn",
-            f"{ahead} segments are ready, fewer than segments_ahead ({settings.segments_ahead})",
+        yield _fail("no segment is ready; publishing stops when the open one is full", "Run headwater maintain.")
+    elif ahead < wanted - 1:
+        yield _warn(
+            f"{ahead} segments are ready, fewer than segments_ahead ({wanted})",
             "Run headwater maintain; no process seems to run maintenance.",
         )
-    else:
-        yield Finding("segments", "ok", f"{ahead} segments are ready for new events")
+    return f"{ahead} segments are ready for new events"
+
+
+def _missing_segments(log: headwater.Headwater, facts: _Facts) -> Problems:
     for fault in log.run(overview.log_faults()):
         if fault.kind == "segment":
-            yield Finding(
-                "segments",
-                "fail",
+            yield _fail(
                 f"table headwater_internal.{fault.name} is missing: {_missing_segment(fault)}",
                 "Restore the database from a backup. Never drop or detach the tables of the log manually: "
                 "retention does that.",
             )
-    if open_age is not None and open_age > settings.segment_interval * 2:
-        yield Finding(
-            "maintenance",
-            "warn",
+    return None
+
+
+def _maintenance(log: headwater.Headwater, facts: _Facts) -> Problems:
+    interval = log.settings().segment_interval
+    ((_, open_age),) = run_query(log, "commands/doctor_segments")
+    if open_age is not None and open_age > interval * 2:
+        yield _warn(
             f"the open segment is {output.format_value(open_age)} old; maintenance should close it after "
-            f"{output.format_value(settings.segment_interval)}",
+            f"{output.format_value(interval)}",
             "Keep a follower or `headwater maintain --every 60` running; otherwise retention removes no events.",
         )
-    else:
-        yield Finding("maintenance", "ok", "segments are closed on time")
+    return "segments are closed on time"
 
 
 def _missing_segment(fault: LogFault) -> str:
@@ -195,20 +226,18 @@ def _missing_segment(fault: LogFault) -> str:
     return f"the events from position {fault.position} to {fault.position + SEGMENT_SIZE - 1} are lost"
 
 
-def _positions(log: headwater.Headwater, facts: _Facts) -> Iterator[Finding]:
+def _positions(log: headwater.Headwater, facts: _Facts) -> Problems:
     """Check that no cursor or queue is beyond the head: it would receive no events until the log reaches it."""
-    faults = [fault for fault in log.run(overview.log_faults()) if fault.kind != "segment"]
-    yield from _bounded("positions", [_beyond_head(fault) for fault in faults])
-    if not faults:
-        yield Finding("positions", "ok", "no cursor and no queue is beyond the head of the log")
+    for fault in log.run(overview.log_faults()):
+        if fault.kind != "segment":
+            yield _beyond_head(fault)
+    return "no cursor and no queue is beyond the head of the log"
 
 
-def _beyond_head(fault: LogFault) -> Finding:
+def _beyond_head(fault: LogFault) -> Problem:
     beyond = f"at {fault.position}, beyond the head of the log at {fault.head}"
     if fault.kind == "register":
-        return Finding(
-            "positions",
-            "fail",
+        return _fail(
             f"the recorded stable position is {beyond}: queues would skip the events in between",
             "Was the database restored? Stop all workers, then run headwater migrate, which records it again.",
         )
@@ -218,122 +247,78 @@ def _beyond_head(fault: LogFault) -> Finding:
         if kind == "cursor"
         else f"headwater queue rewind {fault.name} --position"
     )
-    return Finding(
-        "positions",
-        "fail",
+    return _fail(
         f"{kind} {fault.name} is {beyond}: it receives no events until the log reaches it",
         f"Set it to the last position that it has processed: {command} POSITION",
     )
 
 
-def _bounded(check: str, findings: Sequence[Finding]) -> Iterator[Finding]:
-    """Yield the first MAX_FINDINGS findings, then the number of the others."""
-    yield from findings[:MAX_FINDINGS]
-    if len(findings) > MAX_FINDINGS:
-        worst: Literal["warn", "fail"] = "fail" if any(one.outcome == "fail" for one in findings) else "warn"
-        yield Finding(check, worst, f"and {len(findings) - MAX_FINDINGS} more", "See headwater queue list.")
-
-
-def _slots(log: headwater.Headwater, facts: _Facts) -> Iterator[Finding]:
+def _slots(log: headwater.Headwater, facts: _Facts) -> Problems:
     """Check replication slots: an idle slot retains WAL until the disk is full."""
     slots = run_query(log, "commands/doctor_slots")
-    found = []
     for name, held_bytes, lost in slots:
         if lost:
-            found.append(
-                Finding(
-                    "slots",
-                    "warn",
-                    f"replication slot {name} is unusable: WAL that it needs was removed (max_slot_wal_keep_size)",
-                    f"Drop it: select pg_drop_replication_slot('{name}'). Its pipeline then loads its tables again.",
-                )
+            yield _warn(
+                f"replication slot {name} is unusable: WAL that it needs was removed (max_slot_wal_keep_size)",
+                f"Drop it: select pg_drop_replication_slot('{name}'). Its pipeline then loads its tables again.",
             )
         elif held_bytes > MAX_IDLE_SLOT_BYTES:
-            found.append(
-                Finding(
-                    "slots",
-                    "warn",
-                    f"replication slot {name} is inactive and retains {held_bytes / 1048576:,.0f} MiB of WAL",
-                    "Run its pipeline (headwater pipeline status), or drop it: "
-                    f"select pg_drop_replication_slot('{name}')",
-                )
+            yield _warn(
+                f"replication slot {name} is inactive and retains {held_bytes / 1048576:,.0f} MiB of WAL",
+                f"Run its pipeline (headwater pipeline status), or drop it: select pg_drop_replication_slot('{name}')",
             )
     for name, database in run_query(log, "commands/doctor_failover_slots"):
         # Only this command of the replication protocol changes it, no SQL function.
         change = f'psql "dbname={database} replication=database" -c "ALTER_REPLICATION_SLOT {name} (FAILOVER true)"'
-        found.append(
-            Finding(
-                "slots",
-                "warn",
-                f"replication slot {name} is not a failover slot: a promotion loses it and its changes",
-                f"Stop its pipeline, then run against the primary: {change}",
-            )
+        yield _warn(
+            f"replication slot {name} is not a failover slot: a promotion loses it and its changes",
+            f"Stop its pipeline, then run against the primary: {change}",
         )
-    yield from _bounded("slots", found)
-    if not found:
-        yield Finding("slots", "ok", f"{len(slots)} inactive replication slots: none retains much WAL")
+    return f"{len(slots)} inactive replication slots: none retains much WAL"
 
 
-def _pipelines(log: headwater.Headwater, facts: _Facts) -> Iterator[Finding]:
+def _pipelines(log: headwater.Headwater, facts: _Facts) -> Problems:
     pipelines = log.run(pipeline_runs.pipeline_statuses())
-    found = []
     for one in pipelines:
         error = (one.last_error or "").splitlines() or [""]
         if one.state in ("failed", "failing"):
-            found.append(
-                Finding(
-                    "pipelines",
-                    "warn",
-                    f"pipeline {one.name} "
-                    + ("ended with an error" if one.state == "failed" else f"failed {one.failures} times in a row")
-                    + f": {error[0]}",
-                    f"See headwater pipeline status {one.name} --batches; fix the cause"
-                    + (f", then run headwater pipeline run {one.name}." if one.state == "failed" else "."),
-                )
+            yield _warn(
+                f"pipeline {one.name} "
+                + ("ended with an error" if one.state == "failed" else f"failed {one.failures} times in a row")
+                + f": {error[0]}",
+                f"See headwater pipeline status {one.name} --batches; fix the cause"
+                + (f", then run headwater pipeline run {one.name}." if one.state == "failed" else "."),
             )
         elif one.state == "lost":
-            found.append(
-                Finding(
-                    "pipelines",
-                    "warn",
-                    f"the runner {one.runner} of pipeline {one.name} stopped sending heartbeats",
-                    f"Start it again; it continues from its checkpoint: headwater pipeline run {one.name}",
-                )
+            yield _warn(
+                f"the runner {one.runner} of pipeline {one.name} stopped sending heartbeats",
+                f"Start it again; it continues from its checkpoint: headwater pipeline run {one.name}",
             )
-    yield from _bounded("pipelines", found)
-    if not found:
-        yield Finding("pipelines", "ok", f"{len(pipelines)} pipelines: none failed")
+    return f"{len(pipelines)} pipelines: none failed"
 
 
-def _publishers(log: headwater.Headwater, facts: _Facts) -> Iterator[Finding]:
+def _publishers(log: headwater.Headwater, facts: _Facts) -> Problems:
     state = log.state()
     publishers = log.publishers_in_flight()
     for publisher in publishers:
         process = f"process {publisher.pid} of {publisher.user_name} ({publisher.application_name or 'no name'})"
         if publisher.prepared:
-            yield Finding(
-                "publishers",
-                "warn",
+            yield _warn(
                 f"a prepared transaction blocks readers of {_topics(publisher.topics)} at "
                 f"position {publisher.position_bound}",
                 "Commit it or roll it back; find it with: select * from pg_prepared_xacts",
             )
         elif publisher.age is not None and publisher.age > MAX_PUBLISHER_AGE:
-            yield Finding(
-                "publishers",
-                "warn",
+            yield _warn(
                 f"{process} published {output.format_value(publisher.age)} ago and its transaction is still open "
                 f"({publisher.state}); "
                 f"readers of {_topics(publisher.topics)} wait at position {publisher.position_bound}",
                 f"Let it commit, or end it: select pg_terminate_backend({publisher.pid}). "
                 "headwater settings set --max-publisher-seconds terminates such transactions automatically.",
             )
-    if all(p.age is not None and p.age <= MAX_PUBLISHER_AGE for p in publishers):
-        yield Finding(
-            "publishers",
-            "ok",
-            f"{len(publishers)} open publishing transactions; head {state.head}, stable position {state.stable}",
-        )
+    if any(publisher.age is None for publisher in publishers):
+        return None
+    return f"{len(publishers)} open publishing transactions; head {state.head}, stable position {state.stable}"
 
 
 def _topics(names: Sequence[str] | None) -> str:
@@ -342,17 +327,14 @@ def _topics(names: Sequence[str] | None) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more topics" if len(names) > 3 else "")
 
 
-def _cursors(log: headwater.Headwater, facts: _Facts) -> Iterator[Finding]:
+def _cursors(log: headwater.Headwater, facts: _Facts) -> Problems:
     held = [hold for hold in run_query(log, "commands/doctor_retention") if hold[0] == "cursor"]
     for _, name, *hold in held:
-        yield Finding(
-            "cursors",
-            "warn",
+        yield _warn(
             f"cursor {name} blocks retention: {_held(facts, *hold)}",
             f"Run its reader, or give up the unread events: headwater cursor delete {name}",
         )
-    if not held:
-        yield Finding("cursors", "ok", "no cursor blocks retention")
+    return "no cursor blocks retention"
 
 
 def _held(facts: _Facts, topic: str, position: int, oldest: datetime, events: int, more: bool, size_bytes: int) -> str:
@@ -364,93 +346,71 @@ def _held(facts: _Facts, topic: str, position: int, oldest: datetime, events: in
     )
 
 
-def _archives(log: headwater.Headwater, facts: _Facts) -> Iterator[Finding]:
+def _archives(log: headwater.Headwater, facts: _Facts) -> Problems:
     archives = log.run(archive_calls.archives())
     held = [archive for archive in archives if archive.held_topics]
     for archive in held:
-        yield Finding(
-            "archives",
-            "warn",
+        yield _warn(
             f"archive {archive.name} blocks retention of {', '.join(archive.held_topics)}: "
             f"its oldest unarchived event is from {output.format_value(archive.oldest_unarchived_age)} ago",
             f"Run its pipeline: headwater pipeline run {archive.name}. "
             f"Or forget it: headwater archive forget {archive.name}",
         )
-    if not held:
-        yield Finding("archives", "ok", f"{len(archives)} archives: none blocks retention")
+    return f"{len(archives)} archives: none blocks retention"
 
 
-def _queues(log: headwater.Headwater, facts: _Facts) -> Iterator[Finding]:
+def _queues(log: headwater.Headwater, facts: _Facts) -> Problems:
     queues = log.queues()
     overdue = {name: (events, late) for name, events, late in run_query(log, "commands/doctor_leases", OVERDUE)}
-    found = [finding for queue in queues for finding in _queue(queue, overdue.get(queue.name))]
-    found += [
-        Finding(
-            "queues",
-            "warn",
+    for queue in queues:
+        yield from _queue(queue, overdue.get(queue.name))
+    yield from (
+        _warn(
             f"queue {name} blocks retention: {_held(facts, *hold)}",
             f"Run its workers, or headwater queue alter {name} --no-holds-retention, or headwater queue delete {name}.",
         )
         for kind, name, *hold in run_query(log, "commands/doctor_retention")
         if kind in {"queue", "subscription queue"}
-    ]
-    yield from _bounded("queues", found)
-    if not found:
-        bound = sum(queue.kind == "bindings" for queue in queues)
-        yield Finding(
-            "queues",
-            "ok",
-            f"{bound} queues: none is paused, stalled or without workers; no overdue leases; few dead letters",
-        )
+    )
+    bound = sum(queue.kind == "bindings" for queue in queues)
+    return f"{bound} queues: none is paused, stalled or without workers; no overdue leases; few dead letters"
 
 
-def _queue(queue: QueueOverview, overdue: tuple[int, timedelta] | None) -> Iterator[Finding]:
+def _queue(queue: QueueOverview, overdue: tuple[int, timedelta] | None) -> Iterator[Problem]:
     """Check one queue."""
     behind = output.format_count(queue.lag_events, queue.lag_is_more)
     age = "" if queue.lag_seconds is None else f", the oldest from {_ago(queue.lag_seconds)} ago"
     if queue.state == "paused":
-        yield Finding(
-            "queues",
-            "warn",
+        yield _warn(
             f"queue {queue.name} is paused, {behind} events behind",
             f"Run headwater queue resume {queue.name}.",
         )
     elif queue.state == "no_workers" and (queue.lag_events or queue.lag_is_more):
         last = "it never had one" if queue.last_claimed_at is None else f"the last worker was {queue.last_worker}"
-        yield Finding(
-            "queues",
-            "warn",
+        yield _warn(
             f"queue {queue.name} has no workers and {behind} waiting events{age}; {last}",
             f"Start its workers (headwater work MODULE:APP), or delete it: headwater queue delete {queue.name}",
         )
     elif queue.state == "no_reader" and (queue.lag_events or queue.lag_is_more):
-        yield Finding(
-            "queues",
-            "warn",
+        yield _warn(
             f"queue {queue.name} has SQL subscriptions, no reader and {behind} unread events{age}",
             "Start its reader (headwater work MODULE:APP, or headwater serve), or delete it: "
             f"headwater queue delete {queue.name}",
         )
     elif queue.state == "stalled":
-        yield Finding(
-            "queues",
-            "warn",
+        yield _warn(
             f"queue {queue.name} is stalled: {behind} events wait{age}, but workers that claim get none",
             "Check the publishers above: an open transaction blocks readers. Otherwise check leases and max_in_flight: "
             f"headwater queue describe {queue.name}",
         )
     if queue.dead >= MANY_DEAD_LETTERS:
-        yield Finding(
-            "queues",
-            "warn",
+        yield _warn(
             f"queue {queue.name} has {queue.dead} dead letters",
             f"See the errors: headwater dead list {queue.name}. Then redrive or discard them.",
         )
     if overdue is not None:
         events, late = overdue
-        yield Finding(
-            "queues",
-            "warn",
+        yield _warn(
             f"queue {queue.name} has {events} events in leases that expired {output.format_value(late)} ago",
             "No worker is running; the next one receives these events: headwater work MODULE:APP",
         )
@@ -460,33 +420,28 @@ def _ago(seconds: float) -> str:
     return output.format_value(timedelta(seconds=round(seconds)))
 
 
-def _filters(log: headwater.Headwater, facts: _Facts) -> Iterator[Finding]:
-    yield from _filter_role(facts)
+def _filters(log: headwater.Headwater, facts: _Facts) -> Problems:
     for queue, expression, position, stopped_at, error, expired, subscriptions in run_query(
         log, "commands/doctor_filters"
     ):
         lost = "; retention has removed events that they have not received" if expired else ""
-        yield Finding(
-            "filters",
-            "warn",
+        yield _warn(
             f"a filter of queue {queue} ({subscriptions} subscriptions) was stopped after position {position} at "
             f"{output.format_value(stopped_at)}: {error}: {expression}{lost}",
             "No event is skipped. To continue from there, create a subscription with the filter again "
             "(headwater sub create), or call `log.resume_filter(ID)`.",
         )
     for expression, error, errors in run_query(log, "commands/doctor_filter_errors"):
-        yield Finding(
-            "filters",
-            "warn",
+        yield _warn(
             f"a filter raised an error on {errors} events, which do not match it; the last: {error}: {expression}",
             "Subscribe with a filter that handles every event, for example with a case expression.",
         )
+    return None
 
 
-def _filter_role(facts: _Facts) -> Iterator[Finding]:
+def _filter_role(log: headwater.Headwater, facts: _Facts) -> Problems:
     if facts.takes_filters and facts.owner_may_act:
-        yield Finding("filters", "ok", "SQL filters run as role headwater_filter")
-        return
+        return "SQL filters run as role headwater_filter"
     if not facts.has_filter_role:
         problem = "role headwater_filter does not exist"
     elif not facts.owner_may_act:
@@ -500,36 +455,30 @@ def _filter_role(facts: _Facts) -> Iterator[Finding]:
         else "create role headwater_filter nologin; create role headwater_filter_owner nologin; "
     )
     may_act = " with set true" if facts.server_version >= SET_OPTION_VERSION else ""
-    yield Finding(
-        "filters",
-        "warn",
+    yield _warn(
         f"{problem}: {effect}",
         f"As a role that may create roles, run: {create_roles}grant headwater_filter, headwater_filter_owner "
         f'to "{facts.owner}"{may_act}; '
         f"Then run headwater migrate as {facts.owner}.",
     )
+    return None
 
 
-def _scheduled(log: headwater.Headwater, facts: _Facts) -> Iterator[Finding]:
+def _scheduled(log: headwater.Headwater, facts: _Facts) -> Problems:
     waiting = log.scheduled(batch_size=1)
     if waiting and waiting[0].due_at < facts.server_time - OVERDUE:
         late = facts.server_time - waiting[0].due_at
-        yield Finding(
-            "scheduled",
-            "warn",
+        yield _warn(
             f"a scheduled event is {output.format_value(late)} overdue",
             "Keep a follower or `headwater maintain --every 60` running.",
         )
-    else:
-        yield Finding("scheduled", "ok", "no scheduled event is overdue")
+    return "no scheduled event is overdue"
 
 
-def _clock(log: headwater.Headwater, facts: _Facts) -> Iterator[Finding]:
+def _clock(log: headwater.Headwater, facts: _Facts) -> Problems:
     steps = run_query(log, "commands/doctor_clock", CLOCK_STEPS_REPORTED)
     for seen_at, seconds, position in steps:
-        yield Finding(
-            "clock",
-            "warn",
+        yield _warn(
             f"the database clock was set back by at least {-seconds:.0f} seconds, noticed at "
             f"{output.format_value(seen_at)} when the head was at position {position}",
             "Leases and retries were adjusted. Let chrony or ntpd slew the clock instead of stepping it, and check "
@@ -537,21 +486,17 @@ def _clock(log: headwater.Headwater, facts: _Facts) -> Iterator[Finding]:
         )
     difference = facts.server_time - facts.asked_at
     if abs(difference) > MAX_CLOCK_DIFFERENCE:
-        steps.append(())
-        yield Finding(
-            "clock",
-            "warn",
+        yield _warn(
             f"the clocks of the database and of this machine differ by {output.format_value(abs(difference))}",
             "Correct the wrong one. Publishing times, schedules and retention use the database clock.",
         )
-    if not steps:
-        yield Finding(
-            "clock", "ok", "the database clock was not set back recently and agrees with the clock of this machine"
-        )
+    return "the database clock was not set back recently and agrees with the clock of this machine"
 
 
-LOG_CHECKS: Final[tuple[tuple[str, Callable[[headwater.Headwater, _Facts], Iterator[Finding]]], ...]] = (
+LOG_CHECKS: Final[tuple[tuple[str, Callable[[headwater.Headwater, _Facts], Problems]], ...]] = (
     ("segments", _segments),
+    ("segments", _missing_segments),
+    ("maintenance", _maintenance),
     ("positions", _positions),
     ("publishers", _publishers),
     ("cursors", _cursors),
@@ -559,6 +504,7 @@ LOG_CHECKS: Final[tuple[tuple[str, Callable[[headwater.Headwater, _Facts], Itera
     ("queues", _queues),
     ("pipelines", _pipelines),
     ("slots", _slots),
+    ("filters", _filter_role),
     ("filters", _filters),
     ("scheduled", _scheduled),
     ("clock", _clock),

@@ -95,10 +95,11 @@ def compact(
         for name, table in tables:
             done = maintenance.compact(table, today=today, target_bytes=target_mb << 20, files_of_today=today_files)
             maintenance.checkpoint(table)
-            if as_json:
-                output.emit({"table": name, **output.to_json_value(done)})
-            else:
-                output.print_line(f"compacted {name}: {done.files_removed} files into {done.files_added}")
+            output.print_result(
+                {"table": name, **output.to_json_value(done)},
+                f"compacted {name}: {done.files_removed} files into {done.files_added}",
+                as_json=as_json,
+            )
 
 
 @app.command(epilog=examples("headwater lake vacuum ./lake --dry-run", "headwater lake vacuum ./lake --keep 2d"))

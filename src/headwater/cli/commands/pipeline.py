@@ -133,12 +133,11 @@ def rebuild(
         changed = pipeline_rebuild.rebuild(spark, spec, settings, report=_ReportPrinter(as_json=as_json))
     finally:
         spark.stop()
-    if as_json:
-        output.emit({"rebuilt": name} | dict(changed))
-    else:
-        output.print_line(
-            f"rebuilt pipeline {name} ({changed['written']:,} rows written, {changed['removed']:,} removed)"
-        )
+    output.print_result(
+        {"rebuilt": name} | dict(changed),
+        f"rebuilt pipeline {name} ({changed['written']:,} rows written, {changed['removed']:,} removed)",
+        as_json=as_json,
+    )
 
 
 @app.command("list", epilog=examples("headwater pipeline list", "headwater pipeline list -f shop.yaml --json"))
@@ -180,10 +179,11 @@ def validate(
     found = problems(declared, dsn=database, directory=file.resolve().parent)
     if found:
         raise InvalidRequest("; ".join(found), detail={"problems": found})
-    if as_json:
-        output.emit({"valid": True, "pipelines": [spec.name for spec in declared.pipelines]})
-    else:
-        output.print_line(f"{file} is valid: {', '.join(spec.name for spec in declared.pipelines)}")
+    output.print_result(
+        {"valid": True, "pipelines": [spec.name for spec in declared.pipelines]},
+        f"{file} is valid: {', '.join(spec.name for spec in declared.pipelines)}",
+        as_json=as_json,
+    )
 
 
 @app.command(
@@ -282,12 +282,11 @@ def stop(
             waited.wait(0.25)
             left -= 0.25
             running = log.run(pipeline_runs.stop_pipeline(name))
-    if as_json:
-        output.emit({"name": name, "stopped": not running})
-    else:
-        output.print_line(
-            f"stopped pipeline {name}" if not running else f"requested stop of pipeline {name}; it is still running"
-        )
+    output.print_result(
+        {"name": name, "stopped": not running},
+        f"stopped pipeline {name}" if not running else f"requested stop of pipeline {name}; it is still running",
+        as_json=as_json,
+    )
 
 
 @app.command(
@@ -331,12 +330,11 @@ def reset(
         from headwater.capture.slot import Slot
 
         Slot(database, spec.slot, spec.slot).drop()
-    if as_json:
-        output.emit({"reset": name, "checkpoint": to})
-    else:
-        output.print_line(
-            f"reset pipeline {name} (starts {'from the beginning' if to is None else f'after position {to}'})"
-        )
+    output.print_result(
+        {"reset": name, "checkpoint": to},
+        f"reset pipeline {name} (starts {'from the beginning' if to is None else f'after position {to}'})",
+        as_json=as_json,
+    )
 
 
 @app.command(epilog=examples("headwater pipeline delete totals --yes"))
@@ -349,10 +347,7 @@ def delete(context: typer.Context, name: Name, yes: Yes = False, dsn: Dsn = None
         output.confirm(f"delete pipeline {name}?", yes=yes)
         with audit(log, "pipeline.delete", name) as log:
             log.run(pipeline_runs.delete_pipeline(name))
-    if as_json:
-        output.emit({"deleted": name})
-    else:
-        output.print_line(f"deleted pipeline {name}")
+    output.print_result({"deleted": name}, f"deleted pipeline {name}", as_json=as_json)
 
 
 def _read(file: Path) -> PipelineFile:

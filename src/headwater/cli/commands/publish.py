@@ -265,10 +265,11 @@ def _publish_lines(
         else:
             for batch in _batches(lines, commit_every):
                 published += _publish_some(log, topic, batch, published)
-    if as_json:
-        output.emit({"topic": topic, "published": published})
-    else:
-        output.print_line(f"published {published} event{'' if published == 1 else 's'} to {topic}")
+    output.print_result(
+        {"topic": topic, "published": published},
+        f"published {published} event{'' if published == 1 else 's'} to {topic}",
+        as_json=as_json,
+    )
 
 
 def _publish_all(log: headwater.Headwater, topic: str, lines: Iterator[InputLine | HeadwaterError | None]) -> int:

@@ -183,45 +183,36 @@ def _progress_bar(name: str, *, shown: bool) -> Iterator[Callable[[ReplayProgres
 
 
 def _print_replays(replays: list[Replay], *, as_json: bool) -> None:
-    if as_json:
-        output.emit(replays)
-        return
-    output.print_table(
-        ("replay", "to", "events", "position", "up to", "started", "finished"),
-        (
-            (
-                one.name,
-                " ".join(f"{kind} {name}" for kind, name in one.request["to"].items()),
-                one.events,
-                one.done_to,
-                one.up_to,
-                one.started_at,
-                one.finished_at or "no",
-            )
-            for one in replays
-        ),
+    output.print_list(
+        replays,
+        {
+            "replay": "name",
+            "to": lambda one: " ".join(f"{kind} {name}" for kind, name in one.request["to"].items()),
+            "events": "events",
+            "position": "done_to",
+            "up to": "up_to",
+            "started": "started_at",
+            "finished": lambda one: one.finished_at or "no",
+        },
+        as_json=as_json,
         empty="no replays",
     )
 
 
 def _print_preview(found: Preview, *, as_json: bool) -> None:
-    if as_json:
-        output.emit({**output.to_json_value(found), "published": found.published})
-        return
-    output.print_table(
-        ("topic", "from", "events", "first position", "last position", "first published", "last published"),
-        (
-            (
-                one.topic,
-                one.source,
-                one.events,
-                one.first_position,
-                one.last_position,
-                one.first_published_at,
-                one.last_published_at,
-            )
-            for one in found.found
-        ),
+    output.print_list(
+        found.found,
+        {
+            "topic": "topic",
+            "from": "source",
+            "events": "events",
+            "first position": "first_position",
+            "last position": "last_position",
+            "first published": "first_published_at",
+            "last published": "last_published_at",
+        },
+        as_json=as_json,
+        document={**output.to_json_value(found), "published": found.published},
         empty="no events",
     )
     if found.rewind_to is None:

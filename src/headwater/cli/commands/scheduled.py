@@ -31,14 +31,8 @@ def list_scheduled(
         if topic is not None:
             log.topic(topic)
         waiting = log.scheduled(topic, batch_size=limit)
-    if as_json:
-        output.emit(waiting)
-        return
-    output.print_table(
-        ("id", "due", "topic", "key", "type", "event id"),
-        ((s.id, s.due_at, s.topic, s.key, s.type, s.event_id) for s in waiting),
-        empty="no scheduled events",
-    )
+    columns = {"id": "id", "due": "due_at", "topic": "topic", "key": "key", "type": "type", "event id": "event_id"}
+    output.print_list(waiting, columns, as_json=as_json, empty="no scheduled events")
 
 
 @app.command(
@@ -62,10 +56,9 @@ def move(
     with session(context).log(dsn) as log, audit(log, "scheduled.move", str(id), {"due_at": due_at}) as log:
         if not log.move_scheduled(id, due_at):
             raise _missing(id)
-    if as_json:
-        output.emit({"id": id, "due_at": due_at})
-    else:
-        output.print_line(f"moved scheduled event {id} to {output.format_value(due_at)}")
+    output.print_result(
+        {"id": id, "due_at": due_at}, f"moved scheduled event {id} to {output.format_value(due_at)}", as_json=as_json
+    )
 
 
 @app.command(epilog=examples("headwater scheduled cancel 12 --yes"))
@@ -76,10 +69,7 @@ def cancel(context: typer.Context, id: Id, yes: Yes = False, dsn: Dsn = None, as
         with audit(log, "scheduled.cancel", str(id)) as log:
             if not log.cancel_scheduled(id):
                 raise _missing(id)
-    if as_json:
-        output.emit({"cancelled": id})
-    else:
-        output.print_line(f"cancelled scheduled event {id}")
+    output.print_result({"cancelled": id}, f"cancelled scheduled event {id}", as_json=as_json)
 
 
 def _missing(id: int) -> NotFound:

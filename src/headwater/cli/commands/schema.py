@@ -69,10 +69,11 @@ def register(
             return registered
 
         registered = run_steps(registry.register(subject, schema), log.run, write)
-    if as_json:
-        output.emit({"subject": subject, "version": registered.version, "id": registered.id})
-    else:
-        output.print_line(f"registered version {registered.version} of {subject} (id {registered.id})")
+    output.print_result(
+        {"subject": subject, "version": registered.version, "id": registered.id},
+        f"registered version {registered.version} of {subject} (id {registered.id})",
+        as_json=as_json,
+    )
 
 
 @app.command("list", epilog=examples("headwater schema list"))
@@ -104,19 +105,18 @@ def show(
             else f'subject "{subject}" has no version {version}',
             hint="See headwater schema list.",
         )
-    if as_json:
-        output.emit(
-            {
-                "subject": found.subject,
-                "version": found.version,
-                "id": found.id,
-                "type": found.schema.type,
-                "schema": found.schema.text,
-                "references": [one._asdict() for one in found.schema.references],
-            }
-        )
-    else:
-        output.print_line(found.schema.text)
+    output.print_result(
+        {
+            "subject": found.subject,
+            "version": found.version,
+            "id": found.id,
+            "type": found.schema.type,
+            "schema": found.schema.text,
+            "references": [one._asdict() for one in found.schema.references],
+        },
+        found.schema.text,
+        as_json=as_json,
+    )
 
 
 @app.command(epilog=examples("headwater schema check orders-value order.avsc"))
@@ -142,10 +142,9 @@ def check(
             hint="\n  ".join(problems),
             detail={"subject": subject, "problems": problems},
         )
-    if as_json:
-        output.emit({"subject": subject, "compatible": True})
-    else:
-        output.print_line(f"the schema is compatible with subject {subject}")
+    output.print_result(
+        {"subject": subject, "compatible": True}, f"the schema is compatible with subject {subject}", as_json=as_json
+    )
 
 
 @app.command(
@@ -177,12 +176,11 @@ def delete(
             output.confirm(f"delete {what} permanently? payloads with its id can no longer be read", yes=yes)
         with audit(log, "schema.delete", subject, {"version": version, "for_good": for_good}) as log:
             deleted = log.run(calls.delete_schema(subject, version, for_good=for_good))
-    if as_json:
-        output.emit({"subject": subject, "deleted": deleted, "for_good": for_good})
-    else:
-        output.print_line(
-            f"deleted version{'' if len(deleted) == 1 else 's'} {', '.join(map(str, deleted))} of {subject}"
-        )
+    output.print_result(
+        {"subject": subject, "deleted": deleted, "for_good": for_good},
+        f"deleted version{'' if len(deleted) == 1 else 's'} {', '.join(map(str, deleted))} of {subject}",
+        as_json=as_json,
+    )
 
 
 @app.command(
@@ -222,10 +220,11 @@ def config(
         everywhere = log.run(calls.compatibility())
         own = None if subject is None else log.run(calls.compatibility(subject))
     level = own or everywhere
-    if as_json:
-        output.emit({"subject": subject, "compatibility": level, "own": own is not None})
-    else:
-        output.print_line(f"{level}" if own is not None or subject is None else f"{level} (global)")
+    output.print_result(
+        {"subject": subject, "compatibility": level, "own": own is not None},
+        f"{level}" if own is not None or subject is None else f"{level} (global)",
+        as_json=as_json,
+    )
 
 
 def _read(file: Path, type: str | None, references: list[str] | None) -> Schema:

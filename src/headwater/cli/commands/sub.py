@@ -58,10 +58,9 @@ def create(
             queue, filter, params, expires_after=expires_after, from_position=from_position, topics=topic or None
         )
         detail["id"] = subscription_id
-    if as_json:
-        output.emit({"subscription": subscription_id})
-    else:
-        output.print_line(f"created subscription {subscription_id} of queue {queue}")
+    output.print_result(
+        {"subscription": subscription_id}, f"created subscription {subscription_id} of queue {queue}", as_json=as_json
+    )
 
 
 @app.command("list", epilog=examples("headwater sub list", "headwater sub list inbox --json"))
@@ -129,7 +128,4 @@ def delete(
         with audit(log, "subscription.delete", found[0].queue if found else "", {"id": id}) as log:
             if not log.unsubscribe(id):
                 raise NotFound(f"subscription {id} does not exist", hint="See headwater sub list.")
-    if as_json:
-        output.emit({"deleted": id})
-    else:
-        output.print_line(f"deleted subscription {id}")
+    output.print_result({"deleted": id}, f"deleted subscription {id}", as_json=as_json)

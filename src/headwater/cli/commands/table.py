@@ -60,10 +60,9 @@ def watch(
                 columns=column or None,
                 when_changed=when_changed or None,
             )
-    if as_json:
-        output.emit({"table": table, "topic": destination})
-    else:
-        output.print_line(f"watching table {table} (topic {destination})")
+    output.print_result(
+        {"table": table, "topic": destination}, f"watching table {table} (topic {destination})", as_json=as_json
+    )
 
 
 @app.command("list", epilog=examples("headwater table list"))
@@ -86,10 +85,7 @@ def unwatch(context: typer.Context, table: Name, dsn: Dsn = None, as_json: Json 
         with audit(log, "table.unwatch", table) as log:
             if not log.unwatch_table(table):
                 raise NotFound(f"table {table} is not watched", hint="See headwater table list.")
-    if as_json:
-        output.emit({"table": table, "watched": False})
-    else:
-        output.print_line(f"stopped watching table {table}")
+    output.print_result({"table": table, "watched": False}, f"stopped watching table {table}", as_json=as_json)
 
 
 def _require_table(log: headwater.Headwater, table: str) -> None:

@@ -63,10 +63,11 @@ def down(context: typer.Context, as_json: Json = False) -> None:
     server = session(context).embedded()
     was_running = server.running
     server.stop()
-    if as_json:
-        output.emit({"stopped": was_running})
-    else:
-        output.print_line("stopped; the data is kept" if was_running else "the embedded Postgres is not running")
+    output.print_result(
+        {"stopped": was_running},
+        "stopped; the data is kept" if was_running else "the embedded Postgres is not running",
+        as_json=as_json,
+    )
 
 
 def _print(server: Postgres, dsn: str, *, detach: bool, as_json: bool) -> None:

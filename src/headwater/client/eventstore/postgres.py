@@ -41,7 +41,6 @@ from headwater.eventstore.query import (
     StorePage,
     appended_or_raise,
 )
-from headwater.eventstore.recent_events import MAX_BYTES
 from headwater.observability.counters import COUNTERS
 from headwater.observability.metrics import APPENDS
 from headwater.queue.model import Binding, DeadLetter
@@ -294,33 +293,13 @@ class EventStore(StoreSubscriptions):
             self._quiet = (position, epoch, state.head, time.monotonic() + QUIET_SECONDS)
         return events
 
-    def _read_batch(
-        self,
-        query: Query,
-        after: int,
-        before: int | None,
-        backwards: bool,
-        batch_size: int,
-        max_bytes: int = MAX_BYTES,
-        epoch: int | None = None,
-    ) -> StoreEvents:
-        return self.read(
-            query,
-            after=after,
-            before=before,
-            backwards=backwards,
-            batch_size=batch_size,
-            max_bytes=max_bytes,
-            epoch=epoch,
-        )
-
     def _end(self) -> tuple[int, int]:
         return self._log._run(store_calls.event_store_end(self.topic))
 
-    def _resume(self, epoch: int | None, position: int) -> tuple[int, int]:
+    def resumed_position(self, epoch: int | None, position: int) -> tuple[int, int]:
         return self._log._run(log_calls.resume(epoch, position))
 
-    def _open_cursor(self, name: str, start_after: int) -> int:
+    def open_cursor(self, name: str, start_after: int) -> int:
         call = reading_calls.open_cursor(name, topics=[self.topic], start_after=start_after)
         opened = self._log._run(call)
         if opened.topics != (self.topic,):
@@ -335,11 +314,11 @@ class EventStore(StoreSubscriptions):
         found = self._log._run(reading_calls.find_cursor(name))
         return None if found is None else found.position
 
-    def _move_cursor(self, name: str, from_position: int, to_position: int, epoch: int | None = None) -> None:
+    def move_cursor(self, name: str, from_position: int, to_position: int, epoch: int | None = None) -> None:
         move = reading_calls.advance_cursor(name, from_position=from_position, to_position=to_position, epoch=epoch)
         self._log._run(move)
 
-    def _has_queue(self, queue: str) -> bool:
+    def has_queue(self, queue: str) -> bool:
         try:
             self._log._run(queue_calls.find_queue(queue))
         except QueueNotFound:

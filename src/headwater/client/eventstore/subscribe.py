@@ -61,16 +61,17 @@ class StoreSubscriptions(ABC):
         """
 
     @abstractmethod
-    def _read_batch(
+    def read(
         self,
-        query: Query,
-        after: int,
-        before: int | None,
-        backwards: bool,
-        batch_size: int,
+        query: Query = EVERYTHING,
+        *,
+        after: int = 0,
+        before: int | None = None,
+        backwards: bool = False,
+        batch_size: int = 100,
         max_bytes: int = MAX_BYTES,
         epoch: int | None = None,
-    ) -> StoreEvents:
+    ) -> list[StoreEvent]:
         """Matching events between two positions; at least one, whatever its size. Raises EpochChanged like
         _read_after."""
 
@@ -79,12 +80,12 @@ class StoreSubscriptions(ABC):
         """The position of the last event, 0 if the store is empty, and the current epoch."""
 
     @abstractmethod
-    def _resume(self, epoch: int | None, position: int) -> tuple[int, int]:
+    def resumed_position(self, epoch: int | None, position: int) -> tuple[int, int]:
         """The position to continue from for a reader of this epoch, and the current epoch. Raises EpochChanged if the
         position never existed."""
 
     @abstractmethod
-    def _open_cursor(self, name: str, start_after: int) -> int:
+    def open_cursor(self, name: str, start_after: int) -> int:
         """The position of the cursor; a missing one is created."""
 
     @abstractmethod
@@ -92,7 +93,7 @@ class StoreSubscriptions(ABC):
         """The position of the cursor; None if it does not exist."""
 
     @abstractmethod
-    def _move_cursor(self, name: str, from_position: int, to_position: int, epoch: int | None = None) -> None:
+    def move_cursor(self, name: str, from_position: int, to_position: int, epoch: int | None = None) -> None:
         """Move the cursor. Raises CursorMoved if it is elsewhere, EpochChanged if the log is in another epoch."""
 
     @abstractmethod
@@ -105,10 +106,10 @@ class StoreSubscriptions(ABC):
         to_position: int,
         epoch: int,
     ) -> None:
-        """Run a handler and move the cursor in one transaction. Raises the same errors as _move_cursor."""
+        """Run a handler and move the cursor in one transaction. Raises the same errors as move_cursor."""
 
     @abstractmethod
-    def _has_queue(self, queue: str) -> bool:
+    def has_queue(self, queue: str) -> bool:
         """Whether the queue exists."""
 
     @abstractmethod
@@ -151,7 +152,9 @@ class StoreSubscriptions(ABC):
         if before is None:
             before = end + 1
         while True:
-            events = self._read_batch(query, after, before, backwards, batch_size, epoch=epoch)
+            events = self.read(
+                query, after=after, before=before, backwards=backwards, batch_size=batch_size, epoch=epoch
+            )
             for event in events:
                 yield event
             if not events:
@@ -260,7 +263,7 @@ class StoreSubscriptions(ABC):
                 if cursor is not None:
                     # A cursor without matches is still moved, or the next start would read everything again.
                     if events or stop_when_caught_up or time.monotonic() > save_at:
-                        move = partial(self._move_cursor, cursor, saved, position, present)
+                        move = partial(self.move_cursor, cursor, saved, position, present)
                         self._patiently(move, patience_seconds)
                         saved = position
                         save_at = time.monotonic() + IDLE_SAVE_SECONDS
@@ -383,10 +386,10 @@ class StoreSubscriptions(ABC):
         if after is not None and from_end:
             raise InvalidRequest("give only one of after and from_end")
         check_positions(after)
-        start, present = self._end() if from_end else self._resume(epoch, after or 0)
+        start, present = self._end() if from_end else self.resumed_position(epoch, after or 0)
         if epoch is not None and epoch != present and cursor is None and on_epoch_change == "error":
             raise epoch_changed_error(epoch, after or 0, present, start)
-        return (start if cursor is None else self._open_cursor(cursor, start)), present
+        return (start if cursor is None else self.open_cursor(cursor, start)), present
 
     def _rewind(
         self,
@@ -399,7 +402,7 @@ class StoreSubscriptions(ABC):
     ) -> tuple[int, int]:
         """The position to continue from in another epoch: the cursor's, which is in the same database, or the common
         one."""
-        common, present = self._patiently(partial(self._resume, epoch, position), patience_seconds)
+        common, present = self._patiently(partial(self.resumed_position, epoch, position), patience_seconds)
         if present == epoch or on_epoch_change == "error":
             # In the same epoch, the call would be rejected forever.
             raise error
@@ -428,8 +431,9 @@ class StoreSubscriptions(ABC):
             if present != epoch:
                 raise epoch_changed_error(epoch, position, present, min(position, head))
             if head > position:
-                read = partial(self._read_batch, query, position, head + 1, False, batch_size, max_bytes, epoch)
-                events = self._patiently(read, patience_seconds)
+                read = partial(self.read, query, after=position, before=head + 1, epoch=epoch)
+                page = partial(read, batch_size=batch_size, max_bytes=max_bytes)
+                events = self._patiently(page, patience_seconds)
                 return (events[-1].position if events else head), events
             if only_caught_up:
                 return position, ()

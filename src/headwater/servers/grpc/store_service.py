@@ -154,7 +154,7 @@ class EventStoreService:
             return
         _require_compete(first, call)
         store = await self._backend.store(first.store)
-        if not await store._has_queue(first.queue):
+        if not await store.has_queue(first.queue):
             call.require("create", "consumer", first.queue)
         batches = store.compete(
             first.queue,
@@ -199,15 +199,15 @@ class EventStoreService:
     async def open_store_cursor(self, request: pb.OpenStoreCursorRequest, call: GrpcCall) -> pb.OpenCursorResponse:
         call.require("read", "consumer", request.cursor)
         store = await self._backend.store(request.store)
-        start_after, epoch = await store._resume(request.epoch or None, request.start_after)
-        return pb.OpenCursorResponse(position=await store._open_cursor(request.cursor, start_after), epoch=epoch)
+        start_after, epoch = await store.resumed_position(request.epoch or None, request.start_after)
+        return pb.OpenCursorResponse(position=await store.open_cursor(request.cursor, start_after), epoch=epoch)
 
     async def advance_store_cursor(
         self, request: pb.AdvanceStoreCursorRequest, call: GrpcCall
     ) -> pb.AdvanceCursorResponse:
         call.require("read", "consumer", request.cursor)
         store = await self._backend.store(request.store)
-        await store._move_cursor(request.cursor, request.from_position, request.to_position, request.epoch or None)
+        await store.move_cursor(request.cursor, request.from_position, request.to_position, request.epoch or None)
         return pb.AdvanceCursorResponse()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -25,7 +25,7 @@ routes = router("topics")
 _SETTINGS = ("kind", "partitions", "max_payload_bytes", "max_header_bytes", "created_at", "expired_to")
 
 
-def _topic_json(topic: TopicOverview, stores: frozenset[str]) -> dict[str, Any]:
+def _topic_json(topic: TopicOverview, stores: Collection[str]) -> dict[str, Any]:
     return {
         "name": topic.name,
         "event_store": topic.name in stores,
@@ -46,7 +46,7 @@ def _topic_json(topic: TopicOverview, stores: frozenset[str]) -> dict[str, Any]:
 async def list_topics(request: Request) -> Response:
     """List the topics with their settings and contents."""
     log, principal = context_of(request).log, principal_of(request)
-    stores = await log.run(overview.event_stores(), patience_seconds=5)
+    stores = await log.run(store_calls.event_stores(), patience_seconds=5)
     found = [topic for topic in await log.topics() if principal.may("describe", "topic", topic.name)]
     return json_response({"topics": [_topic_json(topic, stores) for topic in found]})
 
@@ -152,7 +152,7 @@ async def _topic_response(
     request: Request, name: str, more: Mapping[str, Any] | None = None, *, status: int = 200
 ) -> Response:
     log = context_of(request).log
-    stores = await log.run(overview.event_stores(), patience_seconds=5)
+    stores = await log.run(store_calls.event_stores(), patience_seconds=5)
     for topic in await log.topics():
         if topic.name == name:
             return json_response({**_topic_json(topic, stores), **(more or {})}, status=status)

@@ -1,4 +1,10 @@
-"""The connection protocol of uvicorn, extended: an SSE stream can take it over; slow or surplus clients are limited."""
+"""The connection protocol of uvicorn, extended: an SSE stream can take it over; slow or surplus clients are limited.
+
+An SSE stream writes its HTTP chunks itself (`sse_frames.chunk`): a task and a response object for each of thousands of
+clients were most of the cost of a connection (docs/decisions/0019-one-server.md). To end the request for uvicorn
+without ending the response, `hand_over` changes private state of uvicorn: `cycle`, `scope` and `pipeline`. Hence the
+upper bound of its version in pyproject.toml; raise it only after tests/integration/test_http_live.py passes.
+"""
 
 from __future__ import annotations
 

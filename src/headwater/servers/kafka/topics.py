@@ -8,6 +8,7 @@ from headwater.calls import kafka as calls
 from headwater.calls import log as log_calls
 from headwater.calls.kafka import KafkaTopic, TopicPartition
 from headwater.errors import HeadwaterError, InvalidRequest, NotAllowed, SchemaNotFound, TopicExists, TopicNotFound
+from headwater.log.model import TOPIC_NAME
 from headwater.servers.kafka.broker import Broker
 from headwater.servers.kafka.configs import (
     TOPIC_CONFIGS,
@@ -223,8 +224,7 @@ class TopicApis:
             except _TopicError as error:
                 answer.update(error_code=error.code, error_message=str(error))
             except HeadwaterError as error:
-                code = ErrorCode.invalid_topic_exception if "topic name" in error.message else code_for(error)
-                answer.update(error_code=code, error_message=error.message)
+                answer.update(error_code=code_for(error), error_message=error.message)
             answers.append(answer)
         await self._broker.refresh_topics()
         for answer in answers:
@@ -234,6 +234,8 @@ class TopicApis:
         return {"topics": answers}
 
     async def _create_one(self, request: Request, one: Any) -> dict[str, Any]:
+        if not TOPIC_NAME.fullmatch(one.name):
+            raise _TopicError(ErrorCode.invalid_topic_exception, "a topic name is 1 to 249 of A-Z a-z 0-9 . _ -")
         partitions = one.num_partitions
         if one.assignments:
             if one.num_partitions != -1 or one.replication_factor != -1:

@@ -201,7 +201,7 @@ def replay(
         ahead = estimate_ranges(log, kept, after=plan.start_after, up_to=plan.up_to)
 
         def progress(done_to: int, events: int) -> ReplayProgress:
-            share = _share(ahead, plan.start_after, done_to)
+            share = _share(ahead, done_to)
             finished = done_to >= plan.up_to
             return ReplayProgress(name, plan.start_after, done_to, plan.up_to, events, share, finished, plan.rewind_to)
 
@@ -210,7 +210,7 @@ def replay(
         began = time.monotonic()
         part = events_per_part if events_per_second is None else max(1, min(events_per_part, int(events_per_second)))
         while done_to < plan.up_to:
-            end = _part_end(log, dsn, plan, after=done_to, events=part)
+            end = _part_end(dsn, plan, after=done_to, events=part)
             rows = _rows(spark, dsn, selection, plan, after=done_to, up_to=end)
             this = Part(dsn, name, done_to, end, partial(refuse_gone, log, plan, after=done_to))
             if rows is None:
@@ -361,7 +361,7 @@ def _bound_ranges(log: Headwater, target: ToQueue, plan: _Plan) -> dict[str, Ran
     return {name: (max(plan.start_after, low), high) for name, (low, high) in wanted.items()}
 
 
-def _part_end(log: Headwater, dsn: str, plan: _Plan, *, after: int, events: int) -> int:
+def _part_end(dsn: str, plan: _Plan, *, after: int, events: int) -> int:
     """The end of a part of at most `events` events."""
     if not plan.ranges:
         return plan.up_to
@@ -411,7 +411,7 @@ def _inside(topic: str, positions: Range) -> Column:
     return (f.col("topic") == topic) & (f.col("position") > low) & (f.col("position") <= high)
 
 
-def _share(ahead: list[EstimatedRange], start: int, done_to: int) -> float:
+def _share(ahead: list[EstimatedRange], done_to: int) -> float:
     """The completed share of the estimated events."""
     total = sum(estimate.events for estimate in ahead)
     done = sum(

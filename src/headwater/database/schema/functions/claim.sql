@@ -1,49 +1,10 @@
 -- Claim: how a worker leases events for a limited time.
 
--- Claim one event whose lease expired before. It is handed out isolated, so that it cannot fail other events with it.
-create or replace function headwater_internal.claim_isolated(
-    target headwater_internal.queue, lease bigint, worker text, ends_at timestamptz, leased_keys bigint[],
-    due_after timestamptz, due_to timestamptz
-)
-returns setof headwater.claimed_event
-language sql
-begin atomic
-    with due as (
-        select r.position
-        from headwater_internal.redelivery r
-        join headwater_internal.topic t on t.id = r.topic_id
-        where
-            r.queue_id = target.id and r.visible_at > due_after and r.visible_at <= due_to and r.visible_at < 'infinity'
-            and r.token is null and r.isolated
-            and t.deleted_at is null and r.position > t.expired_to
-            and headwater_internal.is_next_of_key(r, leased_keys)
-            and exists (select from headwater_internal.event e where e.topic_id = r.topic_id and e.position = r.position)
-        order by r.visible_at, r.position
-        limit 1
-        for update of r skip locked
-    ),
-    leased as (
-        update headwater_internal.redelivery r
-        set attempt = r.attempt + 1, token = lease, worker = claim_isolated.worker, visible_at = ends_at,
-            dated_at = clock_timestamp()
-        where r.queue_id = target.id and r.position = any (array(select d.position from due d))
-        returning r.position, r.topic_id, r.attempt
-    )
-    select
-        lease, l.attempt, true, ends_at,
-        e.position, t.name, e.partition, e.topic_offset, e.key, e.type, e.routing_key,
-        e.headers, e.content_type, e.payload, e.event_id, e.published_at
-    from leased l
-    join headwater_internal.topic t on t.id = l.topic_id
-    cross join lateral (
-        select * from headwater_internal.event f where f.topic_id = l.topic_id and f.position = l.position offset 0
-    ) as e;
-end;
-
--- Claim events that failed and are due for a retry.
+-- Claim events that are due for a retry: isolated ones, whose lease expired before, or the others. `room` is 1 for
+-- isolated ones: such an event is handed out without any other, so that it cannot fail other events with it.
 create or replace function headwater_internal.claim_due(
-    target headwater_internal.queue, lease bigint, worker text, room integer, ends_at timestamptz, leased_keys bigint[],
-    due_after timestamptz, due_to timestamptz
+    target headwater_internal.queue, isolated boolean, lease bigint, worker text, room integer, ends_at timestamptz,
+    leased_keys bigint[], due_after timestamptz, due_to timestamptz
 )
 returns setof headwater.claimed_event
 language sql
@@ -54,7 +15,7 @@ begin atomic
         join headwater_internal.topic t on t.id = r.topic_id
         where
             r.queue_id = target.id and r.visible_at > due_after and r.visible_at <= due_to and r.visible_at < 'infinity'
-            and r.token is null and not r.isolated
+            and r.token is null and r.isolated = claim_due.isolated
             and t.deleted_at is null and r.position > t.expired_to
             and headwater_internal.is_next_of_key(r, leased_keys)
             and exists (select from headwater_internal.event e where e.topic_id = r.topic_id and e.position = r.position)
@@ -70,7 +31,7 @@ begin atomic
         returning r.position, r.topic_id, r.attempt
     )
     select
-        lease, l.attempt, false, ends_at,
+        lease, l.attempt, claim_due.isolated, ends_at,
         e.position, t.name, e.partition, e.topic_offset, e.key, e.type, e.routing_key,
         e.headers, e.content_type, e.payload, e.event_id, e.published_at
     from leased l
@@ -453,11 +414,13 @@ begin
             leased_keys := headwater_internal.leased_keys(target);
         end if;
         lease := headwater_internal.next_token();
-        return query select * from headwater_internal.claim_isolated(target, lease, worker, ends_at, leased_keys, due_after, looked_at);
+        return query
+        select * from headwater_internal.claim_due(target, true, lease, worker, 1, ends_at, leased_keys, due_after, looked_at);
         if found then
             return;
         end if;
-        return query select * from headwater_internal.claim_due(target, lease, worker, room, ends_at, leased_keys, due_after, looked_at);
+        return query
+        select * from headwater_internal.claim_due(target, false, lease, worker, room, ends_at, leased_keys, due_after, looked_at);
         if found then
             return;
         end if;

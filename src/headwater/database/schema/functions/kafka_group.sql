@@ -99,7 +99,7 @@ where b.expires_at > clock_timestamp();
 
 -- The broker that coordinates a group: the current one while it is alive, otherwise the one that is to become the
 -- coordinator when a member joins. Nothing is written: looking up a group does not create it. Null: no broker is alive.
-create or replace function headwater_internal.kafka_coordinator(group_name text, protocol_type text default '')
+create or replace function headwater_internal.kafka_coordinator(group_name text)
 returns integer
 language sql
 stable

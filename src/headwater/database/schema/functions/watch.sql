@@ -58,8 +58,9 @@ end;
 $$;
 
 -- Publish the changes of one statement, in the order of its rows. The rows of the two transition tables of an update
--- belong together by their order: Postgres appends to both at once. The rows go from there to the log without being
--- collected. One long function, because transition tables are visible only in the trigger function itself.
+-- belong together by their order: Postgres appends to both at once. An insert and a delete have one table, of the same
+-- name, so that one query serves both. The rows go from there to the log without being collected. One long function,
+-- because transition tables are visible only in the trigger function itself.
 create or replace function headwater_internal.publish_table_changes()
 returns trigger
 language plpgsql
@@ -84,6 +85,10 @@ declare
         '{"op": %s, "schema": %s, "table": %s, ',
         to_jsonb(op), to_jsonb(tg_table_schema::text), to_jsonb(tg_table_name::text)
     );
+    -- The payload of an insert or a delete around the image of its row.
+    before_image constant text :=
+        opening || case op when 'insert' then '"before": null, "after": ' else '"before": ' end;
+    after_image constant text := case op when 'insert' then '}' else ', "after": null}' end;
     batch record;
     nothing bigint[];
 begin
@@ -114,10 +119,10 @@ begin
                         from (' || case tg_op
                             when 'INSERT' then
                                 'select row_number() over () as ordinal, null::jsonb as before, to_jsonb(r) as after
-                                from new_rows r'
+                                from changed_rows r'
                             when 'DELETE' then
                                 'select row_number() over () as ordinal, to_jsonb(r) as before, null::jsonb as after
-                                from old_rows r'
+                                from changed_rows r'
                             else
                                 'select o.ordinal, o.image as before, n.image as after
                                 from (select row_number() over () as ordinal, to_jsonb(r) as image from old_rows r) as o
@@ -139,8 +144,8 @@ begin
                 content_types => array_fill('application/json'::text, array[cardinality(batch.payloads)])
             );
         end loop;
-    elsif tg_op = 'INSERT' then
-        if not exists (select from new_rows) then
+    elsif tg_op <> 'UPDATE' then
+        if not exists (select from changed_rows) then
             return null;
         end if;
         perform headwater_internal.advertise_publisher(destination.name);
@@ -158,57 +163,18 @@ begin
                 convert_to(
                     case
                         when key_size = 1 then r.image ->> key_columns[1]
-                        when key_size > 1 then (
-                            select jsonb_agg(r.image -> k.name order by k.ordinal)::text
-                            from unnest(key_columns) with ordinality as k (name, ordinal)
-                        )
+                        when key_size > 1 then headwater_internal.table_event_key(r.image, key_columns)
                     end,
                     'UTF8'
                 ) as key,
                 convert_to(
-                    opening || '"before": null, "after": ' || case
+                    before_image || case
                         when shown is null then r.image
                         else (select jsonb_object_agg(c, r.image -> c) from unnest(shown) as c)
-                    end::text || '}',
+                    end::text || after_image,
                     'UTF8'
                 ) as payload
-            from (select to_jsonb(n) as image from new_rows n offset 0) as r
-            offset 0
-        ) as e;
-    elsif tg_op = 'DELETE' then
-        if not exists (select from old_rows) then
-            return null;
-        end if;
-        perform headwater_internal.advertise_publisher(destination.name);
-        insert into headwater_internal.event (position, topic_id, partition, key, type, routing_key, content_type, payload)
-        select
-            nextval('headwater_internal.position'), topic_id,
-            case when partitions = 1 then 0 else headwater_internal.partition_of(e.key, partitions, keyless) end,
-            e.key, op, routing_key, 'application/json',
-            case
-                when octet_length(e.payload) <= most_bytes then e.payload
-                else headwater_internal.fitting_payload(e.payload, destination)
-            end
-        from (
-            select
-                convert_to(
-                    case
-                        when key_size = 1 then r.image ->> key_columns[1]
-                        when key_size > 1 then (
-                            select jsonb_agg(r.image -> k.name order by k.ordinal)::text
-                            from unnest(key_columns) with ordinality as k (name, ordinal)
-                        )
-                    end,
-                    'UTF8'
-                ) as key,
-                convert_to(
-                    opening || '"before": ' || case
-                        when shown is null then r.image
-                        else (select jsonb_object_agg(c, r.image -> c) from unnest(shown) as c)
-                    end::text || ', "after": null}',
-                    'UTF8'
-                ) as payload
-            from (select to_jsonb(o) as image from old_rows o offset 0) as r
+            from (select to_jsonb(c) as image from changed_rows c offset 0) as r
             offset 0
         ) as e;
     else
@@ -230,10 +196,7 @@ begin
                 convert_to(
                     case
                         when key_size = 1 then r.after ->> key_columns[1]
-                        when key_size > 1 then (
-                            select jsonb_agg(r.after -> k.name order by k.ordinal)::text
-                            from unnest(key_columns) with ordinality as k (name, ordinal)
-                        )
+                        when key_size > 1 then headwater_internal.table_event_key(r.after, key_columns)
                     end,
                     'UTF8'
                 ) as key,
@@ -425,9 +388,9 @@ begin
                 'execute function headwater_internal.publish_table_changes(%L, %L, %L, %L)',
                 'headwater_watch_' || operation, operation, watched,
                 case operation
-                    when 'insert' then 'new table as new_rows'
+                    when 'insert' then 'new table as changed_rows'
                     when 'update' then 'old table as old_rows new table as new_rows'
-                    else 'old table as old_rows'
+                    else 'old table as changed_rows'
                 end,
                 destination, coalesce(columns::text, ''), coalesce(when_changed::text, ''),
                 coalesce(key_columns::text, '')
