@@ -11,7 +11,11 @@ if TYPE_CHECKING:
     from headwater.testing.drain import drain as drain
     from headwater.testing.faults import (
         FaultReport as FaultReport,
+    )
+    from headwater.testing.faults import (
         Finding as Finding,
+    )
+    from headwater.testing.faults import (
         simulate_faults as simulate_faults,
     )
     from headwater.testing.published import PublishedEvents as PublishedEvents

@@ -131,7 +131,12 @@ async def follow_queue(
         await _check_readable(request, queue, point.seen)
         point = point._replace(position=max(point.position, min(point.seen, earliest - 1)))
     return _stream(
-        request, ("queue", queue), StreamSelection(), point, _style(request, named, format), ("read", "consumer", [queue])
+        request,
+        ("queue", queue),
+        StreamSelection(),
+        point,
+        _style(request, named, format),
+        ("read", "consumer", [queue]),
     )
 
 
