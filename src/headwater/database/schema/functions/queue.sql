@@ -66,7 +66,7 @@ return coalesce(
 );
 
 -- Create a queue that starts after a position (null: at the beginning of the log), bound to whole topics or to none
--- yet, and return it. HW013 if it exists, unless `if_missing` is true: then the existing queue is returned unchanged.
+-- yet, and return it; null for a setting is its default, 0 for max_in_flight means no limit. HW013 if it exists, unless `if_missing` is true: then the existing queue is returned unchanged.
 -- HW004 if a topic does not exist.
 create or replace function headwater.create_queue(
     queue_name text,
@@ -103,7 +103,7 @@ begin
         coalesce(create_queue.backoff_max_seconds, 3600),
         coalesce(create_queue.backoff_jitter, 0.2),
         coalesce(create_queue.ordered_keys, false),
-        create_queue.max_in_flight,
+        nullif(create_queue.max_in_flight, 0),
         coalesce(create_queue.holds_retention, true)
     )
     on conflict (name) do nothing
