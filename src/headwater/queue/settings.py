@@ -74,6 +74,18 @@ class QueueSettings:
             maximum=1,
         ),
     ] = 0.2
+    retry_age_seconds: Annotated[
+        float | None,
+        Setting(
+            label="Retry age in seconds",
+            help="An event that fails when it is older than this becomes a dead letter, with attempts left or not.",
+            rule="the retry age is 1 second to 10 years",
+            minimum=1,
+            maximum=315_360_000,
+            unit="seconds",
+            none="no limit",
+        ),
+    ] = None
     ordered_keys: Annotated[
         bool,
         Setting(
@@ -111,6 +123,7 @@ class QueueChanges(TypedDict, total=False):
     backoff_factor: float | None
     backoff_max_seconds: float | None
     backoff_jitter: float | None
+    retry_age_seconds: float | None
     max_in_flight: int | None
     holds_retention: bool | None
 
