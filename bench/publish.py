@@ -247,7 +247,7 @@ def _copy_into(table: str, form: str) -> Any:
 
 
 def _any_topic() -> Topic:
-    return Topic(1, TOPIC, "open", 1, None, 1 << 20, 1 << 16, datetime.now(UTC), 0)
+    return Topic(id=1, name=TOPIC, created_at=datetime.now(UTC), expired_to=0)
 
 
 def _warm(act: Act) -> Act:

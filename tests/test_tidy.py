@@ -18,7 +18,7 @@ MIGRATIONS = SOURCE / "database" / "schema" / "migrations"
 
 # What every room may use. `aio` and `client` are the whole API, put together from the API of each room.
 FOUNDATION = {"", "aio", "bounded_dict", "calls", "client", "database", "errors", "lazy_attributes", "observability"}
-FOUNDATION |= {"settings", "supervisor", "version"}
+FOUNDATION |= {"setting_definitions", "settings", "supervisor", "version"}
 # What is started: it uses rooms, and no room uses it. Each with those of its kind that it may use.
 PROGRAMS = {
     "servers": set(),

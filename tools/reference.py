@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import is_dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import typer.main
 
@@ -26,9 +29,11 @@ from headwater.client.eventstore.subscribe import StoreSubscriptions
 from headwater.database import schema
 from headwater.eventstore import field_index, group_commit, query, sqlite
 from headwater.log import model as log_model
+from headwater.log.settings import TopicSettings
 from headwater.observability import metrics
 from headwater.queue import model as queue_model
 from headwater.queue import worker
+from headwater.queue.settings import QueueSettings
 from headwater.schema_registry import registry, schemas
 from headwater.servers.grpc import convert as grpc_convert
 from headwater.servers.grpc import server as grpc_server
@@ -39,11 +44,13 @@ from headwater.servers.kafka import coordinator as kafka_coordinator
 from headwater.servers.kafka import fetch as kafka_fetch
 from headwater.servers.kafka import produce as kafka_produce
 from headwater.servers.kafka import transactions as kafka_transactions
+from headwater.setting_definitions import SettingDefinition, definitions, format_number
 from headwater.sql_subscriptions import model as subscription_model
 from headwater.sql_subscriptions import reader as subscription_reader
 from headwater.webhooks import model as webhook_model
 from headwater.webhooks import requests as webhook_requests
 from headwater.webhooks import sender as webhook_sender
+from headwater.webhooks.settings import WEBHOOK_QUEUE, WebhookSettings
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "reference"
@@ -173,10 +180,16 @@ def members_of(kind: type) -> list[str]:
 
 def described(name: str, function: Any) -> str:
     signature = inspect.signature(inspect.unwrap(function))
-    shown = []
+    shown: list[str] = []
     starred = False
+    more = ""
     for parameter in signature.parameters.values():
         if parameter.name == "self":
+            continue
+        if parameter.kind is parameter.VAR_KEYWORD:
+            shown += [] if starred else ["*"]
+            shown += keyword_settings(function, parameter.annotation)
+            more = "\n\nDefaults, limits and meaning of its settings: [settings](settings.md)."
             continue
         if parameter.kind is parameter.KEYWORD_ONLY and not starred:
             shown.append("*")
@@ -194,11 +207,33 @@ def described(name: str, function: Any) -> str:
     if inspect.iscoroutinefunction(function):
         one_line = f"async {one_line}"
     title = name.rpartition(".")[2]
-    return f"### {title}\n\n```python\n{one_line}\n```\n\n{paragraph(inspect.unwrap(function).__doc__)}"
+    return f"### {title}\n\n```python\n{one_line}\n```\n\n{paragraph(inspect.unwrap(function).__doc__)}{more}"
+
+
+def keyword_settings(function: Any, annotation: str) -> list[str]:
+    """The keyword arguments that `**settings: Unpack[...]` stands for."""
+    kind = vars(inspect.getmodule(inspect.unwrap(function)))[annotation.removeprefix("Unpack[").removesuffix("]")]
+    # In Python 3.11 the annotations of a TypedDict are references, and those of its bases come first.
+    return [f"{name}: {annotation_text(one)} = None" for name, one in inspect.get_annotations(kind).items()]
+
+
+def annotation_text(annotation: Any) -> str:
+    return str(getattr(annotation, "__forward_arg__", annotation))
 
 
 def fields_of(kind: type) -> str:
-    return "".join(f"- `{name}: {annotation}`\n" for name, annotation in inspect.get_annotations(kind).items())
+    """The fields of a value: its own, then its settings."""
+    rows = [(name, annotation_text(one)) for name, one in inspect.get_annotations(kind).items()]
+    for base in kind.__mro__[1:]:
+        if is_dataclass(base):
+            rows += [(one.name, setting_type(base, one.name)) for one in definitions(base)]
+    return "".join(f"- `{name}: {annotation}`\n" for name, annotation in rows)
+
+
+def setting_type(noun: type, name: str) -> str:
+    """The type of a setting as it is written."""
+    text = str(get_type_hints(noun)[name])
+    return re.sub(r"\b(?:\w+\.)+(?=\w)", "", re.sub(r"<class '(.*)'>", r"\1", text))
 
 
 # --- SQL -----------------------------------------------------------------------------------------------------
@@ -307,42 +342,32 @@ def settings_page() -> str:
             ).strip(),
             "## Settings of a topic",
             "Set with `headwater topic create` and changed with `headwater topic alter`.",
-            table(
-                ("setting", "default", "means"),
-                [
-                    ("`kind`", "open", "`open` or `sequenced`; cannot be changed"),
-                    ("`partitions`", "1", "number of partitions; can only grow"),
-                    ("`retention`", "none", "minimum time to keep events; none: forever"),
-                    ("`max_payload_bytes`", "1 MiB", "maximum size of a payload, up to 64 MiB"),
-                    ("`max_header_bytes`", "64 KiB", "maximum size of the headers of an event, up to 1 MiB"),
-                ],
-            ).strip(),
+            settings_table(definitions(TopicSettings)),
             "## Settings of a queue",
             "Set with `headwater queue create` or `@app.worker`, and changed with `headwater queue alter`.",
-            table(
-                ("setting", "default", "means"),
-                [
-                    (
-                        "`lease_seconds`",
-                        "30",
-                        "how long a worker may hold a batch before it is delivered again; workers extend leases",
-                    ),
-                    ("`max_attempts`", "5", "attempts until an event becomes a dead letter"),
-                    ("`backoff_seconds`", "1", "delay in seconds after the first failed attempt"),
-                    ("`backoff_factor`", "2", "factor by which the delay grows with each attempt"),
-                    ("`backoff_max_seconds`", "3600", "maximum delay between attempts"),
-                    ("`backoff_jitter`", "0.2", "random variation of delays: 0.2 is 20 % in either direction"),
-                    (
-                        "`ordered_keys`",
-                        "false",
-                        "process events of a key one at a time and in order; cannot be changed",
-                    ),
-                    ("`max_in_flight`", "none", "maximum number of events that are leased at once"),
-                    ("`holds_retention`", "true", "whether retention keeps events until the queue has processed them"),
-                ],
-            ).strip(),
+            settings_table(definitions(QueueSettings)),
+            "## Settings of a webhook",
+            "Set with `headwater webhook create` and changed with `headwater webhook update`. Retries are settings of "
+            "its queue; a queue that `headwater webhook create` creates has these: "
+            + ", ".join(
+                f"`{one.name}` {format_number(getattr(WEBHOOK_QUEUE, one.name))}"
+                for one in definitions(QueueSettings)
+                if getattr(WEBHOOK_QUEUE, one.name) != one.default
+            )
+            + ".",
+            settings_table(definitions(WebhookSettings)),
         )
     )
+
+
+def settings_table(found: tuple[SettingDefinition, ...]) -> str:
+    rows = []
+    for one in found:
+        meaning = f"{one.help} Cannot be changed." if one.fixed else one.help
+        if one.none:
+            meaning += "" if one.type is timedelta else f" 0: {one.none}."
+        rows.append((f"`{one.name}`", one.default_text, one.limits, meaning))
+    return table(("setting", "default", "limits", "means"), rows).strip()
 
 
 def metrics_page() -> str:
@@ -519,7 +544,7 @@ def http_type(shape: Any) -> str:
     if shape.get("type") == "array":
         return f"list of {http_type(shape.get('items', {}))}"
     bounds = [
-        f"{word} {shape[key]}"
+        f"{word} {format_number(shape[key])}"
         for key, word in (
             ("minimum", "from"),
             ("exclusiveMinimum", "above"),
@@ -537,9 +562,14 @@ def http_fields(shape: Any) -> str:
     required = set(shape.get("required", ()))
     return "".join(
         f"- `{name}`{'' if name in required else ' (optional)'}: {http_type(one)}"
-        f"{'. ' + one['description'] if one.get('description') else ''}\n"
+        f"{'. ' + one['description'] if one.get('description') else ''}"
+        f"{setting_default(one)}\n"
         for name, one in shape.get("properties", {}).items()
     )
+
+
+def setting_default(shape: Any) -> str:
+    return f" Default: {json.dumps(shape['default'])}." if "x-headwater-setting" in shape and "default" in shape else ""
 
 
 def grpc_page() -> str:

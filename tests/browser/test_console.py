@@ -15,6 +15,10 @@ import headwater
 from headwater.access import permissions, scram
 from headwater.calls import access as access_calls
 from headwater.calls import pipeline_runs
+from headwater.log.settings import TopicSettings
+from headwater.queue.settings import QueueSettings
+from headwater.setting_definitions import SettingDefinition, definitions, format_number, values
+from headwater.webhooks.settings import NEW_WEBHOOK_SETTINGS
 from webhook_receiver import Receiver
 
 PAGES = ("", "topics", "events", "queues", "subscriptions", "stores", "pipelines", "kafka", "webhooks", "accounts")
@@ -318,6 +322,57 @@ def test_a_webhook_is_made_tried_and_paused(page: Page, server: Serving, log: he
         page.get_by_role("button", name="Pause").click()
         expect(page.locator(".badge")).to_have_text("paused")
     assert log.webhook("shop").state == "paused"
+
+
+@pytest.mark.parametrize(
+    ("noun", "found"),
+    [
+        ("topic", definitions(TopicSettings)),
+        ("queue", definitions(QueueSettings)),
+        ("webhook", NEW_WEBHOOK_SETTINGS),
+    ],
+    ids=["topic", "queue", "webhook"],
+)
+def test_a_form_has_a_field_for_every_setting(
+    page: Page, server: Serving, noun: str, found: tuple[SettingDefinition, ...]
+) -> None:
+    page.goto(f"{server.url}/#/{noun}s")
+    page.get_by_role("button", name=f"New {noun}").click()
+    dialog = page.get_by_role("dialog")
+    for one in found:
+        field = dialog.locator("label").filter(has_text=one.label).locator(f"[name={one.json_name}]")
+        expect(field).to_have_count(1)
+        expect(dialog).to_contain_text(one.help)
+        if one.maximum is not None:
+            expect(field).to_have_attribute("max", format_number(one.maximum))
+        if one.minimum is not None and not one.removable:
+            expect(field).to_have_attribute("min", format_number(one.minimum))
+        if one.choices:
+            for choice in one.choices:
+                expect(field.locator(f"option[value={choice}]")).to_have_count(1)
+
+
+def test_settings_of_a_queue_are_set_and_changed(page: Page, server: Serving, log: headwater.Headwater) -> None:
+    page.goto(f"{server.url}/#/queues")
+    page.get_by_role("button", name="New queue").click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_label("Name").fill("set-up")
+    dialog.get_by_label("Maximum attempts").fill("7")
+    dialog.get_by_label("Ordered keys").check()
+    dialog.get_by_role("button", name="Create").click()
+    expect(page.get_by_role("heading", name="set-up", level=1)).to_be_visible()
+    created = log.queue("set-up")
+    assert (created.max_attempts, created.ordered_keys, created.lease_seconds) == (7, True, 30)
+    for text, limit in (("20", 20), ("", None)):
+        page.get_by_role("button", name="Settings").click()
+        dialog.get_by_label("Maximum in flight").fill(text)
+        dialog.get_by_role("button", name="Save").click()
+        expect(dialog).to_have_count(0)
+        assert values(QueueSettings, log.queue("set-up")) == {**values(QueueSettings, created), "max_in_flight": limit}
+    page.get_by_role("button", name="Settings").click()
+    dialog.get_by_label("Lease in seconds").fill("")
+    dialog.get_by_role("button", name="Save").click()
+    expect(dialog.get_by_role("alert")).to_contain_text("a lease is 0.1 seconds to 1 day")
 
 
 def test_who_is_not_signed_in_sees_nothing(page: Page, serve: Serve, log: headwater.Headwater) -> None:

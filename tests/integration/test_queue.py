@@ -332,6 +332,73 @@ def test_with_one_try_the_first_failure_is_death(log: headwater.Headwater, topic
     assert states(log, queue) == ["dead", "processing"]
 
 
+def make_older(connection: psycopg.Connection, positions: list[int], seconds: int) -> None:
+    connection.execute(
+        "update headwater_internal.event set published_at = published_at - make_interval(secs => %s) "
+        "where position = any(%s)",
+        (seconds, positions),
+    )
+
+
+def test_an_event_past_the_retry_age_dies_at_its_next_failure(
+    log: headwater.Headwater, topic: str, queue: str, connection: psycopg.Connection
+) -> None:
+    old, young, old_but_fine = publish(log, topic, 3)
+    make_older(connection, [old, old_but_fine], 3700)
+    log.create_queue(queue, topic, backoff_seconds=0, retry_age_seconds=3600)
+    lease = claim(log, queue)
+    log.settle(lease, {old: Retry(reason="too late"), young: Retry(reason="not yet")})
+    assert [(d.position, d.attempts, d.last_error) for d in log.dead_letters(queue)] == [(old, 1, "too late")]
+    # The event grows old between its attempts.
+    again = claim(log, queue)
+    assert positions(again) == [young]
+    make_older(connection, [young], 3700)
+    log.nack(again, *again.events, error="in the end")
+    assert [(d.position, d.attempts) for d in log.dead_letters(queue)] == [(old, 1), (young, 2)]
+    assert states(log, queue) == ["dead", "dead", "done"]
+    # Releasing is no failure, and without the limit age does not matter.
+    log.alter_queue(queue, retry_age_seconds=0)
+    assert log.redrive(queue, positions=[young]) == 1
+    freed = claim(log, queue)
+    log.nack(freed, *freed.events, error="again")
+    assert positions(claim(log, queue)) == [young]
+    assert_counts_agree(log, queue)
+
+
+def test_an_old_event_that_is_released_is_delivered_again(
+    log: headwater.Headwater, topic: str, queue: str, connection: psycopg.Connection
+) -> None:
+    (old,) = publish(log, topic, 1)
+    make_older(connection, [old], 3700)
+    log.create_queue(queue, topic, retry_age_seconds=3600)
+    for _ in range(2):
+        lease = claim(log, queue)
+        assert positions(lease) == [old]
+        log.release(lease)
+
+
+@pytest.mark.parametrize("attempts", [1, 2])
+def test_an_old_event_whose_lease_expires_dies(
+    log: headwater.Headwater, topic: str, queue: str, connection: psycopg.Connection, attempts: int
+) -> None:
+    (old,) = publish(log, topic, 1)
+    log.create_queue(queue, topic, backoff_seconds=0, retry_age_seconds=3600)
+    for _ in range(attempts - 1):
+        log.nack(failed := claim(log, queue), *failed.events, error="x")
+    claim(log, queue)
+    make_older(connection, [old], 3700)
+    connection.execute(
+        "update headwater_internal.ledger set expires_at = now() - interval '1 second' where not settled"
+    )
+    connection.execute(
+        "update headwater_internal.redelivery set visible_at = now() - interval '1 second' where token is not null"
+    )
+    log.reap(queue)
+    assert [(d.position, d.attempts, d.last_error) for d in log.dead_letters(queue)] == [
+        (old, attempts, "lease expired")
+    ]
+
+
 def test_dead_at_once_is_dead_at_any_try(log: headwater.Headwater, topic: str, queue: str) -> None:
     publish(log, topic, 2)
     log.create_queue(queue, topic, backoff_seconds=0)

@@ -555,6 +555,28 @@ def test_a_handler_that_never_succeeds_is_given_up_and_its_event_is_kept_to_see(
     assert [one["attempt"] for one in letter.history] == [1, 2, 3]
 
 
+def test_a_subscriber_gives_up_on_an_event_past_the_retry_age_of_its_queue(
+    log: headwater.Headwater, dsn: str, topic: str, connection: psycopg.Connection
+) -> None:
+    app = App()
+
+    @app.subscriber(topic, "true")
+    async def hopeless(event: headwater.Event) -> None:
+        raise RuntimeError("never")
+
+    log.subscribe(topic, "true")
+    log.alter_queue(topic, backoff_seconds=3600, max_attempts=1000, retry_age_seconds=3600)
+    log.publish(topic, 1)
+    connection.execute(
+        "update headwater_internal.event set published_at = published_at - interval '2 hours' "
+        "where topic_id = (select id from headwater_internal.topic where name = %s)",
+        (topic,),
+    )
+    run_until(app, dsn, lambda: bool(log.dead_letters(topic)))
+    (letter,) = log.dead_letters(topic)
+    assert (letter.attempts, letter.last_error) == (1, "RuntimeError: never")
+
+
 def test_a_slow_handler_does_not_stop_the_others_within_the_read_ahead(
     log: headwater.Headwater, dsn: str, topic: str
 ) -> None:

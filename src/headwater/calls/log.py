@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Unpack
 
-from headwater.calls.call import Call, Rows, nothing, only_value
+from headwater.calls.call import Call, Rows, Selected, named_arguments, nothing, only_value, setting_columns
 from headwater.calls.encoding import checked_text
 from headwater.database.schema import Installed
 from headwater.errors import never_issued_error
@@ -18,6 +19,8 @@ from headwater.log.model import (
     Topic,
     TopicOverview,
 )
+from headwater.log.settings import NewTopicSettings, TopicChanges, TopicSettings
+from headwater.setting_definitions import changeable, checked, definitions
 
 
 def installed() -> Call[Installed | None]:
@@ -144,52 +147,51 @@ def change_log_settings(
     )
 
 
-_TOPIC = "id, name, kind, partitions, retention, max_payload_bytes, max_header_bytes, created_at, expired_to"
+_TOPIC = Selected(
+    Topic,
+    {
+        "id": "id",
+        "name": "name",
+        "created_at": "created_at",
+        "expired_to": "expired_to",
+        **setting_columns(TopicSettings),
+    },
+)
+_TOPIC_OVERVIEW = Selected(
+    TopicOverview,
+    {
+        "name": "name",
+        "created_at": "created_at",
+        "expired_to": "expired_to",
+        "first_position": "first_position",
+        "last_position": "last_position",
+        "last_published_at": "last_published_at",
+        **setting_columns(TopicSettings),
+    },
+)
 
 
-def _topic(rows: Rows) -> Topic:
-    return Topic(*rows[0])
-
-
-def create_topic(
-    name: str,
-    *,
-    kind: str = "open",
-    partitions: int = 1,
-    retention: timedelta | None = None,
-    max_payload_bytes: int | None = None,
-    max_header_bytes: int | None = None,
-    if_missing: bool = False,
-) -> Call[Topic]:
-    return Call(
-        f"select {_TOPIC} from headwater.create_topic(%s, %s, %s, %s, %s, %s, %s)",
-        (
-            checked_text(name, "topic name"),
-            kind,
-            partitions,
-            retention,
-            max_payload_bytes,
-            max_header_bytes,
-            if_missing,
-        ),
-        _topic,
+def create_topic(name: str, *, if_missing: bool = False, **settings: Unpack[NewTopicSettings]) -> Call[Topic]:
+    arguments, params = named_arguments(
+        {
+            "name": checked_text(name, "topic name"),
+            "if_missing": if_missing,
+            **checked(definitions(TopicSettings), settings),
+        }
     )
+    return Call(f"select {_TOPIC.sql} from headwater.create_topic({arguments})", params, _TOPIC.first)
 
 
-def alter_topic(
-    name: str,
-    *,
-    partitions: int | None = None,
-    retention: timedelta | None = None,
-    keep_forever: bool = False,
-    max_payload_bytes: int | None = None,
-    max_header_bytes: int | None = None,
-) -> Call[Topic]:
-    return Call(
-        f"select {_TOPIC} from headwater.alter_topic(%s, %s, %s, %s, %s, %s)",
-        (checked_text(name, "topic name"), partitions, retention, max_payload_bytes, max_header_bytes, keep_forever),
-        _topic,
+def alter_topic(name: str, *, keep_forever: bool = False, **changes: Unpack[TopicChanges]) -> Call[Topic]:
+    """Change settings; None leaves a setting unchanged, `keep_forever` removes the retention."""
+    arguments, params = named_arguments(
+        {
+            "name": checked_text(name, "topic name"),
+            "keep_forever": keep_forever,
+            **checked(changeable(TopicSettings), changes),
+        }
     )
+    return Call(f"select {_TOPIC.sql} from headwater.alter_topic({arguments})", params, _TOPIC.first)
 
 
 def delete_topic(name: str) -> Call[None]:
@@ -197,20 +199,19 @@ def delete_topic(name: str) -> Call[None]:
 
 
 def find_topic(name: str) -> Call[Topic]:
-    return Call(f"select {_TOPIC} from headwater_internal.find_topic(%s)", (checked_text(name, "topic name"),), _topic)
+    return Call(
+        f"select {_TOPIC.sql} from headwater_internal.find_topic(%s)", (checked_text(name, "topic name"),), _TOPIC.first
+    )
 
 
 def topic_to_publish(name: str) -> Call[Topic]:
     """The topic. A missing topic is created only if `auto_create_topics` is on."""
     return Call(
-        f"select {_TOPIC} from headwater_internal.topic_to_publish(%s)", (checked_text(name, "topic name"),), _topic
+        f"select {_TOPIC.sql} from headwater_internal.topic_to_publish(%s)",
+        (checked_text(name, "topic name"),),
+        _TOPIC.first,
     )
 
 
 def topics() -> Call[list[TopicOverview]]:
-    return Call(
-        "select name, kind, partitions, retention, max_payload_bytes, max_header_bytes, created_at, expired_to, "
-        "first_position, last_position, last_published_at from headwater.topic_overview order by name",
-        (),
-        lambda rows: [TopicOverview(*row) for row in rows],
-    )
+    return Call(f"select {_TOPIC_OVERVIEW.sql} from headwater.topic_overview order by name", (), _TOPIC_OVERVIEW.all)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
-from headwater.calls.call import Call, Rows, nothing, only_value
+from headwater.calls.call import Call, Rows, Selected, named_arguments, nothing, only_value, setting_columns
 from headwater.calls.encoding import checked_text, encode_headers, optional_text
 from headwater.calls.reading import EVENT_COLUMNS, topic_names
 from headwater.queue.model import (
@@ -22,18 +22,46 @@ from headwater.queue.model import (
     Retry,
     Snooze,
 )
+from headwater.queue.settings import NewQueueSettings, QueueChanges, QueueSettings
+from headwater.setting_definitions import changeable, checked, definitions
 
 if TYPE_CHECKING:
     from headwater.eventstore.query import StoreLease
 
-_QUEUE = (
-    "name, start_position, lease_seconds, max_attempts, backoff_seconds, backoff_factor, backoff_max_seconds, "
-    "backoff_jitter, ordered_keys, max_in_flight, holds_retention, paused_at is not null, created_at"
+_QUEUE = Selected(
+    Queue,
+    {
+        "name": "name",
+        "start_position": "start_position",
+        "paused": "paused_at is not null",
+        "created_at": "created_at",
+        **setting_columns(QueueSettings),
+    },
 )
-
-
-def _queue(rows: Rows) -> Queue:
-    return Queue(*rows[0])
+_OVERVIEW = Selected(
+    QueueOverview,
+    {
+        "name": "o.name",
+        "kind": "o.kind",
+        "state": "o.state",
+        "paused": "o.paused",
+        "claimed_position": "o.claimed_position",
+        "ready": "o.ready",
+        "ready_is_more": "o.ready_is_more",
+        "lag_events": "o.lag_events",
+        "lag_is_more": "o.lag_is_more",
+        "lag_seconds": "o.lag_seconds",
+        "unfinished_seconds": "o.unfinished_seconds",
+        "processing": "o.processing",
+        "retrying": "o.retrying",
+        "dead": "o.dead",
+        "done": "o.done",
+        "last_claimed_at": "o.last_claimed_at",
+        "last_worker": "o.last_worker",
+        "created_at": "g.created_at",
+        **setting_columns(QueueSettings, "g."),
+    },
+)
 
 
 def create_queue(
@@ -41,84 +69,45 @@ def create_queue(
     *,
     topics: Sequence[str] | None = None,
     start_position: int | None = None,
-    lease_seconds: float | None = None,
-    max_attempts: int | None = None,
-    backoff_seconds: float | None = None,
-    backoff_factor: float | None = None,
-    backoff_max_seconds: float | None = None,
-    backoff_jitter: float | None = None,
-    ordered_keys: bool | None = None,
-    max_in_flight: int | None = None,
-    holds_retention: bool | None = None,
     if_missing: bool = False,
+    **settings: Unpack[NewQueueSettings],
 ) -> Call[Queue]:
-    return Call(
-        f"select {_QUEUE} from headwater.create_queue(%s, %s::text[], %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)",
-        (
-            checked_text(name, "queue name"),
-            topic_names(topics),
-            start_position,
-            lease_seconds,
-            max_attempts,
-            backoff_seconds,
-            backoff_factor,
-            backoff_max_seconds,
-            backoff_jitter,
-            ordered_keys,
-            max_in_flight,
-            holds_retention,
-            if_missing,
-        ),
-        _queue,
+    arguments, params = named_arguments(
+        {
+            "queue_name": checked_text(name, "queue name"),
+            "topics": topic_names(topics),
+            "start_position": start_position,
+            "if_missing": if_missing,
+            **checked(definitions(QueueSettings), settings),
+        }
     )
+    return Call(f"select {_QUEUE.sql} from headwater.create_queue({arguments})", params, _QUEUE.first)
 
 
-def alter_queue(
-    name: str,
-    *,
-    lease_seconds: float | None = None,
-    max_attempts: int | None = None,
-    backoff_seconds: float | None = None,
-    backoff_factor: float | None = None,
-    backoff_max_seconds: float | None = None,
-    backoff_jitter: float | None = None,
-    max_in_flight: int | None = None,
-    holds_retention: bool | None = None,
-) -> Call[Queue]:
-    """Change settings; None leaves a setting unchanged, max_in_flight=0 removes the limit."""
-    return Call(
-        f"select {_QUEUE} from headwater.alter_queue(%s, %s, %s, %s, %s, %s, %s, %s, %s)",
-        (
-            checked_text(name, "queue name"),
-            lease_seconds,
-            max_attempts,
-            backoff_seconds,
-            backoff_factor,
-            backoff_max_seconds,
-            backoff_jitter,
-            max_in_flight,
-            holds_retention,
-        ),
-        _queue,
+def alter_queue(name: str, **changes: Unpack[QueueChanges]) -> Call[Queue]:
+    """Change settings; None leaves a setting unchanged, 0 removes a limit."""
+    arguments, params = named_arguments(
+        {"queue_name": checked_text(name, "queue name"), **checked(changeable(QueueSettings), changes)}
     )
+    return Call(f"select {_QUEUE.sql} from headwater.alter_queue({arguments})", params, _QUEUE.first)
 
 
 def find_queue(name: str) -> Call[Queue]:
-    return Call(f"select {_QUEUE} from headwater_internal.find_queue(%s)", (checked_text(name, "queue name"),), _queue)
+    return Call(
+        f"select {_QUEUE.sql} from headwater_internal.find_queue(%s)",
+        (checked_text(name, "queue name"),),
+        _QUEUE.first,
+    )
 
 
 def queues(names: Sequence[str] | None = None) -> Call[list[QueueOverview]]:
     """All queues, or those of these names that exist, ordered by name."""
     return Call(
-        "select o.name, o.kind, o.state, o.paused, o.claimed_position, o.ready, o.ready_is_more, o.lag_events, "
-        "o.lag_is_more, "
-        "o.lag_seconds, o.unfinished_seconds, o.processing, o.retrying, o.dead, o.done, o.last_claimed_at, "
-        "o.last_worker, g.ordered_keys, g.max_attempts, g.lease_seconds, g.max_in_flight, g.holds_retention, "
-        "g.created_at "
+        f"select {_OVERVIEW.sql} "
         "from headwater_internal.queue_overviews(%s::text[]) o join headwater_internal.queue g on g.name = o.name "
         "order by o.name",
         (None if names is None else list(names),),
-        lambda rows: [QueueOverview(*row) for row in rows],
+        _OVERVIEW.all,
     )
 
 

@@ -3,113 +3,109 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
+from uuid import UUID
 
-from headwater.calls.call import Call, Rows, only_value
+from headwater.calls.call import Call, Selected, named_arguments, only_value, setting_columns
 from headwater.calls.encoding import checked_text, encode_headers, optional_text
+from headwater.setting_definitions import SettingDefinition, changeable, checked, definitions
 from headwater.webhooks.model import Webhook, WebhookRoute
+from headwater.webhooks.settings import WebhookChanges, WebhookSettings
 
-_WEBHOOK = (
-    "w.id, w.name, g.name, w.url, w.headers, w.body, w.timeout_seconds, g.max_in_flight, w.rate_per_second, "
-    "w.gzip_above_bytes, w.client_errors, w.state, w.state_reason, w.created_at, w.updated_at, w.uid, w.version, "
-    "w.secrets"
+
+def _webhook(*, uid: UUID, secrets: list[str], **fields: Any) -> Webhook:
+    return Webhook(uid=uid.hex, secrets=tuple(secrets), **fields)
+
+
+_WEBHOOK = Selected(
+    _webhook,
+    {
+        "id": "w.id",
+        "name": "w.name",
+        "queue": "g.name",
+        "url": "w.url",
+        "state": "w.state",
+        "state_reason": "w.state_reason",
+        "created_at": "w.created_at",
+        "updated_at": "w.updated_at",
+        "uid": "w.uid",
+        "version": "w.version",
+        "secrets": "w.secrets",
+        **setting_columns(WebhookSettings, "w."),
+        # The limit of the queue, over all of its workers.
+        "max_concurrency": "g.max_in_flight",
+    },
 )
 _JOIN_QUEUE = "join headwater_internal.queue g on g.id = w.queue_id"
 
 
-def _webhook(row: tuple[Any, ...]) -> Webhook:
-    uid, version, secrets = row[-3:]
-    return Webhook(*row[:-3], uid.hex, version, tuple(secrets))  # type: ignore[call-arg]
-
-
-def _first(rows: Rows) -> Webhook:
-    return _webhook(rows[0])
-
-
 def create_webhook(
-    name: str,
-    *,
-    queue: str,
-    url: str,
-    secret: str,
-    headers: Mapping[str, str] | None = None,
-    body: str | None = None,
-    timeout_seconds: float | None = None,
-    rate_per_second: float | None = None,
-    gzip_above_bytes: int | None = None,
-    client_errors: str | None = None,
+    name: str, *, queue: str, url: str, secret: str, **settings: Unpack[WebhookChanges]
 ) -> Call[Webhook]:
+    """Create a webhook on a queue. `max_concurrency` is not stored with it: it is the queue's `max_in_flight`."""
+    arguments, params = named_arguments(
+        {
+            "webhook_name": checked_text(name, "webhook name"),
+            "queue_name": checked_text(queue, "queue name"),
+            "url": checked_text(url, "url"),
+            "secret": checked_text(secret, "secret"),
+            **_stored(definitions(WebhookSettings), settings),
+        }
+    )
     return Call(
-        f"select {_WEBHOOK} "
-        f"from headwater_internal.create_webhook(%s, %s, %s, %s, %s::jsonb, %s, %s, %s, %s, %s) w {_JOIN_QUEUE}",
-        (
-            checked_text(name, "webhook name"),
-            checked_text(queue, "queue name"),
-            checked_text(url, "url"),
-            checked_text(secret, "secret"),
-            encode_headers(headers),
-            body,
-            timeout_seconds,
-            rate_per_second,
-            gzip_above_bytes,
-            client_errors,
-        ),
-        _first,
+        f"select {_WEBHOOK.sql} from headwater_internal.create_webhook({arguments}) w {_JOIN_QUEUE}",
+        params,
+        _WEBHOOK.first,
     )
 
 
-def alter_webhook(
-    name: str,
-    *,
-    url: str | None = None,
-    headers: Mapping[str, str] | None = None,
-    body: str | None = None,
-    timeout_seconds: float | None = None,
-    rate_per_second: float | None = None,
-    gzip_above_bytes: int | None = None,
-    client_errors: str | None = None,
-) -> Call[Webhook]:
-    """Change settings. None leaves a setting unchanged; 0 removes the rate limit or turns compression off."""
-    return Call(
-        f"select {_WEBHOOK} from headwater_internal.alter_webhook(%s, %s, %s::jsonb, %s, %s, %s, %s, %s) w "
-        f"{_JOIN_QUEUE}",
-        (
-            checked_text(name, "webhook name"),
-            optional_text(url, "url"),
-            encode_headers(headers),
-            body,
-            timeout_seconds,
-            rate_per_second,
-            gzip_above_bytes,
-            client_errors,
-        ),
-        _first,
+def alter_webhook(name: str, *, url: str | None = None, **changes: Unpack[WebhookChanges]) -> Call[Webhook]:
+    """Change settings. None leaves a setting unchanged; 0 removes a limit. `max_concurrency` is a setting of the
+    queue."""
+    arguments, params = named_arguments(
+        {
+            "webhook_name": checked_text(name, "webhook name"),
+            "url": optional_text(url, "url"),
+            **_stored(changeable(WebhookSettings), changes),
+        }
     )
+    return Call(
+        f"select {_WEBHOOK.sql} from headwater_internal.alter_webhook({arguments}) w {_JOIN_QUEUE}",
+        params,
+        _WEBHOOK.first,
+    )
+
+
+def _stored(allowed: tuple[SettingDefinition, ...], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that are stored with the webhook."""
+    stored = checked(allowed, given)
+    stored.pop("max_concurrency", None)
+    return {**stored, "headers": encode_headers(stored.get("headers"))}
 
 
 def find_webhook(name: str) -> Call[Webhook]:
     return Call(
-        f"select {_WEBHOOK} from headwater_internal.find_webhook(%s) w {_JOIN_QUEUE}",
+        f"select {_WEBHOOK.sql} from headwater_internal.find_webhook(%s) w {_JOIN_QUEUE}",
         (checked_text(name, "webhook name"),),
-        _first,
+        _WEBHOOK.first,
     )
 
 
 def webhooks() -> Call[list[Webhook]]:
     return Call(
-        f"select {_WEBHOOK} from headwater_internal.webhook w {_JOIN_QUEUE} order by w.name",
+        f"select {_WEBHOOK.sql} from headwater_internal.webhook w {_JOIN_QUEUE} order by w.name",
         (),
-        lambda rows: [_webhook(row) for row in rows],
+        _WEBHOOK.all,
     )
 
 
 def webhook_routes() -> Call[list[WebhookRoute]]:
     """The active webhooks, with the settings of their queues that a worker needs."""
     return Call(
-        f"select g.lease_seconds, g.ordered_keys, g.kind, {_WEBHOOK} from headwater_internal.webhook w {_JOIN_QUEUE} "
-        "where w.state = 'active' and g.paused_at is null order by w.id",
+        f"select g.lease_seconds, g.ordered_keys, g.kind, {_WEBHOOK.sql} from headwater_internal.webhook w "
+        f"{_JOIN_QUEUE} where w.state = 'active' and g.paused_at is null order by w.id",
         (),
-        lambda rows: [WebhookRoute(_webhook(row[3:]), row[0], row[1], row[2]) for row in rows],
+        lambda rows: [WebhookRoute(_WEBHOOK.value(row[3:]), row[0], row[1], row[2]) for row in rows],
     )
 
 
@@ -118,17 +114,17 @@ def set_webhook_state(
 ) -> Call[Webhook]:
     """Set the state: active, paused or disabled. With `seen_version`, only if the webhook has not changed since."""
     return Call(
-        f"select {_WEBHOOK} from headwater_internal.set_webhook_state(%s, %s, %s, %s) w {_JOIN_QUEUE}",
+        f"select {_WEBHOOK.sql} from headwater_internal.set_webhook_state(%s, %s, %s, %s) w {_JOIN_QUEUE}",
         (checked_text(name, "webhook name"), state, optional_text(reason, "reason"), seen_version),
-        _first,
+        _WEBHOOK.first,
     )
 
 
 def rotate_webhook_secret(name: str, secret: str, *, keep: int) -> Call[Webhook]:
     return Call(
-        f"select {_WEBHOOK} from headwater_internal.rotate_webhook_secret(%s, %s, %s) w {_JOIN_QUEUE}",
+        f"select {_WEBHOOK.sql} from headwater_internal.rotate_webhook_secret(%s, %s, %s) w {_JOIN_QUEUE}",
         (checked_text(name, "webhook name"), checked_text(secret, "secret"), keep),
-        _first,
+        _WEBHOOK.first,
     )
 
 

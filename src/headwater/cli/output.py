@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import inspect
 import json
 import shutil
 import sys
@@ -49,9 +50,14 @@ def _field_names(kind: type) -> tuple[tuple[str, str], ...]:
     """The fields of a dataclass and their names in JSON; a duration gets the suffix `_seconds`."""
     hints = get_type_hints(kind)
     return tuple(
-        (field.name, f"{field.name}_seconds" if "timedelta" in str(hints[field.name]) else field.name)
-        for field in fields(kind)
+        (name, f"{name}_seconds" if "timedelta" in str(hints[name]) else name) for name in _ordered_fields(kind)
     )
+
+
+def _ordered_fields(kind: type) -> list[str]:
+    """The fields of a dataclass: its own, then those that it inherits, such as its settings."""
+    own = inspect.get_annotations(kind)
+    return sorted((field.name for field in fields(kind)), key=lambda name: name not in own)
 
 
 def to_json_value(value: Any) -> Any:
@@ -190,7 +196,7 @@ def format_count(count: int, is_more: bool) -> str:
 
 def print_fields(value: Any) -> None:
     """Print the fields of a dataclass, one per line. A count and its `_is_more` flag are one line."""
-    found = {field.name: getattr(value, field.name) for field in fields(value)}
+    found = {name: getattr(value, name) for name in _ordered_fields(type(value))}
     for name in [name for name in found if name.endswith("_is_more")]:
         is_more, counted = found.pop(name), name.removesuffix("_is_more")
         counted = counted if counted in found else f"{counted}_events"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from psycopg import AsyncConnection
 
@@ -16,7 +16,8 @@ from headwater.calls.audit import audit
 from headwater.calls.metrics import LogHealth, Sample
 from headwater.database.caller_connection import AsyncCallerConnection
 from headwater.database.connection import CallRunner, Topics, as_names
-from headwater.log.model import LogSettings, LogState, MaintenanceResult, Publisher, Topic, TopicKind, TopicOverview
+from headwater.log.model import LogSettings, LogState, MaintenanceResult, Publisher, Topic, TopicOverview
+from headwater.log.settings import NewTopicSettings, TopicChanges
 
 T = TypeVar("T")
 
@@ -28,47 +29,23 @@ class AdministrationApi(CallRunner):
         self,
         name: str,
         *,
-        kind: TopicKind = "open",
-        partitions: int = 1,
-        retention: timedelta | None = None,
-        max_payload_bytes: int | None = None,
-        max_header_bytes: int | None = None,
         if_missing: bool = False,
         connection: AsyncCallerConnection | None = None,
+        **settings: Unpack[NewTopicSettings],
     ) -> Topic:
         """Create a topic. With `if_missing`, an existing topic is returned unchanged."""
-        call = log_calls.create_topic(
-            name,
-            kind=kind,
-            partitions=partitions,
-            retention=retention,
-            max_payload_bytes=max_payload_bytes,
-            max_header_bytes=max_header_bytes,
-            if_missing=if_missing,
-        )
-        return await self._run(call, connection)
+        return await self._run(log_calls.create_topic(name, if_missing=if_missing, **settings), connection)
 
     async def alter_topic(
         self,
         name: str,
         *,
-        partitions: int | None = None,
-        retention: timedelta | None = None,
         keep_forever: bool = False,
-        max_payload_bytes: int | None = None,
-        max_header_bytes: int | None = None,
         connection: AsyncCallerConnection | None = None,
+        **changes: Unpack[TopicChanges],
     ) -> Topic:
-        """Change settings of a topic; None leaves a setting unchanged."""
-        call = log_calls.alter_topic(
-            name,
-            partitions=partitions,
-            retention=retention,
-            keep_forever=keep_forever,
-            max_payload_bytes=max_payload_bytes,
-            max_header_bytes=max_header_bytes,
-        )
-        return await self._run(call, connection)
+        """Change settings of a topic; None leaves a setting unchanged, `keep_forever` removes the retention."""
+        return await self._run(log_calls.alter_topic(name, keep_forever=keep_forever, **changes), connection)
 
     async def delete_topic(self, name: str, *, connection: AsyncCallerConnection | None = None) -> None:
         """Delete a topic with its events."""

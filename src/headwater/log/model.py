@@ -10,13 +10,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
+
+from headwater.log.settings import TopicSettings
 
 Payload = Any
 """A JSON value; bytes, which are stored unchanged; or None for an event without a payload (Kafka's tombstone)."""
 
 
-TopicKind = Literal["open", "sequenced"]
 TOPIC_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,248}")
 """A topic name; the table `topic` requires the same."""
 
@@ -61,31 +62,21 @@ class Event(NamedTuple):
         return None if self.key is None else self.key.decode()
 
 
-@dataclass(frozen=True, slots=True)
-class Topic:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topic(TopicSettings):
     """A topic and its settings."""
 
     id: int
     name: str
-    kind: TopicKind
-    partitions: int
-    retention: timedelta | None
-    max_payload_bytes: int
-    max_header_bytes: int
     created_at: datetime
     expired_to: int
 
 
-@dataclass(frozen=True, slots=True)
-class TopicOverview:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopicOverview(TopicSettings):
     """A topic, its settings, and its first and last event."""
 
     name: str
-    kind: TopicKind
-    partitions: int
-    retention: timedelta | None
-    max_payload_bytes: int
-    max_header_bytes: int
     created_at: datetime
     expired_to: int
     first_position: int | None

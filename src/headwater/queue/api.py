@@ -7,7 +7,7 @@ from collections.abc import (
     Sequence,
 )
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, Unpack
 
 from headwater.calls import queues as queue_calls
 from headwater.calls import reading as reading_calls
@@ -27,6 +27,7 @@ from headwater.queue.model import (
     Retry,
     Snooze,
 )
+from headwater.queue.settings import NewQueueSettings, QueueChanges
 
 
 class QueueApi(CallRunner):
@@ -40,17 +41,9 @@ class QueueApi(CallRunner):
         after: int | None = None,
         since: datetime | None = None,
         from_end: bool = False,
-        lease_seconds: float | None = None,
-        max_attempts: int | None = None,
-        backoff_seconds: float | None = None,
-        backoff_factor: float | None = None,
-        backoff_max_seconds: float | None = None,
-        backoff_jitter: float | None = None,
-        ordered_keys: bool | None = None,
-        max_in_flight: int | None = None,
-        holds_retention: bool | None = None,
         if_missing: bool = False,
         connection: AsyncCallerConnection | None = None,
+        **settings: Unpack[NewQueueSettings],
     ) -> Queue:
         """Create a queue bound to whole topics, or without bindings (see bind). It starts at the beginning of the log,
         after a position, since a time, or at the end."""
@@ -58,45 +51,14 @@ class QueueApi(CallRunner):
             name,
             topics=as_names(topics),
             start_position=(await self._start(topics, after, since, from_end))[0],
-            lease_seconds=lease_seconds,
-            max_attempts=max_attempts,
-            backoff_seconds=backoff_seconds,
-            backoff_factor=backoff_factor,
-            backoff_max_seconds=backoff_max_seconds,
-            backoff_jitter=backoff_jitter,
-            ordered_keys=ordered_keys,
-            max_in_flight=max_in_flight,
-            holds_retention=holds_retention,
             if_missing=if_missing,
+            **settings,
         )
         return await self._run(call, connection)
 
-    async def alter_queue(
-        self,
-        name: str,
-        *,
-        lease_seconds: float | None = None,
-        max_attempts: int | None = None,
-        backoff_seconds: float | None = None,
-        backoff_factor: float | None = None,
-        backoff_max_seconds: float | None = None,
-        backoff_jitter: float | None = None,
-        max_in_flight: int | None = None,
-        holds_retention: bool | None = None,
-    ) -> Queue:
-        """Change settings of a queue; None leaves a setting unchanged, max_in_flight=0 removes the limit."""
-        call = queue_calls.alter_queue(
-            name,
-            lease_seconds=lease_seconds,
-            max_attempts=max_attempts,
-            backoff_seconds=backoff_seconds,
-            backoff_factor=backoff_factor,
-            backoff_max_seconds=backoff_max_seconds,
-            backoff_jitter=backoff_jitter,
-            max_in_flight=max_in_flight,
-            holds_retention=holds_retention,
-        )
-        return await self._run(call)
+    async def alter_queue(self, name: str, **changes: Unpack[QueueChanges]) -> Queue:
+        """Change settings of a queue; None leaves a setting unchanged, 0 removes a limit."""
+        return await self._run(queue_calls.alter_queue(name, **changes))
 
     async def queue(self, name: str) -> Queue:
         """A queue and its settings."""

@@ -9,30 +9,22 @@ from datetime import datetime, timedelta
 from typing import Any, Literal, NamedTuple
 
 from headwater.log.model import Event
+from headwater.queue.settings import QueueSettings
 
 
-@dataclass(frozen=True, slots=True)
-class Queue:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queue(QueueSettings):
     """A queue and its settings. A queue is a named consumer with leases, retries and dead letters."""
 
     name: str
     start_position: int
-    lease_seconds: float
-    max_attempts: int
-    backoff_seconds: float
-    backoff_factor: float
-    backoff_max_seconds: float
-    backoff_jitter: float
-    ordered_keys: bool
-    max_in_flight: int | None
-    holds_retention: bool
     paused: bool
     created_at: datetime
 
 
-@dataclass(frozen=True, slots=True)
-class QueueOverview:
-    """A queue, its progress and its lag.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueOverview(QueueSettings):
+    """A queue, its settings, its progress and its lag.
 
     `lag_events` counts the unfinished events: ready, processing and retrying. New events are counted up to 1000;
     `ready_is_more` and `lag_is_more` mean that the true number is greater. `state` is running, paused, no_workers or
@@ -56,11 +48,6 @@ class QueueOverview:
     done: int
     last_claimed_at: datetime | None
     last_worker: str | None
-    ordered_keys: bool
-    max_attempts: int
-    lease_seconds: float
-    max_in_flight: int | None
-    holds_retention: bool
     created_at: datetime
 
 

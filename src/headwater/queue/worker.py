@@ -39,6 +39,8 @@ from headwater.observability import tracing
 from headwater.observability.counters import COUNTERS
 from headwater.observability.metrics import ERROR, HANDLED, LEASES_LOST, POSITION, QUEUE, WAIT_SECONDS, logger
 from headwater.queue.model import ClaimedEvent, Dead, Lease, Outcome, Retry, Snooze
+from headwater.queue.settings import NewQueueSettings, QueueSettings
+from headwater.setting_definitions import checked, definitions
 from headwater.sql_subscriptions.reader import (
     DEFAULT_TIMEOUT_SECONDS,
     FIRST_PAUSE_SECONDS,
@@ -85,20 +87,12 @@ SubscriberBatchH = TypeVar(
 )
 
 
-class WorkerOptions(TypedDict, total=False):
-    """Options of App.worker that do not change what its handler is called with."""
+class WorkerOptions(NewQueueSettings, total=False):
+    """Options of App.worker that do not change what its handler is called with. The settings are those of its queue."""
 
     concurrency: int
     prefetch: int | None
     timeout_seconds: float | None
-    lease_seconds: float | None
-    max_attempts: int | None
-    backoff_seconds: float | None
-    backoff_factor: float | None
-    backoff_max_seconds: float | None
-    backoff_jitter: float | None
-    ordered_keys: bool | None
-    max_in_flight: int | None
 
 
 class SubscriberOptions(TypedDict, total=False):
@@ -130,6 +124,7 @@ class Worker:
     transactional: bool
     timeout_seconds: float | None
     ordered_keys: bool
+    # The other settings that were given.
     queue_settings: Mapping[str, Any]
     # Leases held at a time; None: one is handled while the next is fetched.
     leases: int | None = None
@@ -212,14 +207,7 @@ class App:
         batch: bool = False,
         transactional: bool = False,
         timeout_seconds: float | None = None,
-        lease_seconds: float | None = None,
-        max_attempts: int | None = None,
-        backoff_seconds: float | None = None,
-        backoff_factor: float | None = None,
-        backoff_max_seconds: float | None = None,
-        backoff_jitter: float | None = None,
-        ordered_keys: bool | None = None,
-        max_in_flight: int | None = None,
+        **settings: Unpack[NewQueueSettings],
     ) -> Callable[[F], F]:
         """Run a function, async or not, on every event of a queue.
 
@@ -235,15 +223,8 @@ class App:
             raise InvalidRequest("concurrency and prefetch must be at least 1")
         if batch and transactional and concurrency != 1:
             raise InvalidRequest("a transactional batch handler needs concurrency=1")
-        settings = {
-            "lease_seconds": lease_seconds,
-            "max_attempts": max_attempts,
-            "backoff_seconds": backoff_seconds,
-            "backoff_factor": backoff_factor,
-            "backoff_max_seconds": backoff_max_seconds,
-            "backoff_jitter": backoff_jitter,
-            "max_in_flight": max_in_flight,
-        }
+        queue_settings = checked(definitions(QueueSettings), settings)
+        ordered_keys = queue_settings.pop("ordered_keys", False)
 
         def register(handler: F) -> F:
             self.workers.append(
@@ -256,8 +237,8 @@ class App:
                     batch=batch,
                     transactional=transactional,
                     timeout_seconds=timeout_seconds,
-                    ordered_keys=bool(ordered_keys),
-                    queue_settings=settings,
+                    ordered_keys=ordered_keys,
+                    queue_settings=queue_settings,
                 )
             )
             return handler
@@ -457,7 +438,7 @@ async def prepare_queue(log: aio.AsyncHeadwater, one: Worker) -> float:
             f"but worker {one.name} has ordered_keys={one.ordered_keys}",
             hint="ordered_keys cannot be changed: use another queue, or delete this one.",
         )
-    if any(value is not None for value in one.queue_settings.values()):
+    if one.queue_settings:
         queue = await log.alter_queue(one.queue, **one.queue_settings)
     bound = {binding.topic for binding in await log.bindings(one.queue) if binding.to_position is None}
     for topic in one.topics:

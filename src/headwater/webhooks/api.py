@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping
 from contextlib import nullcontext
 from datetime import datetime
-from typing import Any
+from typing import Any, Unpack
 
 from headwater.calls import overview
 from headwater.calls import queues as queue_calls
@@ -16,14 +16,17 @@ from headwater.calls import webhooks as webhook_calls
 from headwater.database.caller_connection import AsyncCallerConnection
 from headwater.database.connection import CallRunner, Topics, as_names
 from headwater.errors import InvalidRequest, QueueExists
+from headwater.queue.settings import QueueSettings
+from headwater.setting_definitions import checked, values
 from headwater.webhooks.model import Webhook
-
-# A receiver may be down for a day: retries after 5 s, 20 s, 80 s, ..., finally every 10 hours, 27 hours in all.
-MAX_ATTEMPTS = 10
-BACKOFF_SECONDS = 5.0
-BACKOFF_FACTOR = 4.0
-BACKOFF_MAX_SECONDS = 36_000.0
-MAX_CONCURRENCY = 10
+from headwater.webhooks.settings import (
+    NEW_WEBHOOK_SETTINGS,
+    WEBHOOK_QUEUE,
+    NewWebhookSettings,
+    WebhookChanges,
+    queue_part,
+    webhook_part,
+)
 
 
 def new_secret() -> str:
@@ -47,18 +50,8 @@ class WebhookApi(CallRunner):
         since: datetime | None = None,
         from_end: bool = False,
         secret: str | None = None,
-        headers: Mapping[str, str] | None = None,
-        body: str | None = None,
-        timeout_seconds: float | None = None,
-        max_concurrency: int | None = None,
-        rate_per_second: float | None = None,
-        gzip_above_bytes: int | None = None,
-        client_errors: str | None = None,
-        max_attempts: int | None = None,
-        backoff_seconds: float | None = None,
-        backoff_max_seconds: float | None = None,
-        ordered_keys: bool | None = None,
         connection: AsyncCallerConnection | None = None,
+        **settings: Unpack[NewWebhookSettings],
     ) -> Webhook:
         """Send events to a URL. There are three sources:
 
@@ -69,9 +62,10 @@ class WebhookApi(CallRunner):
 
         `secret` (generated if not given) signs the requests. `body`: 'envelope' is JSON with everything about the
         event, 'raw' is only its payload, 'cloudevents-structured' and 'cloudevents-binary' are a CloudEvent.
-        `client_errors`: whether a 4xx response means 'retry' or 'dead'.
+        `client_errors`: whether a 4xx response means 'retry' or 'dead'. The other settings change the queue.
         """
         own_queue = queue is None
+        ordered_keys = settings.get("ordered_keys")
         if not own_queue and (topics is not None or after is not None or since is not None or from_end or ordered_keys):
             raise InvalidRequest(
                 "topics, start position and ordered_keys cannot be combined with an existing queue",
@@ -84,51 +78,27 @@ class WebhookApi(CallRunner):
             )
         if filter is None and params is not None:
             raise InvalidRequest("params require a filter")
+        given = checked(NEW_WEBHOOK_SETTINGS, settings)
+        of_webhook, of_queue = webhook_part(given), queue_part(given)
+        new_queue = queue_part({**values(QueueSettings, WEBHOOK_QUEUE), **given})
         start_position, _ = await self._start(topics, after, since, from_end)
         async with self.transaction() if connection is None else nullcontext(connection) as inside:
             if filter is not None:
                 await self._create_filter_queue(name, filter, params, as_names(topics), start_position, inside)
-                prepare = queue_calls.alter_queue(
-                    name,
-                    max_attempts=MAX_ATTEMPTS if max_attempts is None else max_attempts,
-                    backoff_seconds=BACKOFF_SECONDS if backoff_seconds is None else backoff_seconds,
-                    backoff_factor=BACKOFF_FACTOR,
-                    backoff_max_seconds=BACKOFF_MAX_SECONDS if backoff_max_seconds is None else backoff_max_seconds,
-                    max_in_flight=MAX_CONCURRENCY if max_concurrency is None else max_concurrency,
-                    holds_retention=True,
-                )
+                prepare = queue_calls.alter_queue(name, **new_queue)
             elif own_queue:
                 prepare = queue_calls.create_queue(
-                    name,
-                    topics=as_names(topics),
-                    start_position=start_position,
-                    max_attempts=MAX_ATTEMPTS if max_attempts is None else max_attempts,
-                    backoff_seconds=BACKOFF_SECONDS if backoff_seconds is None else backoff_seconds,
-                    backoff_factor=BACKOFF_FACTOR,
-                    backoff_max_seconds=BACKOFF_MAX_SECONDS if backoff_max_seconds is None else backoff_max_seconds,
-                    ordered_keys=ordered_keys,
-                    max_in_flight=MAX_CONCURRENCY if max_concurrency is None else max_concurrency,
+                    name, topics=as_names(topics), start_position=start_position, ordered_keys=ordered_keys, **new_queue
                 )
             else:
-                prepare = queue_calls.alter_queue(
-                    queue or name,
-                    max_attempts=max_attempts,
-                    backoff_seconds=backoff_seconds,
-                    backoff_max_seconds=backoff_max_seconds,
-                    max_in_flight=max_concurrency,
-                )
+                prepare = queue_calls.alter_queue(queue or name, **of_queue)
             await self._run(prepare, inside)
             call = webhook_calls.create_webhook(
                 name,
                 queue=queue or name,
                 url=url,
                 secret=new_secret() if secret is None else secret,
-                headers=headers,
-                body=body,
-                timeout_seconds=timeout_seconds,
-                rate_per_second=rate_per_second,
-                gzip_above_bytes=gzip_above_bytes,
-                client_errors=client_errors,
+                **of_webhook,
             )
             return await self._run(call, inside)
 
@@ -157,31 +127,17 @@ class WebhookApi(CallRunner):
         name: str,
         *,
         url: str | None = None,
-        headers: Mapping[str, str] | None = None,
-        body: str | None = None,
-        timeout_seconds: float | None = None,
-        max_concurrency: int | None = None,
-        rate_per_second: float | None = None,
-        gzip_above_bytes: int | None = None,
-        client_errors: str | None = None,
         connection: AsyncCallerConnection | None = None,
+        **changes: Unpack[WebhookChanges],
     ) -> Webhook:
-        """Change settings. None leaves a setting unchanged; 0 removes the rate limit or turns compression off. Changes
-        take effect within seconds. Retries are settings of the queue: see alter_queue."""
+        """Change settings. None leaves a setting unchanged; 0 removes a limit. Changes take effect within seconds.
+        Retries are settings of the queue: see alter_queue."""
+        call = webhook_calls.alter_webhook(name, url=url, **changes)
+        max_concurrency = changes.get("max_concurrency")
         async with self.transaction() if connection is None else nullcontext(connection) as inside:
             if max_concurrency is not None:
                 found = await self._run(webhook_calls.find_webhook(name), inside)
                 await self._run(queue_calls.alter_queue(found.queue, max_in_flight=max_concurrency), inside)
-            call = webhook_calls.alter_webhook(
-                name,
-                url=url,
-                headers=headers,
-                body=body,
-                timeout_seconds=timeout_seconds,
-                rate_per_second=rate_per_second,
-                gzip_above_bytes=gzip_above_bytes,
-                client_errors=client_errors,
-            )
             return await self._run(call, inside)
 
     async def webhook(self, name: str) -> Webhook:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Literal, NamedTuple
 
-WebhookBody = Literal["envelope", "raw", "cloudevents-structured", "cloudevents-binary"]
+from headwater.webhooks.settings import WebhookSettings
 
 
-@dataclass(frozen=True, slots=True)
-class Webhook:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Webhook(WebhookSettings):
     """A webhook: sends the events of a queue, or those that its SQL subscriptions match, to a URL. The queue's settings
     control retries and concurrency."""
 
@@ -19,13 +18,6 @@ class Webhook:
     name: str
     queue: str
     url: str
-    headers: Mapping[str, str]
-    body: WebhookBody
-    timeout_seconds: float
-    max_concurrency: int | None
-    rate_per_second: float | None
-    gzip_above_bytes: int | None
-    client_errors: Literal["retry", "dead"]
     state: Literal["active", "paused", "disabled"]
     state_reason: str | None
     created_at: datetime

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime, timedelta
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Unpack
 
 import typer
 
@@ -14,6 +14,7 @@ from headwater.cli.audit import audit
 from headwater.cli.connection import session
 from headwater.cli.exit_codes import NotFound
 from headwater.cli.options import After, Dsn, Json, Since, Yes, examples, parse_header, parse_past_time
+from headwater.cli.setting_options import audited, setting_options
 from headwater.cli.subscription_queues import (
     print_subscriptions,
     reject_subscription_queue,
@@ -21,27 +22,12 @@ from headwater.cli.subscription_queues import (
     subscription_queues,
 )
 from headwater.queue.model import Binding, QueueOverview
+from headwater.queue.settings import NewQueueSettings, QueueChanges, QueueSettings
+from headwater.setting_definitions import changeable, definitions
 
 app = typer.Typer(help="Manage queues, named consumers with leases, retries and dead letters.", no_args_is_help=True)
 
 Name = Annotated[str, typer.Argument(metavar="QUEUE", help="Name of the queue.", show_default=False)]
-LeaseSeconds = Annotated[
-    float | None,
-    typer.Option(metavar="SECONDS", help="How long a worker may hold a batch before it is delivered again."),
-]
-MaxAttempts = Annotated[int | None, typer.Option(help="Attempts until an event becomes a dead letter.")]
-Backoff = Annotated[float | None, typer.Option(metavar="SECONDS", help="Delay after the first failed attempt.")]
-BackoffFactor = Annotated[float | None, typer.Option(help="Factor by which the delay grows with each attempt.")]
-BackoffMax = Annotated[float | None, typer.Option(metavar="SECONDS", help="Maximum delay between attempts.")]
-Jitter = Annotated[float | None, typer.Option(help="Random variation of delays: 0 to 1.")]
-MaxInFlight = Annotated[int | None, typer.Option(help="Maximum number of events that are leased at once.")]
-HoldsRetention = Annotated[
-    bool | None,
-    typer.Option(
-        "--holds-retention/--no-holds-retention",
-        help="Whether retention keeps events until this queue has processed them.",
-    ),
-]
 
 
 class Status(StrEnum):
@@ -59,6 +45,7 @@ class Status(StrEnum):
         "headwater queue create billing --topic orders --ordered-keys --from-end",
     )
 )
+@setting_options(definitions(QueueSettings), before="if_missing")
 def create(
     context: typer.Context,
     name: Name,
@@ -68,20 +55,10 @@ def create(
     after: After = None,
     since: Since = None,
     from_end: Annotated[bool, typer.Option("--from-end", help="Start with new events.")] = False,
-    lease_seconds: LeaseSeconds = None,
-    max_attempts: MaxAttempts = None,
-    backoff_seconds: Backoff = None,
-    backoff_factor: BackoffFactor = None,
-    backoff_max_seconds: BackoffMax = None,
-    backoff_jitter: Jitter = None,
-    ordered_keys: Annotated[
-        bool, typer.Option("--ordered-keys", help="Process events of the same key one at a time and in order.")
-    ] = False,
-    max_in_flight: MaxInFlight = None,
-    holds_retention: HoldsRetention = None,
     if_missing: Annotated[bool, typer.Option("--if-missing", help="Do nothing if the queue already exists.")] = False,
     dsn: Dsn = None,
     as_json: Json = False,
+    **settings: Unpack[NewQueueSettings],
 ) -> None:
     """Create a queue. By default it starts at the beginning of the log."""
     detail: dict[str, Any] = {
@@ -89,15 +66,7 @@ def create(
         "after": after,
         "since": since,
         "from_end": from_end or None,
-        "lease_seconds": lease_seconds,
-        "max_attempts": max_attempts,
-        "backoff_seconds": backoff_seconds,
-        "backoff_factor": backoff_factor,
-        "backoff_max_seconds": backoff_max_seconds,
-        "backoff_jitter": backoff_jitter,
-        "ordered_keys": ordered_keys or None,
-        "max_in_flight": max_in_flight,
-        "holds_retention": holds_retention,
+        **audited(settings),
     }
     with session(context).log(dsn) as log, audit(log, "queue.create", name, detail) as log:
         created = log.create_queue(
@@ -106,16 +75,8 @@ def create(
             after=after,
             since=since,
             from_end=from_end,
-            lease_seconds=lease_seconds,
-            max_attempts=max_attempts,
-            backoff_seconds=backoff_seconds,
-            backoff_factor=backoff_factor,
-            backoff_max_seconds=backoff_max_seconds,
-            backoff_jitter=backoff_jitter,
-            ordered_keys=ordered_keys,
-            max_in_flight=max_in_flight,
-            holds_retention=holds_retention,
             if_missing=if_missing,
+            **settings,
         )
     if as_json:
         output.emit(created)
@@ -208,32 +169,16 @@ def describe(context: typer.Context, name: Name, dsn: Dsn = None, as_json: Json 
 
 
 @app.command(epilog=examples("headwater queue alter mailer --max-attempts 10 --lease-seconds 120"))
+@setting_options(changeable(QueueSettings), change=True)
 def alter(
     context: typer.Context,
     name: Name,
-    lease_seconds: LeaseSeconds = None,
-    max_attempts: MaxAttempts = None,
-    backoff_seconds: Backoff = None,
-    backoff_factor: BackoffFactor = None,
-    backoff_max_seconds: BackoffMax = None,
-    backoff_jitter: Jitter = None,
-    max_in_flight: MaxInFlight = None,
-    holds_retention: HoldsRetention = None,
     dsn: Dsn = None,
     as_json: Json = False,
+    **changes: Unpack[QueueChanges],
 ) -> None:
-    """Change a queue's settings; --max-in-flight 0 removes the limit."""
-    changes: dict[str, Any] = {
-        "lease_seconds": lease_seconds,
-        "max_attempts": max_attempts,
-        "backoff_seconds": backoff_seconds,
-        "backoff_factor": backoff_factor,
-        "backoff_max_seconds": backoff_max_seconds,
-        "backoff_jitter": backoff_jitter,
-        "max_in_flight": max_in_flight,
-        "holds_retention": holds_retention,
-    }
-    with session(context).log(dsn) as log, audit(log, "queue.alter", name, dict(changes)) as log:
+    """Change a queue's settings. Options that are not given stay unchanged."""
+    with session(context).log(dsn) as log, audit(log, "queue.alter", name, audited(changes)) as log:
         altered = log.alter_queue(name, **changes)
     if as_json:
         output.emit(altered)

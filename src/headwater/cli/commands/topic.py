@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Unpack
 
 import typer
 
@@ -13,25 +12,15 @@ from headwater.calls import registry as calls
 from headwater.cli import output
 from headwater.cli.audit import audit
 from headwater.cli.connection import session
-from headwater.cli.options import Dsn, Json, Yes, examples, parse_duration
+from headwater.cli.options import Dsn, Json, Yes, examples
+from headwater.cli.setting_options import audited, setting_options
+from headwater.log.settings import NewTopicSettings, TopicChanges, TopicSettings
+from headwater.setting_definitions import changeable, definitions
 
 app = typer.Typer(help="Manage topics, the named streams of events in the log.", no_args_is_help=True)
 
 
-class Kind(StrEnum):
-    """The kind of a topic."""
-
-    open = "open"
-    sequenced = "sequenced"
-
-
 Name = Annotated[str, typer.Argument(metavar="TOPIC", help="Name of the topic.", show_default=False)]
-Retention = Annotated[
-    timedelta | None,
-    typer.Option(parser=parse_duration, metavar="DURATION", help="Minimum time to keep events, such as 7d."),
-]
-MaxPayload = Annotated[int | None, typer.Option(metavar="BYTES", help="Maximum size of a payload.")]
-MaxHeader = Annotated[int | None, typer.Option(metavar="BYTES", help="Maximum size of the headers of an event.")]
 
 
 @app.command(
@@ -40,40 +29,18 @@ MaxHeader = Annotated[int | None, typer.Option(metavar="BYTES", help="Maximum si
         "headwater topic create ledger --kind sequenced --partitions 8",
     )
 )
+@setting_options(definitions(TopicSettings), before="if_missing")
 def create(
     context: typer.Context,
     name: Name,
-    kind: Annotated[
-        Kind, typer.Option(help="open: writers never wait for each other; sequenced: dense offsets per partition.")
-    ] = Kind.open,
-    partitions: Annotated[
-        int, typer.Option(help="Number of partitions; an event is assigned to one by the hash of its key.")
-    ] = 1,
-    retention: Retention = None,
-    max_payload_bytes: MaxPayload = None,
-    max_header_bytes: MaxHeader = None,
     if_missing: Annotated[bool, typer.Option("--if-missing", help="Do nothing if the topic already exists.")] = False,
     dsn: Dsn = None,
     as_json: Json = False,
+    **settings: Unpack[NewTopicSettings],
 ) -> None:
     """Create a topic. Without --retention, events are kept forever."""
-    detail = {
-        "kind": kind.value,
-        "partitions": partitions,
-        "retention": retention,
-        "max_payload_bytes": max_payload_bytes,
-        "max_header_bytes": max_header_bytes,
-    }
-    with session(context).log(dsn) as log, audit(log, "topic.create", name, detail) as log:
-        created = log.create_topic(
-            name,
-            kind=kind.value,
-            partitions=partitions,
-            retention=retention,
-            max_payload_bytes=max_payload_bytes,
-            max_header_bytes=max_header_bytes,
-            if_missing=if_missing,
-        )
+    with session(context).log(dsn) as log, audit(log, "topic.create", name, audited(settings)) as log:
+        created = log.create_topic(name, if_missing=if_missing, **settings)
     if as_json:
         output.emit(created)
     else:
@@ -127,16 +94,13 @@ def describe(context: typer.Context, name: Name, dsn: Dsn = None, as_json: Json 
         "headwater topic alter orders --value-schema orders-value",
     )
 )
+@setting_options(changeable(TopicSettings), before="keep_forever", change=True)
 def alter(
     context: typer.Context,
     name: Name,
-    partitions: Annotated[int | None, typer.Option(help="New number of partitions. It can only grow.")] = None,
-    retention: Retention = None,
     keep_forever: Annotated[
         bool, typer.Option("--keep-forever", help="Remove the retention, so that events are kept forever.")
     ] = False,
-    max_payload_bytes: MaxPayload = None,
-    max_header_bytes: MaxHeader = None,
     value_schema: Annotated[
         str | None,
         typer.Option(metavar="SUBJECT", help="Require values from Kafka producers to match a schema of this subject."),
@@ -154,8 +118,10 @@ def alter(
     yes: Yes = False,
     dsn: Dsn = None,
     as_json: Json = False,
+    **changes: Unpack[TopicChanges],
 ) -> None:
     """Change the settings of a topic. Asks for confirmation before it shortens the retention."""
+    retention = changes.get("retention")
     if keep_forever and retention is not None:
         raise typer.BadParameter("give only one of --retention and --keep-forever")
     if (no_value_schema and value_schema) or (no_key_schema and key_schema):
@@ -170,25 +136,11 @@ def alter(
                 f"reduce the retention of {name} to {output.format_value(retention)}? older events will be removed",
                 yes=yes,
             )
-        changes = {
-            "partitions": partitions,
-            "retention": retention,
-            "keep_forever": keep_forever or None,
-            "max_payload_bytes": max_payload_bytes,
-            "max_header_bytes": max_header_bytes,
-            "schemas": schemas or None,
-        }
-        with audit(log, "topic.alter", name, changes) as log:
+        detail = {**audited(changes), "keep_forever": keep_forever or None, "schemas": schemas or None}
+        with audit(log, "topic.alter", name, detail) as log:
             if schemas:
                 log.run(calls.set_topic_schemas(name, schemas))
-            altered = log.alter_topic(
-                name,
-                partitions=partitions,
-                retention=retention,
-                keep_forever=keep_forever,
-                max_payload_bytes=max_payload_bytes,
-                max_header_bytes=max_header_bytes,
-            )
+            altered = log.alter_topic(name, keep_forever=keep_forever, **changes)
     if as_json:
         output.emit(altered)
     else:

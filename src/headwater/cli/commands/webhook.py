@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from datetime import datetime
-from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Unpack
 
 import typer
 
@@ -21,32 +20,18 @@ from headwater.cli.options import (
     Json,
     Yes,
     examples,
-    parse_header,
     parse_json_object,
     parse_past_time,
 )
+from headwater.cli.setting_options import audited, setting_options
 from headwater.cli.signals import stop_on_signals
 from headwater.errors import InvalidRequest
 from headwater.queue.model import QueueOverview
+from headwater.setting_definitions import changeable
 from headwater.webhooks.model import Webhook, WebhookTest
+from headwater.webhooks.settings import NEW_WEBHOOK_SETTINGS, NewWebhookSettings, WebhookChanges, WebhookSettings
 
 app = typer.Typer(help="Manage webhooks, which send the events of a queue to a URL.", no_args_is_help=True)
-
-
-class Body(StrEnum):
-    """The body of a request."""
-
-    envelope = "envelope"
-    raw = "raw"
-    cloudevents_structured = "cloudevents-structured"
-    cloudevents_binary = "cloudevents-binary"
-
-
-class ClientErrors(StrEnum):
-    """How to handle a 4xx response."""
-
-    retry = "retry"
-    dead = "dead"
 
 
 class WebhookTestFailed(InvalidRequest):
@@ -55,28 +40,6 @@ class WebhookTestFailed(InvalidRequest):
 
 Name = Annotated[str, typer.Argument(metavar="WEBHOOK", help="Name of the webhook.", show_default=False)]
 Url = Annotated[str, typer.Argument(metavar="URL", help="URL of the receiver: https://...", show_default=False)]
-Headers = Annotated[
-    list[Any] | None,
-    typer.Option(
-        "--header", parser=parse_header, metavar="NAME=VALUE", help="Additional header of requests. Repeat for several."
-    ),
-]
-BodyOption = Annotated[
-    Body | None,
-    typer.Option(help="Body of a request: the event as a JSON envelope, only its payload, or a CloudEvent."),
-]
-Timeout = Annotated[float | None, typer.Option(metavar="SECONDS", help="Timeout of a request.")]
-Concurrency = Annotated[int | None, typer.Option(help="Maximum number of concurrent requests, over all processes.")]
-Rate = Annotated[
-    float | None, typer.Option(help="Maximum number of requests per second, over all processes. 0: no limit.")
-]
-Gzip = Annotated[int | None, typer.Option(metavar="BYTES", help="Compress bodies larger than this. 0: never.")]
-ClientErrorsOption = Annotated[
-    ClientErrors | None,
-    typer.Option(
-        help="How to handle 4xx responses. Always: 408, 425 and 429 retry, 422 is dead, 410 disables the webhook."
-    ),
-]
 
 
 @app.command(
@@ -87,6 +50,7 @@ ClientErrorsOption = Annotated[
         "headwater webhook create big https://audit.example/in --filter \"(e.data ->> 'cents')::int > 500\"",
     )
 )
+@setting_options(NEW_WEBHOOK_SETTINGS)
 def create(
     context: typer.Context,
     name: Name,
@@ -111,25 +75,9 @@ def create(
     ] = None,
     from_end: Annotated[bool, typer.Option("--from-end", help="Start with new events.")] = False,
     secret: Annotated[str | None, typer.Option(help="Secret: whsec_ and base64. Default: generated.")] = None,
-    headers: Headers = None,
-    body: BodyOption = None,
-    timeout_seconds: Timeout = None,
-    max_concurrency: Concurrency = None,
-    rate_per_second: Rate = None,
-    gzip_above_bytes: Gzip = None,
-    client_errors: ClientErrorsOption = None,
-    max_attempts: Annotated[int | None, typer.Option(help="Attempts until an event becomes a dead letter.")] = None,
-    backoff_seconds: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Delay after the first failed attempt.")
-    ] = None,
-    backoff_max_seconds: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Maximum delay between attempts.")
-    ] = None,
-    ordered_keys: Annotated[
-        bool, typer.Option("--ordered-keys", help="Send events of the same key one at a time and in order.")
-    ] = False,
     dsn: Dsn = None,
     as_json: Json = False,
+    **settings: Unpack[NewWebhookSettings],
 ) -> None:
     """Create a webhook, and a queue of the same name with the events of these topics. Prints the secret.
 
@@ -140,11 +88,7 @@ def create(
         "topics": topic or None,
         "queue": queue,
         "filter": filter,
-        "headers": sorted(name for name, _ in headers) if headers else None,
-        "timeout_seconds": timeout_seconds,
-        "max_concurrency": max_concurrency,
-        "rate_per_second": rate_per_second,
-        "gzip_above_bytes": gzip_above_bytes,
+        **audited(settings),
     }
     with session(context).log(dsn) as log, audit(log, "webhook.create", name, detail) as log:
         created = log.create_webhook(
@@ -158,17 +102,7 @@ def create(
             since=since,
             from_end=from_end,
             secret=secret,
-            headers=dict(headers) if headers else None,
-            body=body and body.value,
-            timeout_seconds=timeout_seconds,
-            max_concurrency=max_concurrency,
-            rate_per_second=rate_per_second,
-            gzip_above_bytes=gzip_above_bytes,
-            client_errors=client_errors and client_errors.value,
-            max_attempts=max_attempts,
-            backoff_seconds=backoff_seconds,
-            backoff_max_seconds=backoff_max_seconds,
-            ordered_keys=ordered_keys,
+            **settings,
         )
         bound = filter is not None or queue is not None or bool(log.bindings(created.queue))
     if as_json:
@@ -227,47 +161,29 @@ def show(
         "headwater webhook update shop --rate-per-second 0 --client-errors dead",
     )
 )
+@setting_options(changeable(WebhookSettings), before="no_headers", change=True)
 def update(
     context: typer.Context,
     name: Name,
     url: Annotated[str | None, typer.Option(help="URL of the receiver: https://...")] = None,
-    headers: Headers = None,
     no_headers: Annotated[bool, typer.Option("--no-headers", help="Remove all additional headers.")] = False,
-    body: BodyOption = None,
-    timeout_seconds: Timeout = None,
-    max_concurrency: Concurrency = None,
-    rate_per_second: Rate = None,
-    gzip_above_bytes: Gzip = None,
-    client_errors: ClientErrorsOption = None,
     dsn: Dsn = None,
     as_json: Json = False,
+    **changes: Unpack[WebhookChanges],
 ) -> None:
     """Change a webhook. Options that are not given stay unchanged; --header replaces all headers.
 
     Change retries on its queue: headwater queue alter.
     """
-    if headers and no_headers:
+    if changes.get("headers") and no_headers:
         raise typer.BadParameter("give only one of --header and --no-headers")
-    changes: dict[str, Any] = {
-        "url": url,
-        "headers": [] if no_headers else sorted(name for name, _ in headers) if headers else None,
-        "timeout_seconds": timeout_seconds,
-        "max_concurrency": max_concurrency,
-        "rate_per_second": rate_per_second,
-        "gzip_above_bytes": gzip_above_bytes,
-    }
-    with session(context).log(dsn) as log, audit(log, "webhook.alter", name, changes) as log:
-        altered = log.alter_webhook(
-            name,
-            url=url,
-            headers={} if no_headers else dict(headers) if headers else None,
-            body=body and body.value,
-            timeout_seconds=timeout_seconds,
-            max_concurrency=max_concurrency,
-            rate_per_second=rate_per_second,
-            gzip_above_bytes=gzip_above_bytes,
-            client_errors=client_errors and client_errors.value,
-        )
+    if no_headers:
+        changes["headers"] = {}
+    with (
+        session(context).log(dsn) as log,
+        audit(log, "webhook.alter", name, {"url": url, **audited(changes)}) as log,
+    ):
+        altered = log.alter_webhook(name, url=url, **changes)
     output.print_result(_document(altered), f"updated webhook {name}", as_json=as_json)
 
 

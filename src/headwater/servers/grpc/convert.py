@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, TypeVar
 
+from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from headwater.errors import HeadwaterError, InvalidEvent, InvalidRequest
@@ -24,6 +25,7 @@ from headwater.log.model import Event, NewEvent
 from headwater.queue.model import Dead, DeadLetter, Lease, Outcome, Retry, Snooze
 from headwater.servers.grpc.errors import code_for
 from headwater.servers.grpc.generated import headwater_pb2 as pb
+from headwater.setting_definitions import SettingDefinition
 
 M = TypeVar("M", pb.Event, pb.StoreEvent)
 
@@ -36,6 +38,18 @@ MAX_FOLLOW_BYTES: Final = 4_194_304
 # each subscriber of an event store: there may be many subscribers, and events can be read again.
 MAX_CHUNK_BYTES: Final = 1_048_576
 UNIX_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def settings_of(request: Message, definitions: tuple[SettingDefinition, ...]) -> dict[str, Any]:
+    """The settings that a request gives. A field without presence gives one if it is not 0 or empty."""
+    fields = request.DESCRIPTOR.fields_by_name
+    found = {}
+    for one in definitions:
+        if one.json_name in fields:
+            value = getattr(request, one.json_name)
+            if request.HasField(one.json_name) if fields[one.json_name].has_presence else value:
+                found[one.name] = one.from_json(value)
+    return found
 
 
 def _reject_constant(text: str) -> Any:

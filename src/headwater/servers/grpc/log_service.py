@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
-from datetime import UTC, timedelta
-from typing import Any, Literal
+from datetime import UTC
+from typing import Any
 
 from headwater.aio import AsyncHeadwater
 from headwater.calls import log as log_calls
 from headwater.calls import reading as reading_calls
 from headwater.errors import InvalidRequest
 from headwater.log.model import Topic, TopicOverview
+from headwater.log.settings import TopicSettings
 from headwater.servers.grpc import convert
 from headwater.servers.grpc.generated import headwater_pb2 as pb
 from headwater.servers.grpc.interceptor import GrpcCall
+from headwater.setting_definitions import definitions
 
 
 class LogService:
@@ -104,19 +106,11 @@ class LogService:
 
     async def create_topic(self, request: pb.CreateTopicRequest, call: GrpcCall) -> pb.Topic:
         call.require("create", "topic", request.name)
+        settings = convert.settings_of(request, definitions(TopicSettings))
         details = {"partitions": request.partitions or 1}
         async with self._log.audited(call.principal.account, "topic.create", request.name, details) as connection:
             topic = await self._log.create_topic(
-                request.name,
-                kind=_kind(request.kind),
-                partitions=request.partitions or 1,
-                retention=timedelta(seconds=request.retention_seconds)
-                if request.HasField("retention_seconds")
-                else None,
-                max_payload_bytes=request.max_payload_bytes if request.HasField("max_payload_bytes") else None,
-                max_header_bytes=request.max_header_bytes if request.HasField("max_header_bytes") else None,
-                if_missing=request.if_missing,
-                connection=connection,
+                request.name, if_missing=request.if_missing, connection=connection, **settings
             )
         return _topic(topic)
 
@@ -141,14 +135,6 @@ def _event_fields(event: Any) -> dict[str, Any]:
     parts: dict[str, Any] = event._asdict()
     del parts["partition"]
     return parts
-
-
-def _kind(kind: str) -> Literal["open", "sequenced"]:
-    if kind in ("", "open"):
-        return "open"
-    if kind == "sequenced":
-        return "sequenced"
-    raise InvalidRequest(f'invalid kind of topic "{kind}": expected "open" or "sequenced"')
 
 
 def _topic(topic: Topic | TopicOverview) -> pb.Topic:

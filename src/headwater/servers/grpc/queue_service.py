@@ -10,9 +10,11 @@ from typing import Final
 from headwater.aio import AsyncHeadwater
 from headwater.errors import InvalidRequest
 from headwater.queue.model import Lease
+from headwater.queue.settings import QueueSettings
 from headwater.servers.grpc import convert
 from headwater.servers.grpc.generated import headwater_pb2 as pb
 from headwater.servers.grpc.interceptor import GrpcCall
+from headwater.setting_definitions import definitions
 
 MAX_WAIT_SECONDS: Final = 60.0
 MIN_POLL_SECONDS: Final = 0.005
@@ -38,10 +40,8 @@ class QueueService:
             list(request.topics) or None,
             after=request.after if request.HasField("after") else None,
             from_end=request.from_end,
-            lease_seconds=request.lease_seconds if request.HasField("lease_seconds") else None,
-            max_attempts=request.max_attempts if request.HasField("max_attempts") else None,
-            ordered_keys=request.ordered_keys if request.HasField("ordered_keys") else None,
             if_missing=request.if_missing,
+            **convert.settings_of(request, definitions(QueueSettings)),
         )
         return pb.CreateQueueResponse()
 

@@ -20,6 +20,7 @@ from headwater.errors import InvalidRequest, QueueNotFound
 from headwater.log.event_json import event_json
 from headwater.log.model import Event
 from headwater.queue.model import Binding, Dead, Lease, Outcome, Queue, QueueOverview, Retry, Snooze
+from headwater.queue.settings import QueueSettings
 from headwater.servers.http import responses
 from headwater.servers.http.authorization import checked_in_route, principal_of, requires
 from headwater.servers.http.dependencies import context_of, event_range, json_response, list_response, problems, router
@@ -37,6 +38,8 @@ from headwater.servers.http.requests import (
     RewindRequest,
     SettleRequest,
 )
+from headwater.servers.http.setting_fields import settings_of
+from headwater.setting_definitions import changeable, definitions
 
 routes = router("queues")
 
@@ -61,16 +64,8 @@ async def _overview(request: Request, name: str) -> QueueOverview:
 
 
 def _queue_json(queue: QueueOverview, settings: Queue | None = None) -> dict[str, Any]:
-    parts = asdict(queue)
-    if settings is not None:
-        parts |= {
-            "start_position": settings.start_position,
-            "backoff_seconds": settings.backoff_seconds,
-            "backoff_factor": settings.backoff_factor,
-            "backoff_max_seconds": settings.backoff_max_seconds,
-            "backoff_jitter": settings.backoff_jitter,
-        }
-    return parts
+    more = {} if settings is None else {"start_position": settings.start_position}
+    return {name: getattr(queue, name) for name in responses.Queue.model_fields} | more
 
 
 @routes.get(
@@ -106,19 +101,7 @@ async def create_queue(request: Request, body: QueueCreate) -> Response:
         start = await log.run(reading_calls.position_before(None, body.since), patience_seconds=5)
     elif body.from_end:
         start = (await log.run(log_calls.log_state(), patience_seconds=5)).stable
-    settings = body.model_dump(
-        include={
-            "lease_seconds",
-            "max_attempts",
-            "backoff_seconds",
-            "backoff_factor",
-            "backoff_max_seconds",
-            "backoff_jitter",
-            "ordered_keys",
-            "max_in_flight",
-            "holds_retention",
-        }
-    )
+    settings = settings_of(body, definitions(QueueSettings))
     async with log.audited(
         principal.account, "queue.create", body.name, body.model_dump(exclude_unset=True)
     ) as connection:
@@ -166,7 +149,7 @@ async def _queue_response(request: Request, name: str, *, status: int = 200) -> 
 async def change_queue(request: Request, queue: QueueName, body: QueueUpdate) -> Response:
     """Change the settings of a queue."""
     log = context_of(request).log
-    changes = body.model_dump(exclude_unset=True)
+    changes = settings_of(body, changeable(QueueSettings))
     async with log.audited(principal_of(request).account, "queue.alter", queue, changes) as connection:
         await log.run(queue_calls.alter_queue(queue, **changes), connection=connection)
     return await _queue_response(request, queue)

@@ -26,6 +26,10 @@ from headwater.access import permissions
 from headwater.errors import InvalidEvent, InvalidRequest
 from headwater.log.event_json import BYTES_TYPE, TEXT_TYPE, from_base64
 from headwater.log.model import NewEvent
+from headwater.log.settings import TopicSettings
+from headwater.queue.settings import QueueSettings
+from headwater.servers.http.setting_fields import changed_settings, new_settings
+from headwater.setting_definitions import changeable, definitions
 
 # Above every possible position, and exact as a double.
 MAX_POSITION: Final = (1 << 53) - 1
@@ -193,34 +197,25 @@ Publish = Annotated[
 # --- topics ---
 
 
+@new_settings(definitions(TopicSettings))
 class TopicCreate(RequestModel):
     """A topic to create."""
 
     model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"name": "orders", "kind": "open"}]})
 
     name: Name
-    kind: Literal["open", "sequenced"] = "open"
     event_store: Flag = Field(
         default=False, description="create an event store: a sequenced topic with one partition and append conditions"
     )
-    partitions: Annotated[int, Field(strict=True, ge=1, le=1024)] = 1
-    retention_seconds: Annotated[float, Field(strict=True, gt=0, le=1e9, allow_inf_nan=False)] | None = None
-    max_payload_bytes: Number | None = None
-    max_header_bytes: Number | None = None
     if_missing: Flag = False
 
 
+@changed_settings(changeable(TopicSettings))
 class TopicUpdate(RequestModel):
     """Topic settings to change. Omitted settings stay unchanged."""
 
     model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"retention_seconds": 604800}]})
 
-    partitions: Annotated[int, Field(strict=True, ge=1, le=1024)] | None = None
-    retention_seconds: Annotated[float, Field(strict=True, gt=0, le=1e9, allow_inf_nan=False)] | None = Field(
-        default=None, description="null: events are kept forever"
-    )
-    max_payload_bytes: Number | None = None
-    max_header_bytes: Number | None = None
     dry_run: Flag = Field(
         default=False, description="change nothing; report which events the new retention would remove"
     )
@@ -239,20 +234,8 @@ class BindingCreate(RequestModel):
     from_position: Position | None = None
 
 
-class QueueSettings(RequestModel):
-    """Settings of a queue."""
-
-    lease_seconds: Seconds | None = None
-    max_attempts: Number | None = None
-    backoff_seconds: Seconds | None = None
-    backoff_factor: Seconds | None = None
-    backoff_max_seconds: Seconds | None = None
-    backoff_jitter: Seconds | None = None
-    max_in_flight: Number | None = None
-    holds_retention: Flag | None = None
-
-
-class QueueCreate(QueueSettings):
+@new_settings(definitions(QueueSettings))
+class QueueCreate(RequestModel):
     """A queue to create."""
 
     model_config = ConfigDict(
@@ -261,7 +244,6 @@ class QueueCreate(QueueSettings):
 
     name: Annotated[str, Field(min_length=1, max_length=200)]
     bindings: list[BindingCreate] = Field(default_factory=list, max_length=100)
-    ordered_keys: Flag | None = None
     after: Position | None = Field(
         default=None, description="start after this position; default: the beginning of the log"
     )
@@ -270,8 +252,9 @@ class QueueCreate(QueueSettings):
     if_missing: Flag = False
 
 
-class QueueUpdate(QueueSettings):
-    """Queue settings to change. Omitted settings stay unchanged; max_in_flight 0 removes the limit."""
+@changed_settings(changeable(QueueSettings))
+class QueueUpdate(RequestModel):
+    """Queue settings to change. Omitted settings stay unchanged; null or 0 removes a limit."""
 
     model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"lease_seconds": 60}]})
 

@@ -7,6 +7,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
+from headwater.log.settings import TopicSettings
+from headwater.queue.settings import QueueSettings
+from headwater.servers.http.setting_fields import shown_settings
+from headwater.setting_definitions import definitions
+
 Time = datetime
 
 
@@ -48,16 +53,12 @@ class PublishResult(BaseModel):
     positions: list[int | None]
 
 
+@shown_settings(definitions(TopicSettings))
 class Topic(BaseModel):
     """A topic with its settings and contents."""
 
     name: str
-    kind: Literal["open", "sequenced"]
     event_store: bool
-    partitions: int
-    retention_seconds: float | None
-    max_payload_bytes: int
-    max_header_bytes: int
     created_at: Time
     expired_to: int
     first_position: int | None
@@ -91,6 +92,7 @@ class DeleteResult(EventRange):
     deleted: bool
 
 
+@shown_settings(definitions(QueueSettings))
 class Queue(BaseModel):
     """A queue with its settings, state and lag."""
 
@@ -111,11 +113,6 @@ class Queue(BaseModel):
     done: int
     last_claimed_at: Time | None = Field(description="time of the last claim, accurate to 10 seconds")
     last_worker: str | None = Field(description="the worker of the last claim")
-    ordered_keys: bool
-    max_attempts: int
-    lease_seconds: float
-    max_in_flight: int | None
-    holds_retention: bool
     created_at: Time
 
 
@@ -125,10 +122,6 @@ class Queues(BaseModel):
 
 class QueueDetail(Queue):
     start_position: int
-    backoff_seconds: float
-    backoff_factor: float
-    backoff_max_seconds: float
-    backoff_jitter: float
 
 
 class QueueDeleteResult(DeleteResult):

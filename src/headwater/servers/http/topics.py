@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import Request
@@ -15,25 +15,27 @@ from headwater.calls import reading as reading_calls
 from headwater.calls import store as store_calls
 from headwater.errors import InvalidRequest, TopicNotFound
 from headwater.log.model import TopicOverview
+from headwater.log.settings import TopicSettings
 from headwater.servers.http import responses
 from headwater.servers.http.authorization import checked_in_route, principal_of, requires
 from headwater.servers.http.dependencies import context_of, event_range, json_response, problems, router
-from headwater.servers.http.requests import DryRun, TopicCreate, TopicName, TopicUpdate, seconds
+from headwater.servers.http.requests import DryRun, TopicCreate, TopicName, TopicUpdate
+from headwater.servers.http.setting_fields import settings_json, settings_of
+from headwater.setting_definitions import changeable, definitions
 
 routes = router("topics")
-
-_SETTINGS = ("kind", "partitions", "max_payload_bytes", "max_header_bytes", "created_at", "expired_to")
 
 
 def _topic_json(topic: TopicOverview, stores: Collection[str]) -> dict[str, Any]:
     return {
         "name": topic.name,
         "event_store": topic.name in stores,
-        "retention_seconds": None if topic.retention is None else topic.retention.total_seconds(),
-        **{name: getattr(topic, name) for name in _SETTINGS},
+        "created_at": topic.created_at,
+        "expired_to": topic.expired_to,
         "first_position": topic.first_position,
         "last_position": topic.last_position,
         "last_published_at": topic.last_published_at,
+        **settings_json(topic, definitions(TopicSettings)),
     }
 
 
@@ -63,8 +65,8 @@ async def create_topic(request: Request, body: TopicCreate) -> Response:
     log, principal = context_of(request).log, principal_of(request)
     if not principal.may("create", "log", "*"):
         principal.need("create", "topic", body.name)
-    limits = {"max_payload_bytes": body.max_payload_bytes, "max_header_bytes": body.max_header_bytes}
-    if body.event_store and (body.partitions != 1 or body.retention_seconds is not None):
+    settings = settings_of(body, definitions(TopicSettings))
+    if body.event_store and (settings.pop("partitions", 1) != 1 or settings.pop("retention", None) is not None):
         raise InvalidRequest(
             "an event store has one partition and no retention: leave out partitions and retention_seconds"
         )
@@ -72,19 +74,12 @@ async def create_topic(request: Request, body: TopicCreate) -> Response:
         principal.account, "topic.create", body.name, body.model_dump(exclude_unset=True)
     ) as connection:
         if body.event_store:
+            settings.pop("kind", None)
             await log.run(
-                store_calls.create_event_store(body.name, if_missing=body.if_missing, **limits), connection=connection
+                store_calls.create_event_store(body.name, if_missing=body.if_missing, **settings), connection=connection
             )
         else:
-            await log.create_topic(
-                body.name,
-                kind=body.kind,
-                partitions=body.partitions,
-                retention=seconds(body.retention_seconds),
-                if_missing=body.if_missing,
-                connection=connection,
-                **limits,
-            )
+            await log.create_topic(body.name, if_missing=body.if_missing, connection=connection, **settings)
     return await _topic_response(request, body.name, status=201)
 
 
@@ -109,22 +104,17 @@ async def change_topic(request: Request, topic: TopicName, body: TopicUpdate) ->
     """Change the settings of a topic. Events that are older than a new retention are removed by the next maintenance,
     or when their segment is closed."""
     log = context_of(request).log
+    settings = settings_of(body, changeable(TopicSettings))
+    retention = settings.get("retention")
     older = overview.NOTHING
-    if body.retention_seconds is not None:
-        since = datetime.now(UTC) - timedelta(seconds=body.retention_seconds)
+    if retention is not None:
+        since = datetime.now(UTC) - retention
         up_to = await log.run(reading_calls.position_before([topic], since), patience_seconds=5)
         older = await log.run(overview.topic_contents(topic, up_to=up_to), patience_seconds=5)
     removed = {**event_range(older), "dry_run": body.dry_run}
     if body.dry_run:
         return await _topic_response(request, topic, removed)
-    call = log_calls.alter_topic(
-        topic,
-        partitions=body.partitions,
-        retention=seconds(body.retention_seconds),
-        keep_forever="retention_seconds" in body.model_fields_set and body.retention_seconds is None,
-        max_payload_bytes=body.max_payload_bytes,
-        max_header_bytes=body.max_header_bytes,
-    )
+    call = log_calls.alter_topic(topic, keep_forever="retention" in settings and retention is None, **settings)
     changes = body.model_dump(exclude_unset=True, exclude={"dry_run"})
     async with log.audited(principal_of(request).account, "topic.alter", topic, changes) as connection:
         await log.run(call, connection=connection)

@@ -7,29 +7,17 @@ from typing import Annotated, Any, Literal
 from fastapi import Path
 from pydantic import BaseModel, Field
 
-from headwater.servers.http.requests import BindingCreate, Name, Number, RequestModel, Seconds, Text
+from headwater.servers.http.requests import BindingCreate, RequestModel, Text
 from headwater.servers.http.responses import Time
-from headwater.webhooks.model import WebhookBody
+from headwater.servers.http.setting_fields import changed_settings, new_settings, shown_settings
+from headwater.setting_definitions import changeable, definitions
+from headwater.webhooks.settings import NEW_WEBHOOK_SETTINGS, WebhookSettings
 
 WebhookName = Annotated[str, Path(min_length=1, max_length=200, description="the webhook's name", examples=["shop"])]
-Header = Annotated[str, Field(max_length=2000)]
 
 
-class WebhookSettings(RequestModel):
-    """Settings of a webhook."""
-
-    headers: dict[Name, Header] | None = None
-    body: WebhookBody | None = None
-    timeout_seconds: Seconds | None = None
-    max_concurrency: Number | None = None
-    rate_per_second: Seconds | None = Field(default=None, description="0: no limit")
-    gzip_above_bytes: Number | None = Field(default=None, description="0: never")
-    client_errors: Literal["retry", "dead"] | None = Field(
-        default=None, description="whether a 4xx response is retried or makes the event a dead letter"
-    )
-
-
-class WebhookCreate(WebhookSettings):
+@new_settings(NEW_WEBHOOK_SETTINGS)
+class WebhookCreate(RequestModel):
     """A webhook to create: a URL and the events to send."""
 
     name: Annotated[str, Field(min_length=1, max_length=200)]
@@ -42,7 +30,10 @@ class WebhookCreate(WebhookSettings):
     from_end: bool = Field(default=True, description="only events published from now on")
 
 
-class WebhookUpdate(WebhookSettings):
+@changed_settings(changeable(WebhookSettings))
+class WebhookUpdate(RequestModel):
+    """Webhook settings to change. Omitted settings stay unchanged; null or 0 removes a limit."""
+
     url: Annotated[str, Field(min_length=1, max_length=2000)] | None = None
 
 
@@ -50,19 +41,13 @@ class PauseReason(RequestModel):
     reason: Text | None = None
 
 
+@shown_settings(definitions(WebhookSettings))
 class WebhookInfo(BaseModel):
     """A webhook without its secrets. Retries and dead letters belong to its queue."""
 
     name: str
     queue: str
     url: str
-    headers: dict[str, str]
-    body: WebhookBody
-    timeout_seconds: float
-    max_concurrency: int | None
-    rate_per_second: float | None
-    gzip_above_bytes: int | None
-    client_errors: Literal["retry", "dead"]
     state: Literal["active", "paused", "disabled"]
     state_reason: str | None
     created_at: Time

@@ -16,6 +16,7 @@ from headwater.servers.http import responses
 from headwater.servers.http.authorization import principal_of, requires
 from headwater.servers.http.dependencies import context_of, event_range, json_response, problems, router
 from headwater.servers.http.requests import BindingCreate, DryRun
+from headwater.servers.http.setting_fields import settings_of
 from headwater.servers.http.sql_subscriptions import count_unread
 from headwater.servers.http.webhook_models import (
     PauseReason,
@@ -27,9 +28,11 @@ from headwater.servers.http.webhook_models import (
     WebhookUpdate,
     WebhookWithSecret,
 )
+from headwater.setting_definitions import changeable
 from headwater.webhooks.api import new_secret
 from headwater.webhooks.deliver import send_test
 from headwater.webhooks.model import Webhook
+from headwater.webhooks.settings import NEW_WEBHOOK_SETTINGS, WebhookSettings
 
 routes = router("webhooks")
 
@@ -59,7 +62,7 @@ async def list_webhooks(request: Request) -> Response:
 async def create_webhook(request: Request, body: WebhookCreate) -> Response:
     """Create a webhook, with a queue of the same name. Without bindings, all events are sent."""
     log = context_of(request).log
-    settings = body.model_dump(exclude={"name", "url", "bindings", "from_end"})
+    settings = settings_of(body, NEW_WEBHOOK_SETTINGS)
     detail: dict[str, Any] = {
         "url": _audited_url(body.url),
         "bindings": [one.model_dump(exclude_unset=True) for one in body.bindings],
@@ -70,7 +73,13 @@ async def create_webhook(request: Request, body: WebhookCreate) -> Response:
             raise InvalidRequest("filter cannot be combined with bindings or with from_end false")
     async with log.audited(principal_of(request).account, "webhook.create", body.name, detail) as connection:
         webhook = await log.create_webhook(
-            body.name, body.url, from_end=body.from_end, connection=connection, **settings
+            body.name,
+            body.url,
+            filter=body.filter,
+            params=body.params,
+            from_end=body.from_end,
+            connection=connection,
+            **settings,
         )
         for one in body.bindings or ([BindingCreate()] if body.filter is None else []):
             bind = queue_calls.bind(
@@ -105,13 +114,14 @@ async def show_webhook(request: Request, webhook: WebhookName) -> Response:
 async def change_webhook(request: Request, webhook: WebhookName, body: WebhookUpdate) -> Response:
     """Change the settings of a webhook. They take effect within seconds."""
     log = context_of(request).log
-    changes = body.model_dump(exclude_unset=True)
+    changes = settings_of(body, changeable(WebhookSettings))
     # Header values may be secrets.
     detail = {name: value for name, value in changes.items() if name != "headers"}
     if body.url is not None:
         detail["url"] = _audited_url(body.url)
     async with log.audited(principal_of(request).account, "webhook.alter", webhook, detail) as connection:
-        return json_response(_webhook_json(await log.alter_webhook(webhook, connection=connection, **changes)))
+        altered = await log.alter_webhook(webhook, url=body.url, connection=connection, **changes)
+        return json_response(_webhook_json(altered))
 
 
 @routes.delete(

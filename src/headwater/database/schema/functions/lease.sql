@@ -103,7 +103,13 @@ begin
     join unnest(positions, verdicts, errors) as u (position, verdict, error) on u.position = r.position
     where
         r.queue_id = target.id and r.token = settle.token
-        and (u.verdict = 'dead' or u.verdict = 'retry' and r.attempt >= target.max_attempts);
+        and (
+            u.verdict = 'dead'
+            or u.verdict = 'retry' and (
+                r.attempt >= target.max_attempts
+                or headwater_internal.is_past_retry_age(target, r.topic_id, r.position)
+            )
+        );
     if doomed is not null then
         perform headwater_internal.bury(target, doomed, doomed_errors);
     end if;
@@ -145,6 +151,8 @@ begin
         judged as (
             select
                 d.*,
+                target.max_attempts = 1
+                or d.verdict = 'retry' and headwater_internal.is_past_retry_age(target, d.topic_id, d.position) as is_last,
                 case when target.ordered_keys then headwater_internal.key_order_hash(d.key) end as key_hash,
                 -- With ordered keys, no event is done after a failed event of the same key.
                 coalesce(
@@ -165,7 +173,7 @@ begin
                 target.id, j.position, j.topic_id, 1, false, left(j.error, 10000),
                 headwater_internal.with_try('[]', 1, lease.worker, j.error)
             from judged j
-            where j.outcome = 'dead' or j.outcome = 'retry' and target.max_attempts = 1
+            where j.outcome = 'dead' or j.outcome = 'retry' and j.is_last
         ),
         again as (
             insert into headwater_internal.redelivery
@@ -187,7 +195,7 @@ begin
                     else '[]'
                 end
             from judged j
-            where j.outcome = 'release' or j.outcome = 'retry' and target.max_attempts > 1
+            where j.outcome = 'release' or j.outcome = 'retry' and not j.is_last
         )
         select
             array_agg(j.position) filter (where j.outcome is not null),
@@ -316,7 +324,10 @@ begin
                 e.position, e.topic_id,
                 case when target.ordered_keys then headwater_internal.key_order_hash(e.key) end as key_hash,
                 -- It is unknown which of several events failed, so the attempt is not counted for any of them.
-                case when lapsed.events - lapsed.acked_events = 1 then 1 else 0 end as attempt
+                case when lapsed.events - lapsed.acked_events = 1 then 1 else 0 end as attempt,
+                lapsed.events - lapsed.acked_events = 1 and (
+                    target.max_attempts = 1 or headwater_internal.is_past_retry_age(target, e.topic_id, e.position)
+                ) as is_last
             from headwater_internal.bound_events(
                 target.id, headwater_internal.bound_topics(target.id, lapsed.lo - 1), lapsed.lo, lapsed.hi
             ) as e
@@ -334,7 +345,7 @@ begin
                 target.id, u.position, u.topic_id, u.attempt, true, 'lease expired',
                 headwater_internal.with_try('[]', u.attempt, lapsed.worker, 'lease expired')
             from unacked u
-            where u.attempt >= target.max_attempts
+            where u.is_last
         )
         insert into headwater_internal.redelivery
             (queue_id, position, topic_id, attempt, visible_at, isolated, key_hash, last_error, history)
@@ -343,7 +354,7 @@ begin
             case when u.key_hash is null then ended_at else 'infinity' end,
             true, u.key_hash, 'lease expired', headwater_internal.with_try('[]', u.attempt, lapsed.worker, 'lease expired')
         from unacked u
-        where u.attempt < target.max_attempts;
+        where not u.is_last;
         get diagnostics step = row_count;
         given_back := given_back + step;
         if lapsed.keys is not null then
@@ -376,7 +387,12 @@ begin
         if step = 1 then
             perform headwater_internal.bury(target, array[r.position], array['lease expired'])
             from headwater_internal.redelivery r
-            where r.queue_id = target.id and r.token = lapsed_again.token and r.attempt >= target.max_attempts;
+            where
+                r.queue_id = target.id and r.token = lapsed_again.token
+                and (
+                    r.attempt >= target.max_attempts
+                    or headwater_internal.is_past_retry_age(target, r.topic_id, r.position)
+                );
         end if;
         update headwater_internal.redelivery r
         set

@@ -66,7 +66,8 @@ return coalesce(
 );
 
 -- Create a queue that starts after a position (null: at the beginning of the log), bound to whole topics or to none
--- yet, and return it. HW013 if it exists, unless `if_missing` is true: then the existing queue is returned unchanged.
+-- yet, and return it; null for a setting is its default, 0 for max_in_flight or retry_age_seconds means no limit. HW013
+-- if it exists, unless `if_missing` is true: then the existing queue is returned unchanged.
 -- HW004 if a topic does not exist.
 create or replace function headwater.create_queue(
     queue_name text,
@@ -78,6 +79,7 @@ create or replace function headwater.create_queue(
     backoff_factor float8 default null,
     backoff_max_seconds float8 default null,
     backoff_jitter float8 default null,
+    retry_age_seconds float8 default null,
     ordered_keys boolean default null,
     max_in_flight integer default null,
     holds_retention boolean default null,
@@ -91,7 +93,7 @@ declare
 begin
     insert into headwater_internal.queue (
         name, start_position, lease_seconds, max_attempts, backoff_seconds, backoff_factor, backoff_max_seconds,
-        backoff_jitter, ordered_keys, max_in_flight, holds_retention
+        backoff_jitter, retry_age_seconds, ordered_keys, max_in_flight, holds_retention
     )
     values (
         queue_name,
@@ -102,8 +104,9 @@ begin
         coalesce(create_queue.backoff_factor, 2),
         coalesce(create_queue.backoff_max_seconds, 3600),
         coalesce(create_queue.backoff_jitter, 0.2),
+        nullif(create_queue.retry_age_seconds, 0),
         coalesce(create_queue.ordered_keys, false),
-        create_queue.max_in_flight,
+        nullif(create_queue.max_in_flight, 0),
         coalesce(create_queue.holds_retention, true)
     )
     on conflict (name) do nothing
@@ -123,7 +126,8 @@ begin
 end;
 $$;
 
--- Change the settings of a queue and return it; null leaves a setting unchanged, 0 for max_in_flight removes the limit.
+-- Change the settings of a queue and return it; null leaves a setting unchanged, 0 for max_in_flight or
+-- retry_age_seconds removes the limit.
 -- HW011 if the queue does not exist.
 create or replace function headwater.alter_queue(
     queue_name text,
@@ -133,6 +137,7 @@ create or replace function headwater.alter_queue(
     backoff_factor float8 default null,
     backoff_max_seconds float8 default null,
     backoff_jitter float8 default null,
+    retry_age_seconds float8 default null,
     max_in_flight integer default null,
     holds_retention boolean default null
 )
@@ -150,6 +155,7 @@ begin
         backoff_factor = coalesce(alter_queue.backoff_factor, g.backoff_factor),
         backoff_max_seconds = coalesce(alter_queue.backoff_max_seconds, g.backoff_max_seconds),
         backoff_jitter = coalesce(alter_queue.backoff_jitter, g.backoff_jitter),
+        retry_age_seconds = nullif(coalesce(alter_queue.retry_age_seconds, g.retry_age_seconds), 0),
         max_in_flight = nullif(coalesce(alter_queue.max_in_flight, g.max_in_flight), 0),
         holds_retention = coalesce(alter_queue.holds_retention, g.holds_retention)
     where g.id = altered.id

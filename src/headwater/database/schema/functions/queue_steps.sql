@@ -46,6 +46,22 @@ return make_interval(
     ) * (1 + target.backoff_jitter * (2 * random() - 1))
 );
 
+-- Whether an event is too old for another attempt. The age is that at the begin of the statement: the same event must
+-- not be given up and retried by one settle().
+create or replace function headwater_internal.is_past_retry_age(
+    target headwater_internal.queue, topic_id integer, "position" bigint
+)
+returns boolean
+language sql
+stable
+return target.retry_age_seconds is not null and exists (
+    select
+    from headwater_internal.event e
+    where
+        e.topic_id = is_past_retry_age.topic_id and e.position = is_past_retry_age.position
+        and e.published_at < statement_timestamp() - make_interval(secs => target.retry_age_seconds)
+);
+
 -- The unsettled claims of new events.
 create or replace function headwater_internal.open_claims(target headwater_internal.queue)
 returns setof headwater_internal.ledger

@@ -1,8 +1,8 @@
 -- Settling events of SQL subscriptions: retries, dead letters, and keeping subscriptions alive.
 
 -- Settle events for one handler: 'done', 'retry' (after the delay, or the queue's backoff), 'dead', or 'release' (again
--- after the delay, not counted as an attempt). A retry beyond `max_attempts` (null: the queue's setting) becomes a dead
--- letter. The arrays are parallel; `topics` are the topic names of the events. Entries of subscriptions that were
+-- after the delay, not counted as an attempt). A retry beyond `max_attempts` (null: the queue's setting), or of an event
+-- older than the queue's `retry_age_seconds`, becomes a dead letter. The arrays are parallel; `topics` are the topic names of the events. Entries of subscriptions that were
 -- deleted meanwhile are ignored. Returns the number of new dead letters. HW011 if the queue does not exist.
 create or replace function headwater.settle_matched(
     queue_name text,
@@ -29,7 +29,13 @@ begin
         select
             u.subscription_id, u.position, t.id as topic_id, u.attempt, u.delay,
             left(u.error, 10000) as error,
-            case when u.verdict = 'retry' and u.attempt >= allowed then 'dead' else u.verdict end as outcome
+            case
+                when
+                    u.verdict = 'retry'
+                    and (u.attempt >= allowed or headwater_internal.is_past_retry_age(target, t.id, u.position))
+                    then 'dead'
+                else u.verdict
+            end as outcome
         from unnest(subscription_ids, positions, topics, attempts, verdicts, errors, delays)
             as u (subscription_id, position, topic, attempt, verdict, error, delay)
         join headwater_internal.topic t on t.name = u.topic

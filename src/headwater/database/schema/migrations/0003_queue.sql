@@ -29,6 +29,9 @@ create table headwater_internal.queue (
         constraint "the longest backoff is 0 seconds to 30 days" check (backoff_max_seconds between 0 and 2592000),
     backoff_jitter      float8      not null default 0.2
         constraint "jitter is 0 to 1" check (backoff_jitter between 0 and 1),
+    -- Null: retries end only with the attempts.
+    retry_age_seconds   float8
+        constraint "the retry age is 1 second to 10 years" check (retry_age_seconds between 1 and 315360000),
     -- One event of a key at a time, in the order of the log.
     ordered_keys        boolean     not null default false,
     -- Null: no limit on how many events are leased at once.

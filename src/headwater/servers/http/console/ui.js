@@ -221,9 +221,11 @@ export function form(title, fields, send, { button = "Save" } = {}) {
     const save = h("button", { type: "submit" }, button);
     const node = h("form", { method: "dialog" },
       h("h2", title),
-      fields.map((field) => field.type === "checkbox"
-        ? h("label.check", inputs[field.name], field.label)
-        : h("label", field.label, inputs[field.name], field.help ? h("span.dim", field.help) : null)),
+      fields.map((field) => h("div.field",
+        field.type === "checkbox"
+          ? h("label.check", inputs[field.name], field.label)
+          : h("label", field.label, inputs[field.name]),
+        field.help ? h("span.dim", { id: `help-${field.name}` }, field.help) : null)),
       problem,
       h("div.buttons", h("button.second", { type: "button", onclick: () => close() }, "Cancel"), save));
     node.addEventListener("submit", async (event) => {
@@ -245,6 +247,7 @@ export function form(title, fields, send, { button = "Save" } = {}) {
 export function input({ name, type = "text", value = "", required, options, rows, placeholder, ...more }) {
   const given = { name, required, placeholder, ...more };
   delete given.label;
+  if (given.help) given["aria-describedby"] = `help-${name}`;
   delete given.help;
   if (options) {
     return h("select", given, options.map((option) => {

@@ -1,8 +1,9 @@
 // Queues: lag, leases, bindings, dead letters and actions.
 
-import { get, path, post, query, remove } from "../api.js";
+import { get, patch, path, post, query, remove } from "../api.js";
 import { isEmpty } from "../json.js";
-import { action, atLeast, badge, card, confirm, count, dialog, duration, events, every, exact, facts, form, h, head, note, number, range, show, table, update, when } from "../ui.js";
+import { action, atLeast, badge, card, confirm, count, dialog, events, every, exact, facts, form, h, head, note, number, range, show, table, update, when } from "../ui.js";
+import { changedSettings, settingFacts, settingFields, settings } from "../settings.js";
 import { contentOf, keyOf } from "./events.js";
 
 const PAGE = 100;
@@ -13,19 +14,16 @@ export async function queues() {
   const list = h("div");
   show(
     head("Queues", action("New queue", async () => {
+      const known = await settings("QueueCreate");
       const made = await form("New queue", [
         { name: "name", label: "Name", required: true },
         { name: "topic", label: "Topic", help: "Empty: the whole log. More bindings can be added later." },
-        { name: "lease_seconds", label: "Lease in seconds", type: "number", min: 1, value: "30" },
-        { name: "max_attempts", label: "Maximum attempts", type: "number", min: 1, value: "10" },
-        { name: "ordered_keys", label: "Process events with the same key in order", type: "checkbox" },
+        ...settingFields(known),
       ], async (given) => {
         await post("/v1/queues", {
           name: given.name,
-          lease_seconds: Number(given.lease_seconds),
-          max_attempts: Number(given.max_attempts),
-          ordered_keys: given.ordered_keys,
           bindings: [given.topic ? { topic: given.topic } : {}],
+          ...changedSettings(known, given),
         });
         return given.name;
       }, { button: "Create" });
@@ -60,11 +58,11 @@ export async function queue(name) {
   const content = h("div.stack");
   const title = head(name);
   const tiles = h("div.tiles");
-  const settings = h("div");
+  const details = h("div");
   const dead = h("div.stack");
   const leases = h("div");
   const bindings = h("div");
-  content.append(title, tiles, card("Dead letters", dead), card("Leases", leases), card("Bindings", bindings), card("Settings", settings));
+  content.append(title, tiles, card("Dead letters", dead), card("Leases", leases), card("Bindings", bindings), card("Settings", details));
   show(content);
   // Each part is loaded separately, because each may require another permission.
   const parts = [];
@@ -86,11 +84,9 @@ export async function queue(name) {
       tile("Retrying", number(found.retrying)),
       tile("Done", number(found.done), "good"),
       tile("Dead", number(found.dead), found.dead ? "bad" : "plain"));
-    update(settings, facts([
-      ["Lease", duration(found.lease_seconds)],
-      ["Maximum attempts", number(found.max_attempts)],
-      ["Order", found.ordered_keys ? "by key" : "none"],
-      ["Maximum in flight", found.max_in_flight ? number(found.max_in_flight) : "no limit"],
+    const known = await settings("Queue");
+    update(details, facts([
+      ...settingFacts(known, found),
       ["Claimed position", number(found.claimed_position)],
       ["Last claim", found.last_claimed_at ? h("span", when(found.last_claimed_at), ` by ${found.last_worker}`) : "none"],
       ["Created", exact(found.created_at)],
@@ -145,7 +141,13 @@ export function deadLetters(name, target, again) {
   }, target);
 }
 
-const actions = ({ name, paused }, again) => [
+async function change(found, again) {
+  const known = await settings("QueueUpdate");
+  const done = await form(`Settings of ${found.name}`, settingFields(known, found), (given) => patch(path`/v1/queues/${found.name}`, changedSettings(known, given, found)));
+  if (done) await again();
+}
+
+const actions = (found, again, { name, paused } = found) => [
   paused
     ? action("Resume", () => post(path`/v1/queues/${name}/resume`).then(again), { key: "pause" })
     : action("Pause", () => post(path`/v1/queues/${name}/pause`).then(again), { key: "pause" }),
@@ -157,6 +159,7 @@ const actions = ({ name, paused }, again) => [
     ], (given) => post(path`/v1/queues/${name}/bindings`, Object.fromEntries(Object.entries(given).filter(([, value]) => value))), { button: "Bind" });
     if (done) await again();
   }),
+  action("Settings", () => change(found, again)),
   action("Rewind", () => rewind(name, again)),
   action("Delete", async () => {
     const done = await confirm(`Delete queue ${name}?`, {

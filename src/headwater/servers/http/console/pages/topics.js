@@ -2,6 +2,7 @@
 
 import { get, patch, path, post, remove } from "../api.js";
 import { isJson, isObject } from "../json.js";
+import { changedSettings, settingFacts, settingFields, settings } from "../settings.js";
 import { action, badge, card, confirm, duration, events, exact, facts, form, h, head, note, number, redraw, show, table, when } from "../ui.js";
 
 const link = (name) => h("a", { href: `#/topics/${encodeURIComponent(name)}` }, name);
@@ -10,18 +11,16 @@ export async function topics() {
   const found = (await get("/v1/topics")).topics;
   show(
     head("Topics", action("New topic", async () => {
+      const known = (await settings("TopicCreate")).map((one) => (one.name === "kind" ? { ...one, enum: [...one.enum, ["event_store", "event store: appends with conditions"]] } : one));
       const made = await form("New topic", [
         { name: "name", label: "Name", required: true },
-        { name: "kind", label: "Kind", options: [["open", "open: publishers do not wait for each other"], ["sequenced", "sequenced: gapless offsets, for Kafka"], ["event_store", "event store: appends with conditions"]], value: "open" },
-        { name: "partitions", label: "Partitions", type: "number", min: 1, value: "1" },
-        { name: "retention_seconds", label: "Retention in seconds", type: "number", min: 1, help: "Empty: events are kept forever." },
+        ...settingFields(known),
       ], async (given) => {
         const store = given.kind === "event_store";
         await post("/v1/topics", {
           name: given.name,
-          kind: store ? "sequenced" : given.kind,
-          ...(store ? { event_store: true } : { partitions: Number(given.partitions) }),
-          ...(given.retention_seconds ? { retention_seconds: Number(given.retention_seconds) } : {}),
+          ...changedSettings(known, given),
+          ...(store ? { event_store: true, kind: "sequenced" } : {}),
         });
         return given.name;
       }, { button: "Create" });
@@ -44,13 +43,13 @@ export const topicTable = (topics) => table([
 ], topics, { label: "Topics", key: (t) => t.name, empty: "No topics." });
 
 export async function topic(name, search, put = show) {
-  const found = await get(path`/v1/topics/${name}`);
+  const [found, known] = await Promise.all([get(path`/v1/topics/${name}`), settings("TopicUpdate")]);
   const again = () => topic(name, search, redraw);
   put(
     head(name,
       h("a.button.second", { href: `#/events?topic=${encodeURIComponent(name)}` }, "Events"),
       action("Publish", () => publish(name).then((done) => done && again())),
-      action("Settings", () => settings(found).then((done) => done && again())),
+      action("Settings", () => change(found, known).then((done) => done && again())),
       action("Delete", async () => {
         const done = await confirm(`Delete topic ${name}?`, {
           name,
@@ -66,9 +65,7 @@ export async function topic(name, search, put = show) {
       }, { style: "risky" })),
     card("Settings", facts([
       ["Kind", found.event_store ? "event store" : found.kind],
-      ["Partitions", number(found.partitions)],
-      ["Retention", found.retention_seconds ? duration(found.retention_seconds) : "forever"],
-      ["Maximum payload", `${number(found.max_payload_bytes)} bytes`],
+      ...settingFacts(known, found),
       ["Created", exact(found.created_at)],
     ])),
     card("Contents", facts([
@@ -80,15 +77,13 @@ export async function topic(name, search, put = show) {
   );
 }
 
-async function settings({ name, retention_seconds: current, max_payload_bytes }) {
+async function change(found, known) {
+  const { name, retention_seconds: current } = found;
   let changes;
   // Events removed by retention cannot be restored, so a shorter retention is confirmed first.
-  const isShorter = () => changes.retention_seconds !== null && (current === null || changes.retention_seconds < current);
-  const done = await form(`Settings of ${name}`, [
-    { name: "retention_seconds", label: "Retention in seconds", type: "number", min: 1, value: current ?? "", help: "Empty: events are kept forever." },
-    { name: "max_payload_bytes", label: "Maximum payload in bytes", type: "number", min: 1, value: max_payload_bytes },
-  ], (given) => {
-    changes = { retention_seconds: given.retention_seconds ? Number(given.retention_seconds) : null, max_payload_bytes: Number(given.max_payload_bytes) };
+  const isShorter = () => (changes.retention_seconds ?? null) !== null && (current === null || changes.retention_seconds < current);
+  const done = await form(`Settings of ${name}`, settingFields(known, found), (given) => {
+    changes = changedSettings(known, given, found);
     return patch(path`/v1/topics/${name}`, { ...changes, dry_run: isShorter() });
   });
   if (!done || !isShorter()) return done;

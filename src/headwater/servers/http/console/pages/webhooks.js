@@ -1,7 +1,8 @@
 // Webhooks: list, settings, state, test.
 
 import { get, patch, path, post, remove } from "../api.js";
-import { action, badge, card, confirm, dialog, duration, events, exact, facts, form, h, head, note, number, redraw, show, table } from "../ui.js";
+import { changedSettings, settingFacts, settingFields, settings } from "../settings.js";
+import { action, badge, card, confirm, dialog, duration, events, exact, facts, form, h, head, note, redraw, show, table } from "../ui.js";
 
 const state = (w) => badge(w.state, { active: "good", paused: "warn" }[w.state] ?? "bad");
 
@@ -9,11 +10,13 @@ export async function webhooks(search, put = show) {
   const found = (await get("/v1/webhooks")).webhooks;
   put(
     head("Webhooks", action("New webhook", async () => {
+      const known = await settings("WebhookCreate");
       const made = await form("New webhook", [
         { name: "name", label: "Name", required: true },
         { name: "url", label: "URL", type: "url", required: true },
         { name: "topic", label: "Topic", help: "Empty: the whole log." },
-      ], (given) => post("/v1/webhooks", { name: given.name, url: given.url, bindings: [given.topic ? { topic: given.topic } : {}] }), { button: "Create" });
+        ...settingFields(known),
+      ], (given) => post("/v1/webhooks", { name: given.name, url: given.url, bindings: [given.topic ? { topic: given.topic } : {}], ...changedSettings(known, given) }), { button: "Create" });
       if (!made) return;
       if (made.secret) await dialog((close) => h("div", h("h2", "Secret of this webhook"), h("p", "Receivers verify signatures with it. Copy it now: it is not shown again."), h("pre", made.secret), h("div.buttons", h("button", { type: "button", onclick: () => close() }, "I have saved it"))));
       await webhooks(search, redraw);
@@ -28,7 +31,7 @@ export async function webhooks(search, put = show) {
 }
 
 export async function webhook(name, search, put = show) {
-  const w = await get(path`/v1/webhooks/${name}`);
+  const [w, known] = await Promise.all([get(path`/v1/webhooks/${name}`), settings("WebhookUpdate")]);
   const again = () => webhook(name, search, redraw);
   put(
     head(name, state(w),
@@ -46,9 +49,8 @@ export async function webhook(name, search, put = show) {
       action("Change", async () => {
         const done = await form(`Change ${name}`, [
           { name: "url", label: "URL", type: "url", value: w.url, required: true },
-          { name: "timeout_seconds", label: "Timeout in seconds", type: "number", min: 1, step: "any", value: w.timeout_seconds },
-          { name: "max_concurrency", label: "Maximum concurrent requests", type: "number", min: 1, value: w.max_concurrency },
-        ], (given) => patch(path`/v1/webhooks/${name}`, { url: given.url, timeout_seconds: Number(given.timeout_seconds), max_concurrency: Number(given.max_concurrency) }));
+          ...settingFields(known, w),
+        ], (given) => patch(path`/v1/webhooks/${name}`, { url: given.url, ...changedSettings(known, given, w) }));
         if (done) await again();
       }),
       action("Delete", async () => {
@@ -67,9 +69,7 @@ export async function webhook(name, search, put = show) {
     card("Delivery", facts([
       ["URL", h("span.code", w.url)],
       ["Queue", h("a", { href: `#/queues/${encodeURIComponent(w.queue)}` }, `${w.queue} (lag, dead letters)`)],
-      ["Timeout", duration(w.timeout_seconds)],
-      ["Maximum concurrent requests", number(w.max_concurrency)],
-      ["Rate", w.rate_per_second ? `${number(w.rate_per_second)} per second` : "no limit"],
+      ...settingFacts(known, w),
       w.state_reason ? ["Reason", h("span.bad", w.state_reason)] : null,
       ["Created", exact(w.created_at)],
     ])),
