@@ -20,6 +20,7 @@ from psycopg import conninfo, sql
 
 import headwater
 from headwater.database import schema
+from patience import EXIT_SECONDS, PATIENCE_SECONDS, TEST_SECONDS
 
 # How long an example takes says how busy the machine is.
 hypothesis.settings.register_profile("headwater", deadline=None)
@@ -30,15 +31,8 @@ T = TypeVar("T")
 
 
 SPARK_TESTS = Path(__file__).parent / "spark"
-# How long one test may take, with its fixtures; 0: as long as it likes, for a soak. Far more than any needs: a test
-# that waits for ever fails and names the line, and the others still run.
-TEST_SECONDS = float(os.environ.get("TEST_SECONDS", "1200"))
-# How long a signal may take that a test waits for: it scales with the above.
-SIGNAL_SECONDS = (TEST_SECONDS or 1200.0) / 5
 # An event loop may swallow what is raised in one of its callbacks, so it is raised again.
 AGAIN_SECONDS = 30.0
-# How long the process may take to end once all tests have.
-EXIT_SECONDS = float(os.environ.get("TEST_EXIT_SECONDS", "120"))
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -154,12 +148,12 @@ def topic(log: headwater.Headwater) -> str:
 
 @pytest.fixture
 def until() -> Callable[[Callable[[], T]], T]:
-    """Waits for a signal: asks until the answer is true, and fails after some minutes."""
+    """Waits for a signal: asks until the answer is true, and fails at its deadline."""
 
     def ask(question: Callable[[], T]) -> T:
-        deadline = time.monotonic() + SIGNAL_SECONDS
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while not (answer := question()):
-            assert time.monotonic() < deadline, f"the signal did not come within {SIGNAL_SECONDS:g} seconds"
+            assert time.monotonic() < deadline, f"the signal did not come within {PATIENCE_SECONDS:g} seconds"
             time.sleep(0.002)
         return answer
 

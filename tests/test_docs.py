@@ -15,6 +15,8 @@ import psycopg
 import pytest
 from psycopg import sql
 
+from patience import PATIENCE_SECONDS
+
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 CLI_PAGE = ROOT / "docs" / "reference" / "cli.md"
@@ -88,7 +90,7 @@ def test_the_reference_is_what_the_code_says() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
@@ -99,7 +101,9 @@ def _run_console(source: str) -> None:
     for command, expected in re.findall(r"^\$ ([^\n]*)\n((?:(?!\$ )[^\n]*\n)*)", source, re.MULTILINE):
         program = shlex.join([sys.executable, "-c", "from headwater.cli import main; main()"])
         script = f'headwater() {{ {program} "$@"; }}; set -o pipefail; {command}'
-        result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=300, check=False)
+        result = subprocess.run(
+            ["bash", "-c", script], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
+        )
         assert result.returncode == 0, f"{command}: {result.stderr}"
         if expected:
             assert _matches(expected, result.stdout), f"{command} printed:\n{result.stdout}\nnot:\n{expected}"

@@ -22,13 +22,12 @@ import headwater
 from headwater.calls import access as calls
 from headwater.cli import app
 from headwater.servers.kafka.api_keys import ApiKey
+from patience import PATIENCE_SECONDS
 from serve_process import serve_process
 
 confluent = pytest.importorskip("confluent_kafka")
 from confluent_kafka import Consumer, Producer, TopicPartition  # noqa: E402
 from confluent_kafka.admin import AdminClient  # noqa: E402
-
-PATIENCE_SECONDS = 90
 
 
 def run(dsn: str, *arguments: str) -> Any:

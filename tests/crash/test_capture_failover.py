@@ -20,8 +20,8 @@ from headwater.embedded import Binaries, EmbeddedError, Postgres, find_binaries
 from headwater.errors import SlotLost
 from headwater.spark.formats.changes import ChangesReader, ChangesSource
 from headwater.trials.chaos.cluster import Cluster, connected
+from patience import PATIENCE_SECONDS
 
-PATIENCE_SECONDS = 60.0
 FAILOVER_SLOTS_SINCE = 17
 SYNCHRONIZING = {"hot_standby_feedback": "on", "sync_replication_slots": "on", "primary_slot_name": "standby"}
 

@@ -19,12 +19,12 @@ from headwater.database import schema
 from headwater.embedded import Postgres
 from headwater.embedded.stepped_clock import find_libfaketime
 from headwater.trials import chaos
+from patience import PATIENCE_SECONDS, TEST_SECONDS
 
 # Longer for a soak.
 SECONDS = float(os.environ.get("CHAOS_SECONDS", "6.5"))
 # Trials of builds that lose something take until the last reader has had its time.
 BROKEN_BUILDS = os.environ.get("CHAOS_BROKEN_BUILDS") == "all"
-PATIENCE_SECONDS = 400.0
 PROGRAM = [sys.executable, "-c", "from headwater.cli import main; main()", "chaos"]
 HERE = Path(__file__).parent
 
@@ -51,7 +51,7 @@ def test_a_trial_by_every_disaster_loses_nothing(readers: str) -> None:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=SECONDS + PATIENCE_SECONDS,
+        timeout=SECONDS + TEST_SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -84,7 +84,7 @@ def test_an_interrupted_trial_leaves_nothing_behind(tmp_path: Path) -> None:
     session = f"TMPDIR={tmp_path}".encode()
     assert processes_with(session)
     process.send_signal(signal.SIGINT)
-    said = process.communicate(timeout=PATIENCE_SECONDS)[1]
+    said = process.communicate(timeout=TEST_SECONDS)[1]
     assert process.returncode == 130, said
     assert processes_with(session) == []
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("headwater-")] == []
@@ -199,7 +199,9 @@ def test_a_build_without_an_epoch_is_found_out(server: Postgres) -> None:
 @long_one
 @pytest.mark.parametrize("kind", ["Postgres stopped at once", "failovers"])
 def test_positions_that_are_issued_again_are_skipped_by_no_follower(server: Postgres, kind: str) -> None:
-    plan = replace(SHORT, kinds=(kind,), roles=("follow", "follow-bare", "process", "worker"), patience_seconds=40)
+    plan = replace(
+        SHORT, kinds=(kind,), roles=("follow", "follow-bare", "process", "worker"), patience_seconds=PATIENCE_SECONDS
+    )
     outcome = chaos.run(plan, server.dsn(), server=server)
     assert outcome.head_went_back >= 1
     assert outcome.verdict.ok, outcome.verdict.examples

@@ -12,6 +12,7 @@ import pytest
 from kafka_brokers import Brokers
 
 import headwater
+from patience import PATIENCE_SECONDS
 
 confluent = pytest.importorskip("confluent_kafka")
 from confluent_kafka import Consumer, Producer, TopicPartition  # noqa: E402
@@ -20,7 +21,6 @@ PARTITIONS = 3
 # More for a soak.
 KILLS = int(os.environ.get("KILLS", "3"))
 BETWEEN_KILLS = 200
-PATIENCE_SECONDS = 120
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow]
 

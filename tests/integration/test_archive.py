@@ -20,6 +20,7 @@ from headwater.calls import archives as archive_calls
 from headwater.calls.archives import TopicCoverage
 from headwater.errors import CursorMoved, InvalidRequest
 from headwater.log.model import MaintenanceResult
+from patience import PATIENCE_SECONDS
 
 DAY = timedelta(days=1)
 _numbers = itertools.count()
@@ -231,7 +232,7 @@ def cli(dsn: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "HEADWATER_DSN": dsn},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
 

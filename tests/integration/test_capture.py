@@ -16,6 +16,8 @@ import psycopg
 import pytest
 from psycopg import conninfo, pq, sql
 
+from patience import PATIENCE_SECONDS
+
 pytest.importorskip("pyarrow")
 
 from headwater.capture import connection as capture_connection
@@ -295,7 +297,7 @@ def storm(dsn: str, table: str, *, transactions: int, seed: int) -> None:
     """Transactions that overlap, roll back, and roll back in part; the table's columns change meanwhile."""
     rng = random.Random(seed)
     connections = [psycopg.connect(dsn) for _ in range(4)]
-    connections[0].execute("set lock_timeout = '1s'")
+    connections[0].execute(f"set lock_timeout = '{PATIENCE_SECONDS}s'")
     numbers = itertools.count(1)
     for step in range(transactions):
         connection = rng.choice(connections)
@@ -699,13 +701,13 @@ def test_a_snapshot_and_the_changes_after_it_are_exactly_the_table(
     ]
     for writer in writers:
         writer.start()
-    assert started.wait(20)
+    assert started.wait(PATIENCE_SECONDS)
     try:
         taken = [snapshot_rows(dsn, table, chunk_blocks=50) for _ in range(5)]
     finally:
         enough.set()
     for writer in writers:
-        writer.join(60)
+        writer.join(PATIENCE_SECONDS)
     found = changes(slot, start)
     assert len(found) >= 25_000
     truth = {row["key"]: row["row"] for row in snapshot_rows(dsn, table)[1]}

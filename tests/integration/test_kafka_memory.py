@@ -35,6 +35,7 @@ from headwater.servers.kafka.records import (
     write_headers,
 )
 from headwater.servers.kafka.wire import ErrorCode, Request
+from patience import PATIENCE_SECONDS
 
 EXAMPLES = int(os.environ.get("CRASH_ROUNDS", "1")) * 40
 _numbers = itertools.count()
@@ -416,7 +417,7 @@ def test_who_reads_on_is_read_ahead_of_and_nobody_else(servers: Servers) -> None
     async def fetch_and_wait(offset: int) -> int:
         part = await servers.remembers.fetch(topic, offset, 30_000, 12)
         if ahead:
-            await asyncio.wait(list(ahead.values()), timeout=20)
+            await asyncio.wait(list(ahead.values()), timeout=PATIENCE_SECONDS)
         return records_of(part["records"])[-1][0] + 1
 
     reached = servers.run(fetch_and_wait(0))

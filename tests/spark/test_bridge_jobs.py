@@ -13,6 +13,8 @@ import psycopg
 import pytest
 from psycopg import conninfo
 
+from patience import PATIENCE_SECONDS
+
 pytest.importorskip("pyspark")
 pytest.importorskip("nats")
 
@@ -42,7 +44,7 @@ def dsn(admin_dsn: str) -> Iterator[str]:
 
 def sync(url: str, path: Path) -> tuple[ReplicaProgress, list[tuple[int, str, int | None]]]:
     with ReplicaStore(path, TABLE) as store:
-        progress = asyncio.run(asyncio.wait_for(Replica(url, store, idle_seconds=0.1).run(once=True), 60))
+        progress = asyncio.run(asyncio.wait_for(Replica(url, store, idle_seconds=0.1).run(once=True), PATIENCE_SECONDS))
         return progress, [(row["id"], row["name"], row.get("extra")) for row in store.rows()]
 
 

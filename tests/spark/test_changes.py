@@ -24,6 +24,7 @@ from headwater.errors import CaptureRefused, InvalidRequest
 from headwater.spark.formats import table as formats_table
 from headwater.spark.formats.changes import ChangesReader, ChangesSource
 from headwater.spark.formats.table import TableSource
+from patience import PATIENCE_SECONDS
 
 _numbers = itertools.count()
 
@@ -135,13 +136,13 @@ def test_what_others_write_makes_no_batch(options: dict[str, str], table: str, c
 def test_it_waits_for_a_change_and_no_longer(
     options: dict[str, str], table: str, connection: psycopg.Connection
 ) -> None:
-    reader = stream(options, waitSeconds="20")
+    reader = stream(options, waitSeconds=f"{2 * PATIENCE_SECONDS}")
     start = reader.initialOffset()
     writer = threading.Timer(0.3, connection.execute, (f"insert into {table} values (1)",))
     began = time.monotonic()
     writer.start()
     end = reader.latestOffset(start, ReadAllAvailable())
-    assert 0.2 < time.monotonic() - began < 15
+    assert 0.2 < time.monotonic() - began < PATIENCE_SECONDS
     assert len(rows_of(reader, start, end)) == 1
     reader.stop()
 

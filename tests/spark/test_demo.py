@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from patience import TEST_SECONDS
+
 
 def test_a_change_is_seen_in_five_places(tmp_path: Path) -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HEADWATER_")}
@@ -16,7 +18,7 @@ def test_a_change_is_seen_in_five_places(tmp_path: Path) -> None:
         env={**kept, "HEADWATER_HOME": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=TEST_SECONDS,
     )
     assert ended.returncode == 0, ended.stderr
     found = {step["destination"]: step["found"] for step in json.loads(ended.stdout)["steps"]}

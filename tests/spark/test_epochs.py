@@ -24,10 +24,10 @@ from headwater.spark.formats.log import LogSource
 from headwater.spark.pipelines.file import PipelineSpec, parse
 from headwater.spark.pipelines.runner import Runner, Settings
 from headwater.trials.chaos.cluster import Cluster, connected
+from patience import PATIENCE_SECONDS
 
 T = TypeVar("T")
 EVENT_COUNT = 20
-STREAM_SECONDS = 240
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ class Stream:
             .start()
         )
         try:
-            assert query.awaitTermination(STREAM_SECONDS), "the stream did not come to its end"
+            assert query.awaitTermination(PATIENCE_SECONDS), "the stream did not come to its end"
         finally:
             query.stop()
 

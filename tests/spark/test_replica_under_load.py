@@ -19,6 +19,8 @@ import pytest
 from psycopg import conninfo
 from pyspark.sql import SparkSession
 
+from patience import PATIENCE_SECONDS, TEST_SECONDS
+
 pytest.importorskip("nats")
 
 from headwater.capture.slot import Slot
@@ -89,7 +91,7 @@ def test_a_replica_is_equal_to_its_table(spark: SparkSession, dsn: str, tmp_path
         )
         running = threading.Thread(target=runner.run, daemon=True)
         running.start()
-        assert started.wait(120)
+        assert started.wait(PATIENCE_SECONDS)
         loading, done = threading.Event(), threading.Event()
         changing = threading.Thread(target=change, args=(dsn, loading, done), daemon=True)
         changing.start()
@@ -98,7 +100,7 @@ def test_a_replica_is_equal_to_its_table(spark: SparkSession, dsn: str, tmp_path
             stop = asyncio.Event()
             copying = asyncio.create_task(Replica(broker.url, store, snapshot_seconds=600).run(stop=stop))
             begun = time.monotonic()
-            until = begun + 900
+            until = begun + TEST_SECONDS
             while not copying.done() and time.monotonic() < until:
                 await asyncio.sleep(0.5)
                 if done.is_set() and await asyncio.to_thread(equal, dsn, tmp_path / "big.db"):
@@ -109,8 +111,8 @@ def test_a_replica_is_equal_to_its_table(spark: SparkSession, dsn: str, tmp_path
 
         seconds = asyncio.run(replicate())
         runner.stop()
-        running.join(120)
-        changing.join(60)
+        running.join(PATIENCE_SECONDS)
+        changing.join(PATIENCE_SECONDS)
     Slot(dsn, "big", "big").drop()
     assert done.is_set()
     assert equal(dsn, tmp_path / "big.db")
