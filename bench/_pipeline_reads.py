@@ -110,7 +110,7 @@ def snapshotted(setup: BenchSetup) -> Work:
 def copied(setup: BenchSetup) -> Work:
     def work(_: int) -> Measurement:
         with used(setup) as cpu:
-            rows, seconds = setup.crew.begin(copy_out, client=1, table=COPIED)()
+            rows, seconds = setup.clients.begin(copy_out, client=1, table=COPIED)()
         return Measurement(rows, seconds, {"postgres": cpu["postgres"]})
 
     return work

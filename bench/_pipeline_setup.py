@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import headwater
 from bench import _measure as measure
-from bench._measure import Crew, Server
+from bench._measure import ClientProcesses, Server
 from headwater.embedded import Postgres
 from headwater.embedded.nats import Nats
 from headwater.nats import streams
@@ -101,7 +101,7 @@ class BenchSetup:
     server: Server
     nats: Nats
     spark: SparkSession
-    crew: Crew
+    clients: ClientProcesses
     directory: Path
     jdbc: Path | None
 
@@ -132,7 +132,7 @@ def prepared(dsn: str | None, *, rows: int) -> Iterator[BenchSetup]:
         stack.callback(nats.stop)
         nats.start()
         asyncio.run(_make_streams(nats.url))
-        crew = stack.enter_context(Crew(server.dsn, 2))
+        clients = stack.enter_context(ClientProcesses(server.dsn, 2))
         measure.say("filling the log and a table")
         server.execute(TABLES)
         server.execute("select nextval('bench.next_id')")
@@ -147,7 +147,7 @@ def prepared(dsn: str | None, *, rows: int) -> Iterator[BenchSetup]:
             "headwater bench", extra_settings={"spark.driver.extraClassPath": str(jdbc)} if jdbc else None
         )
         stack.callback(spark.stop)
-        yield BenchSetup(server, nats, spark, crew, directory, jdbc)
+        yield BenchSetup(server, nats, spark, clients, directory, jdbc)
 
 
 async def _make_streams(url: str) -> None:
