@@ -19,11 +19,12 @@ import pytest
 from psycopg import conninfo, sql
 
 import headwater
+from effort import effort
 from headwater.database import schema
 from patience import EXIT_SECONDS, PATIENCE_SECONDS, TEST_SECONDS
 
 # How long an example takes says how busy the machine is.
-hypothesis.settings.register_profile("headwater", deadline=None)
+hypothesis.settings.register_profile("headwater", deadline=None, max_examples=effort(100))
 hypothesis.settings.load_profile("headwater")
 
 _numbers = itertools.count()

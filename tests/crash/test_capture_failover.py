@@ -212,7 +212,7 @@ def test_changes_that_the_new_primary_lacks_end_the_capture(new_cluster: NewClus
     reader.stop()
 
 
-@pytest.mark.parametrize("which", ["newest", "oldest"])
+@pytest.mark.parametrize("which", ["newest", pytest.param("oldest", marks=pytest.mark.long)])
 def test_a_slot_that_is_gone_after_a_promotion_is_not_made_again(new_cluster: NewCluster, which: str) -> None:
     try:
         binaries = find_binaries() if which == "newest" else find_binaries(major=15)

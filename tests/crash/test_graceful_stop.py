@@ -37,7 +37,7 @@ RESTARTS = 2
 LONG_GRACE = ("--grace-seconds", "600")
 Until = Callable[[Callable[[], Any]], Any]
 
-pytestmark = [pytest.mark.crash, pytest.mark.slow]
+pytestmark = pytest.mark.crash
 
 # What a worker process runs: one queue whose effects are its acknowledgements, one with handlers that take a moment.
 WORKERS = """

@@ -13,17 +13,18 @@ import pytest
 from kafka_brokers import Brokers
 
 import headwater
+from effort import effort
 from headwater import NewEvent
 from patience import PATIENCE_SECONDS
 
 confluent = pytest.importorskip("confluent_kafka")
 from confluent_kafka import Consumer  # noqa: E402
 
-ROUNDS = int(os.environ.get("CRASH_ROUNDS", "3"))
+ROUNDS = effort(3)
 PER_ROUND = 400
 PROGRAM = Path(__file__).parent / "kafka_transformer.py"
 
-pytestmark = [pytest.mark.crash, pytest.mark.slow]
+pytestmark = pytest.mark.crash
 
 
 def test_each_input_is_processed_once_when_processors_and_brokers_are_killed(

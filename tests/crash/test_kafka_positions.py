@@ -42,7 +42,7 @@ QUICK_SECONDS = 10.0
 # One is open, its offsets are positions; the other is sequenced.
 TOPICS = ("quiet", "numbered")
 
-pytestmark = [pytest.mark.crash, pytest.mark.slow]
+pytestmark = pytest.mark.crash
 
 
 @pytest.fixture

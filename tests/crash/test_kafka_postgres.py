@@ -23,7 +23,7 @@ from serve_process import first_line
 confluent = pytest.importorskip("confluent_kafka")
 from confluent_kafka import Consumer, Producer  # noqa: E402
 
-pytestmark = [pytest.mark.crash, pytest.mark.slow]
+pytestmark = pytest.mark.crash
 
 
 def test_producers_and_a_group_go_on_after_postgres_died() -> None:

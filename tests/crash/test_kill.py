@@ -20,11 +20,12 @@ import psycopg
 import pytest
 
 import headwater
+from effort import effort
 from headwater.database import schema
 from headwater.embedded import Postgres
 from patience import PATIENCE_SECONDS
 
-ROUNDS = int(os.environ.get("CRASH_ROUNDS", "3"))
+ROUNDS = effort(3)
 BATCH_SIZE = 25
 PUBLISHERS = ("open:single", "open:id", "open:batch", "open:copy", "sequenced:batch", "sequenced:id")
 FOLLOWERS = ("open", "sequenced")

@@ -26,6 +26,7 @@ from typing import Any
 import psycopg
 import pytest
 
+from effort import effort
 from patience import PATIENCE_SECONDS, TEST_SECONDS
 
 pytest.importorskip("pyspark")
@@ -43,7 +44,7 @@ from headwater.embedded import Postgres
 from headwater.embedded.nats import Nats
 from headwater.nats import codec, streams
 
-ROUNDS = int(os.environ.get("CRASH_ROUNDS", "1"))
+ROUNDS = effort(1)
 VICTIMS = ("driver", "worker", "postgres", "nats")
 # The value of the last change: only after it can anything be equal to the table.
 LAST = "the last of all"
@@ -306,6 +307,7 @@ def differences(dsn: str, broker: Nats, directory: Path) -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_whatever_is_killed_every_sink_ends_up_equal_to_the_table(
     directory: Path, server: Postgres, broker: Nats
 ) -> None:

@@ -43,7 +43,7 @@ def _major(cluster: Cluster) -> int:
         return connection.info.server_version // 10000
 
 
-@pytest.fixture(params=["newest", "oldest"])
+@pytest.fixture(params=["newest", pytest.param("oldest", marks=pytest.mark.long)])
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     with tempfile.TemporaryDirectory(prefix="headwater-positions-", ignore_cleanup_errors=True) as name:
         cluster = postgres_crashes.make_cluster(Path(name), binaries=_binaries(request.param))
@@ -232,11 +232,10 @@ def test_the_first_publisher_of_an_epoch_notes_it_before_its_events(cluster: Clu
             log.read("quiet", after=state.head + 1)
 
 
-@pytest.fixture
-def failing_over() -> Iterator[Cluster]:
+@pytest.fixture(params=["newest", pytest.param("oldest", marks=pytest.mark.long)])
+def failing_over(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     with tempfile.TemporaryDirectory(prefix="headwater-failover-", ignore_cleanup_errors=True) as name:
-        binaries = _binaries(os.environ.get("FAILOVER_ON", "newest"))
-        cluster = postgres_crashes.make_cluster(Path(name), binaries=binaries)
+        cluster = postgres_crashes.make_cluster(Path(name), binaries=_binaries(request.param))
         try:
             yield cluster
         finally:

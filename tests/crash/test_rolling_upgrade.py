@@ -24,7 +24,7 @@ from patience import PATIENCE_SECONDS
 
 SOURCE = Path(headwater.__file__).parent
 
-pytestmark = [pytest.mark.crash, pytest.mark.slow]
+pytestmark = pytest.mark.crash
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 import headwater
+from effort import effort
 from headwater.eventstore import NewStoreEvent
 from patience import PATIENCE_SECONDS
 
@@ -36,8 +37,8 @@ from headwater.servers.grpc.generated import headwater_pb2 as pb  # noqa: E402
 
 Until = Callable[[Callable[[], Any]], Any]
 WRITERS = 4
-APPENDS = int(os.environ.get("HEADWATER_RPC_APPENDS", "30"))
-KILLS = int(os.environ.get("HEADWATER_RPC_KILLS", "3"))
+APPENDS = effort(30, least=20)
+KILLS = effort(3)
 
 pytestmark = pytest.mark.crash
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import pytest
 from test_store_history import killing, random_appends
 
 import headwater
+from effort import effort
 from headwater import aio
 from headwater.eventstore import NewStoreEvent, Query, SqliteStores, StoreEvent
 from patience import PATIENCE_SECONDS
@@ -25,8 +25,8 @@ pytestmark = pytest.mark.crash
 
 _numbers = itertools.count()
 Until = Callable[[Callable[[], Any]], Any]
-ROUNDS = int(os.environ.get("CRASH_ROUNDS", "1"))
-SUBSCRIBERS = int(os.environ.get("STORE_SUBSCRIBERS", "1000"))
+ROUNDS = effort(1)
+SUBSCRIBERS = effort(1000)
 
 # Adds to a balance, which would show an event that is left out or taken twice.
 PROJECTOR = """

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
 import signal
 import subprocess
@@ -25,6 +24,7 @@ from psycopg.sql import SQL, Identifier
 from store_history import Asked, Violation, ask, check
 
 import headwater
+from effort import effort
 from headwater import aio
 from headwater.calls import store as store_calls
 from headwater.client.eventstore.postgres import EventStore
@@ -53,7 +53,7 @@ pytestmark = pytest.mark.crash
 
 _numbers = itertools.count()
 Until = Callable[[Callable[[], Any]], Any]
-ROUNDS = int(os.environ.get("CRASH_ROUNDS", "3"))
+ROUNDS = effort(3)
 TAGS = ("a", "b", "c", "d")
 TYPES = ("A", "B")
 KEYS = (1, 2, "three")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
@@ -15,11 +14,12 @@ from typing import Any
 import pytest
 
 import headwater
+from effort import effort
 from headwater import NewEvent
 from patience import PATIENCE_SECONDS
 from webhook_receiver import Received, Receiver, Reply
 
-KILLS = int(os.environ.get("WEBHOOK_KILLS", "2"))
+KILLS = effort(2)
 EVENTS = 60
 
 

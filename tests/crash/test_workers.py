@@ -156,7 +156,6 @@ class Crew:
 
 
 @pytest.mark.crash
-@pytest.mark.slow
 def test_workers_killed_under_load_lose_nothing_and_repeat_only_what_their_leases_held(
     dsn: str,
     log: headwater.Headwater,

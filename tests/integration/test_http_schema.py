@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 import headwater
+from effort import EFFORT, effort
 from headwater.servers.options import ServerLimits
 from http_server import http_server
 from patience import PATIENCE_SECONDS, TEST_SECONDS
 
 pytest.importorskip("schemathesis")
 
-# More of both for a thorough run; `coverage` alone takes minutes.
-EXAMPLES = os.environ.get("HEADWATER_SCHEMA_EXAMPLES")
-PHASES = os.environ.get("HEADWATER_SCHEMA_PHASES", "examples,fuzzing")
+# `coverage` alone takes minutes: for a soak test.
+PHASES = "examples,fuzzing,coverage" if EFFORT > 1 else "examples,fuzzing"
 CHECKS = (
     "not_a_server_error",
     "status_code_conformance",
@@ -62,7 +62,7 @@ def test_every_answer_is_as_described_and_none_is_a_bug(address: str, tmp_path: 
         "--seed",
         "1",
         "--max-examples",
-        EXAMPLES or ("2" if known else "1"),
+        str(effort(2 if known else 1)),
         "--phases",
         PHASES,
         "--checks",

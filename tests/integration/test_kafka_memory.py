@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import struct
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import headwater
+from effort import effort
 from headwater import aio
 from headwater.calls import kafka as calls
 from headwater.calls.kafka import AppendBatch, AppendResult
@@ -37,7 +37,7 @@ from headwater.servers.kafka.records import (
 from headwater.servers.kafka.wire import ErrorCode, Request
 from patience import PATIENCE_SECONDS
 
-EXAMPLES = int(os.environ.get("CRASH_ROUNDS", "1")) * 40
+EXAMPLES = effort(40)
 _numbers = itertools.count()
 Record = tuple[int, int, bytes | None, bytes | None, bytes | None]
 

@@ -263,7 +263,6 @@ def stored(dsn: str, topics: list[str] | None = None) -> list[tuple[int, str, st
     return [(position, topic, event_id, json.loads(payload)) for position, topic, event_id, payload in rows]
 
 
-@pytest.mark.slow
 def test_no_reader_misses_an_event_while_many_writers_do_their_worst(dsn: str) -> None:
     witness = Stress(dsn, writers=14, seconds=6.0, seed=1).run()
 

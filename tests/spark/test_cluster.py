@@ -56,6 +56,7 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield address
 
 
+@pytest.mark.long
 def test_a_pipeline_runs_on_a_cluster(dsn: str, master: str, tmp_path: Path) -> None:
     (tmp_path / "pipelines.yaml").write_text(PIPELINES)
     with psycopg.connect(dsn, autocommit=True) as connection:

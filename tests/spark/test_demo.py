@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from patience import TEST_SECONDS
 
 
+@pytest.mark.long
 def test_a_change_is_seen_in_five_places(tmp_path: Path) -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HEADWATER_")}
     ended = subprocess.run(

@@ -1,6 +1,6 @@
 """Is a replica equal to its table when it was loaded while the table changed?
 
-`SNAPSHOT_ROWS` and `SNAPSHOT_CHANGES` say how large; what is shown in the docs was run with 1000000 and 50000.
+What the docs show was run with HEADWATER_TEST_EFFORT=50.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import pytest
 from psycopg import conninfo
 from pyspark.sql import SparkSession
 
+from effort import effort
 from patience import PATIENCE_SECONDS, TEST_SECONDS
 
 pytest.importorskip("nats")
@@ -32,8 +33,8 @@ from headwater.nats.subjects import Table
 from headwater.spark.pipelines.file import parse
 from headwater.spark.pipelines.runner import Runner, Settings
 
-ROWS = int(os.environ.get("SNAPSHOT_ROWS", "20000"))
-CHANGES = int(os.environ.get("SNAPSHOT_CHANGES", "2000"))
+ROWS = effort(20_000)
+CHANGES = effort(2000)
 PIPELINE = "pipelines: {big: {from: {changes: {tables: [public.big]}}, to: {nats: {shape: packed}}, every_seconds: 0}}"
 
 
@@ -74,6 +75,7 @@ def change(dsn: str, loading: threading.Event, done: threading.Event) -> None:
     done.set()
 
 
+@pytest.mark.long
 def test_a_replica_is_equal_to_its_table(spark: SparkSession, dsn: str, tmp_path: Path) -> None:
     with psycopg.connect(dsn, autocommit=True) as connection:
         connection.execute("create table big (id integer primary key, v text, n integer)")
