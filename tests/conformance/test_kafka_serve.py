@@ -34,11 +34,7 @@ def run(dsn: str, *arguments: str) -> Any:
     return CliRunner().invoke(app, [*arguments, "--dsn", dsn], env={"HEADWATER_DSN": None})
 
 
-@pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith("HEADWATER_"):
-            monkeypatch.delenv(name)
+pytestmark = pytest.mark.usefixtures("clean_environment")
 
 
 def test_several_processes_are_several_brokers_and_one_that_dies_is_started_again(

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from psycopg import conninfo, sql
 
 import headwater
+from databases import database
 from headwater.database import schema
 from headwater.trials.chaos import evidence, journal, participants, setup
 from headwater.trials.chaos.config import CONFIG_VARIABLE, EXACT, FOLLOW, PLAIN, PROCESS, TrialConfig, quiet_and_busy
@@ -30,12 +30,8 @@ pytestmark = pytest.mark.crash
 @pytest.fixture
 def old_dsn(admin_dsn: str, template: str) -> Iterator[str]:
     """A log of the present version, for this test alone."""
-    name = f"headwater_upgrade_{os.getpid()}"
-    with psycopg.connect(admin_dsn, autocommit=True) as admin:
-        admin.execute(sql.SQL("create database {} template {}").format(sql.Identifier(name), sql.Identifier(template)))
-    yield conninfo.make_conninfo(admin_dsn, dbname=name)
-    with psycopg.connect(admin_dsn, autocommit=True) as admin:
-        admin.execute(sql.SQL("drop database {} with (force)").format(sql.Identifier(name)))
+    with database(admin_dsn, template) as dsn:
+        yield dsn
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
 import resource
 import threading
@@ -16,6 +15,7 @@ import psycopg
 import pytest
 from psycopg import conninfo, pq, sql
 
+from databases import database
 from patience import PATIENCE_SECONDS
 
 pytest.importorskip("pyarrow")
@@ -35,16 +35,12 @@ Change = dict[str, Any]
 @pytest.fixture(scope="module")
 def dsn(admin_dsn: str) -> Iterator[str]:
     """A database without a log: capture needs none."""
-    name = f"headwater_capture_{os.getpid()}"
-    with psycopg.connect(admin_dsn, autocommit=True) as connection:
-        connection.execute(f"create database {name} template template0")
-        dsn = conninfo.make_conninfo(admin_dsn, dbname=name)
+    with database(admin_dsn) as dsn:
         with psycopg.connect(dsn) as setup:
             setup.execute("create type capture_mood as enum ('so so', 'good')")
             setup.execute("create domain capture_positive as integer check (value > 0)")
             setup.execute("create type capture_pair as (a integer, b text)")
         yield dsn
-        connection.execute(f"drop database {name} with (force)")
 
 
 @pytest.fixture

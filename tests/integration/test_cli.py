@@ -22,7 +22,7 @@ from typing import Any
 import psycopg
 import pytest
 from psycopg import sql
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 import headwater
 from headwater import cli, errors
@@ -30,26 +30,6 @@ from headwater.cli import app, exit_codes, options, output
 from headwater.embedded import Postgres
 from headwater.errors import HeadwaterError
 from patience import PATIENCE_SECONDS
-
-
-@pytest.fixture
-def environment(dsn: str, tmp_path: Path) -> dict[str, str]:
-    """What a command finds in its environment: this module's log, and no embedded server."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("HEADWATER_")}
-    return {**kept, "HEADWATER_DSN": dsn, "HEADWATER_HOME": str(tmp_path / "home"), "COLUMNS": "200"}
-
-
-@pytest.fixture
-def run(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Run a command in this process."""
-    for name in os.environ:
-        if name.startswith("HEADWATER_"):
-            monkeypatch.delenv(name)
-
-    def run_it(*arguments: str, input: str | bytes | None = None) -> Result:
-        return CliRunner(env=environment).invoke(app, list(arguments), input=input)
-
-    return run_it
 
 
 @pytest.fixture

@@ -17,11 +17,10 @@ from typing import Any
 import psycopg
 import pytest
 from psycopg import sql
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 import headwater
 from headwater import NewEvent
-from headwater.cli import app
 from headwater.cli.commands import doctor
 from patience import PATIENCE_SECONDS
 
@@ -41,26 +40,6 @@ async def handle(event):
     if event.data == "slow":
         await asyncio.Event().wait()
 """
-
-
-@pytest.fixture
-def environment(dsn: str, tmp_path: Path) -> dict[str, str]:
-    """What a command finds in its environment: this module's log, and no embedded server."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("HEADWATER_")}
-    return {**kept, "HEADWATER_DSN": dsn, "HEADWATER_HOME": str(tmp_path / "home"), "COLUMNS": "200"}
-
-
-@pytest.fixture
-def run(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Run a command in this process."""
-    for name in os.environ:
-        if name.startswith("HEADWATER_"):
-            monkeypatch.delenv(name)
-
-    def run_it(*arguments: str) -> Result:
-        return CliRunner(env=environment).invoke(app, list(arguments))
-
-    return run_it
 
 
 @pytest.fixture

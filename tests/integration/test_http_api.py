@@ -32,12 +32,6 @@ def address(dsn: str) -> Iterator[str]:
         yield found
 
 
-@pytest.fixture
-def http(address: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=address, timeout=PATIENCE_SECONDS) as client:
-        yield client
-
-
 def problem(response: httpx.Response, status: int, kind: str) -> Any:
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/problem+json"

@@ -61,12 +61,6 @@ def address(dsn: str) -> Iterator[str]:
         yield found
 
 
-@pytest.fixture
-def http(address: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=address, timeout=PATIENCE_SECONDS) as client:
-        yield client
-
-
 def follow(http: httpx.Client, path: str, count: int, **headers: str) -> list[Told]:
     """The first so many events of a stream."""
     found: list[Told] = []

@@ -12,9 +12,9 @@ from typing import Any
 
 import psycopg
 import pytest
-from psycopg import conninfo, sql
 
 import headwater
+from databases import database
 from headwater import Event, NewEvent
 from headwater.log.model import MaintenanceResult
 from patience import PATIENCE_SECONDS
@@ -27,13 +27,8 @@ _numbers = itertools.count()
 @pytest.fixture
 def dsn(admin_dsn: str, template: str) -> Iterator[str]:
     """A log for each test: retention is about the log as a whole."""
-    name = f"headwater_retention_{next(_numbers)}_{template}"
-    with psycopg.connect(admin_dsn, autocommit=True) as connection:
-        connection.execute(
-            sql.SQL("create database {} template {}").format(sql.Identifier(name), sql.Identifier(template))
-        )
-        yield conninfo.make_conninfo(admin_dsn, dbname=name)
-        connection.execute(sql.SQL("drop database {} with (force)").format(sql.Identifier(name)))
+    with database(admin_dsn, template) as dsn:
+        yield dsn
 
 
 class Clock:

@@ -28,11 +28,10 @@ Until = Callable[[Callable[[], Any]], Any]
 
 
 @pytest.fixture
-def supervised(dsn: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[dict[str, Any], str]]:
+def supervised(
+    dsn: str, clean_environment: None, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[dict[str, Any], str]]:
     """How `serve` with these options would supervise its processes, and what it said. None is started."""
-    for name in list(os.environ):
-        if name.startswith("HEADWATER_"):
-            monkeypatch.delenv(name)
 
     def run(*options: str) -> tuple[dict[str, Any], str]:
         seen: dict[str, Any] = {}

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import psycopg
 import pytest
-from psycopg import conninfo, sql
+from psycopg import conninfo
 
 import headwater
+from databases import database
 from headwater import App, NewEvent
 from headwater.calls import Call
 from headwater.database import connection as database_connection
@@ -32,12 +32,8 @@ NEXT_FUNCTION = "create or replace function headwater.was_there() returns intege
 @pytest.fixture
 def own_dsn(admin_dsn: str, template: str) -> Iterator[str]:
     """A log for one test alone."""
-    name = f"headwater_own_{os.getpid()}_{next(_numbers)}"
-    with psycopg.connect(admin_dsn, autocommit=True) as admin:
-        admin.execute(sql.SQL("create database {} template {}").format(sql.Identifier(name), sql.Identifier(template)))
-    yield conninfo.make_conninfo(admin_dsn, dbname=name)
-    with psycopg.connect(admin_dsn, autocommit=True) as admin:
-        admin.execute(sql.SQL("drop database {} with (force)").format(sql.Identifier(name)))
+    with database(admin_dsn, template) as dsn:
+        yield dsn
 
 
 def upgrade(dsn: str, *, patience_seconds: float = PATIENCE_SECONDS) -> None:

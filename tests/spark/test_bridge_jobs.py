@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
-from psycopg import conninfo
 
+from databases import database
 from patience import PATIENCE_SECONDS
 
 pytest.importorskip("pyspark")
@@ -35,11 +34,8 @@ TABLE = Table("public", "bridged")
 @pytest.fixture
 def dsn(admin_dsn: str) -> Iterator[str]:
     """A database without a log: capture needs none."""
-    name = f"headwater_bridge_{os.getpid()}"
-    with psycopg.connect(admin_dsn, autocommit=True) as connection:
-        connection.execute(f"create database {name} template template0")
-        yield conninfo.make_conninfo(admin_dsn, dbname=name)
-        connection.execute(f"drop database {name} with (force)")
+    with database(admin_dsn) as dsn:
+        yield dsn
 
 
 def sync(url: str, path: Path) -> tuple[ReplicaProgress, list[tuple[int, str, int | None]]]:

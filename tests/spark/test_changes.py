@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import pickle
 import threading
 import time
@@ -14,10 +13,10 @@ from typing import Any
 
 import psycopg
 import pytest
-from psycopg import conninfo
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes
 
+from databases import database
 from headwater.capture.slot import Slot
 from headwater.database.pg_snapshot import is_visible
 from headwater.errors import CaptureRefused, InvalidRequest
@@ -32,11 +31,8 @@ _numbers = itertools.count()
 @pytest.fixture(scope="module")
 def dsn(admin_dsn: str) -> Iterator[str]:
     """A database without a log: capture needs none."""
-    name = f"headwater_changes_{os.getpid()}"
-    with psycopg.connect(admin_dsn, autocommit=True) as connection:
-        connection.execute(f"create database {name} template template0")
-        yield conninfo.make_conninfo(admin_dsn, dbname=name)
-        connection.execute(f"drop database {name} with (force)")
+    with database(admin_dsn) as dsn:
+        yield dsn
 
 
 @pytest.fixture

@@ -226,6 +226,7 @@ def test_every_sink_has_every_event_once_after_a_crash_that_took_positions_back(
     assert archive.archived_to == positions[-1]
 
 
+@pytest.mark.long
 def test_after_a_failover_sinks_of_the_database_catch_up_and_others_stop_until_they_are_set_back(
     spark: SparkSession, cluster: Cluster, tmp_path: Path
 ) -> None:

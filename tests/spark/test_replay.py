@@ -318,6 +318,7 @@ def test_the_rate_is_kept(past: ArchivedLog, spark: SparkSession) -> None:
 PROGRAM = [sys.executable, "-c", "from headwater.cli import main; main()"]
 
 
+@pytest.mark.long
 @pytest.mark.crash
 def test_the_command_that_is_killed_goes_on_when_repeated(past: ArchivedLog, spark: SparkSession) -> None:
     environment = {**os.environ, "HEADWATER_DSN": past.dsn}

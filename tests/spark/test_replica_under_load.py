@@ -6,7 +6,6 @@ What the docs show was run with HEADWATER_TEST_EFFORT=50.
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import sqlite3
 import threading
@@ -16,16 +15,15 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from psycopg import conninfo
 from pyspark.sql import SparkSession
 
+from databases import database
 from effort import effort
 from patience import PATIENCE_SECONDS, TEST_SECONDS
 
 pytest.importorskip("nats")
 
 from headwater.capture.slot import Slot
-from headwater.database import schema
 from headwater.embedded.nats import Nats
 from headwater.nats.replica import Replica
 from headwater.nats.replica_store import ReplicaStore
@@ -39,15 +37,9 @@ PIPELINE = "pipelines: {big: {from: {changes: {tables: [public.big]}}, to: {nats
 
 
 @pytest.fixture
-def dsn(admin_dsn: str) -> Iterator[str]:
-    name = f"headwater_replica_{os.getpid()}"
-    with psycopg.connect(admin_dsn, autocommit=True) as connection:
-        connection.execute(f"create database {name} template template0")
-        own = conninfo.make_conninfo(admin_dsn, dbname=name)
-        with psycopg.connect(own, autocommit=True) as inside:
-            schema.upgrade(inside)
-        yield own
-        connection.execute(f"drop database {name} with (force)")
+def dsn(admin_dsn: str, template: str) -> Iterator[str]:
+    with database(admin_dsn, template) as dsn:
+        yield dsn
 
 
 def change(dsn: str, loading: threading.Event, done: threading.Event) -> None:
