@@ -38,7 +38,7 @@ def environment() -> dict[str, str]:
     "readers",
     [
         "worker,follow,follow-bare,process,webhook",
-        ",".join(chaos.ROLES),
+        pytest.param(",".join(chaos.ROLES), marks=pytest.mark.long),
     ],
     ids=["readers whose place is in the log", "every reader"],
 )

@@ -25,7 +25,7 @@ from headwater.database import schema
 from headwater.embedded import Postgres
 from patience import PATIENCE_SECONDS
 
-ROUNDS = effort(3)
+ROUNDS = effort(3, least=3)
 BATCH_SIZE = 25
 PUBLISHERS = ("open:single", "open:id", "open:batch", "open:copy", "sequenced:batch", "sequenced:id")
 FOLLOWERS = ("open", "sequenced")
