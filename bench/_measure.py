@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psycopg
 from psycopg import conninfo, sql
@@ -39,20 +39,43 @@ Act = Callable[[], int]
 
 START_SECONDS = 0.02
 ANSWER_SECONDS = 120.0
+TICKS = os.sysconf("SC_CLK_TCK")
 
 
 # --- the command line ----------------------------------------------------------------------------------------
 
 
-def arguments(description: str) -> argparse.Namespace:
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Options:
     """The options of all benchmarks."""
+
+    size: str
+    """full, quick, or smallest: it shows that the benchmark works, and measures nothing."""
+    dsn: str | None
+    only: Sequence[str] | None
+
+    def sized(self, full: T, quick: T, smallest: T) -> T:
+        """The value for the size of this run."""
+        return {"full": full, "quick": quick, "smallest": smallest}[self.size]
+
+
+def arguments(description: str) -> Options:
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--quick", action="store_true", help="run for less than 50 seconds, with less precise results")
+    size = parser.add_mutually_exclusive_group()
+    for name, text in (
+        ("quick", "run for less than 50 seconds, with less precise results"),
+        ("smallest", "only show that the benchmark works: its figures mean nothing"),
+    ):
+        size.add_argument(f"--{name}", dest="size", action="store_const", const=name, default="full", help=text)
     parser.add_argument(
         "--dsn", default=os.environ.get("HEADWATER_DSN"), help="Postgres to use (default: a temporary embedded one)"
     )
     parser.add_argument("--only", action="append", metavar="KEY", help="run only this workload (may be repeated)")
-    return parser.parse_args()
+    given = parser.parse_args()
+    return Options(given.size, given.dsn, given.only)
 
 
 # --- the server ----------------------------------------------------------------------------------------------
@@ -163,7 +186,7 @@ def _family_cpu_seconds(parent: int) -> float:
                 break
         except OSError:
             return 0.0
-    return ticks / os.sysconf("SC_CLK_TCK")
+    return ticks / TICKS
 
 
 # --- the clients ---------------------------------------------------------------------------------------------
@@ -368,8 +391,8 @@ def figures(samples: Sequence[Sample]) -> Figures:
     server = [sample.server_cpu_seconds for sample in samples if sample.server_cpu_seconds is not None]
     return Figures(
         rate=statistics.median(sample.rate for sample in samples),
-        # Sums, since the clock ticks of one short turn are too coarse.
-        server_cpu_us=sum(server) / events * 1e6 if len(server) == len(samples) else None,
+        # Sums, since the clock ticks of one short turn are too coarse; at least one tick.
+        server_cpu_us=max(sum(server), 1 / TICKS) / events * 1e6 if len(server) == len(samples) else None,
         client_cpu_us=sum(sample.client_cpu_seconds for sample in samples) / events * 1e6,
         wal_bytes=sum(sample.wal_bytes for sample in samples) / events,
     )
@@ -418,8 +441,8 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str] | Non
     console.print(shown)
 
 
-def finish(server: Server, result: Mapping[str, Any]) -> None:
-    """Print the last line: a JSON object with the results and a description of the machine."""
+def finish(server: Server, options: Options, name: str, result: Mapping[str, Any]) -> None:
+    """Print the last line: a JSON object with the results, the size of the run and a description of the machine."""
     about = server.about()
     machine = {
         "cores": os.cpu_count(),
@@ -427,7 +450,8 @@ def finish(server: Server, result: Mapping[str, Any]) -> None:
         "postgres": about["server_version"].split()[0],
         "durable": about["fsync"] == "on" and about["synchronous_commit"] == "on",
     }
-    print(json.dumps({**result, **machine}), flush=True)
+    run = {"size": options.size, "seconds": round(time.monotonic() - STARTED, 1)}
+    print(json.dumps({"bench": name, **result, **run, **machine}), flush=True)
 
 
 def number(value: float | None, digits: int = 0) -> str:

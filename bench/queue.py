@@ -12,17 +12,22 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import procrastinate
 import psycopg
 
 import headwater
 from bench import _measure as measure
-from bench._measure import Act, ClientProcesses, Samples, Server, Variant
+from bench._measure import Act, ClientProcesses, Options, Samples, Server, Variant
 from headwater.calls import queues as queue_calls
 from headwater.errors import LeaseLost
 from headwater.queue.model import Lease
+
+if TYPE_CHECKING:
+    import procrastinate
+
+# What its page relies on: a number in the last line of every run, also with --quick.
+PROMISED = ("consume_b100_vs_pgmq", "wal_b100_vs_pgmq", "cpu_b100_vs_pgmq", "consume_b1_vs_pgmq")
 
 TOPIC = "bench"
 LATENCY_TOPIC = "bench-latency"
@@ -230,6 +235,8 @@ async def _run_worker(app: procrastinate.App, seconds: float) -> None:
 
 def _app(dsn: str) -> tuple[procrastinate.App, list[float]]:
     """An application with one task, and the latencies in ms that it records."""
+    import procrastinate
+
     handled: list[float] = []
     app = procrastinate.App(connector=procrastinate.PsycopgConnector(conninfo=dsn, min_size=1, max_size=4))
 
@@ -373,28 +380,28 @@ class Cell:
         return any(variant.name == self.name(which) for variant in self.variants)
 
 
-def cell(server: Server, size: int, workers: int, *, seconds: float, quick: bool) -> Cell:
+def cell(server: Server, size: int, workers: int, *, seconds: float, options: Options) -> Cell:
     made = Cell(size, workers, ())
     fill = int(MOST_PER_SECOND[size] * seconds) + 2 * size * workers
     variants: list[Variant] = []
     for which, durable in ((OURS, False), (OURS_DURABLE, True)):
         queue = made.name(which)
         _log(server.dsn).create_queue(queue, topics=TOPIC)
-        options: dict[str, Any] = {"queue": queue, "size": size, "durable": durable}
+        its_options: dict[str, Any] = {"queue": queue, "size": size, "durable": durable}
         enough = int(240_000 * seconds)
-        variants.append(Variant(queue, work_ours, options, workers, refill_ours(server, queue, enough)))
+        variants.append(Variant(queue, work_ours, its_options, workers, refill_ours(server, queue, enough)))
     others = [(PGMQ, "vt", True), (PGMQ_RELAXED, "vt", False), (STATUSES, "status", True)]
-    if not quick:
+    if options.size == "full":
         others.append((STATUSES_RELAXED, "status", False))
     for which, queue, durable in others:
-        options = {"queue": queue, "size": size, "durable": durable}
+        its_options = {"queue": queue, "size": size, "durable": durable}
         refill = refill_other(server, queue, fill)
-        variants.append(Variant(made.name(which), work_other, options, workers, refill))
+        variants.append(Variant(made.name(which), work_other, its_options, workers, refill))
     if size == 1:
-        procrastinate_seconds = 0.4 if quick else 1.5
+        procrastinate_seconds = options.sized(1.5, 0.4, 0.4)
         refill = refill_procrastinate(server, int(3000 * procrastinate_seconds))
-        options = {"seconds": procrastinate_seconds}
-        variants.append(Variant(made.name(PROCRASTINATE), work_procrastinate, options, workers, refill))
+        its_options = {"seconds": procrastinate_seconds}
+        variants.append(Variant(made.name(PROCRASTINATE), work_procrastinate, its_options, workers, refill))
     return Cell(size, workers, tuple(variants))
 
 
@@ -470,6 +477,8 @@ def measure_latency(
     server: Server, clients: ClientProcesses, which: str, *, seconds: float, per_second: int
 ) -> list[float]:
     """Latency from the call of publish, including the commit, to the handler of one of four waiting workers."""
+    import procrastinate
+
     log = _log(server.dsn)
     plain = _plain(server.dsn, True).cursor(binary=True)
     app = procrastinate.App(connector=procrastinate.SyncPsycopgConnector(conninfo=server.dsn))
@@ -518,17 +527,16 @@ def measure_latency(
 
 def main() -> None:
     options = measure.arguments(__doc__ or "")
-    started = time.monotonic()
-    if options.quick:
-        rounds, seconds, latency_seconds = 3, 0.15, 0.5
-        chosen = [(1, 4), (10, 4), (100, 4), (1000, 4)]
-    else:
-        rounds, seconds, latency_seconds = 5, 0.5, 10.0
-        chosen = [(size, workers) for size in (1, 10, 100, 1000) for workers in (1, 4, 8)]
+    rounds, seconds, latency_seconds = options.sized((5, 0.5, 10.0), (3, 0.15, 0.5), (1, 0.02, 0.1))
+    chosen = options.sized(
+        [(size, workers) for size in (1, 10, 100, 1000) for workers in (1, 4, 8)],
+        [(1, 4), (10, 4), (100, 4), (1000, 4)],
+        [(1, 4), (100, 4)],
+    )
     with measure.measured_server(options.dsn) as server:
         # Small enough for the shared buffers, like recently published events.
         prepare(server, int(400_000 * seconds), WARM_UPS * max(size * workers for size, workers in chosen))
-        cells = [cell(server, size, workers, seconds=seconds, quick=options.quick) for size, workers in chosen]
+        cells = [cell(server, size, workers, seconds=seconds, options=options) for size, workers in chosen]
         samples: Samples = {}
         with measure.ClientProcesses(server.dsn, max(workers for _, workers in chosen)) as clients:
             for one in cells:
@@ -549,12 +557,11 @@ def main() -> None:
         )
         measure.finish(
             server,
+            options,
+            "queue",
             {
-                "bench": "queue",
                 **result(cells, samples),
                 **_latency(latencies),
-                "quick": options.quick,
-                "seconds": round(time.monotonic() - started, 1),
             },
         )
 

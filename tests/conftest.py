@@ -15,14 +15,19 @@ from typing import Any, TypeVar
 import hypothesis
 import psycopg
 import pytest
-from psycopg import conninfo, sql
+from psycopg import conninfo
+from typer.testing import CliRunner, Result
 
 import headwater
+from databases import database
+from effort import effort
+from headwater.cli import app
 from headwater.database import schema
 from headwater.embedded.temporary import end_children_with_this_process, temporary_directory
+from patience import EXIT_SECONDS, PATIENCE_SECONDS, TEST_SECONDS
 
 # How long an example takes says how busy the machine is.
-hypothesis.settings.register_profile("headwater", deadline=None)
+hypothesis.settings.register_profile("headwater", deadline=None, max_examples=effort(100))
 hypothesis.settings.load_profile("headwater")
 
 _numbers = itertools.count()
@@ -30,15 +35,9 @@ T = TypeVar("T")
 
 
 SPARK_TESTS = Path(__file__).parent / "spark"
-# How long one test may take, with its fixtures; 0: as long as it likes, for a soak. Far more than any needs: a test
-# that waits for ever fails and names the line, and the others still run.
-TEST_SECONDS = float(os.environ.get("TEST_SECONDS", "1200"))
-# How long a signal may take that a test waits for: it scales with the above.
-SIGNAL_SECONDS = (TEST_SECONDS or 1200.0) / 5
+PROGRAMS_ON_SPARK = ("test_cluster.py", "test_demo.py")
 # An event loop may swallow what is raised in one of its callbacks, so it is raised again.
 AGAIN_SECONDS = 30.0
-# How long the process may take to end once all tests have.
-EXIT_SECONDS = float(os.environ.get("TEST_EXIT_SECONDS", "120"))
 
 
 def pytest_configure() -> None:
@@ -81,26 +80,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep a file's tests in one process, and all that need Spark in one: a session takes a gigabyte."""
+    """Keep a file's tests in one process, and all that share a Spark session in one: it takes a gigabyte, and half a
+    minute of CPU time until it is warm.
+    """
     from xdist.scheduler import LoadFileScheduling
 
     class OneSpark(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.split("::")[0]
-            return "spark" if Path(config.rootpath, file).is_relative_to(SPARK_TESTS) else file
+            file, _, test = nodeid.partition("::")
+            page = Path(config.rootpath, test.partition("[")[2].removesuffix("]"))
+            if Path(config.rootpath, file).is_relative_to(SPARK_TESTS):
+                # These run a program, which has a session of its own.
+                return file if Path(file).name in PROGRAMS_ON_SPARK else "spark"
+            return "spark" if page.suffix == ".md" and "headwater.spark" in page.read_text() else file
 
     return OneSpark(config, log)
-
-
-def _make_database(admin_dsn: str, name: str, template: str | None = None) -> str:
-    with psycopg.connect(admin_dsn, autocommit=True) as connection:
-        connection.execute(sql.SQL("drop database if exists {} with (force)").format(sql.Identifier(name)))
-        connection.execute(
-            sql.SQL("create database {} template {}").format(
-                sql.Identifier(name), sql.Identifier(template or "template0")
-            )
-        )
-    return conninfo.make_conninfo(admin_dsn, dbname=name)
 
 
 @pytest.fixture(scope="session")
@@ -122,21 +116,19 @@ def admin_dsn() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def template(admin_dsn: str) -> str:
-    """A database with the schema in it, to copy from."""
-    name = f"headwater_template_{os.getpid()}"
-    with psycopg.connect(_make_database(admin_dsn, name), autocommit=True) as connection:
-        schema.upgrade(connection)
-    return name
+def template(admin_dsn: str) -> Iterator[str]:
+    """The name of a database with the schema in it, to copy from."""
+    with database(admin_dsn) as dsn:
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            schema.upgrade(connection)
+        yield str(conninfo.conninfo_to_dict(dsn)["dbname"])
 
 
 @pytest.fixture(scope="module")
 def dsn(admin_dsn: str, template: str) -> Iterator[str]:
     """A log of this module's own."""
-    name = f"headwater_test_{os.getpid()}_{next(_numbers)}"
-    yield _make_database(admin_dsn, name, template)
-    with psycopg.connect(admin_dsn, autocommit=True) as connection:
-        connection.execute(sql.SQL("drop database if exists {} with (force)").format(sql.Identifier(name)))
+    with database(admin_dsn, template) as dsn:
+        yield dsn
 
 
 @pytest.fixture
@@ -158,13 +150,37 @@ def topic(log: headwater.Headwater) -> str:
 
 
 @pytest.fixture
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No settings of Headwater from the environment of the tests."""
+    for name in list(os.environ):
+        if name.startswith("HEADWATER_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def environment(dsn: str, tmp_path: Path, clean_environment: None) -> dict[str, str]:
+    """What a command finds in its environment: this module's log, and no embedded server."""
+    return {**os.environ, "HEADWATER_DSN": dsn, "HEADWATER_HOME": str(tmp_path / "home"), "COLUMNS": "200"}
+
+
+@pytest.fixture
+def run(environment: dict[str, str]) -> Callable[..., Result]:
+    """Runs a command in this process."""
+
+    def run_it(*arguments: str, input: str | bytes | None = None) -> Result:
+        return CliRunner(env=environment).invoke(app, list(arguments), input=input)
+
+    return run_it
+
+
+@pytest.fixture
 def until() -> Callable[[Callable[[], T]], T]:
-    """Waits for a signal: asks until the answer is true, and fails after some minutes."""
+    """Waits for a signal: asks until the answer is true, and fails at its deadline."""
 
     def ask(question: Callable[[], T]) -> T:
-        deadline = time.monotonic() + SIGNAL_SECONDS
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while not (answer := question()):
-            assert time.monotonic() < deadline, f"the signal did not come within {SIGNAL_SECONDS:g} seconds"
+            assert time.monotonic() < deadline, f"the signal did not come within {PATIENCE_SECONDS:g} seconds"
             time.sleep(0.002)
         return answer
 

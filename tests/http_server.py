@@ -15,6 +15,7 @@ from psycopg import conninfo
 from headwater import aio
 from headwater.servers.http.server import serving
 from headwater.servers.options import ServerLimits, ServerOptions
+from patience import PATIENCE_SECONDS
 from serve_process import serve_process
 
 LOCAL = ServerOptions("127.0.0.1", 0, None, None, authenticate=False, loopback=True)
@@ -73,13 +74,13 @@ def http_server(
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    assert started.wait(60)
+    assert started.wait(PATIENCE_SECONDS)
     assert not failures, failures
     try:
         yield found[0]
     finally:
         loop.call_soon_threadsafe(stop[0].set)
-        thread.join(90)
+        thread.join(PATIENCE_SECONDS)
         assert not thread.is_alive()
 
 

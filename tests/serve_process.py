@@ -14,8 +14,7 @@ from typing import IO, Any
 
 from psycopg import conninfo
 
-START_SECONDS = 120
-STOP_SECONDS = 60
+from patience import PATIENCE_SECONDS
 
 
 @dataclass(frozen=True)
@@ -38,13 +37,13 @@ def start_serving(*options: str, settings: Mapping[str, str] | None = None, log:
 def first_line(process: subprocess.Popen[str]) -> str:
     """What a process prints first. One that prints nothing in time is killed."""
     assert process.stdout is not None
-    killing = threading.Timer(START_SECONDS, process.kill)
+    killing = threading.Timer(PATIENCE_SECONDS, process.kill)
     killing.start()
     try:
         line = process.stdout.readline()
     finally:
         killing.cancel()
-    assert line, f"the process printed nothing, and ended with {process.wait(STOP_SECONDS)}"
+    assert line, f"the process printed nothing, and ended with {process.wait(PATIENCE_SECONDS)}"
     return line
 
 
@@ -62,7 +61,7 @@ def serve_process(
     finally:
         started.process.terminate()
         try:
-            started.process.wait(STOP_SECONDS)
+            started.process.wait(PATIENCE_SECONDS)
         except subprocess.TimeoutExpired:
             started.process.kill()
-            started.process.wait(STOP_SECONDS)
+            started.process.wait(PATIENCE_SECONDS)

@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from patience import PATIENCE_SECONDS
+
 TESTS = Path(__file__).parent
+ONE_SECOND_A_TEST = str(1 / 1200)
+ONE_SECOND_AT_THE_END = str(1 / 120)
 
 WAITS = """
 import asyncio, threading
@@ -43,13 +47,13 @@ def run(directory: Path, source: str, **variables: str) -> subprocess.CompletedP
         env={**os.environ, "PYTHONPATH": path, **variables},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
 
 
 def test_a_test_that_waits_for_ever_fails_and_the_next_one_runs(tmp_path: Path) -> None:
-    ended = run(tmp_path, WAITS, TEST_SECONDS="1")
+    ended = run(tmp_path, WAITS, HEADWATER_TEST_PATIENCE=ONE_SECOND_A_TEST)
     assert ended.returncode == pytest.ExitCode.TESTS_FAILED, ended.stdout + ended.stderr
     assert "test_lock did not end within 1 seconds" in ended.stdout
     assert "test_loop did not end within 1 seconds" in ended.stdout
@@ -57,7 +61,7 @@ def test_a_test_that_waits_for_ever_fails_and_the_next_one_runs(tmp_path: Path) 
 
 
 def test_a_thread_that_is_left_behind_does_not_keep_the_process(tmp_path: Path) -> None:
-    ended = run(tmp_path, LEAVES_A_THREAD, TEST_EXIT_SECONDS="1")
+    ended = run(tmp_path, LEAVES_A_THREAD, HEADWATER_TEST_PATIENCE=ONE_SECOND_AT_THE_END)
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "1 passed" in ended.stdout
     assert "Timeout (0:00:01)" in ended.stderr

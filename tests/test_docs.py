@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
@@ -13,7 +12,9 @@ from typing import Any
 
 import psycopg
 import pytest
-from psycopg import sql
+
+from databases import database
+from patience import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -27,16 +28,11 @@ BLOCK = re.compile(r"^```(python|sql|console) run\n(.*?)^```$", re.MULTILINE | r
 @pytest.fixture
 def fresh_dsn(admin_dsn: str, template: str) -> Iterator[str]:
     """A log for this test alone, so that positions start at 1."""
-    name = f"headwater_docs_{os.getpid()}"
-    with psycopg.connect(admin_dsn, autocommit=True) as admin:
-        admin.execute(sql.SQL("create database {} template {}").format(sql.Identifier(name), sql.Identifier(template)))
-    dsn = psycopg.conninfo.make_conninfo(admin_dsn, dbname=name)
-    with psycopg.connect(dsn, autocommit=True) as connection:
-        # As `headwater migrate` leaves a log; the template may be of half an hour ago.
-        connection.execute("select headwater.maintain()")
-    yield dsn
-    with psycopg.connect(admin_dsn, autocommit=True) as admin:
-        admin.execute(sql.SQL("drop database {} with (force)").format(sql.Identifier(name)))
+    with database(admin_dsn, template) as dsn:
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            # As `headwater migrate` leaves a log; the template may be of half an hour ago.
+            connection.execute("select headwater.maintain()")
+        yield dsn
 
 
 def test_the_tour_and_the_tutorial_are_run_in_all_three_languages() -> None:
@@ -88,7 +84,7 @@ def test_the_reference_is_what_the_code_says() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
@@ -99,7 +95,9 @@ def _run_console(source: str) -> None:
     for command, expected in re.findall(r"^\$ ([^\n]*)\n((?:(?!\$ )[^\n]*\n)*)", source, re.MULTILINE):
         program = shlex.join([sys.executable, "-c", "from headwater.cli import main; main()"])
         script = f'headwater() {{ {program} "$@"; }}; set -o pipefail; {command}'
-        result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=300, check=False)
+        result = subprocess.run(
+            ["bash", "-c", script], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
+        )
         assert result.returncode == 0, f"{command}: {result.stderr}"
         if expected:
             assert _matches(expected, result.stdout), f"{command} printed:\n{result.stdout}\nnot:\n{expected}"

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from patience import PATIENCE_SECONDS
+
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "headwater"
 MIGRATIONS = SOURCE / "database" / "schema" / "migrations"
@@ -311,6 +313,47 @@ def test_every_function_file_is_installed() -> None:
     )
 
 
+# Calls that wait, with the place of their timeout among the positional arguments.
+WAITS = {"wait": 0, "join": 0, "result": 0, "timeout": 0, "settimeout": 0, "wait_for": 1, "communicate": 1}
+# A wait this short is a step of a loop that has a deadline.
+STEP_SECONDS = 5
+
+
+def deadlines_of_their_own(tree: ast.Module) -> Iterator[int]:
+    """Lines with a wait, or a constant that is called patience, that is bounded by a number."""
+
+    def is_deadline(value: ast.expr) -> bool:
+        return isinstance(value, ast.Constant) and isinstance(value.value, int | float) and value.value > STEP_SECONDS
+
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)):
+                place = WAITS.get(name)
+                bounds = [one.value for one in node.keywords if one.arg in ("timeout", "connect_timeout")]
+                bounds += node.args[place : place + 1] if place is not None else []
+            case ast.BinOp(op=ast.Add(), left=ast.Call(func=ast.Attribute(attr="monotonic"))):
+                bounds = [node.right]
+            case ast.Assign(targets=[ast.Name(id=name)]) if "PATIENCE" in name:
+                bounds = [node.value]
+            case _:
+                continue
+        if any(is_deadline(bound) for bound in bounds):
+            yield node.lineno
+
+
+def test_waits_of_tests_have_the_deadline_that_scales() -> None:
+    """`patience.py` says how long tests wait; a number of seconds of its own makes a test depend on the machine."""
+    # Its clock is a number that the test passes.
+    simulated = {"test_kafka_coordinator.py"}
+    wrong = {
+        (shown(path), line)
+        for path in python_files("tests")
+        if path.name not in simulated
+        for line in deadlines_of_their_own(ast.parse(path.read_text()))
+    }
+    assert wrong == set()
+
+
 LOCKS = SOURCE / "database" / "schema" / "functions" / "locks.sql"
 LOCK_TAG = re.compile(r"\b29[23]\d\d\b")
 
@@ -334,7 +377,7 @@ def test_the_blocking_shell_is_made_from_the_asynchronous_one() -> None:
         [sys.executable, str(ROOT / "tools" / "unasync.py"), "--check"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
     assert check.returncode == 0, check.stdout
@@ -346,7 +389,7 @@ def test_the_modules_of_messages_are_made_from_the_files_of_the_protocol() -> No
         [sys.executable, str(ROOT / "tools" / "protos.py"), "--check"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
     assert check.returncode == 0, check.stdout

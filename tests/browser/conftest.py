@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from serving import Serve, Serving, serving
 
+from patience import PATIENCE_SECONDS
+
 playwright = pytest.importorskip("playwright.sync_api")
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright  # noqa: E402
 
@@ -24,7 +26,7 @@ QUIET = (
     "--disable-component-update",
     "--disable-sync",
 )
-PATIENCE_MS = 30_000
+PATIENCE_MS = PATIENCE_SECONDS * 1000
 expect.set_options(timeout=PATIENCE_MS)
 
 

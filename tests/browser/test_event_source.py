@@ -8,6 +8,7 @@ from playwright.sync_api import Page
 from serving import Serve, Serving
 
 import headwater
+from patience import PATIENCE_SECONDS
 
 FOLLOW = """address => {
     window.seen = [];
@@ -47,7 +48,7 @@ def test_a_server_that_is_killed_costs_no_event_and_repeats_none(
         publish(log, "resumed", range(5))
         page.wait_for_function("window.seen.length === 5")
         first.process.send_signal(signal.SIGKILL)
-        first.process.wait(10)
+        first.process.wait(PATIENCE_SECONDS)
     publish(log, "resumed", range(5, 50))
     with serve(http=f"127.0.0.1:{port}"):
         page.wait_for_function("window.seen.length >= 50")

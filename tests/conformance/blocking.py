@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-SECONDS = 90
+from patience import PATIENCE_SECONDS
 
 
 class Loop:
@@ -20,11 +20,11 @@ class Loop:
         self._thread.start()
 
     def run(self, coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(SECONDS)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(PATIENCE_SECONDS)
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(SECONDS)
+        self._thread.join(PATIENCE_SECONDS)
         self._loop.close()
 
 

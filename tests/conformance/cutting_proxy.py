@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
+from patience import PATIENCE_SECONDS
+
 PROXY_HOST = "127.0.0.2"
 """What brokers advertise. They listen on 127.0.0.1, with the same ports."""
 
@@ -68,10 +70,10 @@ class CuttingProxy:
         # What is still being carried when it stops, asyncio.run ends.
         thread = threading.Thread(target=lambda: asyncio.run(self._run(listening)), daemon=True)
         thread.start()
-        assert listening.wait(60)
+        assert listening.wait(PATIENCE_SECONDS)
         assert self._loop is not None
         try:
             yield self
         finally:
             self._loop.call_soon_threadsafe(self._stopping.set)
-            thread.join(60)
+            thread.join(PATIENCE_SECONDS)

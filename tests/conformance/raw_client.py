@@ -17,6 +17,7 @@ from kio.serial import entity_reader, entity_writer
 from headwater.servers.kafka.api_keys import ApiKey
 from headwater.servers.kafka.records import TRANSACTIONAL, Columns, build_batch, read_header, read_records
 from headwater.servers.kafka.wire import ErrorCode, _shapes
+from patience import PATIENCE_SECONDS
 
 
 class Raw:
@@ -24,7 +25,7 @@ class Raw:
 
     def __init__(self, broker: BrokerProcess) -> None:
         host, port = broker.addresses[0].split(":")
-        self.socket = socket.create_connection((host, int(port)), timeout=90)
+        self.socket = socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS)
 
     def send(self, api: int, version: int, fields: dict[str, Any], correlation: int = 1) -> None:
         schema: Any = load_request_schema(api, version)

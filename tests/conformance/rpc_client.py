@@ -28,8 +28,7 @@ from headwater.eventstore.query import (
 from headwater.queue.model import DeadLetter
 from headwater.servers.grpc.client import service
 from headwater.servers.grpc.generated import headwater_pb2 as pb
-
-SECONDS = 90
+from patience import PATIENCE_SECONDS
 
 
 @contextmanager
@@ -56,7 +55,7 @@ class RpcStores:
 
     def create_store(self, name: str, *, if_missing: bool = False) -> RpcStore:
         with translated():
-            self.methods.CreateStore(pb.CreateStoreRequest(store=name, if_missing=if_missing), timeout=SECONDS)
+            self.methods.CreateStore(pb.CreateStoreRequest(store=name, if_missing=if_missing), timeout=PATIENCE_SECONDS)
         return self.store(name)
 
     def store(self, name: str) -> RpcStore:
@@ -79,7 +78,7 @@ class RpcStore:
             store=self.topic, events=map(new_event, batch), condition=condition_message(condition)
         )
         with translated():
-            answer = self._methods.Append(request, timeout=SECONDS)
+            answer = self._methods.Append(request, timeout=PATIENCE_SECONDS)
         return Appended(tuple(answer.positions), answer.repeated)
 
     def read(
@@ -126,7 +125,7 @@ class RpcStore:
             epoch=epoch,
         )
         with translated():
-            answer = self._methods.ReadMatching(request, timeout=SECONDS)
+            answer = self._methods.ReadMatching(request, timeout=PATIENCE_SECONDS)
         return StorePage([event(one) for one in answer.events], answer.epoch)
 
     def read_all(
@@ -143,18 +142,18 @@ class RpcStore:
     def count(self, query: Query = EVERYTHING, *, after: int = 0, before: int | None = None) -> int:
         request = pb.CountRequest(store=self.topic, query=query_message(query), after=after, before=before)
         with translated():
-            return int(self._methods.Count(request, timeout=SECONDS).count)
+            return int(self._methods.Count(request, timeout=PATIENCE_SECONDS).count)
 
     def latest(self, query: Query) -> Latest:
         request = pb.LatestRequest(store=self.topic, query=query_message(query))
         with translated():
-            answer = self._methods.Latest(request, timeout=SECONDS)
+            answer = self._methods.Latest(request, timeout=PATIENCE_SECONDS)
         found = tuple(event(item.event) if item.HasField("event") else None for item in answer.items)
         return Latest(found, answer.position, answer.epoch)
 
     def head(self) -> int:
         with translated():
-            return int(self._methods.Head(pb.HeadRequest(store=self.topic), timeout=SECONDS).position)
+            return int(self._methods.Head(pb.HeadRequest(store=self.topic), timeout=PATIENCE_SECONDS).position)
 
     def subscribe(self, query: Query = EVERYTHING, **options: Any) -> Iterator[StoreEvent]:
         for events in self.subscribe_batches(query, **options):
@@ -173,7 +172,7 @@ class RpcStore:
         if cursor is not None:
             opening = pb.OpenStoreCursorRequest(store=self.topic, cursor=cursor, start_after=after or 0)
             with translated():
-                after = self._methods.OpenStoreCursor(opening, timeout=SECONDS).position
+                after = self._methods.OpenStoreCursor(opening, timeout=PATIENCE_SECONDS).position
         request = pb.SubscribeRequest(
             store=self.topic,
             query=query_message(query),
@@ -192,7 +191,7 @@ class RpcStore:
                         move = pb.AdvanceStoreCursorRequest(
                             store=self.topic, cursor=cursor, from_position=after, to_position=events[-1].position
                         )
-                        self._methods.AdvanceStoreCursor(move, timeout=SECONDS)
+                        self._methods.AdvanceStoreCursor(move, timeout=PATIENCE_SECONDS)
                         after = events[-1].position
         finally:
             answers.cancel()
@@ -236,7 +235,7 @@ class RpcStore:
             store=self.topic, queue=queue, positions=positions, after=after, batch_size=batch_size
         )
         with translated():
-            letters = self._methods.DeadLetters(request, timeout=SECONDS).letters
+            letters = self._methods.DeadLetters(request, timeout=PATIENCE_SECONDS).letters
         return [
             DeadLetter(
                 one.position,
@@ -254,7 +253,7 @@ class RpcStore:
     def redrive(self, queue: str, *, positions: Sequence[int] | None = None) -> int:
         request = pb.RedriveRequest(store=self.topic, queue=queue, positions=positions, all=positions is None)
         with translated():
-            return int(self._methods.Redrive(request, timeout=SECONDS).count)
+            return int(self._methods.Redrive(request, timeout=PATIENCE_SECONDS).count)
 
 
 def new_event(one: NewStoreEvent) -> pb.NewStoreEvent:

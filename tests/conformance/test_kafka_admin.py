@@ -17,13 +17,13 @@ from headwater.calls import kafka_admin
 from headwater.servers.kafka.api_keys import ApiKey
 from headwater.servers.kafka.records import Columns, build_batch
 from headwater.servers.kafka.wire import ErrorCode
+from patience import PATIENCE_SECONDS
 
 confluent = pytest.importorskip("confluent_kafka")
 from confluent_kafka import KafkaError, KafkaException, TopicPartition  # noqa: E402
 from confluent_kafka.admin import AdminClient, NewTopic  # noqa: E402
 
 _numbers = itertools.count(1)
-PATIENCE_SECONDS = 90
 EARLIEST, LATEST = -2, -1
 
 
@@ -242,7 +242,9 @@ def test_the_size_of_a_partition_is_told_as_it_is(
 
 def _configs(admin: AdminClient, topic: str) -> dict[str, str]:
     resource = confluent.admin.ConfigResource(confluent.admin.ConfigResource.Type.TOPIC, topic)
-    return {name: one.value for name, one in admin.describe_configs([resource])[resource].result(30).items()}
+    return {
+        name: one.value for name, one in admin.describe_configs([resource])[resource].result(PATIENCE_SECONDS).items()
+    }
 
 
 def _set(admin: AdminClient, topic: str, name: str, value: str | None, operation: str = "SET") -> None:

@@ -15,13 +15,13 @@ from brokers import BrokerProcess
 import headwater
 from headwater import NewStoreEvent, Query
 from headwater.calls import log as log_calls
+from patience import PATIENCE_SECONDS
 
 confluent = pytest.importorskip("confluent_kafka")
 from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition  # noqa: E402
 from confluent_kafka.admin import AdminClient, ConfigEntry, ConfigResource, NewPartitions, NewTopic  # noqa: E402
 
 _names = itertools.count()
-PATIENCE_SECONDS = 90
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +185,7 @@ def test_a_reader_that_waits_is_woken_by_a_producer_and_by_sql(
     topic = make_topic()
     # Without waking, a fetch would be held for half a minute, and the test give up.
     consumer = Consumer({"bootstrap.servers": broker.bootstrap, "group.id": "w", "fetch.wait.max.ms": 60_000,
-                         "socket.timeout.ms": 90_000})  # fmt: skip
+                         "socket.timeout.ms": PATIENCE_SECONDS * 1000})  # fmt: skip
     consumer.assign([TopicPartition(topic, 0, 0)])
     assert consumer.poll(0.3) is None
     produce(broker, topic, [b"one"])

@@ -12,12 +12,12 @@ from brokers import broker_process
 from cutting_proxy import PROXY_HOST, CuttingProxy
 
 import headwater
+from patience import PATIENCE_SECONDS
 
 confluent = pytest.importorskip("confluent_kafka")
 from confluent_kafka import Producer  # noqa: E402
 
 _names = itertools.count()
-PATIENCE_SECONDS = 90
 PARTITIONS = 3
 
 

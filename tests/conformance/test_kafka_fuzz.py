@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,9 +9,9 @@ from brokers import broker_process
 from kafka_fuzzer import Fuzzer, resident_mib
 
 import headwater
+from effort import effort
 
-# HEADWATER_FUZZ_FRAMES=1000000 for a long run.
-FRAMES = int(os.environ.get("HEADWATER_FUZZ_FRAMES", "4000"))
+FRAMES = effort(4000)
 SEEDS = (11, 12)
 MAX_GROWTH_MIB = 150
 

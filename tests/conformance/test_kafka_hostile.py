@@ -31,8 +31,8 @@ from headwater.servers.kafka.broker import Broker
 from headwater.servers.kafka.compression import CODECS, compress
 from headwater.servers.kafka.server import serving
 from headwater.servers.kafka.wire import ErrorCode, _entity_writer
+from patience import PATIENCE_SECONDS
 
-PATIENCE_SECONDS = 60
 HEARTBEAT = 68
 
 

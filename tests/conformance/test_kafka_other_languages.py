@@ -16,9 +16,9 @@ import pytest
 from brokers import BrokerProcess
 
 import headwater
+from patience import PATIENCE_SECONDS
 
 HERE = Path(__file__).parent
-PATIENCE_SECONDS = 90
 KAFKAJS = "2.2.4"
 KAFKAJS_INTEGRITY = "sha512-j/YeapB1vfPT2iOIUn/vxdyKEuhuY2PxMBvf5JWux6iSaukAccrMtXEY/Lb7OvavDhOWME589bpLrEdnVHjfjA=="
 _names = itertools.count()

@@ -22,6 +22,7 @@ from headwater.servers.kafka.api_keys import ApiKey
 from headwater.servers.kafka.dispatch import SUPPORTED_VERSIONS
 from headwater.servers.kafka.records import Columns, build_batch
 from headwater.servers.kafka.wire import ErrorCode, _shapes
+from patience import PATIENCE_SECONDS
 
 _numbers = itertools.count(1)
 
@@ -100,7 +101,7 @@ def test_many_producers_at_once_get_offsets_without_gap_or_repetition(
     for _ in range(10):
         log.publish(partition, b"sql")
     for thread in threads:
-        thread.join(90)
+        thread.join(PATIENCE_SECONDS)
     events = list(log.read(partition, batch_size=1000))
     assert [event.topic_offset for event in events] == list(range(170))
     assert sorted(offsets) == [event.topic_offset for event in events if event.payload != b"sql"]
@@ -451,7 +452,7 @@ def test_a_member_that_names_its_topics_by_a_pattern_gets_those_that_fit_and_com
         assert refused.error_code == ErrorCode.invalid_regular_expression
         assert refused.error_message
     answer = beat(**first, subscribed_topic_names=[], subscribed_topic_regex=f"{stem}-[ab]")
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + PATIENCE_SECONDS
     for suffixes in ("a", "ab"):
         log.create_topic(f"{stem}-{suffixes[-1]}", kind="sequenced", if_missing=True)
         while answer.assignment is None or names(answer) != [f"{stem}-{suffix}" for suffix in suffixes]:

@@ -13,12 +13,12 @@ import pytest
 from brokers import BrokerProcess, broker_process
 
 import headwater
+from patience import PATIENCE_SECONDS
 
 confluent = pytest.importorskip("confluent_kafka")
 from confluent_kafka import Consumer, Producer, TopicPartition  # noqa: E402
 
 _names = itertools.count()
-PATIENCE_SECONDS = 90
 PARTITIONS = 3
 REFUSALS = (
     confluent.KafkaError.ILLEGAL_GENERATION,

@@ -18,6 +18,7 @@ import headwater
 from headwater.access import scram
 from headwater.access.permissions import Permission
 from headwater.calls import access as calls
+from patience import PATIENCE_SECONDS
 
 confluent = pytest.importorskip("confluent_kafka")
 from confluent_kafka import (  # noqa: E402
@@ -42,8 +43,6 @@ from confluent_kafka.admin import (  # noqa: E402
     UserScramCredentialDeletion,
     UserScramCredentialUpsertion,
 )
-
-PATIENCE_SECONDS = 90
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +194,7 @@ def test_who_says_nothing_does_not_come_in(guarded: BrokerProcess) -> None:
 
 def delivered(settings: Any, topic: str) -> Any:
     codes: list[Any] = []
-    producer = Producer({**settings, "message.timeout.ms": 5000})
+    producer = Producer({**settings, "message.timeout.ms": PATIENCE_SECONDS * 1000})
     producer.produce(topic, b"x", on_delivery=lambda error, message: codes.append(error and error.code()))
     producer.flush(PATIENCE_SECONDS)
     return codes[0]
@@ -369,7 +368,7 @@ def test_connections_are_encrypted_where_a_certificate_is_given(dsn: str, tmp_pa
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1",
          "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate],
-        check=True, capture_output=True, timeout=60,
+        check=True, capture_output=True, timeout=PATIENCE_SECONDS,
     )  # fmt: skip
     with broker_process(dsn, "--tls-certificate", str(certificate), "--tls-key", str(key)) as encrypted:
         settings = {

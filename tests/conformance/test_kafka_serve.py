@@ -22,24 +22,19 @@ import headwater
 from headwater.calls import access as calls
 from headwater.cli import app
 from headwater.servers.kafka.api_keys import ApiKey
+from patience import PATIENCE_SECONDS
 from serve_process import serve_process
 
 confluent = pytest.importorskip("confluent_kafka")
 from confluent_kafka import Consumer, Producer, TopicPartition  # noqa: E402
 from confluent_kafka.admin import AdminClient  # noqa: E402
 
-PATIENCE_SECONDS = 90
-
 
 def run(dsn: str, *arguments: str) -> Any:
     return CliRunner().invoke(app, [*arguments, "--dsn", dsn], env={"HEADWATER_DSN": None})
 
 
-@pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith("HEADWATER_"):
-            monkeypatch.delenv(name)
+pytestmark = pytest.mark.usefixtures("clean_environment")
 
 
 def test_several_processes_are_several_brokers_and_one_that_dies_is_started_again(

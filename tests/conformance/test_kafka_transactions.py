@@ -16,12 +16,12 @@ from raw_client import Raw, batch_of
 import headwater
 from headwater.servers.kafka.api_keys import ApiKey
 from headwater.servers.kafka.wire import ErrorCode
+from patience import PATIENCE_SECONDS
 
 confluent = pytest.importorskip("confluent_kafka")
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition  # noqa: E402
 
 _names = itertools.count()
-PATIENCE_SECONDS = 90
 
 
 @pytest.fixture(scope="module")

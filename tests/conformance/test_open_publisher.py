@@ -15,6 +15,7 @@ from raw_client import Raw
 import headwater
 from headwater.eventstore import NewStoreEvent
 from headwater.servers.kafka.wire import ErrorCode
+from patience import PATIENCE_SECONDS
 
 grpc = pytest.importorskip("grpc")
 from rpc_servers import rpc_server  # noqa: E402
@@ -22,7 +23,6 @@ from rpc_servers import rpc_server  # noqa: E402
 from headwater.servers.grpc.client import service  # noqa: E402
 from headwater.servers.grpc.generated import headwater_pb2 as pb  # noqa: E402
 
-SECONDS = 90
 FETCH = 1
 
 
@@ -40,7 +40,9 @@ def test_a_grpc_follower_goes_on_beside_a_publisher_to_another_topic(
     dsn: str, log: headwater.Headwater, topic: str, elsewhere: str
 ) -> None:
     with rpc_server(dsn=dsn) as server, grpc.insecure_channel(server.address) as channel:
-        answers = service(channel, "headwater.v1.Log").Follow(pb.FollowRequest(topics=[topic]), timeout=SECONDS)
+        answers = service(channel, "headwater.v1.Log").Follow(
+            pb.FollowRequest(topics=[topic]), timeout=PATIENCE_SECONDS
+        )
         for n in range(3):
             log.publish(topic, n)
             assert [event.payload for event in next(answers).events] == [b"%d" % n]
@@ -55,7 +57,7 @@ def test_a_kafka_fetch_that_waits_goes_on_beside_a_publisher_to_another_topic(
         last = log.publish(topic, "first")
         for n in range(2):
             part = {"partition": 0, "fetch_offset": (last or 0) + 1, "partition_max_bytes": 1000}
-            fields = {"max_wait": SECONDS * 1000, "min_bytes": 1, "max_bytes": 1000}
+            fields = {"max_wait": PATIENCE_SECONDS * 1000, "min_bytes": 1, "max_bytes": 1000}
             raw.send(FETCH, 12, {**fields, "topics": [{"topic": topic, "partitions": [part]}]})
             last = log.publish(topic, n)
             answer = raw.receive(FETCH, 12).responses[0].partitions[0]
@@ -81,6 +83,6 @@ def test_an_event_store_goes_on_beside_a_publisher_to_another_topic(
     thread.start()
     for n in range(2):
         store.append([NewStoreEvent(f"Type{n}", {})])
-        assert arrived.acquire(timeout=SECONDS)
-    thread.join(SECONDS)
+        assert arrived.acquire(timeout=PATIENCE_SECONDS)
+    thread.join(PATIENCE_SECONDS)
     assert got == ["Type0", "Type1"]

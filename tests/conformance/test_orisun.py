@@ -13,6 +13,7 @@ from raw_messages import fields, message
 
 import headwater
 from headwater.eventstore import NewStoreEvent
+from patience import PATIENCE_SECONDS
 
 grpc = pytest.importorskip("grpc")
 from rpc_servers import rpc_server  # noqa: E402
@@ -21,7 +22,6 @@ from headwater.servers.grpc import orisun_convert  # noqa: E402
 from headwater.servers.grpc.client import service  # noqa: E402
 from headwater.servers.grpc.generated import eventstore_pb2 as pb  # noqa: E402
 
-SECONDS = 90
 _numbers = itertools.count()
 Until = Callable[[Callable[[], Any]], Any]
 START = pb.Position(commit_position=0, prepare_position=0)
@@ -52,7 +52,9 @@ def boundary(channel: Any, admin: Any) -> str:
     """A fresh boundary."""
     name = f"boundary_{next(_numbers)}"
     placement = pb.BoundaryPlacementInput(backend=channel.backend, namespace=name)
-    made = admin.CreateBoundary(pb.CreateBoundaryRequest(name=name, placement=placement), timeout=SECONDS).boundary
+    made = admin.CreateBoundary(
+        pb.CreateBoundaryRequest(name=name, placement=placement), timeout=PATIENCE_SECONDS
+    ).boundary
     assert made.status == pb.BOUNDARY_LIFECYCLE_STATUS_ACTIVE
     return name
 
@@ -67,12 +69,12 @@ def happened(kind: str, data: Any, **parts: str) -> pb.EventToSave:
 
 def save(store: Any, boundary: str, *events: pb.EventToSave, query: pb.SaveQuery | None = None) -> pb.Position:
     request = pb.SaveEventsRequest(boundary=boundary, query=query, events=events)
-    return store.SaveEvents(request, timeout=SECONDS).log_position
+    return store.SaveEvents(request, timeout=PATIENCE_SECONDS).log_position
 
 
 def get(store: Any, boundary: str, *queues: dict[str, str], count: int = 100, **parts: Any) -> list[Any]:
     request = pb.GetEventsRequest(boundary=boundary, query=pb.Query(criteria=criteria(*queues)), count=count, **parts)
-    return list(store.GetEvents(request, timeout=SECONDS).events)
+    return list(store.GetEvents(request, timeout=PATIENCE_SECONDS).events)
 
 
 def refused(code: Any) -> Any:
@@ -84,7 +86,7 @@ def refused(code: Any) -> Any:
 
 def call(channel: Any, method: str, request: bytes) -> dict[int, list[Any]]:
     """A call by numbers alone."""
-    return fields(channel.unary_unary(f"/orisun.{method}")(request, timeout=SECONDS))
+    return fields(channel.unary_unary(f"/orisun.{method}")(request, timeout=PATIENCE_SECONDS))
 
 
 def test_events_are_saved_and_read_by_the_numbers_that_orisun_has(channel: Any, boundary: str) -> None:
@@ -129,7 +131,7 @@ def test_a_subscription_is_asked_for_by_the_numbers_that_orisun_has(channel: Any
     save(store, boundary, happened("A", {"k": 1}), happened("B", {"k": 2}))
     query = message((1, message((1, message((1, "k"), (2, "2"))))))
     asked = message((1, message((1, 0), (2, 0))), (2, query), (3, "me"), (4, boundary))
-    events = channel.unary_stream("/orisun.EventStore/CatchUpSubscribeToEvents")(asked, timeout=SECONDS)
+    events = channel.unary_stream("/orisun.EventStore/CatchUpSubscribeToEvents")(asked, timeout=PATIENCE_SECONDS)
     assert fields(next(events))[2] == [b"B"]
     events.cancel()
 
@@ -199,12 +201,12 @@ def test_a_criterion_that_contradicts_itself_matches_nothing(store: Any, boundar
     nothing = pb.Criterion(tags=[pb.Tag(key="eventType", value="")])
     for query in (pb.Query(criteria=[never]), pb.Query(criteria=[kinds, never, nothing])):
         request = pb.GetEventsRequest(boundary=boundary, query=query, count=10)
-        assert list(store.GetEvents(request, timeout=SECONDS).events) == []
+        assert list(store.GetEvents(request, timeout=PATIENCE_SECONDS).events) == []
         save(store, boundary, happened("B", {}), query=pb.SaveQuery(subsetQuery=query, expected_position=EMPTY))
         with refused(grpc.StatusCode.ALREADY_EXISTS):
             save(store, boundary, happened("B", {}), query=pb.SaveQuery(subsetQuery=query, expected_position=START))
     asked = pb.GetLatestByCriteriaRequest(boundary=boundary, criteria=[never, *criteria({"k": "1"}), kinds])
-    latest = store.GetLatestByCriteria(asked, timeout=SECONDS)
+    latest = store.GetLatestByCriteria(asked, timeout=PATIENCE_SECONDS)
     assert [result.HasField("event") for result in latest.results] == [False, True, False]
 
 
@@ -306,7 +308,9 @@ def test_a_count_that_cannot_be_is_an_invalid_argument(store: Any, boundary: str
 def test_the_latest_of_nothing_cannot_be_asked_for(store: Any, boundary: str) -> None:
     for asked in ([], [pb.Criterion()]):
         with refused(grpc.StatusCode.INVALID_ARGUMENT):
-            store.GetLatestByCriteria(pb.GetLatestByCriteriaRequest(boundary=boundary, criteria=asked), timeout=SECONDS)
+            store.GetLatestByCriteria(
+                pb.GetLatestByCriteriaRequest(boundary=boundary, criteria=asked), timeout=PATIENCE_SECONDS
+            )
 
 
 def test_a_page_that_fits_into_no_message_is_refused_and_not_cut(dsn: str, log: headwater.Headwater) -> None:
@@ -399,7 +403,7 @@ def test_a_boundary_that_is_not_there_is_not_found(store: Any, admin: Any) -> No
     with refused(grpc.StatusCode.NOT_FOUND):
         next(subscription(store, "nowhere", "me"))
     with refused(grpc.StatusCode.NOT_FOUND):
-        admin.GetBoundary(pb.GetBoundaryRequest(name="nowhere"), timeout=SECONDS)
+        admin.GetBoundary(pb.GetBoundaryRequest(name="nowhere"), timeout=PATIENCE_SECONDS)
     with refused(grpc.StatusCode.INVALID_ARGUMENT):
         get(store, "")
 
@@ -421,16 +425,16 @@ def test_a_number_that_the_protocol_does_not_know_is_an_invalid_argument(store: 
         ),
     ):
         with refused(grpc.StatusCode.INVALID_ARGUMENT):
-            call(request, timeout=SECONDS)
+            call(request, timeout=PATIENCE_SECONDS)
 
 
 def test_a_boundary_is_made_once_and_can_be_adopted(channel: Any, admin: Any, boundary: str) -> None:
     placement = pb.BoundaryPlacementInput(backend=channel.backend, namespace="public")
     again = pb.CreateBoundaryRequest(name=boundary, placement=placement)
     with refused(grpc.StatusCode.ALREADY_EXISTS):
-        admin.CreateBoundary(again, timeout=SECONDS)
+        admin.CreateBoundary(again, timeout=PATIENCE_SECONDS)
     again.existed_before_catalog = True
-    assert admin.CreateBoundary(again, timeout=SECONDS).boundary.existed_before_catalog
+    assert admin.CreateBoundary(again, timeout=PATIENCE_SECONDS).boundary.existed_before_catalog
     for wrong in (
         pb.CreateBoundaryRequest(name="no_place"),
         pb.CreateBoundaryRequest(name="7", placement=placement),
@@ -438,7 +442,7 @@ def test_a_boundary_is_made_once_and_can_be_adopted(channel: Any, admin: Any, bo
         pb.CreateBoundaryRequest(name="x" * 64, placement=placement),
     ):
         with refused(grpc.StatusCode.INVALID_ARGUMENT):
-            admin.CreateBoundary(wrong, timeout=SECONDS)
+            admin.CreateBoundary(wrong, timeout=PATIENCE_SECONDS)
 
 
 def test_indexes_are_made_listed_and_dropped(store: Any, boundary: str) -> None:
@@ -446,24 +450,25 @@ def test_indexes_are_made_listed_and_dropped(store: Any, boundary: str) -> None:
     by_customer = pb.CreateIndexRequest(
         boundary=boundary, name="by_customer", fields=[pb.IndexField(json_key="customer")]
     )
-    store.CreateIndex(by_customer, timeout=SECONDS)
-    (listed,) = store.ListIndexes(pb.ListIndexesRequest(boundary=boundary), timeout=SECONDS).indexes
+    store.CreateIndex(by_customer, timeout=PATIENCE_SECONDS)
+    (listed,) = store.ListIndexes(pb.ListIndexesRequest(boundary=boundary), timeout=PATIENCE_SECONDS).indexes
     assert (listed.name, listed.fields[0].json_key, listed.state) == ("by_customer", "customer", pb.INDEX_STATE_READY)
     one = pb.GetIndexRequest(boundary=boundary, name="by_customer")
-    assert store.GetIndex(one, timeout=SECONDS).index == listed
+    assert store.GetIndex(one, timeout=PATIENCE_SECONDS).index == listed
     assert len(get(store, boundary, {"customer": "c-3"})) == 1
-    store.DropIndex(pb.DropIndexRequest(boundary=boundary, name="by_customer"), timeout=SECONDS)
+    store.DropIndex(pb.DropIndexRequest(boundary=boundary, name="by_customer"), timeout=PATIENCE_SECONDS)
     with refused(grpc.StatusCode.NOT_FOUND):
-        store.GetIndex(one, timeout=SECONDS)
+        store.GetIndex(one, timeout=PATIENCE_SECONDS)
     with refused(grpc.StatusCode.NOT_FOUND):
-        store.DropIndex(pb.DropIndexRequest(boundary=boundary, name="by_customer"), timeout=SECONDS)
+        store.DropIndex(pb.DropIndexRequest(boundary=boundary, name="by_customer"), timeout=PATIENCE_SECONDS)
     with refused(grpc.StatusCode.INVALID_ARGUMENT):
-        store.CreateIndex(pb.CreateIndexRequest(boundary=boundary, name="without_fields"), timeout=SECONDS)
+        store.CreateIndex(pb.CreateIndexRequest(boundary=boundary, name="without_fields"), timeout=PATIENCE_SECONDS)
     with refused(grpc.StatusCode.INVALID_ARGUMENT):
         wrong = pb.IndexCondition(key="x", operator="~", value="1")
         fields = [pb.IndexField(json_key="x")]
         store.CreateIndex(
-            pb.CreateIndexRequest(boundary=boundary, name="odd", fields=fields, conditions=[wrong]), timeout=SECONDS
+            pb.CreateIndexRequest(boundary=boundary, name="odd", fields=fields, conditions=[wrong]),
+            timeout=PATIENCE_SECONDS,
         )
 
 
@@ -482,7 +487,7 @@ def test_an_index_of_any_kind_is_kept_as_it_was_asked_for_but_for_the_type(store
         ],
         conditions=[big, of_type],
     )
-    store.CreateIndex(asked, timeout=SECONDS)
+    store.CreateIndex(asked, timeout=PATIENCE_SECONDS)
     either = pb.CreateIndexRequest(
         boundary=boundary,
         name="either",
@@ -490,8 +495,8 @@ def test_an_index_of_any_kind_is_kept_as_it_was_asked_for_but_for_the_type(store
         conditions=[big, pb.IndexCondition(key="amount", operator=">", value="3")],
         condition_combinator=pb.OR,
     )
-    store.CreateIndex(either, timeout=SECONDS)
-    amounts, other = store.ListIndexes(pb.ListIndexesRequest(boundary=boundary), timeout=SECONDS).indexes
+    store.CreateIndex(either, timeout=PATIENCE_SECONDS)
+    amounts, other = store.ListIndexes(pb.ListIndexesRequest(boundary=boundary), timeout=PATIENCE_SECONDS).indexes
     assert list(amounts.fields) == [asked.fields[0], *asked.fields[2:]]
     assert (list(amounts.conditions), amounts.condition_combinator) == ([big], pb.AND)
     assert (list(other.fields), list(other.conditions)) == (list(either.fields), list(either.conditions))

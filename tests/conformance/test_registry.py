@@ -21,13 +21,12 @@ from headwater.calls import registry as registry_calls
 from headwater.schema_registry import registry
 from headwater.schema_registry.registry import LEVELS, run_steps
 from http_server import http_server
+from patience import PATIENCE_SECONDS
 
 pytest.importorskip("jsonschema_rs")
 schema_registry = pytest.importorskip("confluent_kafka.schema_registry")
 from confluent_kafka.schema_registry import Schema, SchemaReference, SchemaRegistryClient  # noqa: E402
 from confluent_kafka.schema_registry.error import SchemaRegistryError  # noqa: E402
-
-PATIENCE_SECONDS = 90
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from headwater.schema_registry.schemas import Reference, Schema
 from headwater.servers.kafka.records import Columns, build_batch
 from headwater.servers.kafka.wire import ErrorCode
 from http_server import http_server
+from patience import PATIENCE_SECONDS
 
 pytest.importorskip("jsonschema_rs")
 pytest.importorskip("confluent_kafka.schema_registry.avro")
@@ -34,7 +35,6 @@ from confluent_kafka.serialization import MessageField, SerializationContext
 from google.protobuf import descriptor_pool, message_factory
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 
-PATIENCE_SECONDS = 90
 _numbers = itertools.count(1)
 
 AVRO = json.dumps(

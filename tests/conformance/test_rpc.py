@@ -22,6 +22,7 @@ from headwater import errors
 from headwater.cli import app, exit_codes
 from headwater.eventstore import NewStoreEvent
 from headwater.queue.model import Dead
+from patience import PATIENCE_SECONDS
 
 grpc = pytest.importorskip("grpc")
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: E402
@@ -34,7 +35,6 @@ from headwater.servers.grpc.errors import MAX_DETAIL_BYTES, code_for, detail_byt
 from headwater.servers.grpc.generated import eventstore_pb2  # noqa: E402
 from headwater.servers.grpc.generated import headwater_pb2 as pb  # noqa: E402
 
-SECONDS = 90
 _numbers = itertools.count()
 Until = Callable[[Callable[[], Any]], Any]
 
@@ -89,18 +89,18 @@ def test_what_is_published_is_in_the_log_as_it_was(events: Any, log: headwater.H
         event_id="e1",
         content_type="application/json",
     )
-    first = events.Publish(pb.PublishRequest(topic=topic, event=new), timeout=SECONDS).position
-    assert events.Publish(pb.PublishRequest(topic=topic, event=new), timeout=SECONDS).position == first
+    first = events.Publish(pb.PublishRequest(topic=topic, event=new), timeout=PATIENCE_SECONDS).position
+    assert events.Publish(pb.PublishRequest(topic=topic, event=new), timeout=PATIENCE_SECONDS).position == first
     (kept,) = log.read(topic)
     assert (kept.position, kept.data, kept.key, kept.type) == (first, {"n": 1}, b"\x00k", "placed")
     assert (kept.routing_key, kept.headers, kept.event_id) == ("a.b", {"h": ["x"]}, "e1")
-    (read,) = events.Read(pb.ReadRequest(topics=[topic]), timeout=SECONDS).events
+    (read,) = events.Read(pb.ReadRequest(topics=[topic]), timeout=PATIENCE_SECONDS).events
     assert (read.position, read.topic, read.payload, read.key) == (first, topic, b'{"n": 1}', b"\x00k")
     assert (read.type, read.routing_key, json.loads(read.headers)) == ("placed", "a.b", {"h": ["x"]})
     assert (read.event_id, read.content_type) == ("e1", "application/json")
     assert read.published_at.ToDatetime(tzinfo=UTC) == kept.published_at
-    bare = events.Publish(pb.PublishRequest(topic=topic, event=pb.NewEvent()), timeout=SECONDS).position
-    (read,) = events.Read(pb.ReadRequest(topics=[topic], after=first), timeout=SECONDS).events
+    bare = events.Publish(pb.PublishRequest(topic=topic, event=pb.NewEvent()), timeout=PATIENCE_SECONDS).position
+    (read,) = events.Read(pb.ReadRequest(topics=[topic], after=first), timeout=PATIENCE_SECONDS).events
     assert read.position == bare
     given = ("payload", "key", "type", "routing_key", "headers", "event_id", "content_type", "topic_offset")
     assert not any(read.HasField(name) for name in given)
@@ -109,14 +109,16 @@ def test_what_is_published_is_in_the_log_as_it_was(events: Any, log: headwater.H
 def test_an_event_for_later_has_no_position_yet(events: Any, log: headwater.Headwater, topic: str) -> None:
     later = datetime.now(UTC) + timedelta(days=9)
     request = pb.PublishRequest(topic=topic, event=pb.NewEvent(payload=b"x"), deliver_at=later)
-    assert not events.Publish(request, timeout=SECONDS).HasField("position")
+    assert not events.Publish(request, timeout=PATIENCE_SECONDS).HasField("position")
     (waiting,) = [one for one in log.scheduled() if one.topic == topic]
     assert waiting.due_at == later
 
 
 def test_a_batch_is_published_whole_or_not_at_all(events: Any, log: headwater.Headwater, topic: str) -> None:
     batch = [pb.NewEvent(payload=b"%d" % n) for n in range(5)]
-    positions = events.PublishBatch(pb.PublishBatchRequest(topic=topic, events=batch), timeout=SECONDS).positions
+    positions = events.PublishBatch(
+        pb.PublishBatchRequest(topic=topic, events=batch), timeout=PATIENCE_SECONDS
+    ).positions
     assert [event.position for event in log.read(topic)] == list(positions)
     for wrong in (
         pb.NewEvent(payload=b"x" * 2_000_000),
@@ -125,21 +127,21 @@ def test_a_batch_is_published_whole_or_not_at_all(events: Any, log: headwater.He
         pb.NewEvent(headers="[]"),
     ):
         with pytest.raises(grpc.RpcError, match=r"INVALID_ARGUMENT|RESOURCE_EXHAUSTED"):
-            events.PublishBatch(pb.PublishBatchRequest(topic=topic, events=[*batch, wrong]), timeout=SECONDS)
+            events.PublishBatch(pb.PublishBatchRequest(topic=topic, events=[*batch, wrong]), timeout=PATIENCE_SECONDS)
     assert len(log.read(topic)) == 5
 
 
 def test_a_follower_catches_up_and_stays_live(events: Any, log: headwater.Headwater, topic: str) -> None:
     for n in range(10):
         log.publish(topic, n)
-    answers = events.Follow(pb.FollowRequest(topics=[topic], batch_size=4), timeout=SECONDS)
+    answers = events.Follow(pb.FollowRequest(topics=[topic], batch_size=4), timeout=PATIENCE_SECONDS)
     got = [event for _ in range(3) for event in next(answers).events]
     assert [event.payload for event in got] == [b"%d" % n for n in range(10)]
     log.publish(topic, "live")
     assert [event.payload for event in next(answers).events] == [b'"live"']
     answers.cancel()
     rest = events.Follow(
-        pb.FollowRequest(topics=[topic], after=got[-1].position, stop_when_caught_up=True), timeout=SECONDS
+        pb.FollowRequest(topics=[topic], after=got[-1].position, stop_when_caught_up=True), timeout=PATIENCE_SECONDS
     )
     assert [event.payload for answer in rest for event in answer.events] == [b'"live"']
 
@@ -155,10 +157,10 @@ def test_a_follower_that_does_not_read_is_waited_for_and_loses_nothing(
         log.publish_batch(topic, [headwater.NewEvent(large) for _ in range(100)])
     # Large batches, which come in messages that a client takes.
     request = pb.FollowRequest(topics=[topic], stop_when_caught_up=True)
-    first = events.Follow(request, timeout=60)
+    first = events.Follow(request, timeout=PATIENCE_SECONDS)
     next(first)
     before = resident_bytes()
-    idle = [events.Follow(request, timeout=60) for _ in range(10)]
+    idle = [events.Follow(request, timeout=PATIENCE_SECONDS) for _ in range(10)]
     seen = [sum(len(answer.events) for answer in answers) for answers in idle[:2]]
     assert seen == [400, 400]
     # Eight have been served nothing but what fits on the way; all of it would be 640 MB.
@@ -171,28 +173,30 @@ def test_a_follower_that_does_not_read_is_waited_for_and_loses_nothing(
 def test_cursors_move_by_compare_and_set(events: Any, topic: str) -> None:
     name = f"cursor-{next(_numbers)}"
     opening = pb.OpenCursorRequest(cursor=name, topics=[topic], start_after=7)
-    assert events.OpenCursor(opening, timeout=SECONDS).position == 7
-    events.AdvanceCursor(pb.AdvanceCursorRequest(cursor=name, from_position=7, to_position=9), timeout=SECONDS)
+    assert events.OpenCursor(opening, timeout=PATIENCE_SECONDS).position == 7
+    events.AdvanceCursor(pb.AdvanceCursorRequest(cursor=name, from_position=7, to_position=9), timeout=PATIENCE_SECONDS)
     with refused(grpc.StatusCode.ABORTED):
-        events.AdvanceCursor(pb.AdvanceCursorRequest(cursor=name, from_position=7, to_position=11), timeout=SECONDS)
-    assert events.OpenCursor(opening, timeout=SECONDS).position == 9
+        events.AdvanceCursor(
+            pb.AdvanceCursorRequest(cursor=name, from_position=7, to_position=11), timeout=PATIENCE_SECONDS
+        )
+    assert events.OpenCursor(opening, timeout=PATIENCE_SECONDS).position == 9
 
 
 def test_topics_are_made_seen_and_deleted(events: Any, log: headwater.Headwater) -> None:
     name = f"made-{next(_numbers)}"
     request = pb.CreateTopicRequest(name=name, kind="sequenced", partitions=3, retention_seconds=3600)
-    made = events.CreateTopic(request, timeout=SECONDS)
+    made = events.CreateTopic(request, timeout=PATIENCE_SECONDS)
     assert (made.kind, made.partitions, made.retention_seconds) == ("sequenced", 3, 3600)
     assert log.topic(name).retention == timedelta(hours=1)
     with refused(grpc.StatusCode.ALREADY_EXISTS):
-        events.CreateTopic(request, timeout=SECONDS)
+        events.CreateTopic(request, timeout=PATIENCE_SECONDS)
     with refused(grpc.StatusCode.INVALID_ARGUMENT):
-        events.CreateTopic(pb.CreateTopicRequest(name="x", kind="round"), timeout=SECONDS)
-    assert events.GetTopic(pb.GetTopicRequest(name=name), timeout=SECONDS) == made
-    assert made in events.ListTopics(pb.ListTopicsRequest(), timeout=SECONDS).topics
-    events.DeleteTopic(pb.DeleteTopicRequest(name=name), timeout=SECONDS)
+        events.CreateTopic(pb.CreateTopicRequest(name="x", kind="round"), timeout=PATIENCE_SECONDS)
+    assert events.GetTopic(pb.GetTopicRequest(name=name), timeout=PATIENCE_SECONDS) == made
+    assert made in events.ListTopics(pb.ListTopicsRequest(), timeout=PATIENCE_SECONDS).topics
+    events.DeleteTopic(pb.DeleteTopicRequest(name=name), timeout=PATIENCE_SECONDS)
     with refused(grpc.StatusCode.NOT_FOUND):
-        events.GetTopic(pb.GetTopicRequest(name=name), timeout=SECONDS)
+        events.GetTopic(pb.GetTopicRequest(name=name), timeout=PATIENCE_SECONDS)
 
 
 # --- queues ------------------------------------------------------------------------------------------------------
@@ -200,10 +204,10 @@ def test_topics_are_made_seen_and_deleted(events: Any, log: headwater.Headwater)
 
 def test_events_are_claimed_settled_tried_again_and_given_up(queue: Any, log: headwater.Headwater, topic: str) -> None:
     name = f"queue-{next(_numbers)}"
-    queue.CreateQueue(pb.CreateQueueRequest(queue=name, topics=[topic], max_attempts=3), timeout=SECONDS)
+    queue.CreateQueue(pb.CreateQueueRequest(queue=name, topics=[topic], max_attempts=3), timeout=PATIENCE_SECONDS)
     positions = [log.publish(topic, n) for n in range(5)]
     claim = pb.ClaimRequest(queue=name, worker="w", batch_size=4)
-    lease = queue.Claim(claim, timeout=SECONDS).lease
+    lease = queue.Claim(claim, timeout=PATIENCE_SECONDS).lease
     assert [one.event.position for one in lease.events] == positions[:4]
     assert {one.attempt for one in lease.events} == {1}
     outcomes = [
@@ -216,59 +220,59 @@ def test_events_are_claimed_settled_tried_again_and_given_up(queue: Any, log: he
         pb.SettleRequest(
             queue=name, token=lease.token, outcomes=outcomes, rest_done=True, next=pb.ClaimRequest(worker="w")
         ),
-        timeout=SECONDS,
+        timeout=PATIENCE_SECONDS,
     )
     attempts = {}
     answer = settled.next
     while answer.events:
         attempts |= {one.event.position: one.attempt for one in answer.events}
         request = pb.SettleRequest(queue=name, token=answer.token, rest_done=True, next=claim)
-        answer = queue.Settle(request, timeout=SECONDS).next
+        answer = queue.Settle(request, timeout=PATIENCE_SECONDS).next
     assert attempts == {positions[1]: 2, positions[3]: 1, positions[4]: 1}
     (dead,) = log.dead_letters(name)
     assert (dead.position, dead.last_error) == (positions[2], "never")
-    assert not queue.Claim(claim, timeout=SECONDS).HasField("lease")
+    assert not queue.Claim(claim, timeout=PATIENCE_SECONDS).HasField("lease")
     with refused(grpc.StatusCode.FAILED_PRECONDITION):
-        queue.Settle(pb.SettleRequest(queue=name, token=lease.token, rest_done=True), timeout=SECONDS)
+        queue.Settle(pb.SettleRequest(queue=name, token=lease.token, rest_done=True), timeout=PATIENCE_SECONDS)
     with refused(grpc.StatusCode.INVALID_ARGUMENT):
         queue.Settle(
-            pb.SettleRequest(queue=name, token=lease.token, outcomes=[pb.Outcome(position=1)]), timeout=SECONDS
+            pb.SettleRequest(queue=name, token=lease.token, outcomes=[pb.Outcome(position=1)]), timeout=PATIENCE_SECONDS
         )
     with refused(grpc.StatusCode.NOT_FOUND):
-        queue.Claim(pb.ClaimRequest(queue="missing", worker="w"), timeout=SECONDS)
+        queue.Claim(pb.ClaimRequest(queue="missing", worker="w"), timeout=PATIENCE_SECONDS)
 
 
 def test_a_claim_waits_for_events_and_a_lease_is_kept_for_longer(
     queue: Any, log: headwater.Headwater, topic: str
 ) -> None:
     name = f"queue-{next(_numbers)}"
-    queue.CreateQueue(pb.CreateQueueRequest(queue=name, topics=[topic]), timeout=SECONDS)
-    waiting = queue.Claim.future(pb.ClaimRequest(queue=name, worker="w", wait_seconds=20), timeout=SECONDS)
+    queue.CreateQueue(pb.CreateQueueRequest(queue=name, topics=[topic]), timeout=PATIENCE_SECONDS)
+    waiting = queue.Claim.future(pb.ClaimRequest(queue=name, worker="w", wait_seconds=20), timeout=PATIENCE_SECONDS)
     position = log.publish(topic, "x")
     lease = waiting.result().lease
     assert [one.event.position for one in lease.events] == [position]
     extended = queue.Extend(
-        pb.ExtendRequest(queue=name, token=lease.token, lease_seconds=3600), timeout=SECONDS
+        pb.ExtendRequest(queue=name, token=lease.token, lease_seconds=3600), timeout=PATIENCE_SECONDS
     ).expires_at
     assert extended.ToDatetime() > lease.expires_at.ToDatetime() + timedelta(minutes=50)
     with refused(grpc.StatusCode.INVALID_ARGUMENT):
-        queue.Claim(pb.ClaimRequest(queue=name, worker="w", wait_seconds=61), timeout=SECONDS)
+        queue.Claim(pb.ClaimRequest(queue=name, worker="w", wait_seconds=61), timeout=PATIENCE_SECONDS)
 
 
 def test_what_a_dead_worker_had_goes_to_another(queue: Any, log: headwater.Headwater, topic: str) -> None:
     name = f"queue-{next(_numbers)}"
-    queue.CreateQueue(pb.CreateQueueRequest(queue=name, topics=[topic]), timeout=SECONDS)
+    queue.CreateQueue(pb.CreateQueueRequest(queue=name, topics=[topic]), timeout=PATIENCE_SECONDS)
     position = log.publish(topic, "x")
     dead = pb.ClaimRequest(queue=name, worker="dead", lease_seconds=0.1)
-    assert queue.Claim(dead, timeout=SECONDS).HasField("lease")
+    assert queue.Claim(dead, timeout=PATIENCE_SECONDS).HasField("lease")
     other = pb.ClaimRequest(queue=name, worker="other", wait_seconds=20)
-    (claimed,) = queue.Claim(other, timeout=SECONDS).lease.events
+    (claimed,) = queue.Claim(other, timeout=PATIENCE_SECONDS).lease.events
     assert (claimed.event.position, claimed.attempt) == (position, 2)
 
 
 def test_a_deadline_ends_a_call_that_waits(queue: Any, topic: str) -> None:
     name = f"queue-{next(_numbers)}"
-    queue.CreateQueue(pb.CreateQueueRequest(queue=name, topics=[topic]), timeout=SECONDS)
+    queue.CreateQueue(pb.CreateQueueRequest(queue=name, topics=[topic]), timeout=PATIENCE_SECONDS)
     with refused(grpc.StatusCode.DEADLINE_EXCEEDED):
         queue.Claim(pb.ClaimRequest(queue=name, worker="w", wait_seconds=50), timeout=0.2)
 
@@ -277,7 +281,7 @@ def test_an_append_that_waits_ends_at_its_deadline_and_says_so(
     stores: Any, store: str, connection: psycopg.Connection[Any]
 ) -> None:
     append = pb.AppendRequest(store=store, events=[pb.NewStoreEvent(type="A")])
-    stores.Append(append, timeout=SECONDS)
+    stores.Append(append, timeout=PATIENCE_SECONDS)
     with connection.transaction():
         # Whoever has appended and has not ended holds all others up.
         connection.execute("""select headwater.append(%s, '[{"type": "A"}]')""", (store,))
@@ -287,10 +291,10 @@ def test_an_append_that_waits_ends_at_its_deadline_and_says_so(
 
 def test_a_topic_that_is_no_event_store_is_not_found_as_one(stores: Any, channel: Any, topic: str) -> None:
     with refused(grpc.StatusCode.NOT_FOUND):
-        stores.Append(pb.AppendRequest(store=topic, events=[pb.NewStoreEvent(type="A")]), timeout=SECONDS)
+        stores.Append(pb.AppendRequest(store=topic, events=[pb.NewStoreEvent(type="A")]), timeout=PATIENCE_SECONDS)
     with refused(grpc.StatusCode.NOT_FOUND):
         service(channel, "orisun.EventStore").GetEvents(
-            eventstore_pb2.GetEventsRequest(boundary=topic, count=1), timeout=SECONDS
+            eventstore_pb2.GetEventsRequest(boundary=topic, count=1), timeout=PATIENCE_SECONDS
         )
 
 
@@ -318,7 +322,7 @@ def test_every_append_of_a_stream_has_its_verdict_in_order(stores: Any, log: hea
             ]
             yield pb.AppendStreamRequest(appends=appends)
 
-    got = verdicts(stores.AppendStream(requests(), timeout=SECONDS))
+    got = verdicts(stores.AppendStream(requests(), timeout=PATIENCE_SECONDS))
     assert [verdict.number for verdict in got] == [-n for n in range(1000)]
     for n, verdict in enumerate(got):
         wanted = "appended" if n % 2 == 0 or n % 10 == 1 else "refused"
@@ -337,10 +341,10 @@ def test_a_stream_answers_while_it_is_open_and_repeats_are_known(stores: Any, st
 
     def requests() -> Iterator[pb.AppendStreamRequest]:
         yield pb.AppendStreamRequest(store=store, appends=[numbered(1, event_id="e")])
-        assert go_on.wait(SECONDS)
+        assert go_on.wait(PATIENCE_SECONDS)
         yield pb.AppendStreamRequest(store=store, appends=[numbered(2, event_id="e"), numbered(3)])
 
-    answers = stores.AppendStream(requests(), timeout=SECONDS)
+    answers = stores.AppendStream(requests(), timeout=PATIENCE_SECONDS)
     (first,) = next(answers).verdicts
     go_on.set()
     second, third = verdicts(answers)
@@ -358,7 +362,7 @@ def test_more_than_the_window_waits_with_its_sender(stores: Any, log: headwater.
             yield pb.AppendStreamRequest(store=store, appends=appends)
         yield pb.AppendStreamRequest(appends=[numbered(n) for n in range(40, 1040)])
 
-    got = verdicts(stores.AppendStream(requests(), timeout=60))
+    got = verdicts(stores.AppendStream(requests(), timeout=PATIENCE_SECONDS))
     assert [verdict.number for verdict in got if verdict.HasField("appended")] == list(range(1040))
 
 
@@ -371,7 +375,7 @@ def test_a_stream_that_goes_wrong_ends_after_the_verdicts_before(
         pb.AppendStreamRequest(store=other, appends=[numbered(3)]),
         pb.AppendStreamRequest(store=store, appends=[numbered(4)]),
     ]
-    answers = stores.AppendStream(iter(wrong), timeout=SECONDS)
+    answers = stores.AppendStream(iter(wrong), timeout=PATIENCE_SECONDS)
     got: list[Any] = []
     with refused(grpc.StatusCode.INVALID_ARGUMENT):
         for answer in answers:
@@ -379,7 +383,7 @@ def test_a_stream_that_goes_wrong_ends_after_the_verdicts_before(
     assert [(verdict.number, verdict.WhichOneof("outcome")) for verdict in got] == [(1, "appended"), (2, "refused")]
     assert (log.store(store).count(), log.store(other).count()) == (1, 0)
     with refused(grpc.StatusCode.NOT_FOUND):
-        verdicts(stores.AppendStream(iter([pb.AppendStreamRequest(store="nowhere")]), timeout=SECONDS))
+        verdicts(stores.AppendStream(iter([pb.AppendStreamRequest(store="nowhere")]), timeout=PATIENCE_SECONDS))
 
 
 def competition(store: str, queue: str, **options: Any) -> pb.CompeteRequest:
@@ -416,12 +420,12 @@ def test_who_only_stops_asking_has_done_nothing(
     positions = list(log.store(store).append([NewStoreEvent("A"), NewStoreEvent("A")]).positions)
     queue = f"queue-{next(_numbers)}"
     request = competition(store, queue, lease_seconds=0.05)
-    (answer,) = stores.Compete(iter([request]), timeout=SECONDS)
+    (answer,) = stores.Compete(iter([request]), timeout=PATIENCE_SECONDS)
     assert [event.position for event in answer.events] == positions
     got: list[int] = []
     until(lambda: got.extend(rest(stores, store, queue)) or len(got) >= 2)
     assert got == positions
-    assert list(stores.Compete(iter([]), timeout=SECONDS)) == []
+    assert list(stores.Compete(iter([]), timeout=PATIENCE_SECONDS)) == []
 
 
 @pytest.mark.parametrize("other", [{"store": "another"}, {"queue": "another"}])
@@ -431,7 +435,7 @@ def test_a_stream_competes_in_one_queue_of_one_store(
     positions = [log.store(store).append(NewStoreEvent("A")).position]
     queue = f"queue-{next(_numbers)}"
     first = competition(store, queue, lease_seconds=0.05)
-    answers = stores.Compete(iter([first, pb.CompeteRequest(**other)]), timeout=SECONDS)
+    answers = stores.Compete(iter([first, pb.CompeteRequest(**other)]), timeout=PATIENCE_SECONDS)
     assert len(next(answers).events) == 1
     with refused(grpc.StatusCode.INVALID_ARGUMENT):
         next(answers)
@@ -441,7 +445,7 @@ def test_a_stream_competes_in_one_queue_of_one_store(
     # The same again is no other.
     later = log.store(store).append([NewStoreEvent("A"), NewStoreEvent("A")]).positions
     same = competition(store, queue, batch_size=1)
-    answers = stores.Compete(iter([same, same, same]), timeout=SECONDS)
+    answers = stores.Compete(iter([same, same, same]), timeout=PATIENCE_SECONDS)
     assert [event.position for answer in answers for event in answer.events] == list(later)
 
 
@@ -456,11 +460,11 @@ def test_dead_letters_are_told_of_and_redriven_by_name_or_all_and_that_is_noted(
     log.settle(lease, {first: Dead("no"), second: Dead("never")})
 
     def letters(**asked: Any) -> list[tuple[int, str, str]]:
-        answer = stores.DeadLetters(pb.DeadLettersRequest(store=store, queue=queue, **asked), timeout=SECONDS)
+        answer = stores.DeadLetters(pb.DeadLettersRequest(store=store, queue=queue, **asked), timeout=PATIENCE_SECONDS)
         return [(one.position, one.type, one.last_error) for one in answer.letters]
 
     def redrive(**meant: Any) -> int:
-        return stores.Redrive(pb.RedriveRequest(store=store, queue=queue, **meant), timeout=SECONDS).count
+        return stores.Redrive(pb.RedriveRequest(store=store, queue=queue, **meant), timeout=PATIENCE_SECONDS).count
 
     assert letters() == [(first, "A", "no"), (second, "B", "never")]
     assert letters(batch_size=1) == letters(positions=[first]) == letters()[:1]
@@ -508,7 +512,7 @@ def test_every_error_that_a_caller_can_meet_has_a_status_of_its_own() -> None:
 
 def test_an_error_comes_beside_the_status_and_is_never_too_large(stores: Any, store: str) -> None:
     with refused(grpc.StatusCode.INVALID_ARGUMENT) as error:
-        stores.Append(pb.AppendRequest(store=store), timeout=SECONDS)
+        stores.Append(pb.AppendRequest(store=store), timeout=PATIENCE_SECONDS)
     told = json.loads(dict(error.value.trailing_metadata())["headwater-error-bin"])
     assert told["error"] == "InvalidRequest"
     assert told["message"] in error.value.details()
@@ -524,7 +528,7 @@ def test_an_error_comes_beside_the_status_and_is_never_too_large(stores: Any, st
 def test_a_message_that_is_too_large_is_refused(events: Any, topic: str) -> None:
     huge = pb.PublishRequest(topic=topic, event=pb.NewEvent(payload=b"x" * 70_000_000))
     with refused(grpc.StatusCode.RESOURCE_EXHAUSTED):
-        events.Publish(huge, timeout=SECONDS)
+        events.Publish(huge, timeout=PATIENCE_SECONDS)
 
 
 def test_a_bad_number_is_refused_with_what_it_may_be(events: Any, stores: Any, store: str) -> None:
@@ -536,17 +540,19 @@ def test_a_bad_number_is_refused_with_what_it_may_be(events: Any, stores: Any, s
         (stores.Append, pb.AppendRequest(store=store, events=[pb.NewStoreEvent(type="A")], condition=pb.Condition())),
     ):
         with refused(grpc.StatusCode.INVALID_ARGUMENT):
-            call(request, timeout=SECONDS)
+            call(request, timeout=PATIENCE_SECONDS)
 
 
 def test_health_and_reflection_tell_of_the_services(channel: Any) -> None:
     health = health_pb2_grpc.HealthStub(channel)
     names = ["headwater.v1.Log", "headwater.v1.Queue", "headwater.v1.EventStore", "orisun.EventStore", "orisun.Admin"]
     for name in ("", *names):
-        answer = health.Check(health_pb2.HealthCheckRequest(service=name), timeout=SECONDS)
+        answer = health.Check(health_pb2.HealthCheckRequest(service=name), timeout=PATIENCE_SECONDS)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
     asked = reflection_pb2.ServerReflectionRequest(list_services="")
-    reflected = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([asked]), timeout=SECONDS)
+    reflected = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
+        iter([asked]), timeout=PATIENCE_SECONDS
+    )
     listed = [service.name for service in next(iter(reflected)).list_services_response.service]
     assert set(names) <= set(listed)
 
@@ -559,7 +565,7 @@ def node_of(address: str) -> str:
     options = [("grpc.use_local_subchannel_pool", 1)]
     with grpc.insecure_channel(address, options) as channel:
         info = service(channel, "orisun.EventStore").GetServerInfo(
-            eventstore_pb2.GetServerInfoRequest(), timeout=SECONDS, wait_for_ready=True
+            eventstore_pb2.GetServerInfoRequest(), timeout=PATIENCE_SECONDS, wait_for_ready=True
         )
         return str(info.node_id)
 
@@ -576,17 +582,17 @@ def test_a_server_that_stops_ends_its_streams_and_says_so(dsn: str, log: headwat
     log.store(store).append(NewStoreEvent("A"))
     with rpc_server(dsn=dsn) as server, grpc.insecure_channel(server.address) as channel:
         stores = service(channel, "headwater.v1.EventStore")
-        answers = stores.Subscribe(pb.SubscribeRequest(store=store), timeout=SECONDS)
+        answers = stores.Subscribe(pb.SubscribeRequest(store=store), timeout=PATIENCE_SECONDS)
         assert len(next(answers).events) == 1
         first = competition(store, "stopped", stop_when_caught_up=False)
-        competing = stores.Compete(iter([first, pb.CompeteRequest()]), timeout=SECONDS)
+        competing = stores.Compete(iter([first, pb.CompeteRequest()]), timeout=PATIENCE_SECONDS)
         assert len(next(competing).events) == 1
         server.process.terminate()
         for stream in (answers, competing):
             with refused(grpc.StatusCode.UNAVAILABLE) as ended:
                 next(stream)
             assert "stopping" in ended.value.details()
-        assert server.process.wait(SECONDS) == 0
+        assert server.process.wait(PATIENCE_SECONDS) == 0
 
 
 def test_a_name_is_one_subscribers_among_servers_and_free_when_its_server_dies(
@@ -596,16 +602,16 @@ def test_a_name_is_one_subscribers_among_servers_and_free_when_its_server_dies(
     request = pb.SubscribeRequest(store=store, subscriber_name="me")
     with rpc_server(dsn=dsn) as other, grpc.insecure_channel(other.address) as channel:
         elsewhere = service(channel, "headwater.v1.EventStore")
-        first = elsewhere.Subscribe(request, timeout=SECONDS)
+        first = elsewhere.Subscribe(request, timeout=PATIENCE_SECONDS)
         assert len(next(first).events) == 1
         with refused(grpc.StatusCode.ALREADY_EXISTS):
-            next(stores.Subscribe(request, timeout=SECONDS))
+            next(stores.Subscribe(request, timeout=PATIENCE_SECONDS))
         other.process.kill()
         other.process.wait()
 
         def taken_over() -> bool:
             try:
-                return len(next(stores.Subscribe(request, timeout=SECONDS)).events) == 1
+                return len(next(stores.Subscribe(request, timeout=PATIENCE_SECONDS)).events) == 1
             except grpc.RpcError as error:
                 if error.code() is not grpc.StatusCode.ALREADY_EXISTS:
                     raise
@@ -618,7 +624,7 @@ def test_whose_name_is_lost_with_its_session_ends(
     log: headwater.Headwater, connection: psycopg.Connection, store: str, stores: Any
 ) -> None:
     log.store(store).append(NewStoreEvent("A"))
-    answers = stores.Subscribe(pb.SubscribeRequest(store=store, subscriber_name="me"), timeout=SECONDS)
+    answers = stores.Subscribe(pb.SubscribeRequest(store=store, subscriber_name="me"), timeout=PATIENCE_SECONDS)
     assert len(next(answers).events) == 1
     connection.execute(
         "select pg_terminate_backend(pid) from pg_locks"
@@ -633,15 +639,15 @@ def test_calls_outlive_the_connections_of_the_server(
     log: headwater.Headwater, connection: psycopg.Connection, store: str, stores: Any
 ) -> None:
     append = pb.AppendRequest(store=store, events=[pb.NewStoreEvent(type="A")])
-    subscribed = stores.Subscribe(pb.SubscribeRequest(store=store, after=0), timeout=60)
+    subscribed = stores.Subscribe(pb.SubscribeRequest(store=store, after=0), timeout=PATIENCE_SECONDS)
     for n in range(3):
-        stores.Append(append, timeout=SECONDS)
+        stores.Append(append, timeout=PATIENCE_SECONDS)
         assert len(next(subscribed).events) == 1, n
         connection.execute(
             "select pg_terminate_backend(pid) from pg_stat_activity"
             " where application_name = 'headwater serve' and datname = current_database()"
         )
-    stores.Append(append, timeout=SECONDS)
+    stores.Append(append, timeout=PATIENCE_SECONDS)
     assert len(next(subscribed).events) == 1
     assert log.store(store).count() == 4
 

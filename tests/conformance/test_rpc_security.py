@@ -22,6 +22,7 @@ from headwater.access.permissions import Permission
 from headwater.calls import access as calls
 from headwater.errors import QueueNotFound
 from headwater.eventstore import NewStoreEvent
+from patience import PATIENCE_SECONDS
 
 grpc = pytest.importorskip("grpc")
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: E402
@@ -31,7 +32,6 @@ from headwater.servers.grpc.client import service  # noqa: E402
 from headwater.servers.grpc.generated import eventstore_pb2 as orisun  # noqa: E402
 from headwater.servers.grpc.generated import headwater_pb2 as pb  # noqa: E402
 
-SECONDS = 90
 _numbers = itertools.count()
 Until = Callable[[Callable[[], Any]], Any]
 Metadata = list[tuple[str, str]]
@@ -92,7 +92,7 @@ def refused(code: Any) -> Any:
 
 def token_of(call: Any, metadata: Metadata, request: Any = EMPTY) -> str | None:
     """The session that a call is told of."""
-    _, done = call.with_call(request, timeout=SECONDS, metadata=metadata)
+    _, done = call.with_call(request, timeout=PATIENCE_SECONDS, metadata=metadata)
     return dict(done.initial_metadata()).get("x-auth-token")
 
 
@@ -113,10 +113,10 @@ def token_of(call: Any, metadata: Metadata, request: Any = EMPTY) -> str | None:
 )
 def test_who_is_not_known_does_not_come_in(channel: Any, store: Any, metadata: Metadata) -> None:
     with refused(grpc.StatusCode.UNAUTHENTICATED):
-        store.Ping(EMPTY, timeout=SECONDS, metadata=metadata)
+        store.Ping(EMPTY, timeout=PATIENCE_SECONDS, metadata=metadata)
     subscribe = service(channel, "headwater.v1.EventStore").Subscribe
     with refused(grpc.StatusCode.UNAUTHENTICATED):
-        next(subscribe(pb.SubscribeRequest(store="shop-store"), timeout=SECONDS, metadata=metadata))
+        next(subscribe(pb.SubscribeRequest(store="shop-store"), timeout=PATIENCE_SECONDS, metadata=metadata))
 
 
 def test_a_password_opens_a_session_and_the_session_is_enough(store: Any, log: headwater.Headwater) -> None:
@@ -137,7 +137,7 @@ def test_a_key_is_enough_and_opens_no_session(store: Any, log: headwater.Headwat
     assert token_of(store.Ping, bearer(key)) is None
     asked = orisun.GetEventsRequest(boundary="hidden", count=1)
     with refused(grpc.StatusCode.PERMISSION_DENIED):
-        store.GetEvents(asked, timeout=SECONDS, metadata=bearer(key))
+        store.GetEvents(asked, timeout=PATIENCE_SECONDS, metadata=bearer(key))
 
 
 def competition(store: str, queue: str) -> pb.CompeteRequest:
@@ -202,18 +202,18 @@ def test_an_account_may_what_it_was_allowed_and_nothing_else(channel: Any, store
         (admin.ValidateCredentials, orisun.ValidateCredentialsRequest(username="root", password="p")),
     ]
     for call, request in allowed:
-        call(request, timeout=SECONDS, metadata=SHOP)
+        call(request, timeout=PATIENCE_SECONDS, metadata=SHOP)
     for call, request in denied:
         with refused(grpc.StatusCode.PERMISSION_DENIED):
-            call(request, timeout=SECONDS, metadata=SHOP)
+            call(request, timeout=PATIENCE_SECONDS, metadata=SHOP)
     streams = [
-        log.Follow(pb.FollowRequest(topics=["secret"]), timeout=SECONDS, metadata=SHOP),
-        stores.Subscribe(pb.SubscribeRequest(store="hidden"), timeout=SECONDS, metadata=SHOP),
-        stores.AppendStream(iter([pb.AppendStreamRequest(store="hidden")]), timeout=SECONDS, metadata=SHOP),
-        stores.Compete(iter([competition("hidden", "shop")]), timeout=SECONDS, metadata=SHOP),
-        stores.Compete(iter([competition("shop-store", "shop")]), timeout=SECONDS, metadata=SHOP),
+        log.Follow(pb.FollowRequest(topics=["secret"]), timeout=PATIENCE_SECONDS, metadata=SHOP),
+        stores.Subscribe(pb.SubscribeRequest(store="hidden"), timeout=PATIENCE_SECONDS, metadata=SHOP),
+        stores.AppendStream(iter([pb.AppendStreamRequest(store="hidden")]), timeout=PATIENCE_SECONDS, metadata=SHOP),
+        stores.Compete(iter([competition("hidden", "shop")]), timeout=PATIENCE_SECONDS, metadata=SHOP),
+        stores.Compete(iter([competition("shop-store", "shop")]), timeout=PATIENCE_SECONDS, metadata=SHOP),
         store.CatchUpSubscribeToEvents(
-            orisun.CatchUpSubscribeToEventStoreRequest(boundary="hidden"), timeout=SECONDS, metadata=SHOP
+            orisun.CatchUpSubscribeToEventStoreRequest(boundary="hidden"), timeout=PATIENCE_SECONDS, metadata=SHOP
         ),
     ]
     for stream in streams:
@@ -230,10 +230,14 @@ def test_an_account_may_what_it_was_allowed_and_nothing_else(channel: Any, store
         for method in service.methods
     }
     assert asked == offered
-    topics = log.ListTopics(pb.ListTopicsRequest(), timeout=SECONDS, metadata=SHOP).topics
+    topics = log.ListTopics(pb.ListTopicsRequest(), timeout=PATIENCE_SECONDS, metadata=SHOP).topics
     assert {topic.name for topic in topics} == {"shop-orders", "shop-store"}
-    assert list(stores.ListStores(pb.ListStoresRequest(), timeout=SECONDS, metadata=SHOP).stores) == ["shop-store"]
-    boundaries = admin.ListBoundaries(orisun.ListBoundariesRequest(), timeout=SECONDS, metadata=SHOP).boundaries
+    assert list(stores.ListStores(pb.ListStoresRequest(), timeout=PATIENCE_SECONDS, metadata=SHOP).stores) == [
+        "shop-store"
+    ]
+    boundaries = admin.ListBoundaries(
+        orisun.ListBoundariesRequest(), timeout=PATIENCE_SECONDS, metadata=SHOP
+    ).boundaries
     assert [boundary.name for boundary in boundaries] == ["shop-store"]
 
 
@@ -244,15 +248,15 @@ def test_who_competes_may_read_the_store_and_the_queue_and_make_what_is_missing(
     reader = basic("reader", "r")
     for queue in ("other", "shared-missing"):
         with refused(grpc.StatusCode.PERMISSION_DENIED):
-            next(compete(iter([competition("shared", queue)]), timeout=SECONDS, metadata=reader))
+            next(compete(iter([competition("shared", queue)]), timeout=PATIENCE_SECONDS, metadata=reader))
         with pytest.raises(QueueNotFound):
             log.queue(queue)
     for queue, who in (("shared-there", reader), ("shared-missing", ROOT)):
-        (answer,) = compete(iter([competition("shared", queue)]), timeout=SECONDS, metadata=who)
+        (answer,) = compete(iter([competition("shared", queue)]), timeout=PATIENCE_SECONDS, metadata=who)
         assert len(answer.events) == 1
     # It is there now.
     log.store("shared").append(NewStoreEvent("B"))
-    (answer,) = compete(iter([competition("shared", "shared-missing")]), timeout=SECONDS, metadata=reader)
+    (answer,) = compete(iter([competition("shared", "shared-missing")]), timeout=PATIENCE_SECONDS, metadata=reader)
     assert len(answer.events) == 1
 
 
@@ -264,8 +268,8 @@ def test_a_stream_ends_when_the_right_to_it_is_taken_back(channel: Any, log: hea
     for queue, asked in zip(("shared-waiting", "shared-holding"), asking, strict=True):
         log.create_queue(queue, "shared", after=log.store("shared").head())
         asked.put(competition("shared", queue))
-        competing.append(stores.Compete(iter(asked.get, None), timeout=60, metadata=reader))
-    subscribed = stores.Subscribe(pb.SubscribeRequest(store="shop-store"), timeout=60, metadata=reader)
+        competing.append(stores.Compete(iter(asked.get, None), timeout=PATIENCE_SECONDS, metadata=reader))
+    subscribed = stores.Subscribe(pb.SubscribeRequest(store="shop-store"), timeout=PATIENCE_SECONDS, metadata=reader)
     log.store("shared").append(NewStoreEvent("A"))
     for answers in (*competing, subscribed):
         assert next(answers).events
@@ -297,7 +301,7 @@ def test_a_stream_ends_when_its_key_is_taken_back(channel: Any, log: headwater.H
     key = permissions.encode_api_key(os.urandom(32))
     log.run(calls.create_api_key(permissions.hash_api_key(key), "root"))
     stores = service(channel, "headwater.v1.EventStore")
-    answers = stores.Subscribe(pb.SubscribeRequest(store="shop-store"), timeout=60, metadata=bearer(key))
+    answers = stores.Subscribe(pb.SubscribeRequest(store="shop-store"), timeout=PATIENCE_SECONDS, metadata=bearer(key))
     assert next(answers).events
     log.run(calls.delete_api_key("root", permissions.hash_api_key(key).hex()))
 
@@ -318,7 +322,7 @@ def test_guessing_passwords_is_slowed_down(dsn: str, channel: Any) -> None:
 
         def guess(number: int) -> Any:
             try:
-                call(EMPTY, timeout=SECONDS, metadata=basic("root", f"guess {number}"))
+                call(EMPTY, timeout=PATIENCE_SECONDS, metadata=basic("root", f"guess {number}"))
             except grpc.RpcError as error:
                 return error.code()
 
@@ -332,7 +336,7 @@ def test_guessing_passwords_is_slowed_down(dsn: str, channel: Any) -> None:
 
 
 def test_health_is_told_to_everybody(channel: Any) -> None:
-    answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=SECONDS)
+    answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_SECONDS)
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
@@ -341,7 +345,7 @@ def test_users_are_made_with_roles_change_their_passwords_and_go(
 ) -> None:
     def made(name: str, *roles: str) -> Any:
         request = orisun.CreateUserRequest(name="Name", username=name, password="first", roles=roles)
-        return admin.CreateUser(request, timeout=SECONDS, metadata=ROOT).user
+        return admin.CreateUser(request, timeout=PATIENCE_SECONDS, metadata=ROOT).user
 
     user = made("operator", "OPERATIONS")
     assert (user.user_id, user.username, list(user.roles)) == ("operator", "operator", ["OPERATIONS"])
@@ -355,10 +359,10 @@ def test_users_are_made_with_roles_change_their_passwords_and_go(
     save = orisun.SaveEventsRequest(
         boundary="hidden", events=[orisun.EventToSave(event_id="by-operator", event_type="A", data="{}")]
     )
-    store.SaveEvents(save, timeout=SECONDS, metadata=operator)
+    store.SaveEvents(save, timeout=PATIENCE_SECONDS, metadata=operator)
     with refused(grpc.StatusCode.PERMISSION_DENIED):
-        admin.ListUsers(orisun.ListUsersRequest(), timeout=SECONDS, metadata=operator)
-    users = admin.ListUsers(orisun.ListUsersRequest(), timeout=SECONDS, metadata=basic("chief", "first")).users
+        admin.ListUsers(orisun.ListUsersRequest(), timeout=PATIENCE_SECONDS, metadata=operator)
+    users = admin.ListUsers(orisun.ListUsersRequest(), timeout=PATIENCE_SECONDS, metadata=basic("chief", "first")).users
     assert {one.username: list(one.roles) for one in users} == {
         "root": ["ADMIN"],
         "chief": ["ADMIN"],
@@ -366,17 +370,17 @@ def test_users_are_made_with_roles_change_their_passwords_and_go(
         "shop": [],
         "reader": [],
     }
-    assert admin.GetUserCount(orisun.GetUserCountRequest(), timeout=SECONDS, metadata=ROOT).count == 5
+    assert admin.GetUserCount(orisun.GetUserCountRequest(), timeout=PATIENCE_SECONDS, metadata=ROOT).count == 5
 
     def valid(password: str) -> bool:
         request = orisun.ValidateCredentialsRequest(username="operator", password=password)
-        answer = admin.ValidateCredentials(request, timeout=SECONDS, metadata=ROOT)
+        answer = admin.ValidateCredentials(request, timeout=PATIENCE_SECONDS, metadata=ROOT)
         assert answer.HasField("user") == answer.success
         return bool(answer.success)
 
     def change(name: str, current: str) -> Any:
         request = orisun.ChangePasswordRequest(user_id=name, current_password=current, new_password="second")
-        return admin.ChangePassword(request, timeout=SECONDS, metadata=operator)
+        return admin.ChangePassword(request, timeout=PATIENCE_SECONDS, metadata=operator)
 
     token = token_of(store.Ping, operator)
     assert token is not None
@@ -390,12 +394,12 @@ def test_users_are_made_with_roles_change_their_passwords_and_go(
     # The session that the old password opened is gone.
     assert log.run(calls.account_of_key(permissions.hash_api_key(token))) is None
     with refused(grpc.StatusCode.FAILED_PRECONDITION):
-        admin.DeleteUser(orisun.DeleteUserRequest(user_id="root"), timeout=SECONDS, metadata=ROOT)
-    admin.DeleteUser(orisun.DeleteUserRequest(user_id="operator"), timeout=SECONDS, metadata=ROOT)
+        admin.DeleteUser(orisun.DeleteUserRequest(user_id="root"), timeout=PATIENCE_SECONDS, metadata=ROOT)
+    admin.DeleteUser(orisun.DeleteUserRequest(user_id="operator"), timeout=PATIENCE_SECONDS, metadata=ROOT)
     with refused(grpc.StatusCode.NOT_FOUND):
-        admin.DeleteUser(orisun.DeleteUserRequest(user_id="operator"), timeout=SECONDS, metadata=ROOT)
+        admin.DeleteUser(orisun.DeleteUserRequest(user_id="operator"), timeout=PATIENCE_SECONDS, metadata=ROOT)
     with refused(grpc.StatusCode.UNAUTHENTICATED):
-        store.Ping(EMPTY, timeout=SECONDS, metadata=basic("operator", "second"))
+        store.Ping(EMPTY, timeout=PATIENCE_SECONDS, metadata=basic("operator", "second"))
     told = [event.data for event in log.read("headwater.audit") if event.data["subject"] == "operator"]
     assert [(one["actor"], one["action"]) for one in told] == [
         ("root", "account.create"),
@@ -411,14 +415,14 @@ def test_connections_are_encrypted_where_a_certificate_is_given(dsn: str, tmp_pa
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1",
          "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate],
-        check=True, capture_output=True, timeout=60,
+        check=True, capture_output=True, timeout=PATIENCE_SECONDS,
     )  # fmt: skip
     with rpc_server("--tls-certificate", str(certificate), "--tls-key", str(key), dsn=dsn) as server:
         trusting = grpc.ssl_channel_credentials(certificate.read_bytes())
         with grpc.secure_channel(server.address, trusting) as channel:
-            service(channel, "orisun.EventStore").Ping(EMPTY, timeout=SECONDS)
+            service(channel, "orisun.EventStore").Ping(EMPTY, timeout=PATIENCE_SECONDS)
         with grpc.insecure_channel(server.address) as channel, refused(grpc.StatusCode.UNAVAILABLE):
-            service(channel, "orisun.EventStore").Ping(EMPTY, timeout=SECONDS)
+            service(channel, "orisun.EventStore").Ping(EMPTY, timeout=PATIENCE_SECONDS)
 
 
 def test_of_two_who_make_the_same_user_the_second_finds_it(
@@ -433,5 +437,5 @@ def test_of_two_who_make_the_same_user_the_second_finds_it(
         until(lambda: connection.execute(waits, [second.info.backend_pid]).fetchall() == [(True,)])
         first.execute(made.sql, made.params)
         first.commit()
-        assert asking.result(SECONDS) == [(False,)]
+        assert asking.result(PATIENCE_SECONDS) == [(False,)]
     connection.execute("select headwater_internal.delete_account('wanted')")

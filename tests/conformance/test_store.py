@@ -43,6 +43,7 @@ from headwater.eventstore import (
     StoreEvent,
 )
 from headwater.eventstore.query import size_of
+from patience import PATIENCE_SECONDS
 
 grpc = pytest.importorskip("grpc")
 from rpc_client import RpcStore, RpcStores  # noqa: E402
@@ -537,7 +538,7 @@ def soon(subscription: Iterator[Any]) -> Any:
 
 def join(*threads: threading.Thread) -> None:
     for thread in threads:
-        thread.join(90)
+        thread.join(PATIENCE_SECONDS)
         assert not thread.is_alive(), "the end did not come within 30 seconds"
 
 
@@ -688,7 +689,7 @@ def abandoned(store: Store, queue: str, query: Query = EVERYTHING, batch_size: i
 def test_those_who_compete_share_all_matches_with_none_twice_and_none_missing(store: Store, queue: str) -> None:
     expected = 60
     got: list[int] = []
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_SECONDS
 
     def work(number: int) -> None:
         while len(got) < expected:
@@ -703,7 +704,7 @@ def test_those_who_compete_share_all_matches_with_none_twice_and_none_missing(st
         for _ in range(expected // 6):
             store.append([happened("A", "x" if n % 2 else "y") for n in range(12)])
         for one in working:
-            one.result(90)
+            one.result(PATIENCE_SECONDS)
     assert sorted(got) == places(store.read(tagged("x")))
     assert rest(store, queue, tagged("x")) == []
 

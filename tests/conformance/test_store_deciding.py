@@ -26,6 +26,7 @@ from headwater.eventstore import (
     execute,
 )
 from headwater.eventstore.decider import SavedState
+from patience import PATIENCE_SECONDS
 
 _numbers = itertools.count()
 SEATS = 5
@@ -254,7 +255,7 @@ def test_projections_that_wait_for_the_writer_leave_threads_to_read_with(tmp_pat
 
             for store in opened:
                 await store.append([NewStoreEvent("A") for _ in range(3)])
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 await asyncio.gather(
                     *(
                         store.process(Query(), partial(handle, store), cursor=f"p{n}", stop_when_caught_up=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import headwater
+from effort import effort
 from headwater.calls import log as log_calls
 from headwater.calls import store as store_calls
 from headwater.client.eventstore.postgres import EventStore as BlockingEventStore
@@ -152,7 +152,7 @@ indexes = st.builds(
     ),
 )  # fmt: skip
 @settings(
-    max_examples=int(os.environ.get("STORE_EXAMPLES", "30")),
+    max_examples=effort(30),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,13 +14,14 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import headwater
+from effort import effort
 from headwater.calls import store as store_calls
 from headwater.client.eventstore.group_commit import new_event_ids
 from headwater.eventstore import Item, LatestMatchIs, NewStoreEvent, NoMatchAfter, Query, SqliteStores, StoreEvent
 
 _numbers = itertools.count()
 RELAXED = settings(
-    max_examples=int(os.environ.get("STORE_EXAMPLES", "40")),
+    max_examples=effort(40),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

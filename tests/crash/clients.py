@@ -14,9 +14,9 @@ import psycopg
 
 import headwater
 from headwater import Event, NewEvent
+from patience import PATIENCE_SECONDS
 
 BATCH_SIZE = 25
-PATIENCE_SECONDS = 120.0
 
 
 class Journal:

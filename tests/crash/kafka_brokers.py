@@ -6,7 +6,8 @@ import os
 import signal
 import subprocess
 
-from serve_process import STOP_SECONDS, start_serving
+from patience import PATIENCE_SECONDS
+from serve_process import start_serving
 
 
 class Brokers:
@@ -28,7 +29,7 @@ class Brokers:
     def __exit__(self, *_: object) -> None:
         for process in self._processes:
             process.kill()
-            process.wait(STOP_SECONDS)
+            process.wait(PATIENCE_SECONDS)
 
     @property
     def bootstrap(self) -> str:
@@ -36,7 +37,7 @@ class Brokers:
 
     def kill(self, number: int) -> None:
         os.kill(self._processes[number].pid, signal.SIGKILL)
-        self._processes[number].wait(STOP_SECONDS)
+        self._processes[number].wait(PATIENCE_SECONDS)
 
     def restart(self, number: int) -> None:
         self._processes[number], _ = self._start(self._ports[number])

@@ -7,7 +7,7 @@ from typing import Any
 
 from confluent_kafka import Consumer, KafkaException, Producer
 
-PATIENCE_SECONDS = 90.0
+from patience import PATIENCE_SECONDS
 
 
 class StartAnew(Exception):

@@ -20,8 +20,8 @@ from headwater.embedded import Binaries, EmbeddedError, Postgres, find_binaries
 from headwater.errors import SlotLost
 from headwater.spark.formats.changes import ChangesReader, ChangesSource
 from headwater.trials.chaos.cluster import Cluster, connected
+from patience import PATIENCE_SECONDS
 
-PATIENCE_SECONDS = 60.0
 FAILOVER_SLOTS_SINCE = 17
 SYNCHRONIZING = {"hot_standby_feedback": "on", "sync_replication_slots": "on", "primary_slot_name": "standby"}
 
@@ -212,7 +212,7 @@ def test_changes_that_the_new_primary_lacks_end_the_capture(new_cluster: NewClus
     reader.stop()
 
 
-@pytest.mark.parametrize("which", ["newest", "oldest"])
+@pytest.mark.parametrize("which", ["newest", pytest.param("oldest", marks=pytest.mark.long)])
 def test_a_slot_that_is_gone_after_a_promotion_is_not_made_again(new_cluster: NewCluster, which: str) -> None:
     try:
         binaries = find_binaries() if which == "newest" else find_binaries(major=15)

@@ -26,18 +26,18 @@ import headwater
 from headwater import NewEvent
 from headwater.servers.grpc.client import service
 from headwater.servers.grpc.generated import headwater_pb2 as pb
+from patience import PATIENCE_SECONDS, TEST_SECONDS
 from serve_process import first_line, serve_process
 from webhook_receiver import Received, Receiver, Reply
 
 confluent = pytest.importorskip("confluent_kafka")
 
 RESTARTS = 2
-STOP_SECONDS = 120
 # Longer than any test waits: nothing here is decided by it.
 LONG_GRACE = ("--grace-seconds", "600")
 Until = Callable[[Callable[[], Any]], Any]
 
-pytestmark = [pytest.mark.crash, pytest.mark.slow]
+pytestmark = pytest.mark.crash
 
 # What a worker process runs: one queue whose effects are its acknowledgements, one with handlers that take a moment.
 WORKERS = """
@@ -114,22 +114,22 @@ def test_workers_that_are_told_to_stop_under_load_lose_nothing_and_repeat_nothin
             # One after the other, as a deployment does.
             leaving = running.pop(0)
             leaving.send_signal(signal.SIGTERM if turn % 2 else signal.SIGINT)
-            assert leaving.wait(STOP_SECONDS) == 0
+            assert leaving.wait(PATIENCE_SECONDS) == 0
             running.append(start())
         enough.set()
-        publisher.join(STOP_SECONDS)
+        publisher.join(PATIENCE_SECONDS)
         # However slow the machine: as long as it goes on, it may take its time.
         while remaining := left():
             until(lambda: left() < remaining)
         for one in running:
             one.send_signal(signal.SIGTERM)
-        assert [one.wait(STOP_SECONDS) for one in running] == [0, 0]
+        assert [one.wait(PATIENCE_SECONDS) for one in running] == [0, 0]
     finally:
         enough.set()
-        publisher.join(STOP_SECONDS)
+        publisher.join(PATIENCE_SECONDS)
         for one in running:
             one.kill()
-            one.wait(STOP_SECONDS)
+            one.wait(PATIENCE_SECONDS)
 
     once = dict.fromkeys(published, 1)
     assert Counter(position for (position,) in connection.execute("select position from effect")) == once
@@ -143,7 +143,7 @@ def test_workers_that_are_told_to_stop_under_load_lose_nothing_and_repeat_nothin
 def listens(address: str) -> bool:
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), timeout=STOP_SECONDS).close()
+        socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS).close()
     except ConnectionRefusedError:
         return False
     return True
@@ -159,23 +159,25 @@ class Requests:
 
     def by_http(self) -> object:
         url = f"{self._told['http']}/v1/topics/{self._topic}/events"
-        return httpx.post(url, json={"data": "http"}, timeout=STOP_SECONDS).status_code
+        return httpx.post(url, json={"data": "http"}, timeout=PATIENCE_SECONDS).status_code
 
     def by_grpc(self) -> object:
         with grpc.insecure_channel(self._told["grpc"]) as channel:
             request = pb.PublishRequest(topic=self._topic, event=pb.NewEvent(payload=b'"grpc"'))
             try:
-                return service(channel, "headwater.v1.Log").Publish(request, timeout=STOP_SECONDS).HasField("position")
+                return (
+                    service(channel, "headwater.v1.Log").Publish(request, timeout=PATIENCE_SECONDS).HasField("position")
+                )
             except grpc.RpcError as error:
                 return error.code()
 
     def by_kafka(self) -> object:
         # Sent once: who is not answered hears so, and does not send it again.
-        options = {"bootstrap.servers": self._told["kafka"][0], "message.timeout.ms": 600_000, "retries": 0}
-        producer = confluent.Producer({**options, "log_level": 0})
+        options = {"bootstrap.servers": self._told["kafka"][0], "message.timeout.ms": TEST_SECONDS * 1000}
+        producer = confluent.Producer({**options, "retries": 0, "log_level": 0})
         reports: list[bool] = []
         producer.produce(self._topic, b'"kafka"', on_delivery=lambda error, _: reports.append(error is None))
-        producer.flush(STOP_SECONDS)
+        producer.flush(PATIENCE_SECONDS)
         return reports
 
 
@@ -193,8 +195,8 @@ def test_requests_under_way_at_sigterm_are_answered_by_every_protocol(
             servers_closed = [urlsplit(server.told["http"]).netloc, server.told["grpc"], server.told["kafka"][0]]
             until(lambda: not any(map(listens, servers_closed)))
             assert not any(answer.done() for answer in requests.answers)
-        assert [answer.result(STOP_SECONDS) for answer in requests.answers] == [200, True, [True]]
-        assert server.process.wait(STOP_SECONDS) == 0
+        assert [answer.result(PATIENCE_SECONDS) for answer in requests.answers] == [200, True, [True]]
+        assert server.process.wait(PATIENCE_SECONDS) == 0
     published = [json.loads(event.payload or b"") for event in log.read("held")]
     assert sorted(published) == ["grpc", "holds the partition", "http", "kafka"]
 
@@ -217,8 +219,8 @@ def test_what_outlasts_the_grace_is_called_off(
             requests = Requests(server.told, "stuck", threads)
             until(lambda: waiting_for_locks(dsn) == 3)
             server.process.terminate()
-            assert server.process.wait(STOP_SECONDS) == 0
-        http, grpc_, kafka = [answer.result(STOP_SECONDS) for answer in requests.answers]
+            assert server.process.wait(PATIENCE_SECONDS) == 0
+        http, grpc_, kafka = [answer.result(PATIENCE_SECONDS) for answer in requests.answers]
         assert http == 504
         assert grpc_ in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
         assert kafka == [False]
@@ -240,13 +242,13 @@ def test_a_server_that_waits_for_an_answer_to_a_webhook_is_not_ready_and_takes_n
         log.publish("hooked", 1)
         options = ("--http", "127.0.0.1:0", "--webhooks", "--allow-network", "127.0.0.1", "--processes", "2")
         with serve_process(*options, *LONG_GRACE, dsn=dsn) as server:
-            assert httpx.get(f"{server.told['http']}/ready", timeout=STOP_SECONDS).status_code == 200
+            assert httpx.get(f"{server.told['http']}/ready", timeout=PATIENCE_SECONDS).status_code == 200
             until(lambda: receiver.received)
             server.process.terminate()
             until(lambda: not listens(urlsplit(server.told["http"]).netloc))
             assert server.process.poll() is None
             receiver.call(answered.set)
-            assert server.process.wait(STOP_SECONDS) == 0
+            assert server.process.wait(PATIENCE_SECONDS) == 0
         # The answer that was waited for counts: nobody sends it again.
         assert len(receiver.received) == 1
     (queue,) = [one for one in log.queues() if one.name == log.webhook("waits").queue]

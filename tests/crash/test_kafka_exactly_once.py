@@ -13,17 +13,18 @@ import pytest
 from kafka_brokers import Brokers
 
 import headwater
+from effort import effort
 from headwater import NewEvent
+from patience import PATIENCE_SECONDS
 
 confluent = pytest.importorskip("confluent_kafka")
 from confluent_kafka import Consumer  # noqa: E402
 
-ROUNDS = int(os.environ.get("CRASH_ROUNDS", "3"))
+ROUNDS = effort(3)
 PER_ROUND = 400
-PATIENCE_SECONDS = 120
 PROGRAM = Path(__file__).parent / "kafka_transformer.py"
 
-pytestmark = [pytest.mark.crash, pytest.mark.slow]
+pytestmark = pytest.mark.crash
 
 
 def test_each_input_is_processed_once_when_processors_and_brokers_are_killed(
@@ -37,7 +38,8 @@ def test_each_input_is_processed_once_when_processors_and_brokers_are_killed(
 
         def start(number: int) -> subprocess.Popen[bytes]:
             command = [sys.executable, str(PROGRAM), brokers.bootstrap, source, sink, f"transformer-{number}"]
-            return subprocess.Popen(command, stderr=subprocess.DEVNULL)
+            environment = {**os.environ, "PYTHONPATH": str(PROGRAM.parents[1])}
+            return subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment)
 
         def written() -> int:
             return sum(1 for _ in log.read(sink, batch_size=1_000_000))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from contextlib import suppress
@@ -12,17 +11,18 @@ import pytest
 from kafka_brokers import Brokers
 
 import headwater
+from effort import effort
+from patience import PATIENCE_SECONDS
 
 confluent = pytest.importorskip("confluent_kafka")
 from confluent_kafka import Consumer, Producer, TopicPartition  # noqa: E402
 
 PARTITIONS = 3
 # More for a soak.
-KILLS = int(os.environ.get("KILLS", "3"))
+KILLS = effort(3)
 BETWEEN_KILLS = 200
-PATIENCE_SECONDS = 120
 
-pytestmark = [pytest.mark.crash, pytest.mark.slow]
+pytestmark = pytest.mark.crash
 
 
 class Writer(threading.Thread):

@@ -32,17 +32,17 @@ from headwater.servers.kafka.broker import Broker, BrokerSettings
 from headwater.servers.kafka.partition_reader import FetchResult, PartitionFetch, PartitionReader
 from headwater.trials.chaos.cluster import Cluster
 from headwater.trials.chaos.proxy import Proxy
+from patience import PATIENCE_SECONDS
 from serve_process import serve_process
 
 confluent = pytest.importorskip("confluent_kafka")
 from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, TopicPartition  # noqa: E402
 
-PATIENCE_SECONDS = 120.0
 QUICK_SECONDS = 10.0
 # One is open, its offsets are positions; the other is sequenced.
 TOPICS = ("quiet", "numbered")
 
-pytestmark = [pytest.mark.crash, pytest.mark.slow]
+pytestmark = pytest.mark.crash
 
 
 @pytest.fixture

@@ -17,14 +17,13 @@ import pytest
 import headwater
 from headwater.database import schema
 from headwater.embedded import Postgres
-from serve_process import STOP_SECONDS, first_line
+from patience import PATIENCE_SECONDS
+from serve_process import first_line
 
 confluent = pytest.importorskip("confluent_kafka")
 from confluent_kafka import Consumer, Producer  # noqa: E402
 
-PATIENCE_SECONDS = 120
-
-pytestmark = [pytest.mark.crash, pytest.mark.slow]
+pytestmark = pytest.mark.crash
 
 
 def test_producers_and_a_group_go_on_after_postgres_died() -> None:
@@ -44,7 +43,7 @@ def test_producers_and_a_group_go_on_after_postgres_died() -> None:
             assert broker.poll() is None
         finally:
             broker.kill()
-            broker.wait(STOP_SECONDS)
+            broker.wait(PATIENCE_SECONDS)
             server.stop(mode="immediate")
 
 

@@ -20,10 +20,12 @@ import psycopg
 import pytest
 
 import headwater
+from effort import effort
 from headwater.database import schema
 from headwater.embedded import Postgres
+from patience import PATIENCE_SECONDS
 
-ROUNDS = int(os.environ.get("CRASH_ROUNDS", "3"))
+ROUNDS = effort(3, least=3)
 BATCH_SIZE = 25
 PUBLISHERS = ("open:single", "open:id", "open:batch", "open:copy", "sequenced:batch", "sequenced:id")
 FOLLOWERS = ("open", "sequenced")
@@ -53,12 +55,13 @@ class Client:
         program = Path(__file__).with_name("clients.py")
         command = [sys.executable, program, self.role, self.name, dsn, self.journal, str(first), stop]
         with self.journal.with_suffix(".stderr").open("ab") as complaints:
-            self.process = subprocess.Popen(command, stderr=complaints)
+            environment = {**os.environ, "PYTHONPATH": str(program.parents[1])}
+            self.process = subprocess.Popen(command, stderr=complaints, env=environment)
 
     def kill(self) -> None:
         assert self.process is not None
         self.process.kill()
-        self.process.wait(120)
+        self.process.wait(PATIENCE_SECONDS)
 
 
 @pytest.fixture
@@ -88,9 +91,9 @@ def clients(directory: Path) -> Iterator[list[Client]]:
 
 
 def wait_for(signal: Callable[[], Any], what: str, clients: list[Client]) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not signal():
-        assert time.monotonic() < deadline, f"{what} did not happen within 120 seconds"
+        assert time.monotonic() < deadline, f"{what} did not happen within {PATIENCE_SECONDS} seconds"
         for client in clients:
             complaints = client.journal.with_suffix(".stderr")
             assert client.process is None or client.process.poll() in (None, 0), (

@@ -26,6 +26,9 @@ from typing import Any
 import psycopg
 import pytest
 
+from effort import effort
+from patience import PATIENCE_SECONDS, TEST_SECONDS
+
 pytest.importorskip("pyspark")
 pytest.importorskip("nats")
 
@@ -41,8 +44,7 @@ from headwater.embedded import Postgres
 from headwater.embedded.nats import Nats
 from headwater.nats import codec, streams
 
-ROUNDS = int(os.environ.get("CRASH_ROUNDS", "1"))
-PATIENCE_SECONDS = 600.0
+ROUNDS = effort(1)
 VICTIMS = ("driver", "worker", "postgres", "nats")
 # The value of the last change: only after it can anything be equal to the table.
 LAST = "the last of all"
@@ -153,13 +155,13 @@ class Replica(threading.Thread):
             while process.poll() is None and not self._ended.wait(0.2):
                 pass
             process.kill()
-            process.wait(30)
+            process.wait(PATIENCE_SECONDS)
             self._ended.wait(1)
 
     def end(self) -> None:
         self._ended.set()
         if self.is_alive():
-            self.join(60)
+            self.join(PATIENCE_SECONDS)
 
 
 class Driver:
@@ -187,7 +189,7 @@ class Driver:
     def kill(self) -> None:
         assert self.process is not None
         self.process.kill()
-        self.process.wait(30)
+        self.process.wait(PATIENCE_SECONDS)
 
     def kill_worker(self, chosen: random.Random) -> None:
         """Kill one of the Python processes that Spark runs tasks in."""
@@ -202,7 +204,7 @@ class Driver:
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
-                self.process.wait(90)
+                self.process.wait(PATIENCE_SECONDS)
             except subprocess.TimeoutExpired:
                 self.kill()
 
@@ -212,7 +214,7 @@ class Driver:
 
 def descendants(pid: int) -> list[int]:
     command = ["ps", "-e", "-o", "pid=,ppid="]
-    listed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    listed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS).stdout
     children: dict[int, list[int]] = {}
     for line in listed.splitlines():
         child, parent = map(int, line.split())
@@ -261,7 +263,7 @@ async def published_ids(url: str) -> Counter[str]:
         reader = await js.pull_subscribe("cdc.>", stream="CDC", config=ConsumerConfig(ack_policy=AckPolicy.NONE))
         left = info.state.messages
         while left:
-            for message in await reader.fetch(min(left, 500), timeout=10):
+            for message in await reader.fetch(min(left, 500), timeout=PATIENCE_SECONDS):
                 body = codec.decode(message.data)
                 found.update(event["msg_id"][:25] for event in (body if isinstance(body, list) else [body]))
                 left -= 1
@@ -305,6 +307,7 @@ def differences(dsn: str, broker: Nats, directory: Path) -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_whatever_is_killed_every_sink_ends_up_equal_to_the_table(
     directory: Path, server: Postgres, broker: Nats
 ) -> None:
@@ -349,7 +352,7 @@ def test_whatever_is_killed_every_sink_ends_up_equal_to_the_table(
                         broker.start()
         time.sleep(1)
         load.ended.set()
-        load.join(60)
+        load.join(PATIENCE_SECONDS)
         assert not load.is_alive()
         with psycopg.connect(dsn, autocommit=True) as connection:
             connection.execute("insert into items values (-1, %s, 0, '')", (LAST,))
@@ -374,7 +377,7 @@ def agrees(dsn: str, broker: Nats, directory: Path) -> bool:
 
 
 def wait_for(true: Callable[[], bool], what: str, driver: Driver, details: Callable[[], Any] = lambda: None) -> None:
-    until = time.monotonic() + PATIENCE_SECONDS
+    until = time.monotonic() + TEST_SECONDS
     while not true():
         if driver.process is not None and (ended := driver.process.poll()) is not None:
             if ended != exit_codes.UNAVAILABLE:

@@ -26,9 +26,9 @@ from headwater.servers.grpc.client import service
 from headwater.servers.grpc.generated import headwater_pb2 as pb
 from headwater.trials.chaos.cluster import Cluster, connected
 from headwater.trials.chaos.proxy import Proxy
+from patience import PATIENCE_SECONDS
 from serve_process import serve_process
 
-PATIENCE_SECONDS = 120.0
 TOPIC, BUSY, STORE, QUEUE, FILTERED = "quiet", "busy", "decisions", "workers", "filtered"
 # How a reader may fail; at the end it does, since what it reads from is closed.
 FAILURES = (

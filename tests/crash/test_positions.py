@@ -22,8 +22,8 @@ from headwater.embedded import Binaries, EmbeddedError, find_binaries
 from headwater.errors import LogUnavailable
 from headwater.trials.chaos.cluster import Cluster, connected
 from headwater.trials.chaos.proxy import Proxy
+from patience import PATIENCE_SECONDS
 
-PATIENCE_SECONDS = 120.0
 OLDEST = 15
 # Stopped at any moment, it would keep commits waiting in a few of a hundred.
 STOPS = 100
@@ -43,7 +43,7 @@ def _major(cluster: Cluster) -> int:
         return connection.info.server_version // 10000
 
 
-@pytest.fixture(params=["newest", "oldest"])
+@pytest.fixture(params=["newest", pytest.param("oldest", marks=pytest.mark.long)])
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     with tempfile.TemporaryDirectory(prefix="headwater-positions-", ignore_cleanup_errors=True) as name:
         cluster = postgres_crashes.make_cluster(Path(name), binaries=_binaries(request.param))
@@ -232,11 +232,10 @@ def test_the_first_publisher_of_an_epoch_notes_it_before_its_events(cluster: Clu
             log.read("quiet", after=state.head + 1)
 
 
-@pytest.fixture
-def failing_over() -> Iterator[Cluster]:
+@pytest.fixture(params=["newest", pytest.param("oldest", marks=pytest.mark.long)])
+def failing_over(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     with tempfile.TemporaryDirectory(prefix="headwater-failover-", ignore_cleanup_errors=True) as name:
-        binaries = _binaries(os.environ.get("FAILOVER_ON", "newest"))
-        cluster = postgres_crashes.make_cluster(Path(name), binaries=binaries)
+        cluster = postgres_crashes.make_cluster(Path(name), binaries=_binaries(request.param))
         try:
             yield cluster
         finally:
@@ -275,12 +274,12 @@ def test_a_restored_dump_is_another_epoch(cluster: Cluster) -> None:
         old = log.state()
     binaries = find_binaries(major=_major(cluster))
     dump = [binaries.program("pg_dump"), cluster.dsn]
-    dumped = subprocess.run(dump, check=True, capture_output=True, timeout=120).stdout
+    dumped = subprocess.run(dump, check=True, capture_output=True, timeout=PATIENCE_SECONDS).stdout
     publish(cluster.dsn, "quiet", range(5, 9))
     cluster.server.ensure_database("restored")
     restored = cluster.server.dsn("restored")
     psql = [binaries.program("psql"), "-q", restored]
-    subprocess.run(psql, input=dumped, check=True, timeout=120, capture_output=True)
+    subprocess.run(psql, input=dumped, check=True, timeout=PATIENCE_SECONDS, capture_output=True)
     with headwater.connect(restored, pool_size=1) as log:
         log.publish("quiet", {"n": "after the restore"})
         assert log.state().epoch > old.epoch

@@ -12,30 +12,26 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from psycopg import conninfo, sql
 
 import headwater
+from databases import database
 from headwater.database import schema
 from headwater.trials.chaos import evidence, journal, participants, setup
 from headwater.trials.chaos.config import CONFIG_VARIABLE, EXACT, FOLLOW, PLAIN, PROCESS, TrialConfig, quiet_and_busy
 from headwater.trials.chaos.processes import PROCESS_MAIN
 from headwater.trials.chaos.verdict import judge
+from patience import PATIENCE_SECONDS
 
 SOURCE = Path(headwater.__file__).parent
-STOP_SECONDS = 120
 
-pytestmark = [pytest.mark.crash, pytest.mark.slow]
+pytestmark = pytest.mark.crash
 
 
 @pytest.fixture
 def old_dsn(admin_dsn: str, template: str) -> Iterator[str]:
     """A log of the present version, for this test alone."""
-    name = f"headwater_upgrade_{os.getpid()}"
-    with psycopg.connect(admin_dsn, autocommit=True) as admin:
-        admin.execute(sql.SQL("create database {} template {}").format(sql.Identifier(name), sql.Identifier(template)))
-    yield conninfo.make_conninfo(admin_dsn, dbname=name)
-    with psycopg.connect(admin_dsn, autocommit=True) as admin:
-        admin.execute(sql.SQL("drop database {} with (force)").format(sql.Identifier(name)))
+    with database(admin_dsn, template) as dsn:
+        yield dsn
 
 
 @pytest.fixture
@@ -99,7 +95,7 @@ class Programs:
         process = self.running.pop(name)
         if by is not None:
             process.send_signal(by)
-        return process.wait(STOP_SECONDS)
+        return process.wait(PATIENCE_SECONDS)
 
     def refuse_fallen(self) -> None:
         for name, process in self.running.items():
@@ -110,7 +106,7 @@ class Programs:
     def stop(self) -> None:
         for process in self.running.values():
             process.kill()
-            process.wait(STOP_SECONDS)
+            process.wait(PATIENCE_SECONDS)
 
 
 def test_old_and_new_programs_work_side_by_side_through_an_upgrade(
@@ -161,7 +157,7 @@ def test_old_and_new_programs_work_side_by_side_through_an_upgrade(
                 env={**os.environ, "PYTHONPATH": str(next_release)},
                 capture_output=True,
                 text=True,
-                timeout=240,
+                timeout=PATIENCE_SECONDS,
                 check=False,
             )
             assert upgrade.returncode == 0, upgrade.stderr

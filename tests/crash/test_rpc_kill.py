@@ -21,7 +21,9 @@ from typing import Any
 import pytest
 
 import headwater
+from effort import effort
 from headwater.eventstore import NewStoreEvent
+from patience import PATIENCE_SECONDS
 
 grpc = pytest.importorskip("grpc")
 sys.path.append(str(Path(__file__).parents[1] / "conformance"))
@@ -35,9 +37,8 @@ from headwater.servers.grpc.generated import headwater_pb2 as pb  # noqa: E402
 
 Until = Callable[[Callable[[], Any]], Any]
 WRITERS = 4
-APPENDS = int(os.environ.get("HEADWATER_RPC_APPENDS", "30"))
-KILLS = int(os.environ.get("HEADWATER_RPC_KILLS", "3"))
-PATIENCE_SECONDS = 240
+APPENDS = effort(30, least=20)
+KILLS = effort(3)
 
 pytestmark = pytest.mark.crash
 
@@ -84,10 +85,10 @@ def test_what_was_confirmed_is_there_once_and_every_subscriber_saw_it_once_in_or
         events = [pb.NewStoreEvent(type="A", event_id=event_id) for event_id in batch]
         if len(batch) % 2:
             request = pb.AppendRequest(store="killed", events=events[:1])
-            return {batch[0]: stores.Append(request, timeout=10, wait_for_ready=True).positions[0]}
+            return {batch[0]: stores.Append(request, timeout=PATIENCE_SECONDS, wait_for_ready=True).positions[0]}
         appends = [pb.NumberedAppend(number=n, events=[event]) for n, event in enumerate(events)]
         requests = iter([pb.AppendStreamRequest(store="killed", appends=appends)])
-        answers = stores.AppendStream(requests, timeout=10, wait_for_ready=True)
+        answers = stores.AppendStream(requests, timeout=PATIENCE_SECONDS, wait_for_ready=True)
         verdicts = [verdict for answer in answers for verdict in answer.verdicts]
         assert [verdict.WhichOneof("outcome") for verdict in verdicts] == ["appended"] * len(batch)
         return {batch[verdict.number]: verdict.appended.positions[0] for verdict in verdicts}
@@ -100,7 +101,7 @@ def test_what_was_confirmed_is_there_once_and_every_subscriber_saw_it_once_in_or
                 stores = service(channel, "headwater.v1.EventStore")
                 request = pb.SubscribeRequest(store="killed", after=after)
                 try:
-                    for answer in stores.Subscribe(request, timeout=30, wait_for_ready=True):
+                    for answer in stores.Subscribe(request, timeout=PATIENCE_SECONDS, wait_for_ready=True):
                         received.extend(answer.events)
                         if received[-1].type == "End":
                             return
@@ -197,7 +198,7 @@ def test_those_who_compete_by_grpc_work_on_every_event_and_none_is_given_again_o
     def work(address: str, worker: str) -> None:
         while not over.is_set():
             with closing(RpcStores(address, ("grpc.use_local_subchannel_pool", 1))) as stores:
-                grpc.channel_ready_future(stores.channel).result(60)
+                grpc.channel_ready_future(stores.channel).result(PATIENCE_SECONDS)
                 try:
                     compete(stores.store(store.topic), worker)
                 except grpc.RpcError as error:
@@ -241,7 +242,7 @@ def test_those_who_compete_by_grpc_work_on_every_event_and_none_is_given_again_o
         finally:
             over.set()
         for task in tasks:
-            task.result(60)
+            task.result(PATIENCE_SECONDS)
     events = [event.position for event in store.read_all()]
     assert {position for hand in hands for position in hand.positions} == set(events)
     # Who was told in time that it is done had it for good; all others died, or may have been late.

@@ -18,10 +18,10 @@ import headwater
 from headwater.database import schema
 from headwater.embedded import Postgres
 from headwater.errors import StorageFull
+from patience import PATIENCE_SECONDS, TEST_SECONDS
 from serve_process import serve_process
 
 confluent = pytest.importorskip("confluent_kafka")
-PATIENCE_SECONDS = 120
 DISK_MIB = 400
 BALLAST_BYTES = 8 * 1024 * 1024
 
@@ -52,12 +52,12 @@ def disk() -> Iterator[Disk]:
         pytest.skip("needs root, to mount a small tmpfs")
     with tempfile.TemporaryDirectory(prefix="headwater-disk-") as name:
         mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m,mode=777", "tmpfs", name]
-        if subprocess.run(mount, timeout=60, check=False).returncode:
+        if subprocess.run(mount, timeout=PATIENCE_SECONDS, check=False).returncode:
             pytest.skip("a tmpfs cannot be mounted here")
         try:
             yield Disk(Path(name))
         finally:
-            subprocess.run(["umount", "-l", name], check=True, timeout=60)
+            subprocess.run(["umount", "-l", name], check=True, timeout=PATIENCE_SECONDS)
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_a_full_disk_answers_clearly_loses_nothing_and_all_goes_on(small: str, d
         client = httpx.Client(base_url=started.told["http"], timeout=PATIENCE_SECONDS)
         producer = confluent.Producer(
             {"bootstrap.servers": started.told["kafka"][0], "enable.idempotence": True, "linger.ms": 5,
-             "message.timeout.ms": 300_000, "log_level": 0}
+             "message.timeout.ms": TEST_SECONDS * 1000, "log_level": 0}
         )  # fmt: skip
         delivered: list[bytes] = []
         failed: list[Any] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import signal
 import subprocess
 import sys
@@ -17,15 +16,17 @@ import pytest
 from test_store_history import killing, random_appends
 
 import headwater
+from effort import effort
 from headwater import aio
 from headwater.eventstore import NewStoreEvent, Query, SqliteStores, StoreEvent
+from patience import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.crash
 
 _numbers = itertools.count()
 Until = Callable[[Callable[[], Any]], Any]
-ROUNDS = int(os.environ.get("CRASH_ROUNDS", "1"))
-SUBSCRIBERS = int(os.environ.get("STORE_SUBSCRIBERS", "1000"))
+ROUNDS = effort(1)
+SUBSCRIBERS = effort(1000)
 
 # Adds to a balance, which would show an event that is left out or taken twice.
 PROJECTOR = """
@@ -85,7 +86,7 @@ def test_a_projector_that_is_killed_counts_every_event_once(
                 pay()
                 until(lambda: backends("wait_event_type = 'Lock'"))
                 process.send_signal(signal.SIGKILL)
-                process.wait(60)
+                process.wait(PATIENCE_SECONDS)
                 # What its backend waits to do must not be done after its death.
                 connection.execute(
                     "select pg_terminate_backend(pid) from pg_stat_activity where application_name = %s", (store.topic,)
@@ -93,7 +94,7 @@ def test_a_projector_that_is_killed_counts_every_event_once(
                 until(lambda: backends("true") == 0)
         finally:
             process.send_signal(signal.SIGKILL)
-            process.wait(60)
+            process.wait(PATIENCE_SECONDS)
     assert projected() == (sum(paid), len(paid))
 
 
@@ -132,7 +133,9 @@ with SqliteStores(Path(sys.argv[1])) as stores:
 
 def test_a_projector_on_sqlite_that_is_killed_counts_every_event_once(tmp_path: Path) -> None:
     for point in ["never", *["handled", "moved"] * ROUNDS, "never"]:
-        process = subprocess.run([sys.executable, "-c", ON_SQLITE, str(tmp_path), point], timeout=60, check=False)
+        process = subprocess.run(
+            [sys.executable, "-c", ON_SQLITE, str(tmp_path), point], timeout=PATIENCE_SECONDS, check=False
+        )
         assert process.returncode == (0 if point == "never" else -signal.SIGKILL)
     with SqliteStores(tmp_path) as stores:
         store = stores.store("s")
@@ -223,7 +226,7 @@ def test_thousands_of_subscribers_share_one_reader_while_backends_are_killed(
                 for seed in range(3):
                     await asyncio.to_thread(random_appends, store, 10, seed)
                 await asyncio.to_thread(store.append, NewStoreEvent("End"))
-                received = await asyncio.wait_for(asyncio.gather(*tasks), 120)
+                received = await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE_SECONDS)
             assert looked_while_live == 0, "subscribers read the log, each by itself"
             assert feed._tail is not None
             assert len(feed._tail.events) <= 16
@@ -309,7 +312,7 @@ def test_those_who_compete_on_sqlite_work_on_every_event_and_none_is_given_again
     for run in itertools.count(1):
         chance = 0.04 if deaths < 3 * ROUNDS else 0.0
         command = [sys.executable, "-c", COMPETING, str(tmp_path), str(chance), str(30 * run)]
-        code = subprocess.run(command, timeout=60, check=False).returncode
+        code = subprocess.run(command, timeout=PATIENCE_SECONDS, check=False).returncode
         assert code in ((0, -signal.SIGKILL) if chance else (0,))
         if not chance:
             break

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
 import signal
 import subprocess
@@ -25,6 +24,7 @@ from psycopg.sql import SQL, Identifier
 from store_history import Asked, Violation, ask, check
 
 import headwater
+from effort import effort
 from headwater import aio
 from headwater.calls import store as store_calls
 from headwater.client.eventstore.postgres import EventStore
@@ -43,6 +43,7 @@ from headwater.eventstore import (
 )
 from headwater.eventstore.conflict_cache import AppendedEvent, ConflictCache
 from headwater.eventstore.pipelined_connection import _Pipeline
+from patience import PATIENCE_SECONDS
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[1] / "conformance"))
@@ -52,7 +53,7 @@ pytestmark = pytest.mark.crash
 
 _numbers = itertools.count()
 Until = Callable[[Callable[[], Any]], Any]
-ROUNDS = int(os.environ.get("CRASH_ROUNDS", "3"))
+ROUNDS = effort(3)
 TAGS = ("a", "b", "c", "d")
 TYPES = ("A", "B")
 KEYS = (1, 2, "three")
@@ -137,7 +138,7 @@ def test_every_verdict_is_right_while_backends_are_killed(dsn: str, log: headwat
         runs = [
             pool.submit(random_appends, (one, two)[n % 2].store(store.topic), 10 * ROUNDS, seed=n) for n in range(8)
         ]
-        history = [asked for run in runs for asked in run.result(120)]
+        history = [asked for run in runs for asked in run.result(PATIENCE_SECONDS)]
     check(history, list(store.read_all()))
     assert sum(asked.positions is not None for asked in history) > 20
     assert sum(asked.moved_to is not None for asked in history) > 5
@@ -166,7 +167,7 @@ def test_every_verdict_is_right_while_groups_overlap_and_backends_are_killed(
             pool.submit(random_appends, Blocking(loop, doomed[n % 2].store(store.topic)), 5 * ROUNDS, seed=n)
             for n in range(16)
         ]
-        history = [asked for run in runs for asked in run.result(120)]
+        history = [asked for run in runs for asked in run.result(PATIENCE_SECONDS)]
     for opened in doomed:
         loop.run(opened.close())
     loop.close()
@@ -210,7 +211,7 @@ def test_every_verdict_is_right_while_commits_are_slow(
         ThreadPoolExecutor(8) as pool,
     ):
         runs = [pool.submit(random_appends, (one, two)[n % 2].store(store.topic), 5 * ROUNDS, seed=n) for n in range(8)]
-        history = [asked for run in runs for asked in run.result(120)]
+        history = [asked for run in runs for asked in run.result(PATIENCE_SECONDS)]
     check(history, list(store.read_all()))
     assert sum(asked.positions is not None for asked in history) > 20
     assert sum(asked.moved_to is not None for asked in history) > 5
@@ -246,10 +247,10 @@ def test_subscribers_get_the_committed_sequence_while_backends_are_killed(dsn: s
         ]
         writers = [pool.submit(random_appends, (one, two)[n % 2].store(store.topic), 15, seed=n) for n in range(4)]
         for writer in writers:
-            writer.result(120)
+            writer.result(PATIENCE_SECONDS)
         store.append(NewStoreEvent("End"))
         for query, reader in readers:
-            assert reader.result(120) == list(store.read_all(query))
+            assert reader.result(PATIENCE_SECONDS) == list(store.read_all(query))
 
 
 def test_every_verdict_is_right_while_the_server_crashes(tmp_path: Path, until: Until) -> None:
@@ -268,7 +269,7 @@ def test_every_verdict_is_right_while_the_server_crashes(tmp_path: Path, until: 
                 until(lambda start=start: store.head() > start or all(run.done() for run in runs))
                 server.kill()
                 server.start()
-            history = [asked for run in runs for asked in run.result(120)]
+            history = [asked for run in runs for asked in run.result(PATIENCE_SECONDS)]
             check(history, list(store.read_all()))
             assert sum(asked.positions is not None for asked in history) > 20
     finally:
@@ -279,7 +280,7 @@ def test_every_verdict_is_right_on_sqlite(tmp_path: Path) -> None:
     with SqliteStores(tmp_path) as stores, ThreadPoolExecutor(6) as pool:
         store = stores.create_store("s")
         runs = [pool.submit(random_appends, store, 10 * ROUNDS, seed=n) for n in range(6)]
-        history = [asked for run in runs for asked in run.result(120)]
+        history = [asked for run in runs for asked in run.result(PATIENCE_SECONDS)]
         check(history, list(store.read_all()))
     assert sum(asked.moved_to is not None for asked in history) > 5
 
@@ -313,7 +314,7 @@ def test_a_killed_process_leaves_every_answered_append_and_no_half_of_one(tmp_pa
                 SqliteStores(tmp_path)
         finally:
             process.send_signal(signal.SIGKILL)
-            process.wait(60)
+            process.wait(PATIENCE_SECONDS)
         answered += [int(line) for line in process.stdout if line.endswith(b"\n")]
         process.stdout.close()
     with SqliteStores(tmp_path) as stores:
@@ -339,7 +340,7 @@ def held(store: EventStore, log: headwater.Headwater, until: Until) -> list[Aske
                 return row is not None or second.done()
 
             until(waits_or_is_done)
-        return [first, second.result(120)]
+        return [first, second.result(PATIENCE_SECONDS)]
 
 
 def grouped(store: EventStore, log: headwater.Headwater, until: Until) -> list[Asked]:

@@ -16,8 +16,7 @@ import headwater
 from headwater import App, NewEvent
 from headwater.database import schema
 from headwater.embedded import Postgres
-
-SECONDS = 120
+from patience import PATIENCE_SECONDS
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +78,7 @@ def survives(dsn: str, topic: str, harm: Callable[[], Any], *, times: int) -> Se
                 assert not running.done(), running.exception()
                 await asyncio.sleep(0.01)
 
-        async with asyncio.timeout(SECONDS):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             with headwater.connect(dsn) as log:
                 # Subscribed and bound: what is published from now on is theirs.
                 while not log.subscriptions(f"sub-{topic}"):  # noqa: ASYNC110

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
@@ -15,10 +14,12 @@ from typing import Any
 import pytest
 
 import headwater
+from effort import effort
 from headwater import NewEvent
+from patience import PATIENCE_SECONDS
 from webhook_receiver import Received, Receiver, Reply
 
-KILLS = int(os.environ.get("WEBHOOK_KILLS", "2"))
+KILLS = effort(2)
 EVENTS = 60
 
 
@@ -65,7 +66,7 @@ def test_killing_those_who_deliver_loses_nothing_and_keeps_the_ids(
             # One at least: what the dead had in hand comes alone, the next only after it.
             until(lambda seen=before: gate.waiting > 0 and len(receiver.received) > seen)  # type: ignore[misc]
             process.kill()
-            process.wait(60)
+            process.wait(PATIENCE_SECONDS)
             # What it had sent is answered into the void: nobody is left to note it.
             receiver.call(gate.open.set)
             until(lambda: gate.waiting == 0)
@@ -75,7 +76,7 @@ def test_killing_those_who_deliver_loses_nothing_and_keeps_the_ids(
         process = start(dsn, complaints)
         until(lambda: [one.done for one in log.queues() if one.name == topic] == [EVENTS])
         process.send_signal(signal.SIGTERM)
-        assert process.wait(120) == 0, complaints.read_text()
+        assert process.wait(PATIENCE_SECONDS) == 0, complaints.read_text()
     ids = defaultdict(set)
     for one in receiver.received:
         ids[one.position].add(one.id)

@@ -19,6 +19,7 @@ import pytest
 import headwater
 from headwater import Dead, Lease, NewEvent, Retry
 from headwater.queue.model import Outcome
+from patience import PATIENCE_SECONDS
 
 KILLS = 14
 WORKERS_A_QUEUE = 2
@@ -127,7 +128,7 @@ class Crew:
     def kill(self, queue: str, which: int) -> None:
         victim = self.running[queue].pop(which)
         victim.send_signal(signal.SIGKILL)
-        victim.wait(60)
+        victim.wait(PATIENCE_SECONDS)
         self.killed += 1
 
     def replace_the_fallen(self) -> None:
@@ -155,7 +156,6 @@ class Crew:
 
 
 @pytest.mark.crash
-@pytest.mark.slow
 def test_workers_killed_under_load_lose_nothing_and_repeat_only_what_their_leases_held(
     dsn: str,
     log: headwater.Headwater,

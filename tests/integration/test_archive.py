@@ -13,13 +13,15 @@ from typing import Any
 
 import psycopg
 import pytest
-from psycopg import conninfo, sql
+from psycopg import conninfo
 
 import headwater
+from databases import database
 from headwater.calls import archives as archive_calls
 from headwater.calls.archives import TopicCoverage
 from headwater.errors import CursorMoved, InvalidRequest
 from headwater.log.model import MaintenanceResult
+from patience import PATIENCE_SECONDS
 
 DAY = timedelta(days=1)
 _numbers = itertools.count()
@@ -28,13 +30,8 @@ _numbers = itertools.count()
 @pytest.fixture
 def dsn(admin_dsn: str, template: str) -> Iterator[str]:
     """A log for each test: retention is about the log as a whole."""
-    name = f"headwater_archive_{next(_numbers)}_{template}"
-    with psycopg.connect(admin_dsn, autocommit=True) as connection:
-        connection.execute(
-            sql.SQL("create database {} template {}").format(sql.Identifier(name), sql.Identifier(template))
-        )
-        yield conninfo.make_conninfo(admin_dsn, dbname=name)
-        connection.execute(sql.SQL("drop database {} with (force)").format(sql.Identifier(name)))
+    with database(admin_dsn, template) as dsn:
+        yield dsn
 
 
 def pass_days(log: headwater.Headwater, connection: psycopg.Connection[Any], days: int) -> MaintenanceResult:  # type: ignore[name-defined]
@@ -231,7 +228,7 @@ def cli(dsn: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "HEADWATER_DSN": dsn},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
 

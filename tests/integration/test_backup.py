@@ -16,6 +16,7 @@ import headwater
 from headwater import NewEvent
 from headwater.database import schema
 from headwater.embedded import EmbeddedError, find_binaries
+from patience import PATIENCE_SECONDS
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def run(program: str, *arguments: str) -> None:
         found = find_binaries().program(program)
     except EmbeddedError:
         pytest.skip("no Postgres programs here")
-    done = subprocess.run([found, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([found, *arguments], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -71,7 +72,7 @@ def test_a_log_that_was_dumped_under_load_goes_on_where_it_was_restored(
         run("pg_dump", "--format=custom", f"--file={tmp_path / 'dump'}", f"--dbname={dsn}")
     finally:
         stop.set()
-        publisher.join(30)
+        publisher.join(PATIENCE_SECONDS)
     run("pg_restore", f"--dbname={restored_dsn}", "--exit-on-error", str(tmp_path / "dump"))
     with psycopg.connect(restored_dsn, autocommit=True) as connection:
         # A dump reads sequences one after the other, so what was known to be stable may be ahead of what was assigned.

@@ -22,6 +22,8 @@ from typing import Any
 
 import pytest
 
+from patience import PATIENCE_SECONDS
+
 pytest.importorskip("pyspark")
 pytest.importorskip("nats")
 
@@ -113,7 +115,7 @@ class Rig:
     def sync(self, path: Path, **options: Any) -> tuple[ReplicaProgress, list[dict[str, Any]]]:
         with ReplicaStore(path, self.table) as store:
             replica = Replica(self.url, store, idle_seconds=0.1, snapshot_seconds=20, **options)
-            return asyncio.run(asyncio.wait_for(replica.run(once=True), 30)), store.rows()
+            return asyncio.run(asyncio.wait_for(replica.run(once=True), PATIENCE_SECONDS)), store.rows()
 
     def rows(self) -> list[dict[str, Any]]:
         """The table itself, as a replica has it."""
@@ -139,7 +141,7 @@ def ask(url: str, question: Callable[[Any], Any], *, decoded: bool = False) -> A
 def request(url: str, subject: str) -> dict[str, Any]:
     async def run() -> bytes:
         async with streams.connect(url) as client:
-            return bytes((await client.request(subject, b"", timeout=10)).data)
+            return bytes((await client.request(subject, b"", timeout=PATIENCE_SECONDS)).data)
 
     return dict(codec.decode(asyncio.run(run())))
 
@@ -355,7 +357,7 @@ threading.Event().wait(20)
 def die_after(rig: Rig, ranges: int) -> None:
     """A driver that takes or resumes a snapshot and is killed when so many ranges are done."""
     command = [sys.executable, "-c", DRIVER, rig.dsn, rig.url, rig.table.name, str(ranges)]
-    driver = subprocess.run(command, timeout=60, check=False, capture_output=True, text=True)
+    driver = subprocess.run(command, timeout=PATIENCE_SECONDS, check=False, capture_output=True, text=True)
     assert driver.returncode == -signal.SIGKILL, driver.stderr[-2000:]
 
 
@@ -579,7 +581,7 @@ def test_tables_that_come_and_go_are_told(
 def get(rig: Rig, path: str, *, method: str = "GET", headers: dict[str, str] | None = None) -> tuple[int, str]:
     asked = urllib.request.Request(f"http://127.0.0.1:{rig.bridge.port}{path}", method=method, headers=headers or {})
     try:
-        with urllib.request.urlopen(asked, timeout=10) as answer:
+        with urllib.request.urlopen(asked, timeout=PATIENCE_SECONDS) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         with error:

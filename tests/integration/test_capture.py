@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
 import resource
 import threading
@@ -15,6 +14,9 @@ from typing import Any
 import psycopg
 import pytest
 from psycopg import conninfo, pq, sql
+
+from databases import database
+from patience import PATIENCE_SECONDS
 
 pytest.importorskip("pyarrow")
 
@@ -33,16 +35,12 @@ Change = dict[str, Any]
 @pytest.fixture(scope="module")
 def dsn(admin_dsn: str) -> Iterator[str]:
     """A database without a log: capture needs none."""
-    name = f"headwater_capture_{os.getpid()}"
-    with psycopg.connect(admin_dsn, autocommit=True) as connection:
-        connection.execute(f"create database {name} template template0")
-        dsn = conninfo.make_conninfo(admin_dsn, dbname=name)
+    with database(admin_dsn) as dsn:
         with psycopg.connect(dsn) as setup:
             setup.execute("create type capture_mood as enum ('so so', 'good')")
             setup.execute("create domain capture_positive as integer check (value > 0)")
             setup.execute("create type capture_pair as (a integer, b text)")
         yield dsn
-        connection.execute(f"drop database {name} with (force)")
 
 
 @pytest.fixture
@@ -295,7 +293,7 @@ def storm(dsn: str, table: str, *, transactions: int, seed: int) -> None:
     """Transactions that overlap, roll back, and roll back in part; the table's columns change meanwhile."""
     rng = random.Random(seed)
     connections = [psycopg.connect(dsn) for _ in range(4)]
-    connections[0].execute("set lock_timeout = '1s'")
+    connections[0].execute(f"set lock_timeout = '{PATIENCE_SECONDS}s'")
     numbers = itertools.count(1)
     for step in range(transactions):
         connection = rng.choice(connections)
@@ -699,13 +697,13 @@ def test_a_snapshot_and_the_changes_after_it_are_exactly_the_table(
     ]
     for writer in writers:
         writer.start()
-    assert started.wait(20)
+    assert started.wait(PATIENCE_SECONDS)
     try:
         taken = [snapshot_rows(dsn, table, chunk_blocks=50) for _ in range(5)]
     finally:
         enough.set()
     for writer in writers:
-        writer.join(60)
+        writer.join(PATIENCE_SECONDS)
     found = changes(slot, start)
     assert len(found) >= 25_000
     truth = {row["key"]: row["row"] for row in snapshot_rows(dsn, table)[1]}

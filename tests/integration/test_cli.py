@@ -22,35 +22,14 @@ from typing import Any
 import psycopg
 import pytest
 from psycopg import sql
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 import headwater
 from headwater import cli, errors
 from headwater.cli import app, exit_codes, options, output
 from headwater.embedded import Postgres
 from headwater.errors import HeadwaterError
-
-WAIT_SECONDS = 60
-
-
-@pytest.fixture
-def environment(dsn: str, tmp_path: Path) -> dict[str, str]:
-    """What a command finds in its environment: this module's log, and no embedded server."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("HEADWATER_")}
-    return {**kept, "HEADWATER_DSN": dsn, "HEADWATER_HOME": str(tmp_path / "home"), "COLUMNS": "200"}
-
-
-@pytest.fixture
-def run(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Run a command in this process."""
-    for name in os.environ:
-        if name.startswith("HEADWATER_"):
-            monkeypatch.delenv(name)
-
-    def run_it(*arguments: str, input: str | bytes | None = None) -> Result:
-        return CliRunner(env=environment).invoke(app, list(arguments), input=input)
-
-    return run_it
+from patience import PATIENCE_SECONDS
 
 
 @pytest.fixture
@@ -83,7 +62,7 @@ def program(environment: dict[str, str]) -> Iterator[Any]:
 def next_line(process: subprocess.Popen[bytes]) -> bytes:
     """The next line that the program prints; fails if none comes in time."""
     assert process.stdout is not None
-    ready, _, _ = select.select([process.stdout], [], [], WAIT_SECONDS)
+    ready, _, _ = select.select([process.stdout], [], [], PATIENCE_SECONDS)
     assert ready, "the program printed nothing"
     return process.stdout.readline()
 
@@ -252,7 +231,7 @@ def test_an_error_is_a_json_object_for_who_asked_for_json(run: Any) -> None:
 
 def test_the_program_prints_no_traceback_for_an_error_of_ours(program: Any) -> None:
     process = program("topic", "describe", "nope")
-    stdout, stderr = process.communicate(timeout=WAIT_SECONDS)
+    stdout, stderr = process.communicate(timeout=PATIENCE_SECONDS)
     assert (process.returncode, stdout) == (4, b"")
     assert stderr.startswith(b'error: topic "nope" does not exist')
     assert b"Traceback" not in stderr
@@ -419,7 +398,7 @@ def test_lines_that_trickle_in_are_published_without_waiting_for_more(
     for number in (1, 2):
         process.stdin.write(b"%d\n" % number)
         until(lambda number=number: [event.data for event in log.read(topic)] == [*range(1, number + 1)])
-    stdout, stderr = process.communicate(timeout=WAIT_SECONDS)
+    stdout, stderr = process.communicate(timeout=PATIENCE_SECONDS)
     assert (process.returncode, stderr) == (0, b"")
     assert stdout == f"published 2 events to {topic}\n".encode()
 
@@ -493,7 +472,7 @@ def test_tail_follows_until_ctrl_c_and_ends_with_130(program: Any, topic: str, l
     log.publish(topic, "after")
     assert json.loads(next_line(process))["data"] == "after"
     process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=WAIT_SECONDS)
+    stdout, stderr = process.communicate(timeout=PATIENCE_SECONDS)
     assert (process.returncode, stdout, stderr) == (130, b"", b"")
 
 
@@ -502,7 +481,7 @@ def test_a_closed_pipe_ends_a_command_quietly(program: Any, topic: str, log: hea
     process = program("read", topic, "--limit", "2000", "--json")
     next_line(process)
     process.stdout.close()
-    assert process.wait(WAIT_SECONDS) == exit_codes.OUTPUT_CLOSED
+    assert process.wait(PATIENCE_SECONDS) == exit_codes.OUTPUT_CLOSED
     assert process.stderr.read() == b""
 
 
@@ -587,7 +566,7 @@ def test_maintain_goes_on_until_it_is_told_to_stop(program: Any) -> None:
     rounds = [json.loads(next_line(process)) for _ in range(2)]
     assert all("released" in one for one in rounds)
     process.send_signal(signal.SIGINT)
-    assert process.wait(WAIT_SECONDS) == 0
+    assert process.wait(PATIENCE_SECONDS) == 0
 
 
 def test_up_serves_until_ctrl_c_and_keeps_its_data(program: Any, run: Any, environment: dict[str, str]) -> None:
@@ -599,7 +578,7 @@ def test_up_serves_until_ctrl_c_and_keeps_its_data(program: Any, run: Any, envir
         names = [one["name"] for one in ok(run("topic", "list", "--json"))]
         assert names == ["headwater.audit", "kept"], round_
         process.send_signal((signal.SIGINT, signal.SIGTERM)[round_])
-        _, stderr = process.communicate(timeout=WAIT_SECONDS)
+        _, stderr = process.communicate(timeout=PATIENCE_SECONDS)
         assert (process.returncode, stderr) == (0, b"")
         assert run("topic", "list").exit_code == 9
         assert not Path(f"/proc/{started['pid']}").exists()
@@ -679,10 +658,10 @@ def on_a_terminal(environment: dict[str, str], command: str, *, typed: bytes = b
     shown = b""
     # The terminal hangs up, which is an error of reading, when the last who holds it ends.
     with contextlib.suppress(OSError):
-        while select.select([ours], [], [], WAIT_SECONDS)[0] and (data := os.read(ours, 65536)):
+        while select.select([ours], [], [], PATIENCE_SECONDS)[0] and (data := os.read(ours, 65536)):
             shown += data
     os.close(ours)
-    return process.wait(WAIT_SECONDS), shown.decode()
+    return process.wait(PATIENCE_SECONDS), shown.decode()
 
 
 def test_a_terminal_sees_progress_and_the_outcome(

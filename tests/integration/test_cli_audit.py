@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,10 +68,7 @@ ACTS = [
 
 
 @pytest.fixture
-def run(dsn: str, monkeypatch: pytest.MonkeyPatch) -> Run:
-    for name in list(os.environ):
-        if name.startswith("HEADWATER_"):
-            monkeypatch.delenv(name)
+def run(dsn: str, clean_environment: None) -> Run:
     return lambda *arguments, as_: CliRunner().invoke(
         app, [*arguments, "--dsn", conninfo.make_conninfo(dsn, options=f"-c role={as_}" if as_ else "")]
     )

@@ -17,14 +17,12 @@ from typing import Any
 import psycopg
 import pytest
 from psycopg import sql
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 import headwater
 from headwater import NewEvent
-from headwater.cli import app
 from headwater.cli.commands import doctor
-
-WAIT_SECONDS = 60
+from patience import PATIENCE_SECONDS
 
 WORKERS = """
 import asyncio
@@ -42,26 +40,6 @@ async def handle(event):
     if event.data == "slow":
         await asyncio.Event().wait()
 """
-
-
-@pytest.fixture
-def environment(dsn: str, tmp_path: Path) -> dict[str, str]:
-    """What a command finds in its environment: this module's log, and no embedded server."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("HEADWATER_")}
-    return {**kept, "HEADWATER_DSN": dsn, "HEADWATER_HOME": str(tmp_path / "home"), "COLUMNS": "200"}
-
-
-@pytest.fixture
-def run(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Run a command in this process."""
-    for name in os.environ:
-        if name.startswith("HEADWATER_"):
-            monkeypatch.delenv(name)
-
-    def run_it(*arguments: str) -> Result:
-        return CliRunner(env=environment).invoke(app, list(arguments))
-
-    return run_it
 
 
 @pytest.fixture
@@ -94,7 +72,7 @@ def program(environment: dict[str, str], tmp_path: Path) -> Iterator[Any]:
 def next_line(process: subprocess.Popen[str]) -> str:
     """The next line that the program prints; fails if none comes in time."""
     assert process.stdout is not None
-    ready, _, _ = select.select([process.stdout], [], [], WAIT_SECONDS)
+    ready, _, _ = select.select([process.stdout], [], [], PATIENCE_SECONDS)
     assert ready, "the program printed nothing"
     return process.stdout.readline().strip()
 
@@ -506,7 +484,7 @@ def test_work_handles_events_and_a_stop_gives_back_what_is_not_finished(
     assert next_line(process) == "slow"
     assert all((one.worker or "").startswith("w1/handle/") for one in log.deliveries(topic, status="processing"))
     process.send_signal(signal.SIGTERM)
-    stdout, stderr = process.communicate(timeout=WAIT_SECONDS)
+    stdout, stderr = process.communicate(timeout=PATIENCE_SECONDS)
     assert (process.returncode, stdout) == (0, "")
     assert f"working; press Ctrl-C to stop ({topic}: handle)" in stderr
     assert "unfinished events were returned" in stderr
@@ -520,7 +498,7 @@ def test_work_says_in_json_what_it_works_on_and_that_it_stopped(program: Any, wo
     process = program("work", workers, "--json")
     assert json.loads(next_line(process)) == {"working": [{"queue": topic, "handler": "handle"}]}
     process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=WAIT_SECONDS)
+    stdout, stderr = process.communicate(timeout=PATIENCE_SECONDS)
     assert (process.returncode, json.loads(stdout), stderr) == (0, {"stopped": True}, "")
 
 
@@ -534,7 +512,7 @@ def test_a_second_stop_does_not_wait_for_handlers(
     assert "working" in process.stderr.readline()
     assert "press Ctrl-C again to stop immediately" in process.stderr.readline()
     process.send_signal(signal.SIGINT)
-    assert process.wait(WAIT_SECONDS) == 130
+    assert process.wait(PATIENCE_SECONDS) == 130
 
 
 @pytest.mark.parametrize(
@@ -554,7 +532,7 @@ def test_a_target_that_is_no_app_is_a_clear_error(
     program: Any, workers: str, target: str, code: int, message: str
 ) -> None:
     process = program("work", target)
-    stdout, stderr = process.communicate(timeout=WAIT_SECONDS)
+    stdout, stderr = process.communicate(timeout=PATIENCE_SECONDS)
     assert (process.returncode, stdout) == (code, "")
     assert message in " ".join(stderr.replace("│", " ").split())
     assert "Traceback" not in stderr
@@ -563,7 +541,7 @@ def test_a_target_that_is_no_app_is_a_clear_error(
 def test_an_error_inside_the_app_keeps_its_traceback(program: Any, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import no_such_library\n")
     process = program("work", "broken:app")
-    _, stderr = process.communicate(timeout=WAIT_SECONDS)
+    _, stderr = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 1
     assert "No module named 'no_such_library'" in stderr
     assert "broken.py" in stderr
@@ -581,10 +559,10 @@ def test_work_goes_on_when_a_queue_is_deleted_and_says_so(
         def complaint() -> str:
             return next(line for line in process.stderr if "does not exist" in line)
 
-        assert "Traceback" not in pool.submit(complaint).result(timeout=WAIT_SECONDS)
+        assert "Traceback" not in pool.submit(complaint).result(timeout=PATIENCE_SECONDS)
     assert process.poll() is None
     process.terminate()
-    process.communicate(timeout=WAIT_SECONDS)
+    process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0
 
 
@@ -592,7 +570,7 @@ def test_work_without_a_topic_or_a_database_says_so(program: Any, tmp_path: Path
     (tmp_path / "lost.py").write_text(WORKERS.format(topic="no-such-topic"))
     for arguments, code in ((("lost:app",), 4), ((workers, "--dsn", "postgresql://127.0.0.1:1/none"), 9)):
         process = program("work", *arguments, "--json")
-        _, stderr = process.communicate(timeout=WAIT_SECONDS)
+        _, stderr = process.communicate(timeout=PATIENCE_SECONDS)
         assert process.returncode == code
         assert json.loads(stderr)["exit_code"] == code
 

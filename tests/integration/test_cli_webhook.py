@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 import headwater
-from headwater.cli import app
 from webhook_receiver import Receiver
 
 
 @pytest.fixture
-def run(dsn: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Run a command in this process, on this module's log."""
-    for name in os.environ:
-        if name.startswith("HEADWATER_"):
-            monkeypatch.delenv(name)
-    environment = {"HEADWATER_DSN": dsn, "HEADWATER_HOME": str(tmp_path), "COLUMNS": "200"}
-
-    def run_it(*arguments: str) -> Result:
-        return CliRunner(env=environment).invoke(app, ["webhook", *arguments])
-
-    return run_it
+def run(run: Any) -> Any:
+    """Runs a command about webhooks."""
+    return partial(run, "webhook")
 
 
 def document(result: Result) -> Any:

@@ -15,6 +15,7 @@ import pytest
 
 import headwater
 from headwater import Event, NewEvent, aio
+from patience import PATIENCE_SECONDS
 
 Until = Callable[[Callable[[], Any]], Any]
 _numbers = itertools.count()
@@ -114,7 +115,7 @@ def test_a_live_follower_notices_that_its_cursor_was_rewound(
         waiting = pool.submit(next, follower)
         assert not waiting.done()
         log.set_cursor(cursor, position=filled[7])
-        assert waiting.result(timeout=20).data in (8, 9)
+        assert waiting.result(timeout=PATIENCE_SECONDS).data in (8, 9)
     follower.close()
 
 
@@ -133,7 +134,7 @@ def test_a_follower_whose_cursor_was_deleted_ends(
         waiting = pool.submit(next, idle)
         assert log.delete_cursor(cursor)
         with pytest.raises(headwater.CursorMoved):
-            waiting.result(timeout=20)
+            waiting.result(timeout=PATIENCE_SECONDS)
     assert cursor not in [c.name for c in log.cursors()]
     assert not log.delete_cursor(cursor)
 
@@ -245,12 +246,12 @@ def test_processors_that_share_a_cursor_never_apply_an_event_twice(
     start = threading.Barrier(4)
 
     def process() -> None:
-        start.wait(20)
+        start.wait(PATIENCE_SECONDS)
         log.process(topic, handle, cursor=cursor, batch_size=7, stop_when_caught_up=True)
 
     with ThreadPoolExecutor(4) as pool:
         for processor in [pool.submit(process) for _ in range(4)]:
-            processor.result(timeout=60)
+            processor.result(timeout=PATIENCE_SECONDS)
     assert effects() == list(range(300))
 
 

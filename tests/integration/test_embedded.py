@@ -13,8 +13,7 @@ import psycopg
 import pytest
 
 from headwater.embedded import EmbeddedError, Postgres, find_binaries, processes
-
-WAIT_SECONDS = 60
+from patience import PATIENCE_SECONDS
 
 Make = Callable[..., Postgres]
 
@@ -37,7 +36,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 
 def ask(server: Postgres, query: str, database: str = "postgres") -> object:
-    with psycopg.connect(server.dsn(database), connect_timeout=WAIT_SECONDS) as connection:
+    with psycopg.connect(server.dsn(database), connect_timeout=PATIENCE_SECONDS) as connection:
         row = connection.execute(query).fetchone()  # type: ignore[arg-type]
         assert row is not None
         return row[0]
@@ -93,7 +92,7 @@ def test_a_port_needs_the_password_and_listens_on_loopback_only(make: Make) -> N
     assert ask(server, "show listen_addresses") == "127.0.0.1"
     assert ask(server, "select inet_client_addr()::text") == "127.0.0.1/32"
     with pytest.raises(psycopg.OperationalError, match="password"):
-        psycopg.connect(server.dsn("postgres"), password="wrong", connect_timeout=WAIT_SECONDS)
+        psycopg.connect(server.dsn("postgres"), password="wrong", connect_timeout=PATIENCE_SECONDS)
     assert (server.data_dir / "password").stat().st_mode & 0o077 == 0
 
 
@@ -135,7 +134,7 @@ def test_many_starts_at_once_make_one_server(make: Make) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(WAIT_SECONDS)
+        thread.join(PATIENCE_SECONDS)
     assert failures == []
     assert len({server.pid for server in servers}) == 1
     assert sum(server.started_here for server in servers) == 1
@@ -201,9 +200,9 @@ def test_committed_rows_survive_a_kill_during_writes(make: Make) -> None:
 
     writer = threading.Thread(target=write)
     writer.start()
-    assert enough.wait(WAIT_SECONDS)
+    assert enough.wait(PATIENCE_SECONDS)
     server.kill()
-    writer.join(WAIT_SECONDS)
+    writer.join(PATIENCE_SECONDS)
     assert not server.running
     server.start()
     stored = ask(server, "select array_agg(number order by number) from fact")
@@ -275,7 +274,7 @@ def test_it_outlives_the_program_that_started_it_and_its_terminal(make: Make) ->
     server = make()
     program = "import sys, pathlib; from headwater.embedded import Postgres;Postgres(pathlib.Path(sys.argv[1])).start()"
     starter = subprocess.Popen([sys.executable, "-c", program, server.data_dir], start_new_session=True)
-    assert starter.wait(WAIT_SECONDS) == 0
+    assert starter.wait(PATIENCE_SECONDS) == 0
     assert server.pid is not None
     # Ctrl-C goes to a terminal's process group: the server must be in another.
     assert os.getpgid(server.pid) == server.pid

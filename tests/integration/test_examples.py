@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from patience import PATIENCE_SECONDS
+
 FOLDER = Path(__file__).parents[2] / "examples"
 
 LAST_LINES = {
@@ -33,7 +35,7 @@ def test_the_example_ends_with_what_it_promises(name: str, dsn: str) -> None:
         env={**environment, "HEADWATER_DSN": dsn},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
     assert result.returncode == 0, result.stderr

@@ -21,15 +21,14 @@ from headwater.cli import app as cli
 from headwater.observability.counters import COUNTERS
 from headwater.observability.metrics import STOPPED_FILTERS
 from http_server import http_server
-
-SECONDS = 60
+from patience import PATIENCE_SECONDS
 
 
 def run_until(app: App, dsn: str, finished: Callable[[], bool]) -> None:
     async def main() -> None:
         stop = asyncio.Event()
         running = asyncio.create_task(app.run(dsn, stop=stop, grace_seconds=5))
-        async with asyncio.timeout(SECONDS):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             # In a thread: it may wait for a row that the app, which runs on this loop, has locked.
             while not running.done() and not await asyncio.to_thread(finished):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -79,7 +78,7 @@ def test_a_handler_that_hangs_is_a_failed_attempt_and_the_queue_goes_on(
     def blocks(event: headwater.Event) -> None:
         got.append(event.data)
         if event.data == 1:
-            let_go.wait(SECONDS)
+            let_go.wait(PATIENCE_SECONDS)
 
     handler: Any = hangs if kind == "async" else blocks
     app.subscriber(*of(topic), timeout_seconds=0.2, retry_delays=[0.01], name="hangs")(handler)
@@ -232,9 +231,9 @@ def test_an_iterator_acknowledges_by_asking_for_the_next(log: headwater.Headwate
             await events.aclose()  # type: ignore[attr-defined]
         return found
 
-    assert asyncio.run(asyncio.wait_for(some(3), SECONDS)) == [0, 1, 2]
+    assert asyncio.run(asyncio.wait_for(some(3), PATIENCE_SECONDS)) == [0, 1, 2]
     # The third was in hand when the loop was left.
-    assert asyncio.run(asyncio.wait_for(some(4), SECONDS)) == [2, 3, 4, 5]
+    assert asyncio.run(asyncio.wait_for(some(4), PATIENCE_SECONDS)) == [2, 3, 4, 5]
     found = []
     for event in log.subscribed(*of(topic)):
         found.append(event.data)
@@ -267,7 +266,7 @@ def test_an_iterator_ends_with_its_subscription_and_survives_lost_connections(
     log.publish(topic, 0)
     thread = threading.Thread(target=take, daemon=True)
     thread.start()
-    thread.join(SECONDS)
+    thread.join(PATIENCE_SECONDS)
     assert not thread.is_alive(), found
     assert list(dict.fromkeys(found)) == list(range(6))
 
@@ -344,7 +343,7 @@ def test_dead_letters_of_subscribers_by_command_line_and_http(log: headwater.Hea
     shown = run.invoke(cli, ["dead", "list", topic, "--dsn", dsn]).stdout
     assert "handler" in shown
     assert "second gave up" in shown
-    with http_server(dsn) as address, httpx.Client(base_url=address, timeout=30) as http:
+    with http_server(dsn) as address, httpx.Client(base_url=address, timeout=PATIENCE_SECONDS) as http:
         page = http.get(f"/v1/queues/{topic}/dead", params={"handler": "second"}).json()
         assert [(one["position"], one["handler"], one["error"]) for one in page["dead"]] == [
             (position, "second", "second gave up") for position in positions

@@ -27,6 +27,7 @@ from headwater.cli import app
 from headwater.servers.authentication import Principal
 from headwater.servers.http import app as application
 from http_server import http_process, http_server
+from patience import PATIENCE_SECONDS
 
 PASSWORD = "correct horse"
 
@@ -69,7 +70,7 @@ def as_(address: str, keys: dict[str, str]) -> Iterator[Callable[[str | None], h
 
     def client(name: str | None) -> httpx.Client:
         headers = {} if name is None else {"authorization": f"Bearer {keys[name]}"}
-        clients.append(httpx.Client(base_url=address, headers=headers, timeout=20))
+        clients.append(httpx.Client(base_url=address, headers=headers, timeout=PATIENCE_SECONDS))
         return clients[-1]
 
     yield client
@@ -237,7 +238,7 @@ def test_of_two_who_make_the_same_account_the_second_is_refused(
         codes = list(threads.map(make, passwords))
     assert sorted(codes) == [201, 409, 409, 409]
     # The password is that of who was told that it was made.
-    with httpx.Client(base_url=address, timeout=60, auth=("twin", passwords[codes.index(201)])) as twin:
+    with httpx.Client(base_url=address, timeout=PATIENCE_SECONDS, auth=("twin", passwords[codes.index(201)])) as twin:
         assert twin.get("/v1/me").json()["account"] == "twin"
 
 
@@ -254,10 +255,12 @@ def test_administrators_manage_accounts_and_keys_and_no_secret_is_shown(
     assert root.post("/v1/accounts/missing/permissions", json=given).status_code == 404
     made = root.post("/v1/accounts/new/keys", json={"label": "ci"}).json()
     assert made["key"].startswith("hw_")
-    with httpx.Client(base_url=address, timeout=60, headers={"authorization": f"Bearer {made['key']}"}) as new:
+    with httpx.Client(
+        base_url=address, timeout=PATIENCE_SECONDS, headers={"authorization": f"Bearer {made['key']}"}
+    ) as new:
         assert new.post("/v1/topics/orders/events", json={"data": 2}).status_code == 200
         assert new.get("/v1/accounts").status_code == 403
-    with httpx.Client(base_url=address, timeout=60, auth=("new", PASSWORD)) as by_password:
+    with httpx.Client(base_url=address, timeout=PATIENCE_SECONDS, auth=("new", PASSWORD)) as by_password:
         assert by_password.post("/v1/topics/orders/events", json={"data": 3}).status_code == 200
     listed = root.get("/v1/accounts/new/keys").json()["keys"]
     assert [(key["label"], key["hash"]) for key in listed] == [("ci", made["hash"])]
@@ -291,7 +294,9 @@ def test_administrators_manage_accounts_and_keys_and_no_secret_is_shown(
 def test_a_key_that_is_taken_back_is_worth_nothing(as_: Callable[[str | None], httpx.Client], address: str) -> None:
     root = as_("root")
     made = root.post("/v1/accounts/shop/keys", json={"expires_in_seconds": 3600}).json()
-    with httpx.Client(base_url=address, timeout=60, headers={"authorization": f"Bearer {made['key']}"}) as client:
+    with httpx.Client(
+        base_url=address, timeout=PATIENCE_SECONDS, headers={"authorization": f"Bearer {made['key']}"}
+    ) as client:
         assert client.get("/v1/me").status_code == 200
         root.delete(f"/v1/accounts/shop/keys/{made['hash'][:8]}")
         assert client.get("/v1/me").status_code == 401
@@ -300,7 +305,7 @@ def test_a_key_that_is_taken_back_is_worth_nothing(as_: Callable[[str | None], h
 def test_a_session_is_for_the_console_and_for_no_other_site(
     as_: Callable[[str | None], httpx.Client], address: str
 ) -> None:
-    with httpx.Client(base_url=address, timeout=60) as browser:
+    with httpx.Client(base_url=address, timeout=PATIENCE_SECONDS) as browser:
         assert browser.post("/v1/sessions", json={"name": "shop", "password": "wrong"}).status_code == 401
         signed_in = browser.post("/v1/sessions", json={"name": "shop", "password": PASSWORD})
         assert signed_in.status_code == 201
@@ -327,7 +332,10 @@ def test_a_session_is_for_the_console_and_for_no_other_site(
 
 
 def test_guessing_passwords_is_slowed_down(dsn: str, keys: dict[str, str]) -> None:
-    with http_server(dsn, authenticate=True) as address, httpx.Client(base_url=address, timeout=60) as client:
+    with (
+        http_server(dsn, authenticate=True) as address,
+        httpx.Client(base_url=address, timeout=PATIENCE_SECONDS) as client,
+    ):
         codes = [401]
         while codes[-1] == 401:
             codes.append(client.get("/v1/me", auth=("shop", f"guess {len(codes)}")).status_code)
@@ -340,7 +348,7 @@ def test_guessing_passwords_is_slowed_down(dsn: str, keys: dict[str, str]) -> No
 def test_many_guesses_at_once_are_no_way_around_the_limit(dsn: str, keys: dict[str, str]) -> None:
     with (
         http_server(dsn, authenticate=True) as address,
-        httpx.Client(base_url=address, timeout=60) as client,
+        httpx.Client(base_url=address, timeout=PATIENCE_SECONDS) as client,
         ThreadPoolExecutor(30) as threads,
     ):
 
@@ -382,7 +390,7 @@ def test_a_stream_ends_when_what_it_came_with_is_taken_back(
             lines = response.iter_lines()
             assert next(lines).startswith("retry")
             take_back()
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + PATIENCE_SECONDS
             for line in lines:
                 if "no longer allowed" in line:
                     return True
@@ -391,7 +399,7 @@ def test_a_stream_ends_when_what_it_came_with_is_taken_back(
         return False
 
     def client(**how: Any) -> httpx.Client:
-        return httpx.Client(base_url=address, timeout=60, **how)
+        return httpx.Client(base_url=address, timeout=PATIENCE_SECONDS, **how)
 
     def bearer(key: str) -> httpx.Client:
         return client(headers={"authorization": f"Bearer {key}"})
@@ -421,7 +429,7 @@ def test_it_speaks_tls(dsn: str, tmp_path: Path, keys: dict[str, str]) -> None:
     trusted = ssl.create_default_context(cafile=str(certificate))
     with (
         http_server(dsn, authenticate=True, certificate=(str(certificate), str(key))) as address,
-        httpx.Client(base_url=address, timeout=60, verify=trusted) as client,
+        httpx.Client(base_url=address, timeout=PATIENCE_SECONDS, verify=trusted) as client,
     ):
         assert address.startswith("https://")
         signed_in = client.post("/v1/sessions", json={"name": "shop", "password": PASSWORD})
@@ -466,9 +474,12 @@ def test_it_listens_on_one_port_with_several_processes_and_within_its_limits(dsn
         headers = {"authorization": f"Bearer {keys['shop']}"}
         for _ in range(8):
             # Each on a connection of its own, so that both processes get some.
-            with httpx.Client(base_url=address, timeout=60, headers=headers) as client:
+            with httpx.Client(base_url=address, timeout=PATIENCE_SECONDS, headers=headers) as client:
                 assert client.get("/v1/me").json()["account"] == "shop"
         large = httpx.post(
-            f"{address}/v1/topics/orders/events", json={"data": "x" * 1_100_000}, headers=headers, timeout=60
+            f"{address}/v1/topics/orders/events",
+            json={"data": "x" * 1_100_000},
+            headers=headers,
+            timeout=PATIENCE_SECONDS,
         )
         assert large.status_code == 413

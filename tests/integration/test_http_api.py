@@ -21,6 +21,7 @@ from headwater.errors import LogUnavailable
 from headwater.servers.http.schema_registry import _error_response as registry_error_response
 from headwater.servers.options import ServerLimits
 from http_server import http_process, http_server
+from patience import PATIENCE_SECONDS
 
 MAX_BODY = 1024 * 1024
 
@@ -29,12 +30,6 @@ MAX_BODY = 1024 * 1024
 def address(dsn: str) -> Iterator[str]:
     with http_server(dsn, limits=ServerLimits(max_body_bytes=MAX_BODY)) as found:
         yield found
-
-
-@pytest.fixture
-def http(address: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=address, timeout=20) as client:
-        yield client
 
 
 def problem(response: httpx.Response, status: int, kind: str) -> Any:
@@ -187,7 +182,9 @@ def test_of_many_who_send_one_idempotency_key_at_once_one_is_served_and_all_hear
 ) -> None:
     def send(_: int) -> Any:
         headers = {"Idempotency-Key": "at once"}
-        return httpx.post(f"{address}/v1/topics/{topic}/events", json={"data": 1}, headers=headers, timeout=60).json()
+        return httpx.post(
+            f"{address}/v1/topics/{topic}/events", json={"data": 1}, headers=headers, timeout=PATIENCE_SECONDS
+        ).json()
 
     with ThreadPoolExecutor(8) as threads:
         told = list(threads.map(send, range(16)))
@@ -521,7 +518,7 @@ def test_a_claim_waits_for_something_to_do(http: httpx.Client, log: headwater.He
     while not asking.is_alive():
         pass
     log.publish(topic, "now")
-    asking.join(20)
+    asking.join(PATIENCE_SECONDS)
     assert [event["data"] for event in got[0]["events"]] == ["now"]
 
 
@@ -707,7 +704,7 @@ def test_what_is_in_paths_queries_and_headers_is_not_trusted(
 
 def raw(address: str, data: bytes) -> bytes:
     host, _, port = address.removeprefix("http://").partition(":")
-    with socket.create_connection((host, int(port)), timeout=20) as connection:
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS) as connection:
         connection.sendall(data)
         answer = b""
         while part := connection.recv(65536):
@@ -745,7 +742,7 @@ def test_a_body_above_the_limit_is_refused_while_it_comes(address: str, http: ht
     # One that never says how long it is, and never ends.
     host, _, port = address.removeprefix("http://").partition(":")
     part = b"x" * 65536
-    with socket.create_connection((host, int(port)), timeout=20) as connection:
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS) as connection:
         connection.sendall(
             f"POST /v1/topics/{topic}/events HTTP/1.1\r\nHost: {host}:{port}\r\n"
             "Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
@@ -803,7 +800,7 @@ def test_the_console_and_the_description_are_served(http: httpx.Client) -> None:
 def test_too_many_requests_of_one_caller_are_told_so(dsn: str) -> None:
     with (
         http_server(dsn, limits=ServerLimits(requests_per_second=0.01)) as address,
-        httpx.Client(base_url=address, timeout=60) as client,
+        httpx.Client(base_url=address, timeout=PATIENCE_SECONDS) as client,
     ):
         codes = [client.get("/v1/me").status_code for _ in range(12)]
         assert codes == [200] * 10 + [429] * 2
@@ -816,7 +813,7 @@ def test_a_request_that_takes_too_long_is_ended(
     store = log.create_topic("locked", kind="sequenced").name
     with (
         http_server(dsn, limits=ServerLimits(request_seconds=0.5)) as address,
-        httpx.Client(base_url=address, timeout=60) as client,
+        httpx.Client(base_url=address, timeout=PATIENCE_SECONDS) as client,
         connection.transaction(),
     ):
         connection.execute("select headwater.publish('locked', '1')")
@@ -831,7 +828,7 @@ def test_a_server_that_is_killed_leaves_no_half_and_a_repeat_completes_the_rest(
     sent: list[str] = []
 
     def send(address: str, keys: list[str]) -> None:
-        with httpx.Client(base_url=address, timeout=20) as client:
+        with httpx.Client(base_url=address, timeout=PATIENCE_SECONDS) as client:
             for key in keys:
                 sent.append(key)
                 path = f"/v1/topics/{topic}/events"
@@ -847,7 +844,7 @@ def test_a_server_that_is_killed_leaves_no_half_and_a_repeat_completes_the_rest(
         while len(sent) < 5:
             assert sending.is_alive()
         process.kill()
-        sending.join(20)
+        sending.join(PATIENCE_SECONDS)
     found = [event.data for event in log.read(topic, batch_size=5000)]
     assert len(found) % 50 == 0
     assert 4 * 50 <= len(found) <= len(sent) * 50

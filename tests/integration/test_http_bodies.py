@@ -14,6 +14,7 @@ import headwater
 from headwater.servers.http.app import ROUTERS
 from headwater.servers.http.body_limits import OTHER, SIGN_IN, has_more_elements, limit_for
 from http_server import http_process
+from patience import PATIENCE_SECONDS
 
 KEYS = 1_200_000
 MAX_GROWTH_MIB = 400
@@ -50,7 +51,7 @@ def many_keys(count: int) -> bytes:
 def test_a_body_of_a_million_unknown_keys_is_refused_and_costs_little(server: tuple[str, int], path: str) -> None:
     address, pid = server
     before = forget_peak(pid)
-    answer = httpx.post(f"{address}{path}", content=many_keys(KEYS), headers=JSON, timeout=60)
+    answer = httpx.post(f"{address}{path}", content=many_keys(KEYS), headers=JSON, timeout=PATIENCE_SECONDS)
     assert answer.status_code == 413
     assert resident_mib(pid, peak=True) - before < MAX_GROWTH_MIB
 
@@ -63,7 +64,7 @@ def test_problems_are_listed_for_some_keys_only(server: tuple[str, int]) -> None
         (b'{"events":[' + b",".join([b"0"] * 200_000) + b"]}", "valid dictionary"),
     ):
         before = forget_peak(pid)
-        answer = httpx.post(f"{address}/v1/topics/orders/events", content=body, headers=JSON, timeout=60)
+        answer = httpx.post(f"{address}/v1/topics/orders/events", content=body, headers=JSON, timeout=PATIENCE_SECONDS)
         assert answer.status_code == 422, answer.text
         # One problem for all the keys of an object, and none of the events after the first that is wrong.
         assert [problem in one["problem"] for one in answer.json()["problems"]] == [True], answer.text
@@ -72,7 +73,7 @@ def test_problems_are_listed_for_some_keys_only(server: tuple[str, int]) -> None
 
 def test_many_elements_within_texts_are_no_elements(server: tuple[str, int]) -> None:
     body = json.dumps({"text": 'a,"[{' * 180_000}).encode()
-    answer = httpx.post(f"{server[0]}/v1/topics/orders/events", content=body, headers=JSON, timeout=60)
+    answer = httpx.post(f"{server[0]}/v1/topics/orders/events", content=body, headers=JSON, timeout=PATIENCE_SECONDS)
     assert answer.status_code == 200
     assert not has_more_elements(body, 2)
     assert has_more_elements(b'{"a":[1,2,3]}', 3)
@@ -81,7 +82,10 @@ def test_many_elements_within_texts_are_no_elements(server: tuple[str, int]) -> 
 def test_a_compressed_body_is_refused_without_expanding_it(server: tuple[str, int]) -> None:
     bomb = gzip.compress(b" " * 100_000_000)
     answer = httpx.post(
-        f"{server[0]}/v1/topics/orders/events", content=bomb, headers={**JSON, "content-encoding": "gzip"}, timeout=60
+        f"{server[0]}/v1/topics/orders/events",
+        content=bomb,
+        headers={**JSON, "content-encoding": "gzip"},
+        timeout=PATIENCE_SECONDS,
     )
     assert answer.status_code == 415
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from http_server import http_server
+from patience import PATIENCE_SECONDS
 
 PAGES = Path(__file__).parents[2] / "docs" / "how-to"
 SHOWN = "http://127.0.0.1:8080"
@@ -34,7 +35,9 @@ def test_the_examples_of_the_page_do_what_they_show(dsn: str, page: str, at_leas
     with http_server(dsn) as address:
         for command, expected in examples:
             script = command.replace(SHOWN, address)
-            result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=30, check=False)
+            result = subprocess.run(
+                ["bash", "-c", script], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
+            )
             assert result.returncode == 0, f"{command}: {result.stderr}"
             assert expected, command
             assert matches(expected, result.stdout), f"{command} printed:\n{result.stdout}\nnot:\n{expected}"

@@ -20,6 +20,7 @@ import headwater
 from headwater.servers.http.sse_frames import ResumePoint
 from headwater.servers.options import ServerLimits
 from http_server import http_process, http_server
+from patience import PATIENCE_SECONDS
 
 CONNECTIONS = 1000
 
@@ -58,12 +59,6 @@ def place_of(id: str | None) -> int:
 def address(dsn: str) -> Iterator[str]:
     with http_server(dsn, limits=ServerLimits(heartbeat_seconds=0.5)) as found:
         yield found
-
-
-@pytest.fixture
-def http(address: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=address, timeout=20) as client:
-        yield client
 
 
 def follow(http: httpx.Client, path: str, count: int, **headers: str) -> list[Told]:
@@ -292,12 +287,12 @@ def test_a_stream_keeps_its_subscription_from_expiring(
     monkeypatch.setattr("headwater.servers.http.sse_hub.KEEP_ALIVE_SECONDS", 0.05)
     with (
         http_server(dsn, limits=ServerLimits(heartbeat_seconds=0.2)) as address,
-        httpx.Client(base_url=address, timeout=60) as client,
+        httpx.Client(base_url=address, timeout=PATIENCE_SECONDS) as client,
     ):
         life = timedelta(seconds=20)
         id = log.subscribe(f"kept-{topic}", "e.topic = s.params ->> 't'", {"t": topic}, expires_after=life)
         with (
-            client.stream("GET", f"/v1/subscriptions/kept-{topic}/{id}/follow", timeout=60) as response,
+            client.stream("GET", f"/v1/subscriptions/kept-{topic}/{id}/follow", timeout=PATIENCE_SECONDS) as response,
             psycopg.connect(dsn, autocommit=True) as connection,
         ):
             told = parsed(response.iter_lines())
@@ -311,7 +306,7 @@ def test_a_stream_keeps_its_subscription_from_expiring(
                 kept = (
                     "select last_active_at > now() - interval '15 s' from headwater_internal.subscription where id = %s"
                 )
-                deadline = time.monotonic() + 60
+                deadline = time.monotonic() + PATIENCE_SECONDS
                 while connection.execute(kept, (id,)).fetchone() != (True,):
                     assert time.monotonic() < deadline, "the stream did not keep its subscription"
                     time.sleep(0.01)
@@ -385,14 +380,14 @@ def test_a_slow_client_is_told_the_end_and_resumes_without_loss(
         host, _, port = address.removeprefix("http://").partition(":")
         slow = socket.socket()
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        slow.settimeout(20)
+        slow.settimeout(PATIENCE_SECONDS)
         slow.connect((host, int(port)))
         slow.sendall(f"GET /v1/topics/{topic}/follow?after=0 HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode())
         positions: list[int | None] = []
         for _ in range(16):
             positions += log.publish_batch(topic, [headwater.NewEvent("x" * 50_000) for _ in range(20)])
         # It reads nothing until the server has given up on it.
-        until(lambda: httpx.get(f"{address}/v1/overview", timeout=60).json()["streams"] == 0)
+        until(lambda: httpx.get(f"{address}/v1/overview", timeout=PATIENCE_SECONDS).json()["streams"] == 0)
         told = list(parsed(iter(_all_of(slow).decode().split("\n"))))
     assert told[-1].event == "end"
     assert told[-1].data["reason"] == "the client reads too slowly"
@@ -425,11 +420,11 @@ def test_who_falls_behind_what_is_kept_reads_from_the_log_again(
     dsn: str, log: headwater.Headwater, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headwater.servers.http.sse_hub.MAX_BUFFERED_EVENTS", 20)
-    with http_server(dsn) as address, httpx.Client(base_url=address, timeout=20) as client:
+    with http_server(dsn) as address, httpx.Client(base_url=address, timeout=PATIENCE_SECONDS) as client:
         host, _, port = address.removeprefix("http://").partition(":")
         late = socket.socket()
         late.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        late.settimeout(20)
+        late.settimeout(PATIENCE_SECONDS)
         late.connect((host, int(port)))
         late.sendall(f"GET /v1/topics/{topic}/follow HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode())
         lines = late.makefile("rb")
@@ -479,7 +474,10 @@ async def _followers(address: str, path: str, count: int) -> AsyncIterator[list[
 
 def test_a_thousand_connections_get_everything_from_one_process(dsn: str, log: headwater.Headwater, topic: str) -> None:
     async def all_of_them(address: str) -> None:
-        async with asyncio.timeout(60), _followers(address, f"/v1/topics/{topic}/follow", CONNECTIONS) as readers:
+        async with (
+            asyncio.timeout(PATIENCE_SECONDS),
+            _followers(address, f"/v1/topics/{topic}/follow", CONNECTIONS) as readers,
+        ):
             positions = []
             for n in range(5):
                 positions += await asyncio.to_thread(
@@ -507,7 +505,7 @@ def test_a_server_that_stops_tells_its_streams_where_to_go_on(
 ) -> None:
     log.create_queue(f"stop-{topic}", topics=topic)
     log.publish(topic, 1)
-    with http_process(dsn) as (address, process), httpx.Client(base_url=address, timeout=20) as client:
+    with http_process(dsn) as (address, process), httpx.Client(base_url=address, timeout=PATIENCE_SECONDS) as client:
         with client.stream("GET", f"/v1/topics/{topic}/follow?after=0") as response:
             told = parsed(response.iter_lines())
             assert next(one for one in told if one.data is not None).data["data"] == 1
@@ -515,9 +513,9 @@ def test_a_server_that_stops_tells_its_streams_where_to_go_on(
             last = [one for one in told if one.data is not None]
         assert [one.event for one in last] == ["end"]
         assert last[0].data["reason"] == "the server is shutting down"
-        assert process.wait(60) == 0
+        assert process.wait(PATIENCE_SECONDS) == 0
     position = log.publish(topic, 2)
-    with http_process(dsn) as (address, _), httpx.Client(base_url=address, timeout=20) as client:
+    with http_process(dsn) as (address, _), httpx.Client(base_url=address, timeout=PATIENCE_SECONDS) as client:
         after = {"last-event-id": last[0].id or ""}
         resumed = follow(client, f"/v1/topics/{topic}/follow", 1, **after)
         assert resumed[0].data["position"] == position
@@ -656,7 +654,7 @@ def test_streams_that_wait_get_in_order_what_is_no_longer_kept(
     start = log.publish(b, "first") or 0
     with (
         http_server(dsn, limits=ServerLimits(heartbeat_seconds=0.5)) as address,
-        httpx.Client(base_url=address, timeout=60) as http,
+        httpx.Client(base_url=address, timeout=PATIENCE_SECONDS) as http,
     ):
         free = Following(http, f"/v1/topics/{b}/follow?after={start}")
         both = Following(http, f"/v1/follow?topic={topic}&topic={b}&after={start}")
@@ -694,7 +692,7 @@ def test_every_stream_gets_its_topics_in_order_whatever_publishers_do(
     chosen = [[name for n, name in enumerate(topics) if mask & (1 << n)] for mask in range(8)]
     with (
         http_server(dsn, limits=ServerLimits(heartbeat_seconds=0.5)) as address,
-        httpx.Client(base_url=address, timeout=60, limits=httpx.Limits(max_connections=None)) as http,
+        httpx.Client(base_url=address, timeout=PATIENCE_SECONDS, limits=httpx.Limits(max_connections=None)) as http,
         ExitStack() as stack,
     ):
         paths = ["/v1/follow?" + "".join(f"topic={name}&" for name in names) + f"after={start}" for names in chosen]

@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 
 import headwater
+from effort import EFFORT, effort
 from headwater.servers.options import ServerLimits
 from http_server import http_server
+from patience import PATIENCE_SECONDS, TEST_SECONDS
 
 pytest.importorskip("schemathesis")
 
-# More of both for a thorough run; `coverage` alone takes minutes.
-EXAMPLES = os.environ.get("HEADWATER_SCHEMA_EXAMPLES")
-PHASES = os.environ.get("HEADWATER_SCHEMA_PHASES", "examples,fuzzing")
+# `coverage` alone takes minutes: for a soak test.
+PHASES = "examples,fuzzing,coverage" if EFFORT > 1 else "examples,fuzzing"
 CHECKS = (
     "not_a_server_error",
     "status_code_conformance",
@@ -47,7 +48,7 @@ def address(dsn: str) -> Iterator[str]:
         log.publish("orders", {"id": 1})
         log.create_store("store")
         log.create_queue("mailer", topics="orders")
-    with http_server(dsn, limits=ServerLimits(requests_per_second=0, request_seconds=20)) as found:
+    with http_server(dsn, limits=ServerLimits(requests_per_second=0, request_seconds=PATIENCE_SECONDS)) as found:
         yield found
 
 
@@ -61,20 +62,20 @@ def test_every_answer_is_as_described_and_none_is_a_bug(address: str, tmp_path: 
         "--seed",
         "1",
         "--max-examples",
-        EXAMPLES or ("2" if known else "1"),
+        str(effort(2 if known else 1)),
         "--phases",
         PHASES,
         "--checks",
         ",".join(CHECKS),
     ]
     # SSE streams never end, claims may wait, and whether metrics are there is not this test's question.
-    command += ["--exclude-path-regex", "/(follow|claim|metrics|ready)$", "--request-timeout", "30"]
+    command += ["--exclude-path-regex", "/(follow|claim|metrics|ready)$", "--request-timeout", str(PATIENCE_SECONDS)]
     command += ["--continue-on-failure", "--no-color", "--suppress-health-check", "all", "--warnings", "off"]
     if known:
         command += ["--exclude-method", "DELETE", "--include-path-regex", r"\{(topic|queue)\}"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HEADWATER_")}
     result = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600, check=False
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TEST_SECONDS, check=False
     )
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
     assert "No failures" in result.stdout or "passed" in result.stdout

@@ -12,6 +12,7 @@ from standardwebhooks import Webhook as Signature
 
 import headwater
 from http_server import http_process
+from patience import PATIENCE_SECONDS
 from webhook_receiver import Receiver
 
 
@@ -19,7 +20,7 @@ from webhook_receiver import Receiver
 def http(dsn: str) -> Iterator[httpx.Client]:
     with (
         http_process(dsn, "--webhooks", "--allow-network", "127.0.0.1") as (address, _),
-        httpx.Client(base_url=address, timeout=20) as client,
+        httpx.Client(base_url=address, timeout=PATIENCE_SECONDS) as client,
     ):
         yield client
 

@@ -15,8 +15,8 @@ import pytest
 import headwater
 from headwater import aio
 from headwater.servers.kafka.server import MAX_UNSENT_BYTES, Connection, serving
+from patience import PATIENCE_SECONDS
 
-PATIENCE_SECONDS = 60
 EVENT_BYTES = 1_000_000
 EVENTS = 8
 ANSWER_BYTES = EVENTS * EVENT_BYTES

@@ -10,8 +10,8 @@ import pytest
 from headwater import aio
 from headwater.servers.kafka import broker as broker_module
 from headwater.servers.kafka.broker import Broker, BrokerSettings
+from patience import PATIENCE_SECONDS
 
-PATIENCE_SECONDS = 60
 POOL_SIZE = 4
 
 

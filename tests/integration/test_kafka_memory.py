@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import struct
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import headwater
+from effort import effort
 from headwater import aio
 from headwater.calls import kafka as calls
 from headwater.calls.kafka import AppendBatch, ProduceResult
@@ -35,8 +35,9 @@ from headwater.servers.kafka.records import (
     write_headers,
 )
 from headwater.servers.kafka.wire import ErrorCode, Request
+from patience import PATIENCE_SECONDS
 
-EXAMPLES = int(os.environ.get("CRASH_ROUNDS", "1")) * 40
+EXAMPLES = effort(40)
 _numbers = itertools.count()
 Record = tuple[int, int, bytes | None, bytes | None, bytes | None]
 
@@ -416,7 +417,7 @@ def test_who_reads_on_is_read_ahead_of_and_nobody_else(servers: Servers) -> None
     async def fetch_and_wait(offset: int) -> int:
         part = await servers.remembers.fetch(topic, offset, 30_000, 12)
         if ahead:
-            await asyncio.wait(list(ahead.values()), timeout=20)
+            await asyncio.wait(list(ahead.values()), timeout=PATIENCE_SECONDS)
         return records_of(part["records"])[-1][0] + 1
 
     reached = servers.run(fetch_and_wait(0))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -18,8 +17,8 @@ import psycopg
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from psycopg import conninfo
 
+from databases import database
 from headwater.capture.slot import Slot
 from headwater.errors import CaptureRefused, InvalidRequest, LakeBusy
 from headwater.lake import Location, all_files, current, open_table, written_files
@@ -33,11 +32,8 @@ _numbers = itertools.count()
 @pytest.fixture(scope="module")
 def dsn(admin_dsn: str) -> Iterator[str]:
     """A database without a log: capture needs none."""
-    name = f"headwater_lake_{os.getpid()}"
-    with psycopg.connect(admin_dsn, autocommit=True) as connection:
-        connection.execute(f"create database {name} template template0")
-        yield conninfo.make_conninfo(admin_dsn, dbname=name)
-        connection.execute(f"drop database {name} with (force)")
+    with database(admin_dsn) as dsn:
+        yield dsn
 
 
 @pytest.fixture

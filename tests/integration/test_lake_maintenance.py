@@ -36,6 +36,7 @@ from headwater.lake import (
 from headwater.lake.current import CurrentTables
 from headwater.lake.files import attempt_directory, remove_leftovers
 from headwater.lake.maintenance import Maintenance, checkpoint, compact, state_of, vacuum
+from patience import PATIENCE_SECONDS
 
 DAY = date(2026, 3, 1)
 SCHEMA = pa.schema([("position", pa.int64()), ("at", pa.timestamp("us", "UTC")), ("date", pa.date32())])
@@ -201,7 +202,7 @@ def together(*loops: Callable[[], None]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE_SECONDS)
         assert not thread.is_alive()
     assert failures == []
 
@@ -372,7 +373,7 @@ def test_killed_at_any_moment_a_merge_goes_on_where_it_was(location: Location, t
                 assert said.readline() == "done\n"
                 break
             before = len(list(Path(location.uri).glob("public.t/_delta_log/*.json")))
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + PATIENCE_SECONDS
             while len(list(Path(location.uri).glob("public.t/_delta_log/*.json"))) < before + 3:
                 assert time.monotonic() < deadline
             time.sleep(chance.random() / 50)

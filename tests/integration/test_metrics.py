@@ -24,6 +24,7 @@ from headwater.observability.metrics import APPENDS, METRICS, PUBLISHED
 from headwater.servers import prometheus
 from headwater.servers.multiprocess_counters import MultiprocessCounters
 from http_server import http_server
+from patience import PATIENCE_SECONDS
 
 parser = pytest.importorskip("prometheus_client.parser")
 
@@ -47,7 +48,7 @@ def run_cli(dsn: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         env={**environment, "HEADWATER_DSN": dsn},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
 
@@ -396,5 +397,5 @@ def test_processes_of_one_server_tell_the_same_sum_which_never_falls(tmp_path: P
 def test_the_page_of_one_process_has_what_the_others_counted(dsn: str, tmp_path: Path) -> None:
     (tmp_path / "another.json").write_text(json.dumps([[PUBLISHED.name, ["of another"], 41]]))
     with http_server(dsn, counts_directory=str(tmp_path)) as address:
-        page = httpx.get(f"{address}/metrics", timeout=60).text
+        page = httpx.get(f"{address}/metrics", timeout=PATIENCE_SECONDS).text
     assert 'headwater_published_events_total{topic="of another"} 41' in page

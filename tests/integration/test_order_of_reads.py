@@ -15,6 +15,7 @@ import psycopg
 import pytest
 
 import headwater
+from patience import PATIENCE_SECONDS
 
 GATE = 4242
 SEQUENCE_READ = "    head := coalesce(pg_sequence_last_value('headwater_internal.position'), 0);\n"
@@ -48,7 +49,7 @@ def stable_position_with_a_publisher_in_between(
 
     def read() -> int:
         with psycopg.connect(dsn, autocommit=True) as reader:
-            reader.execute("set search_path = gate, pg_catalog; set statement_timeout = '60s'")
+            reader.execute(f"set search_path = gate, pg_catalog; set statement_timeout = '{PATIENCE_SECONDS}s'")
             row = reader.execute("select headwater.stable_position(array[%s])", (topic,)).fetchone()
             assert row is not None
             return int(row[0])
@@ -62,7 +63,7 @@ def stable_position_with_a_publisher_in_between(
             with log.transaction() as publisher:
                 position = log.publish(topic, {}, connection=publisher)
                 keeper.execute("select pg_advisory_unlock(%s)", (GATE,))
-                return reading.result(60), position
+                return reading.result(PATIENCE_SECONDS), position
         finally:
             # The reader must not wait for ever if the test fails.
             keeper.execute("select pg_advisory_unlock_all()")

@@ -12,6 +12,7 @@ from headwater import aio
 from headwater.calls import log as log_calls
 from headwater.servers import prometheus
 from http_server import free_port
+from patience import PATIENCE_SECONDS
 
 
 async def lose(log: aio.AsyncHeadwater, monkeypatch: pytest.MonkeyPatch, dsn: str) -> None:
@@ -31,7 +32,7 @@ def test_a_server_that_is_not_there_is_told_from_one_that_does_not_answer(
 
     # Whatever else is slow here, it is not waited for.
     monkeypatch.setattr(prometheus, "QUERY_SECONDS", 60)
-    (check,) = asyncio.run(asyncio.wait_for(look(), 120))
+    (check,) = asyncio.run(asyncio.wait_for(look(), PATIENCE_SECONDS))
     assert not check.ok
     assert "refused" in check.message
 
@@ -64,5 +65,5 @@ def test_after_a_long_outage_postgres_is_found_as_soon_as_after_a_short_one(
             monkeypatch.setattr(pool, "conninfo", dsn)
             await log.run(log_calls.log_state())
 
-    asyncio.run(asyncio.wait_for(outage(), 60))
+    asyncio.run(asyncio.wait_for(outage(), PATIENCE_SECONDS))
     assert max(waits) <= 4, "it waited for long between two tries"

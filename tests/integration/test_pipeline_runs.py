@@ -7,12 +7,12 @@ import json
 import os
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
-from typer.testing import CliRunner, Result
 
 pytest.importorskip("pyspark")
 
@@ -21,7 +21,6 @@ from headwater import errors
 from headwater.calls import pipeline_runs
 from headwater.calls import pipeline_runs as pipeline_runs_calls
 from headwater.calls.pipeline_runs import PipelineClaim, PipelineSnapshot, PipelineStatus
-from headwater.cli import app
 from headwater.cli.commands.pipeline import format_checkpoint
 from headwater.cli.exit_codes import CONFLICT, NOT_FOUND, REFUSED
 
@@ -195,17 +194,10 @@ def test_a_consumer_may_run_pipelines(log: headwater.Headwater, dsn: str, name: 
 
 
 @pytest.fixture
-def run(dsn: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def run(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs a command about pipelines, in a directory of its own."""
     monkeypatch.chdir(tmp_path)
-    for variable in os.environ:
-        if variable.startswith("HEADWATER_"):
-            monkeypatch.delenv(variable)
-    environment = {"HEADWATER_DSN": dsn, "HEADWATER_HOME": str(tmp_path / "home"), "COLUMNS": "200"}
-
-    def run_it(*arguments: str) -> Result:
-        return CliRunner(env=environment).invoke(app, ["pipeline", *arguments])
-
-    return run_it
+    return partial(run, "pipeline")
 
 
 def test_a_file_is_listed_and_checked(run: Any, tmp_path: Path, log: headwater.Headwater, dsn: str) -> None:

@@ -16,9 +16,9 @@ from headwater.calls import Call
 from headwater.errors import InvalidEvent, LogUnavailable
 from headwater.eventstore import pipelined_connection
 from headwater.eventstore.pipelined_connection import AsyncPipelinedConnection, PipelinedConnection
+from patience import PATIENCE_SECONDS
 
 Run = Callable[[Callable[[AsyncPipelinedConnection, aio.AsyncHeadwater], Any]], Any]
-SECONDS = 60
 
 
 def call(number: Any, sleep_seconds: float = 0.0) -> Call[Any]:
@@ -35,7 +35,7 @@ def failing(number: int) -> Call[Any]:
 
 
 async def until(question: Callable[[], Any]) -> None:
-    async with asyncio.timeout(SECONDS):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while not question():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
@@ -47,7 +47,7 @@ def under_way(wire: AsyncPipelinedConnection) -> int:
 async def answers(wire: AsyncPipelinedConnection, asked: list[Call[Any]]) -> list[Any]:
     """What each comes to, in the order in which they were sent; errors as well."""
     running = [wire.run(one, behind=True) for one in asked]
-    return await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), SECONDS)
+    return await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), PATIENCE_SECONDS)
 
 
 @pytest.fixture
@@ -62,8 +62,8 @@ def run(dsn: str) -> Run:
             finally:
                 assert wire._pipeline is None
                 while wire._returning:
-                    await asyncio.wait(wire._returning, timeout=SECONDS)
-                async with asyncio.timeout(SECONDS):
+                    await asyncio.wait(wire._returning, timeout=PATIENCE_SECONDS)
+                async with asyncio.timeout(PATIENCE_SECONDS):
                     held = [await log._pool.getconn() for _ in range(2)]
                 for connection in held:
                     assert connection.info.transaction_status == TransactionStatus.IDLE
@@ -96,7 +96,7 @@ def test_a_call_goes_out_before_the_one_ahead_of_it_is_answered(run: Run, connec
             assert not second.done()
         finally:
             connection.execute("select pg_advisory_unlock(4711)")
-        assert (await asyncio.wait_for(second, SECONDS))[0][0] == "2"
+        assert (await asyncio.wait_for(second, PATIENCE_SECONDS))[0][0] == "2"
         assert first.done()
 
     run(test)
@@ -178,7 +178,7 @@ def test_who_stops_waiting_leaves_the_others_their_answers(run: Run, connection:
         tasks[0].cancel()
         tasks[1].cancel()
         connection.execute("select pg_advisory_unlock(4712)")
-        assert (await asyncio.wait_for(tasks[2], SECONDS))[0][0] == "2"
+        assert (await asyncio.wait_for(tasks[2], PATIENCE_SECONDS))[0][0] == "2"
 
     run(test)
 
@@ -207,12 +207,12 @@ def test_others_get_a_connection_while_a_wire_is_always_busy(run: Run, monkeypat
                 uses += 1
 
         users = [asyncio.create_task(use()) for _ in range(4)]
-        async with asyncio.timeout(SECONDS), log.connection():
+        async with asyncio.timeout(PATIENCE_SECONDS), log.connection():
             await until(lambda: uses)
             # The only other one is taken too: what the wire has must come back from it.
             await log._run(call("another"))
         stop.set()
-        await asyncio.wait_for(asyncio.gather(*users), SECONDS)
+        await asyncio.wait_for(asyncio.gather(*users), PATIENCE_SECONDS)
 
     run(test)
 

@@ -16,6 +16,7 @@ import pytest
 import headwater
 from headwater import Dead, Lease, NewEvent, Retry, Snooze
 from headwater.queue.model import Outcome, QueueOverview
+from patience import PATIENCE_SECONDS
 
 _numbers = itertools.count()
 LATER = timedelta(hours=1)
@@ -799,7 +800,7 @@ def test_many_workers_handle_every_key_in_order_and_finish(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE_SECONDS)
     assert not any(thread.is_alive() for thread in threads), states(log, queue)
     assert broken == []
     by_key: dict[str, list[int]] = {}

@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 )
 
 import headwater
+from effort import effort
 from headwater import Dead, Lease, NewEvent, Retry, Snooze
 from headwater.queue.model import Outcome
 
@@ -433,7 +434,7 @@ def test_the_life_of_events_is_that_of_the_model(
     run_state_machine_as_test(
         Machine,
         settings=settings(
-            max_examples=60,
+            max_examples=effort(60),
             stateful_step_count=40,
             deadline=None,
             derandomize=True,

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import headwater
+from effort import effort
 from headwater import NewEvent
 
 _numbers = itertools.count()
@@ -259,7 +260,10 @@ def words(of: st.SearchStrategy[str]) -> st.SearchStrategy[list[str]]:
 
 
 @settings(
-    max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=effort(100),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     st.lists(words(WORD | st.sampled_from(["*", "#", "a"])), min_size=1, max_size=6),

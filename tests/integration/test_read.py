@@ -14,6 +14,7 @@ import pytest
 
 import headwater
 from headwater import Event, NewEvent, aio
+from patience import PATIENCE_SECONDS
 
 Until = Callable[[Callable[[], Any]], Any]
 
@@ -168,11 +169,11 @@ def test_a_follower_catches_up_and_stays_live(log: headwater.Headwater, topic: s
             raise AssertionError("a follower has no end")
 
         following = pool.submit(follow)
-        assert caught_up.wait(20)
+        assert caught_up.wait(PATIENCE_SECONDS)
         for n in range(10, 15):
             log.publish(topic, n)
         log.publish(topic, "end")
-        assert following.result(timeout=20) == [*range(15), "end"]
+        assert following.result(timeout=PATIENCE_SECONDS) == [*range(15), "end"]
 
 
 def test_an_async_follower_catches_up_and_stays_live(dsn: str, log: headwater.Headwater, topic: str) -> None:
@@ -192,10 +193,10 @@ def test_an_async_follower_catches_up_and_stays_live(dsn: str, log: headwater.He
 
             caught_up = asyncio.Event()
             following = asyncio.create_task(follow())
-            await asyncio.wait_for(caught_up.wait(), 20)
+            await asyncio.wait_for(caught_up.wait(), PATIENCE_SECONDS)
             await own.publish(topic, 10)
             await own.publish(topic, "end")
-            await asyncio.wait_for(following, 20)
+            await asyncio.wait_for(following, PATIENCE_SECONDS)
         return seen
 
     assert asyncio.run(both()) == [*range(11), "end"]
@@ -214,7 +215,7 @@ def test_a_follower_from_the_end_sees_only_what_comes(log: headwater.Headwater, 
             return first.done()
 
         until(arrived)
-        assert {event.data for event in first.result(timeout=20)} == {"new"}
+        assert {event.data for event in first.result(timeout=PATIENCE_SECONDS)} == {"new"}
 
 
 def test_a_follower_can_stop_when_it_has_caught_up(log: headwater.Headwater, topics: list[str]) -> None:

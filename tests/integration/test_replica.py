@@ -24,6 +24,8 @@ from typing import Any
 
 import pytest
 
+from patience import PATIENCE_SECONDS
+
 pytest.importorskip("pyarrow")
 pytest.importorskip("nats")
 
@@ -72,11 +74,11 @@ class Bridge:
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
         self._thread.start()
-        assert self._ready.wait(20)
+        assert self._ready.wait(PATIENCE_SECONDS)
 
     def close(self) -> None:
         self._stop.set()
-        self._thread.join(20)
+        self._thread.join(PATIENCE_SECONDS)
         self._publisher.close()
         self._slot.drop()
 
@@ -239,7 +241,7 @@ def sync(server: Nats, path: Path, table: Table, **options: Any) -> tuple[Replic
     """Run a replica until it has everything; what it did, and its rows."""
     with ReplicaStore(path, table) as store:
         replica = Replica(server.url, store, idle_seconds=0.2, **options)
-        progress = asyncio.run(asyncio.wait_for(replica.run(once=True), 20))
+        progress = asyncio.run(asyncio.wait_for(replica.run(once=True), PATIENCE_SECONDS))
         return progress, store.rows()
 
 
@@ -300,7 +302,7 @@ def test_a_replica_of_a_stream_without_any_change_is_in_sync(
         try:
             with ReplicaStore(tmp_path / "r.db", table) as store:
                 replica = Replica(server.url, store, idle_seconds=0.2)
-                progress = asyncio.run(asyncio.wait_for(replica.run(once=True), 20))
+                progress = asyncio.run(asyncio.wait_for(replica.run(once=True), PATIENCE_SECONDS))
                 assert store.rows() == in_table(dsn, table)
         finally:
             bridge.close()
@@ -441,11 +443,11 @@ def test_a_replica_that_is_killed_goes_on_where_its_rows_are(
                 replica = subprocess.Popen(command, stdout=subprocess.DEVNULL)
                 until(lambda least=least: rows_of() > max(least, 499))
                 replica.send_signal(signal.SIGKILL)
-                replica.wait(20)
+                replica.wait(PATIENCE_SECONDS)
                 least = rows_of()
         finally:
             stop.set()
-        changing.result(60)
+        changing.result(PATIENCE_SECONDS)
     progress, rows = sync(server, path, table)
     assert rows == in_table(dsn, table)
     assert progress.snapshots == 0
@@ -492,7 +494,7 @@ def test_a_replica_survives_the_death_of_the_nats_server(
             until(lambda: running.done() or seen[-1].changes_applied >= 50)
         finally:
             stop.set()
-        assert running.result(20).snapshots == 1
+        assert running.result(PATIENCE_SECONDS).snapshots == 1
     with ReplicaStore(tmp_path / "r.db", table) as store:
         assert store.rows() == in_table(dsn, table)
 
@@ -514,11 +516,11 @@ def test_a_snapshot_that_nobody_serves_is_refused(server: Nats, tmp_path: Path, 
 def test_the_command_ends_with_a_code_that_says_why(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "from headwater.cli import main; main()", "replica", "--table", "public.o"]
     away = ["--from", "nats://127.0.0.1:1", "--to", f"sqlite:///{tmp_path}/r.db"]
-    result = subprocess.run([*command, *away], capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run([*command, *away], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
     assert result.returncode == 9, result.stderr
     assert "cannot connect to NATS" in result.stderr
     wrong = ["--from", "nats://127.0.0.1:1", "--to", "orders.db"]
-    result = subprocess.run([*command, *wrong], capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run([*command, *wrong], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
     assert result.returncode == 2
     assert "sqlite:///path" in result.stderr
 

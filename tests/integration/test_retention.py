@@ -12,11 +12,12 @@ from typing import Any
 
 import psycopg
 import pytest
-from psycopg import conninfo, sql
 
 import headwater
+from databases import database
 from headwater import Event, NewEvent
 from headwater.log.model import MaintenanceResult
+from patience import PATIENCE_SECONDS
 
 Until = Callable[[Callable[[], Any]], Any]
 DAY = timedelta(days=1)
@@ -26,13 +27,8 @@ _numbers = itertools.count()
 @pytest.fixture
 def dsn(admin_dsn: str, template: str) -> Iterator[str]:
     """A log for each test: retention is about the log as a whole."""
-    name = f"headwater_retention_{next(_numbers)}_{template}"
-    with psycopg.connect(admin_dsn, autocommit=True) as connection:
-        connection.execute(
-            sql.SQL("create database {} template {}").format(sql.Identifier(name), sql.Identifier(template))
-        )
-        yield conninfo.make_conninfo(admin_dsn, dbname=name)
-        connection.execute(sql.SQL("drop database {} with (force)").format(sql.Identifier(name)))
+    with database(admin_dsn, template) as dsn:
+        yield dsn
 
 
 class Clock:
@@ -382,13 +378,13 @@ def test_many_may_maintain_at_once_while_others_publish_and_read(
         maintaining = [pool.submit(maintain) for _ in range(4)]
         following = pool.submit(follow)
         try:
-            pool.submit(age).result(timeout=60)
+            pool.submit(age).result(timeout=PATIENCE_SECONDS)
             end = log.publish(topic, "end")
-            seen = following.result(timeout=60)
+            seen = following.result(timeout=PATIENCE_SECONDS)
         finally:
             over.set()
         for future in maintaining:
-            future.result(timeout=60)
+            future.result(timeout=PATIENCE_SECONDS)
     assert len(seen) == 241
     assert seen == sorted(seen)
     assert seen[-1] == end
@@ -448,7 +444,7 @@ def test_a_reader_whom_retention_overtakes_is_told(
         until(lambda: connection.execute("select 1 from pg_locks where not granted").fetchone())
         maintaining.commit()
         with pytest.raises(headwater.PositionExpired):
-            reading.result(timeout=20)
+            reading.result(timeout=PATIENCE_SECONDS)
 
 
 def test_what_has_expired_is_not_read_while_it_waits_to_be_cleared_away(

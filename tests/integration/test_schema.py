@@ -19,6 +19,7 @@ import headwater
 from headwater.database import schema
 from headwater.database.schema import Installed, Migration
 from headwater.embedded import EmbeddedError, find_binaries
+from patience import PATIENCE_SECONDS
 
 _numbers = itertools.count()
 ROLES = ("headwater_publisher", "headwater_consumer", "headwater_admin")
@@ -126,7 +127,7 @@ def test_an_upgrade_under_load_loses_and_delays_nothing(installed_dsn: str) -> N
         publishing = pool.submit(publish)
         while not publishing.done():
             upgrade(installed_dsn)
-        publishing.result(timeout=60)
+        publishing.result(timeout=PATIENCE_SECONDS)
         assert [event.data for event in log.follow(topic, stop_when_caught_up=True)] == list(range(300))
 
 
@@ -155,7 +156,7 @@ def test_the_printed_script_makes_the_same_database(
         script = tmp_path / "headwater.sql"
         script.write_text(schema.script())
         command = [psql, "-X", "-q", "-v", "ON_ERROR_STOP=1", "-d", printed, "-f", str(script)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
         # Roles are the server's, so an earlier installation may have granted some already.
         assert (done.returncode, [line for line in done.stderr.splitlines() if "NOTICE" not in line]) == (0, [])
     else:

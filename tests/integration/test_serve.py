@@ -21,18 +21,17 @@ from headwater.calls import access as calls
 from headwater.cli import app, open_files, processes
 from headwater.servers.options import ServerLimits
 from http_server import http_process, http_server
+from patience import PATIENCE_SECONDS
 
-SECONDS = 60
 PASSWORD = "a password of some length"
 Until = Callable[[Callable[[], Any]], Any]
 
 
 @pytest.fixture
-def supervised(dsn: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[dict[str, Any], str]]:
+def supervised(
+    dsn: str, clean_environment: None, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[dict[str, Any], str]]:
     """How `serve` with these options would supervise its processes, and what it said. None is started."""
-    for name in list(os.environ):
-        if name.startswith("HEADWATER_"):
-            monkeypatch.delenv(name)
 
     def run(*options: str) -> tuple[dict[str, Any], str]:
         seen: dict[str, Any] = {}
@@ -76,7 +75,9 @@ def test_a_server_that_may_open_too_few_files_says_what_to_do(supervised: Any, m
 def test_as_many_connections_are_taken_as_the_limit_says_and_probes_always(dsn: str, until: Until) -> None:
     with http_server(dsn, limits=ServerLimits(connections=3)) as address, ExitStack() as stack:
         clients = [
-            stack.enter_context(httpx.Client(base_url=address, timeout=SECONDS, limits=httpx.Limits(max_connections=1)))
+            stack.enter_context(
+                httpx.Client(base_url=address, timeout=PATIENCE_SECONDS, limits=httpx.Limits(max_connections=1))
+            )
             for _ in range(4)
         ]
         *within, beyond = clients
@@ -119,7 +120,7 @@ def test_who_asks_by_a_trusted_proxy_and_how_is_what_it_says_and_nobody_else_is_
 
     with (
         http_server(dsn, authenticate=True, limits=limits, trusted_proxies=("127.0.0.0/8",)) as address,
-        httpx.Client(base_url=address, timeout=SECONDS) as client,
+        httpx.Client(base_url=address, timeout=PATIENCE_SECONDS) as client,
     ):
         assert {ask(client, "203.0.113.7") for _ in range(11)} == {200, 429}
         # Whatever a client writes there itself comes before what the proxy adds.
@@ -129,7 +130,7 @@ def test_who_asks_by_a_trusted_proxy_and_how_is_what_it_says_and_nobody_else_is_
         assert "Secure" not in cookie(client, x_forwarded_for="198.51.100.1", x_forwarded_proto="http")
     with (
         http_server(dsn, authenticate=True, limits=limits, trusted_proxies=("192.0.2.1/32",)) as address,
-        httpx.Client(base_url=address, timeout=SECONDS) as client,
+        httpx.Client(base_url=address, timeout=PATIENCE_SECONDS) as client,
     ):
         assert "Secure" not in cookie(client, x_forwarded_proto="https")
         assert {ask(client, f"203.0.113.{n}") for n in range(11)} == {200, 429}

@@ -7,7 +7,6 @@ import json
 import queue
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from psycopg import conninfo
 import headwater
 from headwater import NewEvent
 from headwater.database import schema
+from patience import PATIENCE_SECONDS
 
 Until = Callable[[Callable[[], Any]], Any]
 # What ends a writer's transaction: its own deadlock, its killed backend.
@@ -90,14 +90,14 @@ class Stress:
                 self.over.wait(self.seconds)
                 self.over.set()
                 for future in [*writers, *nuisances]:
-                    future.result(timeout=60)
+                    future.result(timeout=PATIENCE_SECONDS)
                 self.prepared.put(None)
-                finisher.result(timeout=60)
+                finisher.result(timeout=PATIENCE_SECONDS)
                 for topic in self.topics:
                     log.publish(topic, "end")
                 self.done_writing.set()
                 for future in readers:
-                    future.result(timeout=60)
+                    future.result(timeout=PATIENCE_SECONDS)
         return self.witness
 
     # -- writers
@@ -184,7 +184,7 @@ class Stress:
     def finish_prepared(self) -> None:
         rng = random.Random(f"{self.seed}/finish")
         with psycopg.connect(self.dsn, autocommit=True) as connection:
-            while (waiting := self.prepared.get(timeout=60)) is not None:
+            while (waiting := self.prepared.get(timeout=PATIENCE_SECONDS)) is not None:
                 gid, tags, ids = waiting
                 connection.execute("select pg_sleep(%s)", (rng.random() * 0.01,))
                 commit = rng.random() < 0.6
@@ -263,7 +263,6 @@ def stored(dsn: str, topics: list[str] | None = None) -> list[tuple[int, str, st
     return [(position, topic, event_id, json.loads(payload)) for position, topic, event_id, payload in rows]
 
 
-@pytest.mark.slow
 def test_no_reader_misses_an_event_while_many_writers_do_their_worst(dsn: str) -> None:
     witness = Stress(dsn, writers=14, seconds=6.0, seed=1).run()
 
@@ -503,7 +502,7 @@ def test_one_writer_at_a_time_has_a_partition_and_others_are_free(
             )
             log.publish_batch(partitions, [NewEvent("elsewhere", partition=1)])
             assert not waiting.done()
-        waiting.result(timeout=20)
+        waiting.result(timeout=PATIENCE_SECONDS)
     found = {(event.partition, event.topic_offset): event.data for event in log.read(partitions)}
     assert found == {(0, 0): "first", (0, 1): "second", (1, 0): "elsewhere"}
 
@@ -558,7 +557,7 @@ def read_through_gate(
             meanwhile()
         finally:
             gate.execute("select pg_advisory_unlock(4711)")
-        return reading.result(timeout=20)
+        return reading.result(timeout=PATIENCE_SECONDS)
 
 
 @pytest.mark.parametrize("rule", ["kept", "broken"])
@@ -665,16 +664,14 @@ def test_waiting_ends_soon_after_the_publisher_does(
         connection.execute("begin")
         log.publish(topic, 0, connection=connection)
 
-        def first() -> float:
+        def first() -> None:
             next(iter(log.follow(topic)))
             arrived.set()
-            return time.monotonic()
 
         following = pool.submit(first)
         assert not arrived.wait(0.1)
         connection.execute("commit")
-        committed = time.monotonic()
-        assert following.result(timeout=20) - committed < 5
+        following.result(timeout=PATIENCE_SECONDS)
 
 
 # --- an open publisher holds back its own topics only ------------------------------------------------------------
@@ -843,7 +840,7 @@ def test_a_topic_that_is_bound_later_brings_what_was_in_flight_when_it_was(
     with ThreadPoolExecutor(1) as pool:
         binding = pool.submit(other.execute, "select headwater.bind(%s, %s, from_position => 0)", (queue, topic))
         connection.execute("commit")
-        binding.result(timeout=20)
+        binding.result(timeout=PATIENCE_SECONDS)
     log.publish(topic, "after")
     seen: list[Any] = []
     while (lease := log.claim(queue, worker="w", batch_size=10)) is not None:

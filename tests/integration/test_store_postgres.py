@@ -29,6 +29,7 @@ from headwater.errors import (
 )
 from headwater.eventstore import LatestMatchIs, NewStoreEvent, NoMatchAfter, Query, StoreEvent
 from headwater.eventstore.field_index import define_index
+from patience import PATIENCE_SECONDS
 
 _numbers = itertools.count()
 Until = Callable[[Callable[[], Any]], Any]
@@ -106,7 +107,7 @@ def test_who_appends_later_sees_what_an_open_transaction_appended(
             later = pool.submit(store.append, happened("B", "x"), NoMatchAfter(tagged("x")))
             until(lambda: waiting_for_partitions(connection) == 1)
         with pytest.raises(AppendConflict) as refused:
-            later.result(20)
+            later.result(PATIENCE_SECONDS)
     assert refused.value.actual_position == first.position
     assert store.count() == 1
 
@@ -167,8 +168,8 @@ def test_appends_that_wait_share_one_transaction_and_each_has_its_verdict(
             until(lambda: waiting_for_partitions(connection) == 1)
             others = [pool.submit(append, n) for n in range(20)]
             until(lambda: len(store._group_commit._waiting) == 20)
-        isolated.result(20)
-        verdicts = [other.result(20) for other in others]
+        isolated.result(PATIENCE_SECONDS)
+        verdicts = [other.result(PATIENCE_SECONDS) for other in others]
     assert sorted(verdicts) == ["appended"] * 10 + ["refused"] * 10
     assert [sorted(verdicts[n : n + 2]) for n in range(0, 20, 2)] == [["appended", "refused"]] * 10
     row = connection.execute(
@@ -214,13 +215,13 @@ def test_many_tasks_append_in_queues_and_one_that_is_cancelled_takes_nobody_with
                 await store.append(happened("first"), connection=own)
                 # The one that works for all waits for the partition, with the others behind it.
                 leader = asyncio.create_task(store.append(happened("leader")))
-                await asyncio.wait_for(until(lambda: waiting_for_partitions(connection) == 1), 20)
+                await asyncio.wait_for(until(lambda: waiting_for_partitions(connection) == 1), PATIENCE_SECONDS)
                 others = [asyncio.create_task(store.append(happened(f"{n}"))) for n in range(30)]
-                await asyncio.wait_for(until(lambda: len(store._group_commit._waiting) == 30), 20)
+                await asyncio.wait_for(until(lambda: len(store._group_commit._waiting) == 30), PATIENCE_SECONDS)
                 leader.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await leader
-            appended = await asyncio.wait_for(asyncio.gather(*others), 20)
+            appended = await asyncio.wait_for(asyncio.gather(*others), PATIENCE_SECONDS)
             assert len({answer.position for answer in appended}) == 30
             assert await store.count() == 31
             assert await store.count(Query.of(types=["leader"])) == 0
@@ -660,7 +661,7 @@ def test_a_live_subscriber_gets_what_commits_long_after_it_was_assigned(
         # The head of the log has moved, and the event cannot be seen: the follower must look again without a sign.
         seen = len(looks)
         until(lambda: len(looks) > seen + 3)
-    follower.join(20)
+    follower.join(PATIENCE_SECONDS)
     assert [event.type for event in got] == ["first", "late"]
 
 
@@ -696,7 +697,7 @@ def test_hundreds_of_tasks_follow_with_one_reader(dsn: str) -> None:
             # One that goes away takes nobody with it.
             followers[0].cancel()
             await store.append(happened("End"))
-            received = await asyncio.wait_for(asyncio.gather(*followers[1:]), 60)
+            received = await asyncio.wait_for(asyncio.gather(*followers[1:]), PATIENCE_SECONDS)
             assert received == [[*range(n % 3, 9, 3), 9] for n in range(1, 300)]
             assert at_once <= 1
 

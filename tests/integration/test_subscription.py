@@ -14,6 +14,7 @@ import pytest
 
 import headwater
 from headwater import App, NewEvent, Retry
+from patience import PATIENCE_SECONDS
 
 BY_USER = "s.params @> jsonb_build_object('user', e.data -> 'user')"
 
@@ -420,7 +421,7 @@ def test_events_that_many_filters_do_not_want_never_reach_a_key_that_fails_on_th
 def test_eight_processes_may_subscribe_to_a_new_filter_at_once(log: headwater.Headwater, topic: str) -> None:
     for number in range(10):
         text = f"e.data ->> '{topic}' = 'k{number}' and s.params @> jsonb_build_object('a', e.data -> 'a')"
-        start = threading.Barrier(8, timeout=60)
+        start = threading.Barrier(8, timeout=PATIENCE_SECONDS)
         made: list[int] = []
         failed: list[Exception] = []
 
@@ -440,7 +441,7 @@ def test_eight_processes_may_subscribe_to_a_new_filter_at_once(log: headwater.He
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(PATIENCE_SECONDS)
         assert failed == []
         assert len(made) == 8
         assert len(set(made)) == 1
@@ -473,7 +474,7 @@ def run_until(app: App, dsn: str, finished: Callable[[], bool]) -> None:
     async def main() -> None:
         stop = asyncio.Event()
         running = asyncio.create_task(app.run(dsn, stop=stop, read_ahead=3))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while not running.done() and not finished():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             stop.set()
@@ -589,7 +590,7 @@ def test_a_slow_handler_does_not_stop_the_others_within_the_read_ahead(
     def slow(event: headwater.Event) -> None:
         nonlocal most_while_slow
         if event.data == 0:
-            let_go.wait(10)
+            let_go.wait(PATIENCE_SECONDS)
             most_while_slow = len(fast)
 
     @app.subscriber(topic, "true")

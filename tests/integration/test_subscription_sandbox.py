@@ -15,6 +15,7 @@ import pytest
 from psycopg import conninfo, sql
 
 import headwater
+from patience import PATIENCE_SECONDS
 
 PREPARATION = """
 create function pg_temp.evil(t text) returns boolean language plpgsql as $$
@@ -372,7 +373,7 @@ def test_a_setting_or_a_notification_of_code_that_did_run_ends_with_it(
                 "select count(*) from pg_locks where pid = pg_backend_pid() and locktype = 'advisory' and objid = 1"
             ).fetchone() == (0,)
         listener.execute("notify evil, 'the last'")
-        assert [one.payload for one in listener.notifies(timeout=30, stop_after=1)] == ["the last"]
+        assert [one.payload for one in listener.notifies(timeout=PATIENCE_SECONDS, stop_after=1)] == ["the last"]
 
 
 def test_a_large_object_of_code_that_did_run_is_not_kept(

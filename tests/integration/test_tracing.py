@@ -14,6 +14,7 @@ import pytest
 
 import headwater
 from headwater import App, NewEvent, Retry
+from patience import PATIENCE_SECONDS
 
 pytest.importorskip("opentelemetry.sdk")
 from opentelemetry import trace
@@ -57,7 +58,7 @@ def run_until(app: App, dsn: str, finished: asyncio.Event) -> None:
     async def main() -> None:
         stop = asyncio.Event()
         running = asyncio.create_task(app.run(dsn, stop=stop))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             await finished.wait()
             stop.set()
             await running
@@ -145,7 +146,7 @@ def test_a_blocking_handler_is_in_the_span_too(
         loop = asyncio.get_running_loop()
         stop = asyncio.Event()
         running = asyncio.create_task(app.run(dsn, stop=stop))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             await finished.wait()
             stop.set()
             await running
@@ -196,7 +197,7 @@ def test_a_subscriber_is_called_in_a_span_linked_to_the_publishers(
     async def main() -> None:
         stop = asyncio.Event()
         running = asyncio.create_task(app.run(dsn, stop=stop))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while not finished.is_set():
                 with in_span("said"):
                     await asyncio.to_thread(log.publish, topic, 1)
@@ -220,5 +221,7 @@ def test_a_program_that_does_not_trace_imports_nothing_of_it(dsn: str, topic: st
         f"    log.process({topic!r}, lambda c, e: None, cursor='untraced', stop_when_caught_up=True)\n"
         "assert not [name for name in sys.modules if name.startswith('opentelemetry')]\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
+    )
     assert done.returncode == 0, done.stderr

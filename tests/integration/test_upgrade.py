@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import psycopg
 import pytest
-from psycopg import conninfo, sql
+from psycopg import conninfo
 
 import headwater
+from databases import database
 from headwater import App, NewEvent
 from headwater.calls import Call
 from headwater.database import connection as database_connection
 from headwater.database import schema
 from headwater.database.schema import Migration
+from patience import PATIENCE_SECONDS
 
 _numbers = itertools.count()
 
@@ -31,15 +32,11 @@ NEXT_FUNCTION = "create or replace function headwater.was_there() returns intege
 @pytest.fixture
 def own_dsn(admin_dsn: str, template: str) -> Iterator[str]:
     """A log for one test alone."""
-    name = f"headwater_own_{os.getpid()}_{next(_numbers)}"
-    with psycopg.connect(admin_dsn, autocommit=True) as admin:
-        admin.execute(sql.SQL("create database {} template {}").format(sql.Identifier(name), sql.Identifier(template)))
-    yield conninfo.make_conninfo(admin_dsn, dbname=name)
-    with psycopg.connect(admin_dsn, autocommit=True) as admin:
-        admin.execute(sql.SQL("drop database {} with (force)").format(sql.Identifier(name)))
+    with database(admin_dsn, template) as dsn:
+        yield dsn
 
 
-def upgrade(dsn: str, *, patience_seconds: float = 60.0) -> None:
+def upgrade(dsn: str, *, patience_seconds: float = PATIENCE_SECONDS) -> None:
     with psycopg.connect(dsn, autocommit=True) as connection:
         schema.upgrade(connection, patience_seconds=patience_seconds)
 
@@ -102,7 +99,7 @@ def test_a_table_that_somebody_keeps_locked_stops_the_upgrade_and_nobody_else(
         with pytest.raises(headwater.LogUnavailable, match=r"(?s)was locked.*Nothing was changed"):
             upgrade(own_dsn, patience_seconds=0.5)
         with psycopg.connect(own_dsn) as other:
-            other.execute("set lock_timeout = '5s'")
+            other.execute(f"set lock_timeout = '{PATIENCE_SECONDS}s'")
             other.execute("select headwater.create_topic('t')")
             other.execute("select headwater.publish('t', '1')")
         reader.rollback()
@@ -170,7 +167,7 @@ def test_workers_that_were_left_behind_end_and_leave_their_events_to_others(
     async def run() -> None:
         nonlocal finished
         finished = asyncio.Event()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             try:
                 with pytest.raises(ExceptionGroup) as ended:
                     await app.run(dsn, stop=asyncio.Event())
@@ -194,13 +191,13 @@ def test_a_call_that_is_aborted_to_untangle_it_is_made_again(dsn: str, connectio
     call: Call[int] = Call("select entangled()", (), lambda rows: rows[0][0])
     # The one that looks for deadlocks first is the one that is aborted.
     quick = conninfo.make_conninfo(dsn, options="-c deadlock_timeout=20ms")
-    slow = conninfo.make_conninfo(dsn, options="-c deadlock_timeout=10s")
+    slow = conninfo.make_conninfo(dsn, options=f"-c deadlock_timeout={PATIENCE_SECONDS}s")
     with headwater.connect(quick) as log, psycopg.connect(slow) as other, ThreadPoolExecutor(1) as pool:
         other.execute("select pg_advisory_xact_lock(2)")
         running = pool.submit(log._run, call)
-        other.execute("set statement_timeout = '20s'")
+        other.execute(f"set statement_timeout = '{PATIENCE_SECONDS}s'")
         while not connection.execute("select 1 from pg_locks where locktype = 'advisory' and not granted").fetchone():
             assert not running.done()
         other.execute("select pg_advisory_xact_lock(1)")
         other.commit()
-        assert running.result(timeout=20) == 2
+        assert running.result(timeout=PATIENCE_SECONDS) == 2

@@ -32,6 +32,7 @@ from headwater.webhooks.deliver import dispatching, send_test
 from headwater.webhooks.model import WebhookTest
 from headwater.webhooks.requests import WebhookRequest, WebhookResponse
 from headwater.webhooks.sender import Sender
+from patience import PATIENCE_SECONDS
 from webhook_receiver import Received, Receiver, Reply
 
 Until = Callable[[Callable[[], Any]], Any]
@@ -59,12 +60,12 @@ def delivering(dsn: str, **options: Any) -> Iterator[None]:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    assert started.wait(20)
+    assert started.wait(PATIENCE_SECONDS)
     try:
         yield
     finally:
         stop.set()
-        thread.join(30)
+        thread.join(PATIENCE_SECONDS)
     assert not thread.is_alive()
     assert failures == []
 
@@ -303,7 +304,7 @@ def test_an_answer_of_gone_to_what_was_changed_meanwhile_disables_nothing(
         log.create_webhook(topic, old.url, topic)
         log.publish(topic, "x")
         with delivering(dsn):
-            assert asked.wait(20)
+            assert asked.wait(PATIENCE_SECONDS)
             log.alter_webhook(topic, url=new.url)
             old.call(changed.set)
             until(lambda: counts(log, topic) == (0, 0, 0, 0, 1))
@@ -407,7 +408,7 @@ def test_a_name_that_is_never_resolved_delays_no_other_webhook(
 
     def slow(host: Any, *arguments: Any, **options: Any) -> Any:
         if host == "slow.test":
-            enough.wait(60)
+            enough.wait(PATIENCE_SECONDS)
             raise OSError("nobody knows")
         return real(host, *arguments, **options)
 
@@ -526,7 +527,7 @@ def test_what_is_under_way_at_the_end_is_settled(log: headwater.Headwater, dsn: 
         log.create_webhook(topic, receiver.url, topic, max_concurrency=1)
         log.publish_batch(topic, [NewEvent(n) for n in range(3)])
         with delivering(dsn):
-            assert asked.wait(20)
+            assert asked.wait(PATIENCE_SECONDS)
             # The answer comes while it waits for it, at the end of the block.
             threading.Timer(0.3, receiver.call, (go_on.set,)).start()
         assert counts(log, topic) == (2, 0, 0, 0, 1)
@@ -612,7 +613,7 @@ def test_a_certificate_that_nobody_vouches_for_is_refused(
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
          "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost",
          "-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "chain.pem")],
-        check=True, capture_output=True, timeout=60,
+        check=True, capture_output=True, timeout=PATIENCE_SECONDS,
     )  # fmt: skip
     serving = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     serving.load_cert_chain(tmp_path / "chain.pem", tmp_path / "key.pem")

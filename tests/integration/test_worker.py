@@ -13,15 +13,18 @@ import pytest
 
 import headwater
 from headwater import App, Dead, NewEvent, Retry, Snooze
+from patience import PATIENCE_SECONDS
 
 
-def run_until(app: App, dsn: str, finished: Callable[[], bool] | None = None, *, seconds: float = 30.0) -> None:
+def run_until(
+    app: App, dsn: str, finished: Callable[[], bool] | None = None, *, seconds: float = PATIENCE_SECONDS
+) -> None:
     """Run an app until `finished` says so, asked after each handler and now and then; fails if it never does."""
 
     async def main() -> None:
         stop = asyncio.Event()
         running = asyncio.create_task(app.run(dsn, stop=stop))
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while finished is not None and not running.done() and not finished():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             stop.set()
@@ -261,9 +264,9 @@ def test_a_handler_that_outlives_the_grace_is_cancelled_and_its_event_given_back
     async def main() -> None:
         stop = asyncio.Event()
         running = asyncio.create_task(app.run(dsn, stop=stop, grace_seconds=0.05))
-        await asyncio.wait_for(started.wait(), 10)
+        await asyncio.wait_for(started.wait(), PATIENCE_SECONDS)
         stop.set()
-        await asyncio.wait_for(running, 10)
+        await asyncio.wait_for(running, PATIENCE_SECONDS)
 
     asyncio.run(main())
     assert counts(log, topic) == (1, 0, 0, 0)
@@ -302,7 +305,7 @@ def test_a_cron_event_is_published_once_by_several_processes(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(PATIENCE_SECONDS)
     for other in others:
         other.close()
     (event,) = log.read(topic)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,9 @@ from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
-from psycopg import conninfo
+
+from databases import database
+from patience import PATIENCE_SECONDS
 
 pytest.importorskip("pyspark")
 pytest.importorskip("nats")
@@ -33,16 +34,13 @@ TABLE = Table("public", "bridged")
 @pytest.fixture
 def dsn(admin_dsn: str) -> Iterator[str]:
     """A database without a log: capture needs none."""
-    name = f"headwater_bridge_{os.getpid()}"
-    with psycopg.connect(admin_dsn, autocommit=True) as connection:
-        connection.execute(f"create database {name} template template0")
-        yield conninfo.make_conninfo(admin_dsn, dbname=name)
-        connection.execute(f"drop database {name} with (force)")
+    with database(admin_dsn) as dsn:
+        yield dsn
 
 
 def sync(url: str, path: Path) -> tuple[ReplicaProgress, list[tuple[int, str, int | None]]]:
     with ReplicaStore(path, TABLE) as store:
-        progress = asyncio.run(asyncio.wait_for(Replica(url, store, idle_seconds=0.1).run(once=True), 60))
+        progress = asyncio.run(asyncio.wait_for(Replica(url, store, idle_seconds=0.1).run(once=True), PATIENCE_SECONDS))
         return progress, [(row["id"], row["name"], row.get("extra")) for row in store.rows()]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import pickle
 import threading
 import time
@@ -14,16 +13,17 @@ from typing import Any
 
 import psycopg
 import pytest
-from psycopg import conninfo
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes
 
+from databases import database
 from headwater.capture.slot import Slot
 from headwater.database.pg_snapshot import is_visible
 from headwater.errors import CaptureRefused, InvalidRequest
 from headwater.spark.formats import table as formats_table
 from headwater.spark.formats.changes import ChangesReader, ChangesSource
 from headwater.spark.formats.table import TableSource
+from patience import PATIENCE_SECONDS
 
 _numbers = itertools.count()
 
@@ -31,11 +31,8 @@ _numbers = itertools.count()
 @pytest.fixture(scope="module")
 def dsn(admin_dsn: str) -> Iterator[str]:
     """A database without a log: capture needs none."""
-    name = f"headwater_changes_{os.getpid()}"
-    with psycopg.connect(admin_dsn, autocommit=True) as connection:
-        connection.execute(f"create database {name} template template0")
-        yield conninfo.make_conninfo(admin_dsn, dbname=name)
-        connection.execute(f"drop database {name} with (force)")
+    with database(admin_dsn) as dsn:
+        yield dsn
 
 
 @pytest.fixture
@@ -135,13 +132,13 @@ def test_what_others_write_makes_no_batch(options: dict[str, str], table: str, c
 def test_it_waits_for_a_change_and_no_longer(
     options: dict[str, str], table: str, connection: psycopg.Connection
 ) -> None:
-    reader = stream(options, waitSeconds="20")
+    reader = stream(options, waitSeconds=f"{2 * PATIENCE_SECONDS}")
     start = reader.initialOffset()
     writer = threading.Timer(0.3, connection.execute, (f"insert into {table} values (1)",))
     began = time.monotonic()
     writer.start()
     end = reader.latestOffset(start, ReadAllAvailable())
-    assert 0.2 < time.monotonic() - began < 15
+    assert 0.2 < time.monotonic() - began < PATIENCE_SECONDS
     assert len(rows_of(reader, start, end)) == 1
     reader.stop()
 

@@ -18,6 +18,7 @@ import pytest
 import headwater
 from headwater.capture.slot import Slot
 from headwater.spark.java import prepare
+from patience import PATIENCE_SECONDS, TEST_SECONDS
 
 PIPELINES = """
 pipelines:
@@ -55,6 +56,7 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield address
 
 
+@pytest.mark.long
 def test_a_pipeline_runs_on_a_cluster(dsn: str, master: str, tmp_path: Path) -> None:
     (tmp_path / "pipelines.yaml").write_text(PIPELINES)
     with psycopg.connect(dsn, autocommit=True) as connection:
@@ -63,7 +65,7 @@ def test_a_pipeline_runs_on_a_cluster(dsn: str, master: str, tmp_path: Path) -> 
         connection.execute("insert into on_cluster select n, n::text from generate_series(1, 1000) n")
     command = [sys.executable, "-c", "from headwater.cli import main; main()", "pipeline", "run", "--once", "--json"]
     ended = subprocess.run(
-        [*command, "--dsn", dsn, "--master", master], cwd=tmp_path, capture_output=True, text=True, timeout=900
+        [*command, "--dsn", dsn, "--master", master], cwd=tmp_path, capture_output=True, text=True, timeout=TEST_SECONDS
     )
     assert ended.returncode == 0, ended.stderr
     said = [json.loads(line) for line in ended.stdout.splitlines()]
@@ -84,7 +86,7 @@ def free_port() -> int:
 
 
 def wait_for_port(port: int) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + PATIENCE_SECONDS
     while True:
         with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
             return
@@ -95,7 +97,7 @@ def wait_for_port(port: int) -> None:
 def end(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     try:
-        process.wait(20)
+        process.wait(PATIENCE_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.wait(20)
+        process.wait(PATIENCE_SECONDS)

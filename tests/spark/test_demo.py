@@ -8,7 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+from patience import TEST_SECONDS
+
+
+@pytest.mark.long
 def test_a_change_is_seen_in_five_places(tmp_path: Path) -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HEADWATER_")}
     ended = subprocess.run(
@@ -16,7 +21,7 @@ def test_a_change_is_seen_in_five_places(tmp_path: Path) -> None:
         env={**kept, "HEADWATER_HOME": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=TEST_SECONDS,
     )
     assert ended.returncode == 0, ended.stderr
     found = {step["destination"]: step["found"] for step in json.loads(ended.stdout)["steps"]}

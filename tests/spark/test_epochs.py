@@ -24,10 +24,10 @@ from headwater.spark.formats.log import LogSource
 from headwater.spark.pipelines.file import PipelineSpec, parse
 from headwater.spark.pipelines.runner import Runner, RunnerSettings
 from headwater.trials.chaos.cluster import Cluster, connected
+from patience import PATIENCE_SECONDS
 
 T = TypeVar("T")
 EVENT_COUNT = 20
-STREAM_SECONDS = 240
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ class Stream:
             .start()
         )
         try:
-            assert query.awaitTermination(STREAM_SECONDS), "the stream did not come to its end"
+            assert query.awaitTermination(PATIENCE_SECONDS), "the stream did not come to its end"
         finally:
             query.stop()
 
@@ -226,6 +226,7 @@ def test_every_sink_has_every_event_once_after_a_crash_that_took_positions_back(
     assert archive.archived_to == positions[-1]
 
 
+@pytest.mark.long
 def test_after_a_failover_sinks_of_the_database_catch_up_and_others_stop_until_they_are_set_back(
     spark: SparkSession, cluster: Cluster, tmp_path: Path
 ) -> None:

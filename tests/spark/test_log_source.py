@@ -24,6 +24,7 @@ from headwater import Event, NewEvent
 from headwater.errors import PositionExpired, TopicNotFound
 from headwater.spark.arrow import EVENT
 from headwater.spark.formats.log import LogReader, LogSource, LogStreamReader, PositionRanges
+from patience import PATIENCE_SECONDS
 
 
 def reader(dsn: str, **options: str) -> LogReader:
@@ -154,7 +155,7 @@ def test_a_stream_without_news_waits_for_some(log: headwater.Headwater, topic: s
         answer = pool.submit(one.latestOffset, start, ReadMaxRows(10))
         other = log.publish(log.create_topic(f"{topic}-other").name, "no news")
         (news,) = publish(log, topic, 1)
-        assert answer.result(timeout=15) == {**start, "position": news}
+        assert answer.result(timeout=PATIENCE_SECONDS) == {**start, "position": news}
     assert other is not None
     assert start["position"] < other < news
     one.stop()

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from patience import PATIENCE_SECONDS
+
 pytest.importorskip("pyspark")
 pytest.importorskip("nats")
 
@@ -58,7 +60,7 @@ def stored(url: str) -> list[tuple[str, str, Any]]:
             config = ConsumerConfig(ack_policy=AckPolicy.NONE)
             subscription = await js.pull_subscribe("cdc.>", stream="CDC", config=config)
             while len(found) < count:
-                some = await subscription.fetch(1000, timeout=20)
+                some = await subscription.fetch(1000, timeout=PATIENCE_SECONDS)
                 found += [(m.subject, (m.headers or {})["Nats-Msg-Id"], m.data) for m in some]
             return found
 

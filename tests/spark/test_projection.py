@@ -28,6 +28,7 @@ from headwater.spark.pipelines.checkpoint import Checkpoint
 from headwater.spark.pipelines.transform import Transform, is_stateful, offset_column
 from headwater.spark.sinks import table
 from headwater.spark.sinks.table import TableSink
+from patience import PATIENCE_SECONDS
 
 TOTALS = (
     "select data:customer::string as customer, count(*) as orders, sum(data:amount::decimal(20,2)) as total "
@@ -378,7 +379,7 @@ def test_a_rebuild_with_other_sql_is_seen_by_readers_at_once_and_whole(
         table.switch(log, totals.name, checkpoint_epoch=checkpoint_epoch, caught_up_to=stable)
     finally:
         done.set()
-        reader.join(30)
+        reader.join(PATIENCE_SECONDS)
     after = changed.kept()
     assert [orders for _, orders, _ in after] == [2, 2, 3]
 

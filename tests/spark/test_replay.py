@@ -29,6 +29,7 @@ from headwater.errors import CursorMoved, InvalidRequest, PositionExpired
 from headwater.spark.replay import targets
 from headwater.spark.replay.run import ReplayProgress, ReplaySelection, ToQueue, ToTable, ToTopic, preview, replay
 from headwater.spark.replay.targets import Part
+from patience import PATIENCE_SECONDS
 
 _numbers = itertools.count()
 
@@ -317,6 +318,7 @@ def test_the_rate_is_kept(past: ArchivedLog, spark: SparkSession) -> None:
 PROGRAM = [sys.executable, "-c", "from headwater.cli import main; main()"]
 
 
+@pytest.mark.long
 @pytest.mark.crash
 def test_the_command_that_is_killed_goes_on_when_repeated(past: ArchivedLog, spark: SparkSession) -> None:
     environment = {**os.environ, "HEADWATER_DSN": past.dsn}
@@ -324,16 +326,16 @@ def test_the_command_that_is_killed_goes_on_when_repeated(past: ArchivedLog, spa
     command = [*PROGRAM, "replay", *arguments, "--rate", "2"]
     first = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while (state := past.log.run(archive_calls.find_replay("again"))) is None or not state.events:
             # Spark takes its time to start.
             assert first.poll() is None
-            assert time.monotonic() < deadline, "no event came within 120 seconds"
+            assert time.monotonic() < deadline, f"no event came within {PATIENCE_SECONDS} seconds"
             time.sleep(0.01)
     finally:
         # Java and its workers too, which a terminal would end as well.
         os.killpg(first.pid, signal.SIGKILL)
-        first.wait(timeout=20)
+        first.wait(timeout=PATIENCE_SECONDS)
     half = originals(past.log, "copy")
     assert half == past.positions("short")[: len(half)]
     assert 0 < len(half) < len(past.positions("short"))

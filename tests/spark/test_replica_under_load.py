@@ -1,12 +1,11 @@
 """Is a replica equal to its table when it was loaded while the table changed?
 
-`SNAPSHOT_ROWS` and `SNAPSHOT_CHANGES` say how large; what is shown in the docs was run with 1000000 and 50000.
+What the docs show was run with HEADWATER_TEST_EFFORT=50.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import sqlite3
 import threading
@@ -16,13 +15,15 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from psycopg import conninfo
 from pyspark.sql import SparkSession
+
+from databases import database
+from effort import effort
+from patience import PATIENCE_SECONDS, TEST_SECONDS
 
 pytest.importorskip("nats")
 
 from headwater.capture.slot import Slot
-from headwater.database import schema
 from headwater.embedded.nats import Nats
 from headwater.nats.replica import Replica
 from headwater.nats.replica_store import ReplicaStore
@@ -30,21 +31,15 @@ from headwater.nats.subjects import Table
 from headwater.spark.pipelines.file import parse
 from headwater.spark.pipelines.runner import Runner, RunnerSettings
 
-ROWS = int(os.environ.get("SNAPSHOT_ROWS", "20000"))
-CHANGES = int(os.environ.get("SNAPSHOT_CHANGES", "2000"))
+ROWS = effort(20_000)
+CHANGES = effort(2000)
 PIPELINE = "pipelines: {big: {from: {changes: {tables: [public.big]}}, to: {nats: {shape: packed}}, every_seconds: 0}}"
 
 
 @pytest.fixture
-def dsn(admin_dsn: str) -> Iterator[str]:
-    name = f"headwater_replica_{os.getpid()}"
-    with psycopg.connect(admin_dsn, autocommit=True) as connection:
-        connection.execute(f"create database {name} template template0")
-        own = conninfo.make_conninfo(admin_dsn, dbname=name)
-        with psycopg.connect(own, autocommit=True) as inside:
-            schema.upgrade(inside)
-        yield own
-        connection.execute(f"drop database {name} with (force)")
+def dsn(admin_dsn: str, template: str) -> Iterator[str]:
+    with database(admin_dsn, template) as dsn:
+        yield dsn
 
 
 def change(dsn: str, loading: threading.Event, done: threading.Event) -> None:
@@ -72,6 +67,7 @@ def change(dsn: str, loading: threading.Event, done: threading.Event) -> None:
     done.set()
 
 
+@pytest.mark.long
 def test_a_replica_is_equal_to_its_table(spark: SparkSession, dsn: str, tmp_path: Path) -> None:
     with psycopg.connect(dsn, autocommit=True) as connection:
         connection.execute("create table big (id integer primary key, v text, n integer)")
@@ -89,7 +85,7 @@ def test_a_replica_is_equal_to_its_table(spark: SparkSession, dsn: str, tmp_path
         )
         running = threading.Thread(target=runner.run, daemon=True)
         running.start()
-        assert started.wait(120)
+        assert started.wait(PATIENCE_SECONDS)
         loading, done = threading.Event(), threading.Event()
         changing = threading.Thread(target=change, args=(dsn, loading, done), daemon=True)
         changing.start()
@@ -98,7 +94,7 @@ def test_a_replica_is_equal_to_its_table(spark: SparkSession, dsn: str, tmp_path
             stop = asyncio.Event()
             copying = asyncio.create_task(Replica(broker.url, store, snapshot_seconds=600).run(stop=stop))
             begun = time.monotonic()
-            until = begun + 900
+            until = begun + TEST_SECONDS
             while not copying.done() and time.monotonic() < until:
                 await asyncio.sleep(0.5)
                 if done.is_set() and await asyncio.to_thread(equal, dsn, tmp_path / "big.db"):
@@ -109,8 +105,8 @@ def test_a_replica_is_equal_to_its_table(spark: SparkSession, dsn: str, tmp_path
 
         seconds = asyncio.run(replicate())
         runner.stop()
-        running.join(120)
-        changing.join(60)
+        running.join(PATIENCE_SECONDS)
+        changing.join(PATIENCE_SECONDS)
     Slot(dsn, "big", "big").drop()
     assert done.is_set()
     assert equal(dsn, tmp_path / "big.db")

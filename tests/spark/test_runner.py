@@ -29,6 +29,7 @@ from headwater.spark.pipelines.file import PipelineSpec, parse
 from headwater.spark.pipelines.rebuild import rebuild
 from headwater.spark.pipelines.runner import Report, Runner, RunnerSettings
 from headwater.spark.pipelines.snapshot_load import is_in_snapshot
+from patience import PATIENCE_SECONDS
 
 _numbers = itertools.count()
 
@@ -184,13 +185,13 @@ def test_one_runner_at_a_time_and_a_standby_takes_over(
     log.publish(name, {"n": 1})
     wait_until(lambda: len(log.read(f"{name}_copy")) == 1)
     first.stop()
-    threads[0].join(60)
+    threads[0].join(PATIENCE_SECONDS)
     wait_until(lambda: ("second", "started") in [(who, report.what) for who, report in said])
     log.publish(name, {"n": 2})
     wait_until(lambda: len(log.read(f"{name}_copy")) == 2)
     # Stopped from elsewhere, and nobody takes over.
     assert log.run(pipeline_runs.stop_pipeline(name))
-    threads[1].join(60)
+    threads[1].join(PATIENCE_SECONDS)
     assert not threads[1].is_alive()
     assert payloads(log, f"{name}_copy") == [{"n": 1}, {"n": 2}]
 
@@ -216,7 +217,7 @@ def test_a_runner_whose_lease_was_taken_away_stops_and_stands_by(
         )
     wait_until(lambda: "standing by" in said)
     run.stop()
-    thread.join(60)
+    thread.join(PATIENCE_SECONDS)
     assert not thread.is_alive()
 
 
@@ -334,7 +335,7 @@ def test_a_table_is_built_anew_while_its_pipeline_runs_and_goes_on_from_there(
     log.publish(name, {"k": "a", "n": 1})
     wait_until(lambda: rows_of(dsn, name) == {"a": 210, "b": 250})
     live.stop()
-    thread.join(60)
+    thread.join(PATIENCE_SECONDS)
     assert not thread.is_alive()
 
 

@@ -23,6 +23,7 @@ from headwater.calls.projections import Projection
 from headwater.errors import HeadwaterError, InvalidRequest, LeaseLost, NotAllowed, ProjectionRebuilt, StagedEventsLost
 from headwater.spark.sinks import table as sinks_table
 from headwater.spark.sinks.table import TableColumns, TableOptions, stage
+from patience import PATIENCE_SECONDS
 
 _numbers = itertools.count()
 Rows = Sequence[tuple[Any, ...]]
@@ -409,7 +410,7 @@ def test_readers_never_wait_for_a_switch_nor_see_half_of_it(keep: Any, dsn: str)
     count = sql.SQL("select count(*), sum(amount) from {}").format(kept.table)
     call = projections.switch_rebuilt(kept.projection.pipeline, checkpoint_epoch=checkpoint_epoch, caught_up_to=5)
     with psycopg.connect(dsn) as switching, psycopg.connect(dsn, autocommit=True) as reading:
-        reading.execute("set statement_timeout = '5s'")
+        reading.execute(f"set statement_timeout = '{PATIENCE_SECONDS}s'")
         with psycopg.connect(dsn) as earlier:
             earlier.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
             earlier.execute("select 1")
@@ -565,7 +566,7 @@ def test_a_switch_that_needs_the_table_to_itself_waits_its_turn(keep: Any, dsn: 
         waits = "select count(*) from pg_locks l where not l.granted and l.relation = to_regclass(%s)"
         until(lambda: watching.execute(waits, (f'"{kept.name}"',)).fetchone() == (1,))
         reader.rollback()
-    switching.join(30)
+    switching.join(PATIENCE_SECONDS)
     assert done == [{"written": 1, "removed": 0}]
     assert kept.rows("id, total") == [(1, 11)]
 

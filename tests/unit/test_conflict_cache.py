@@ -33,6 +33,7 @@ from headwater.eventstore.query import (
     Query,
     StoreEvent,
 )
+from patience import PATIENCE_SECONDS
 
 TAGS = ("a", "b", "c")
 items = st.builds(Item, st.lists(st.sampled_from("AB"), max_size=2), st.lists(st.sampled_from(TAGS), max_size=2))
@@ -175,7 +176,7 @@ def test_tasks_go_out_together_or_in_two_halves_and_one_alone_at_once(
 
     async def writer(count: int) -> None:
         for _ in range(count):
-            await commits.append(append, timeout_seconds=20)
+            await commits.append(append, timeout_seconds=PATIENCE_SECONDS)
 
     async def writers(count: int) -> None:
         await asyncio.gather(*(writer(12) for _ in range(count)))
@@ -211,7 +212,7 @@ def test_the_second_half_goes_out_before_the_first_is_answered(overlaps: bool, m
     async def writer(name: int) -> None:
         for n in range(20):
             await commits.append(
-                store_calls.encode_append([NewStoreEvent("A")], None, [f"{name}-{n}"]), timeout_seconds=20
+                store_calls.encode_append([NewStoreEvent("A")], None, [f"{name}-{n}"]), timeout_seconds=PATIENCE_SECONDS
             )
 
     async def writers() -> None:
@@ -233,7 +234,7 @@ def test_whoever_is_stopped_with_a_group_under_way_leaves_the_others_their_place
         return [AppendResult((1,), False, None, None)] * len(group)
 
     async def groups(number: int) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while len(sent) < number:  # noqa: ASYNC110
                 await asyncio.sleep(0)
 
@@ -244,7 +245,7 @@ def test_whoever_is_stopped_with_a_group_under_way_leaves_the_others_their_place
 
         def append(name: str) -> asyncio.Task[AppendResult]:
             encoded = store_calls.encode_append([NewStoreEvent("A")], None, [name])
-            return asyncio.create_task(commits.append(encoded, timeout_seconds=20))
+            return asyncio.create_task(commits.append(encoded, timeout_seconds=PATIENCE_SECONDS))
 
         tasks = {name: append(name) for name in ("a", "b", "c", "d")}
         await groups(2)
@@ -254,7 +255,7 @@ def test_whoever_is_stopped_with_a_group_under_way_leaves_the_others_their_place
         await groups(3)
         assert sent[2] == ("a",)
         held.set()
-        done = await asyncio.wait_for(asyncio.gather(*tasks.values(), return_exceptions=True), 20)
+        done = await asyncio.wait_for(asyncio.gather(*tasks.values(), return_exceptions=True), PATIENCE_SECONDS)
         assert [isinstance(answer, AppendResult) for answer in done] == [True, False, True, True]
         assert commits._under_way == commits._leader._taken == 0
 

@@ -8,6 +8,7 @@ import weakref
 from typing import Any
 
 from headwater.cli.gc_tuning import tune_garbage_collection
+from patience import PATIENCE_SECONDS
 
 
 class Circle:
@@ -21,7 +22,7 @@ def test_what_only_holds_itself_goes_though_hardly_anything_is_allocated() -> No
     thresholds = gc.get_threshold()
 
     async def run() -> None:
-        async with tune_garbage_collection(every_seconds=0.01), asyncio.timeout(60):
+        async with tune_garbage_collection(every_seconds=0.01), asyncio.timeout(PATIENCE_SECONDS):
             gone = asyncio.Event()
             weakref.finalize(Circle(), gone.set)
             await gone.wait()

@@ -20,6 +20,7 @@ from headwater.servers.kafka.broker import Broker
 from headwater.servers.kafka.produce import MAX_BATCH_RECORDS, RECORD_BYTES, SMALL_RECORDS, YIELD_RECORDS, ProduceApi
 from headwater.servers.kafka.records import TRANSACTIONAL, Columns, build_batch, read_header, read_records
 from headwater.servers.kafka.wire import ErrorCode, Request
+from patience import PATIENCE_SECONDS
 
 TOPIC = KafkaTopic(
     1, "t", "sequenced", writable=True, partitions=1, retention=None, max_payload_bytes=10_000_000,
@@ -124,7 +125,7 @@ def test_a_batch_of_too_many_records_is_refused_before_it_is_unpacked(unpacked_b
     assert read_header(memoryview(made)).record_count == MAX_BATCH_RECORDS + 1
 
     async def run() -> Any:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             return await (await RunningServer().begin(made))
 
     (part,) = asyncio.run(run())["responses"][0]["partition_responses"]
@@ -163,7 +164,7 @@ def test_no_batch_is_taken_while_too_much_waits(monkeypatch: pytest.MonkeyPatch)
         assert server.reserved_bytes < 2 * 1000 * RECORD_BYTES
         server.staged.set()
         await first
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             (await second).close()
         third.cancel()
 

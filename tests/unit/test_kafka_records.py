@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from effort import effort
 from headwater.servers.kafka.compression import CODECS, DecodeError, compress, decompress
 from headwater.servers.kafka.record_mapping import event_parts, header_section
 from headwater.servers.kafka.records import (
@@ -134,7 +135,7 @@ def test_another_implementation_reads_what_is_built_and_writes_what_is_read() ->
     )
 
 
-@settings(max_examples=400)
+@settings(max_examples=effort(400))
 @given(
     st.lists(record, min_size=1, max_size=5),
     st.sampled_from(range(5)),

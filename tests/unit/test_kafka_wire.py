@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kio.index import load_request_schema, load_response_schema
 from kio.serial import entity_reader, entity_writer
 
+from effort import effort
 from headwater.servers.kafka.dispatch import SUPPORTED_VERSIONS
 from headwater.servers.kafka.wire import (
     ErrorCode,
@@ -154,7 +155,7 @@ def test_null_is_refused_in_every_field_that_the_schema_does_not_call_nullable(a
         assert taken == nullable, where
 
 
-@settings(max_examples=300)
+@settings(max_examples=effort(300))
 @given(st.sampled_from(VERSIONS), st.data())
 def test_a_damaged_request_is_refused_or_read_and_nothing_else(which: tuple[int, int], data: Any) -> None:
     frame = bytearray(frame_of(*which, sample(load_request_schema(*which))))

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from effort import effort
+
 pytest.importorskip("pyarrow")
 pytest.importorskip("msgpack")
 
@@ -23,7 +25,7 @@ from headwater.nats import codec, frames, messages, subjects
 from headwater.nats.errors import InvalidMessage
 from headwater.nats.subjects import Table
 
-NO_CLOCK = settings(deadline=None, max_examples=60)
+NO_CLOCK = settings(deadline=None, max_examples=effort(60))
 
 TOKEN = st.text("abcdefgXYZ0129_-=/é$", min_size=1, max_size=12)
 SUBJECT = st.lists(TOKEN, min_size=1, max_size=5).map(".".join)

@@ -13,6 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from effort import effort
+
 pa = pytest.importorskip("pyarrow")
 
 from headwater.capture import pgoutput  # noqa: E402
@@ -268,7 +270,7 @@ def streams(draw: st.DrawFn) -> list[bytes]:
     return messages
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=effort(150), deadline=None)
 @given(streams(), st.lists(st.integers(0, 40), max_size=4))
 def test_it_decodes_as_the_plain_decoder_does_however_the_messages_are_cut(
     messages: list[bytes], cuts: list[int]
@@ -276,7 +278,7 @@ def test_it_decodes_as_the_plain_decoder_does_however_the_messages_are_cut(
     assert [parsed(change) for change in decoded(messages, cuts)] == list(plain_decode(messages))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=effort(50), deadline=None)
 @given(streams(), st.data())
 def test_reads_that_meet_at_any_lsn_tile_into_one(messages: list[bytes], data: st.DataObject) -> None:
     commits = [change["commit_lsn"] for change in plain_decode(messages)]

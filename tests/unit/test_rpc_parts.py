@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from patience import PATIENCE_SECONDS
+
 pytest.importorskip("grpc")
 
 import grpc
@@ -34,7 +36,7 @@ NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 def in_loop(test: Coroutine[Any, Any, None]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             await test
 
     asyncio.run(bounded())

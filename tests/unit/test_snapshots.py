@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from effort import effort
+
 pytest.importorskip("pyarrow")
 pytest.importorskip("nats")
 pytest.importorskip("pyspark")
@@ -175,7 +177,7 @@ def step(rows: Rows, operation: tuple[Any, ...], number: int) -> tuple[Rows, dic
     moments=[1.0, 0.34, 1.0],
     order=[0, 1, 2],
 )
-@settings(NO_CLOCK, max_examples=300)
+@settings(NO_CLOCK, max_examples=effort(300))
 @given(
     operations=st.lists(OPERATION, min_size=3, max_size=30),
     moments=st.lists(st.floats(0, 1), min_size=RANGES, max_size=RANGES),

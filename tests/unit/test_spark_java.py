@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from patience import PATIENCE_SECONDS
+
 pytest.importorskip("pyspark")
 
 from headwater.spark import java
@@ -52,7 +54,12 @@ def shimmed(tmp_path: Path, *arguments: str, fast: bool) -> list[str]:
     shim.write_text(SHIM.format(java=tmp_path / "echo.py", base=tmp_path / "base", archive=tmp_path / "archive"))
     environment = {"SPARK_FAST_START": "1"} if fast else {}
     answer = subprocess.run(
-        ["/bin/sh", shim, *arguments], env=environment, capture_output=True, text=True, timeout=30, check=True
+        ["/bin/sh", shim, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=True,
     )
     return answer.stdout.splitlines()
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from patience import PATIENCE_SECONDS
+
 # What a program that publishes and reads does not need: the other clients and stores, workers, servers and trials.
 NOT_FOR_PUBLISHING = {
     "headwater.aio",
@@ -48,7 +50,12 @@ def loaded_by(program: str) -> set[str]:
     """The modules that are loaded when the program ends."""
     code = f"import atexit, json, sys\natexit.register(lambda: print(json.dumps(list(sys.modules))))\n{program}"
     ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60, env={"HOME": "/nowhere"}
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_SECONDS,
+        env={"HOME": "/nowhere"},
     )
     assert ran.returncode == 0, ran.stderr
     return set(json.loads(ran.stdout.splitlines()[-1]))

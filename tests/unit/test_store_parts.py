@@ -42,6 +42,7 @@ from headwater.eventstore.query import (
     size_of,
 )
 from headwater.eventstore.recent_events import RecentEvents
+from patience import PATIENCE_SECONDS
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -171,7 +172,7 @@ def test_one_thread_has_the_turn_and_the_next_gets_it() -> None:
     other = threading.Thread(target=lambda: turn.acquire_unless(lambda: False, 20) and taken.set())
     other.start()
     turn.release()
-    assert taken.wait(20)
+    assert taken.wait(PATIENCE_SECONDS)
     other.join()
     turn.release()
     assert not turn.acquire_unless(lambda: True, 1)
@@ -210,10 +211,10 @@ def test_one_task_has_the_turn_and_the_next_gets_it() -> None:
         await asyncio.sleep(0)
         waiting[0].cancel()
         turn.release()
-        done, _ = await asyncio.wait(waiting[1:], return_when=asyncio.FIRST_COMPLETED, timeout=20)
+        done, _ = await asyncio.wait(waiting[1:], return_when=asyncio.FIRST_COMPLETED, timeout=PATIENCE_SECONDS)
         assert len(done) == 1
         turn.release()
-        assert await asyncio.wait_for(asyncio.gather(*waiting[1:]), 20) == [True, True]
+        assert await asyncio.wait_for(asyncio.gather(*waiting[1:]), PATIENCE_SECONDS) == [True, True]
         assert not turn._waiters
         turn.release()
         assert not turn._taken
@@ -232,7 +233,7 @@ def test_two_tasks_have_the_turn_where_there_are_two_and_who_does_not_want_it_is
         willing = asyncio.create_task(turn.acquire_unless(lambda: False, 20))
         await asyncio.sleep(0)
         turn.release()
-        assert await asyncio.wait_for(willing, 20)
+        assert await asyncio.wait_for(willing, PATIENCE_SECONDS)
         assert not unwilling.done()
         # As many as there may be now, and no more.
         wants, most = True, 1
@@ -240,7 +241,7 @@ def test_two_tasks_have_the_turn_where_there_are_two_and_who_does_not_want_it_is
         await asyncio.sleep(0)
         assert not unwilling.done()
         turn.release()
-        assert await asyncio.wait_for(unwilling, 20)
+        assert await asyncio.wait_for(unwilling, PATIENCE_SECONDS)
         turn.release()
         assert turn._taken == 0
 
@@ -260,7 +261,7 @@ def test_each_task_waits_as_long_as_it_said_and_leaves_no_timer() -> None:
 
         times = [0.2, 0.05, 20, 0.1]
         tasks = [asyncio.create_task(waited(seconds)) for seconds in times]
-        done, _ = await asyncio.wait(tasks, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(tasks, timeout=PATIENCE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         assert tasks[1] in done
         assert (await tasks[3], await tasks[0]) >= (0.1, 0.2)
         assert not tasks[2].done()
@@ -345,7 +346,7 @@ def test_what_is_refused_fails_alone_and_what_is_lost_fails_together() -> None:
     commits = GroupCommit(send)
     others = [group_commit.PendingAppend(good), group_commit.PendingAppend(bad), group_commit.PendingAppend(good)]
     commits._waiting.extend(others)
-    assert commits.append(encoded(), timeout_seconds=1).positions
+    assert commits.append(encoded(), timeout_seconds=PATIENCE_SECONDS).positions
     assert sent == [4, 1, 1, 1, 1]
     assert [ticket.result is not None for ticket in others] == [True, False, True]
     assert isinstance(others[1].error, InvalidEvent)
@@ -357,7 +358,7 @@ def test_what_is_refused_fails_alone_and_what_is_lost_fails_together() -> None:
     others = [group_commit.PendingAppend(good), group_commit.PendingAppend(good)]
     commits._waiting.extend(others)
     with pytest.raises(LogUnavailable):
-        commits.append(encoded(), timeout_seconds=1)
+        commits.append(encoded(), timeout_seconds=PATIENCE_SECONDS)
     assert all(isinstance(ticket.error, LogUnavailable) for ticket in others)
     assert others[0].error is not others[1].error
 
@@ -370,10 +371,10 @@ def test_who_is_stopped_in_the_middle_leaves_the_others_their_place() -> None:
     others = [group_commit.PendingAppend(encoded()), group_commit.PendingAppend(encoded())]
     commits._waiting.extend(others)
     with pytest.raises(KeyboardInterrupt):
-        commits.append(encoded(), timeout_seconds=1)
+        commits.append(encoded(), timeout_seconds=PATIENCE_SECONDS)
     assert list(commits._waiting) == others
     commits._send = done
-    assert commits.append(encoded(), timeout_seconds=1).positions
+    assert commits.append(encoded(), timeout_seconds=PATIENCE_SECONDS).positions
     assert all(ticket.is_done() for ticket in others)
 
 

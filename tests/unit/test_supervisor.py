@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from headwater import supervisor
+from patience import PATIENCE_SECONDS
 
 
 def test_a_task_that_fails_returns_or_is_cancelled_from_within_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,9 +28,9 @@ def test_a_task_that_fails_returns_or_is_cancelled_from_within_is_run_again(monk
                 await asyncio.Event().wait()
 
         task = supervisor.supervise("trial", run)
-        await asyncio.wait_for(fourth.wait(), 30)
+        await asyncio.wait_for(fourth.wait(), PATIENCE_SECONDS)
         task.cancel()
-        await asyncio.wait({task}, timeout=30)
+        await asyncio.wait({task}, timeout=PATIENCE_SECONDS)
         assert task.cancelled()
         return runs
 
@@ -49,9 +50,9 @@ def test_cancelling_the_caller_waits_until_the_work_has_ended() -> None:
                 ended.set()
 
         caller = asyncio.create_task(supervisor.failure_of(work()))
-        await asyncio.wait_for(began.wait(), 30)
+        await asyncio.wait_for(began.wait(), PATIENCE_SECONDS)
         caller.cancel()
-        await asyncio.wait({caller}, timeout=30)
+        await asyncio.wait({caller}, timeout=PATIENCE_SECONDS)
         assert caller.cancelled()
         assert ended.is_set()
 

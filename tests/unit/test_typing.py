@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import headwater
+from patience import PATIENCE_SECONDS
 
 SOURCE = Path(headwater.__file__).parent.parent
 
@@ -102,7 +103,7 @@ def test_mypy_reports_handlers_with_wrong_parameters(tmp_path: Path, pytestconfi
         env={"MYPYPATH": str(SOURCE)} if SOURCE.name == "src" else {},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
     reported = {int(line.split(":")[1]) for line in checked.stdout.splitlines() if ": error:" in line}
