@@ -21,9 +21,11 @@ from headwater.calls import pipeline_runs
 from headwater.cli import app, exit_codes
 from headwater.client.eventstore.postgres import EventStore
 from headwater.client.eventstore.subscribe import StoreSubscriptions
+from headwater.client.log.typed import TypedLog
 from headwater.database import schema
 from headwater.eventstore import query
 from headwater.log import model as log_model
+from headwater.log.payload_hooks import TypedTopic
 from headwater.observability import metrics
 from headwater.queue import model as queue_model
 from headwater.queue import worker
@@ -122,6 +124,11 @@ def python_page() -> str:
     for kind in (base, *headwater.Headwater.__bases__):
         parts += [f"## {section_title(kind)}", *members_of(kind)]
     parts += [
+        "## Typed topics: `TypedTopic`",
+        described("TypedTopic", TypedTopic),
+        *members_of(TypedTopic),
+        "`Headwater.typed` returns a `TypedLog`:",
+        *members_of(TypedLog),
         "## An event store: `EventStore`",
         paragraph(EventStore.__doc__),
         *members_of(EventStore),

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from headwater.eventstore import open, open_async
     from headwater.eventstore.query import Appended, Item, LatestMatchIs, NewStoreEvent, NoMatchAfter, Query, StoreEvent
     from headwater.log.model import Cursor, Event, LogState, NewEvent, Topic
+    from headwater.log.payload_hooks import TypedEvent, TypedTopic
     from headwater.queue.model import ClaimedEvent, Dead, Lease, Retry, Snooze
     from headwater.queue.worker import App
 
@@ -75,6 +76,8 @@ __all__ = [
     "TopicExists",
     "TopicNotFound",
     "TransactionAborted",
+    "TypedEvent",
+    "TypedTopic",
     "WrongTransaction",
     "__version__",
     "aio",
@@ -123,6 +126,7 @@ if not TYPE_CHECKING:
                 "StoreEvent",
             ),
             "headwater.log.model": ("Cursor", "Event", "LogState", "NewEvent", "Topic"),
+            "headwater.log.payload_hooks": ("TypedEvent", "TypedTopic"),
             "headwater.queue.model": ("ClaimedEvent", "Dead", "Lease", "Retry", "Snooze"),
             "headwater.queue.worker": ("App",),
         },

@@ -12,7 +12,8 @@ from datetime import datetime, timedelta
 from typing import Any, Literal, NamedTuple
 
 Payload = Any
-"""A JSON value; bytes, which are stored unchanged; or None for an event without a payload (Kafka's tombstone)."""
+"""A JSON value, a dataclass or a pydantic model, which become JSON; bytes, which are stored unchanged; or None for an
+event without a payload (Kafka's tombstone)."""
 
 
 TopicKind = Literal["open", "sequenced"]
