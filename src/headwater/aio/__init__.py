@@ -11,6 +11,7 @@ from headwater.calls import log as log_calls
 from headwater.database import schema
 from headwater.database.caller_connection import AsyncCallerConnection
 from headwater.database.connection import MAX_DEADLOCK_TRIES, PooledConnection, prepare_session
+from headwater.embedded.address import find_dsn
 from headwater.errors import LogUnavailable
 from headwater.eventstore.api import EventStoreApi
 from headwater.log.administration import AdministrationApi
@@ -35,7 +36,7 @@ async def _restart_backoff(pool: AsyncConnectionPool[PooledConnection]) -> None:
 
 
 async def connect(
-    dsn: str,
+    dsn: str | None = None,
     *,
     pool_size: int = 10,
     connect_timeout_seconds: float = 10.0,
@@ -45,10 +46,13 @@ async def connect(
 ) -> AsyncHeadwater:
     """Connect to the log in this Postgres database. Raises SchemaMismatch if the schema's version does not match.
 
+    `dsn` is a URL or a conninfo string. Without it, connects to the database that the command line uses: that of
+    HEADWATER_DSN, otherwise of `headwater up`.
+
     `dumps` encodes the payloads that are published, except bytes and None; `loads` decodes the `data` of events.
     """
     pool = AsyncConnectionPool(
-        dsn,
+        find_dsn(dsn),
         min_size=1,
         max_size=pool_size,
         timeout=connect_timeout_seconds,

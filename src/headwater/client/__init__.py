@@ -20,6 +20,7 @@ from headwater.client.sql_subscriptions.api import SubscriptionApi
 from headwater.client.webhooks.api import WebhookApi
 from headwater.database import schema
 from headwater.database.caller_connection import CallerConnection
+from headwater.embedded.address import find_dsn
 from headwater.errors import LogUnavailable
 from headwater.log.payload_hooks import Dumps, Loads, with_loads
 
@@ -36,7 +37,7 @@ def _restart_backoff(pool: ConnectionPool[PooledConnection]) -> None:
 
 
 def connect(
-    dsn: str,
+    dsn: str | None = None,
     *,
     pool_size: int = 10,
     connect_timeout_seconds: float = 10.0,
@@ -46,10 +47,13 @@ def connect(
 ) -> Headwater:
     """Connect to the log in this Postgres database. Raises SchemaMismatch if the schema's version does not match.
 
+    `dsn` is a URL or a conninfo string. Without it, connects to the database that the command line uses: that of
+    HEADWATER_DSN, otherwise of `headwater up`.
+
     `dumps` encodes the payloads that are published, except bytes and None; `loads` decodes the `data` of events.
     """
     pool = ConnectionPool(
-        dsn,
+        find_dsn(dsn),
         min_size=1,
         max_size=pool_size,
         timeout=connect_timeout_seconds,
