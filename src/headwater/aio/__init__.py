@@ -11,7 +11,6 @@ from headwater.calls import log as log_calls
 from headwater.database import schema
 from headwater.database.caller_connection import AsyncCallerConnection
 from headwater.database.connection import MAX_DEADLOCK_TRIES, PooledConnection, prepare_session
-from headwater.embedded.address import find_dsn
 from headwater.errors import LogUnavailable
 from headwater.eventstore.api import EventStoreApi
 from headwater.log.administration import AdministrationApi
@@ -51,6 +50,9 @@ async def connect(
 
     `dumps` encodes the payloads that are published, except bytes and None; `loads` decodes the `data` of events.
     """
+    # Imported when needed: importing the library does not load the embedded server.
+    from headwater.embedded.address import find_dsn
+
     pool = AsyncConnectionPool(
         find_dsn(dsn),
         min_size=1,

@@ -20,7 +20,6 @@ from headwater.client.sql_subscriptions.api import SubscriptionApi
 from headwater.client.webhooks.api import WebhookApi
 from headwater.database import schema
 from headwater.database.caller_connection import CallerConnection
-from headwater.embedded.address import find_dsn
 from headwater.errors import LogUnavailable
 from headwater.log.payload_hooks import Dumps, Loads, with_loads
 
@@ -52,6 +51,9 @@ def connect(
 
     `dumps` encodes the payloads that are published, except bytes and None; `loads` decodes the `data` of events.
     """
+    # Imported when needed: importing the library does not load the embedded server.
+    from headwater.embedded.address import find_dsn
+
     pool = ConnectionPool(
         find_dsn(dsn),
         min_size=1,
