@@ -50,7 +50,7 @@ def test_the_runnable_blocks_of_the_page_run(page: str, fresh_dsn: str, monkeypa
     try:
         for language, source in blocks:
             if language == "python":
-                exec(compile(source, page, "exec"), names)
+                exec(compile(source, page, "exec", dont_inherit=True), names)
             elif language == "sql":
                 with psycopg.connect(fresh_dsn, autocommit=True) as connection:
                     connection.execute(source.encode())

@@ -35,6 +35,7 @@ ROOMS: dict[str, set[str]] = {
     "capture": set(),
     "embedded": set(),
     "eventstore": {"log"},
+    "integrations": {"log"},
     "lake": set(),
     "log": set(),
     "nats": {"capture"},

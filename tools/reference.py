@@ -26,9 +26,11 @@ from headwater.cli import app, exit_codes
 from headwater.cli.commands import serve
 from headwater.client.eventstore.postgres import EventStore
 from headwater.client.eventstore.subscribe import StoreSubscriptions
+from headwater.client.log.typed import TypedLog
 from headwater.database import schema
 from headwater.eventstore import field_index, group_commit, query, sqlite
 from headwater.log import model as log_model
+from headwater.log.payload_hooks import TypedTopic
 from headwater.log.settings import TopicSettings
 from headwater.observability import metrics
 from headwater.queue import model as queue_model
@@ -144,6 +146,11 @@ def python_page() -> str:
     for kind in (base, *headwater.Headwater.__bases__):
         parts += [f"## {section_title(kind)}", *members_of(kind)]
     parts += [
+        "## Typed topics: `TypedTopic`",
+        described("TypedTopic", TypedTopic),
+        *members_of(TypedTopic),
+        "`Headwater.typed` returns a `TypedLog`:",
+        *members_of(TypedLog),
         "## An event store: `EventStore`",
         paragraph(EventStore.__doc__),
         *members_of(EventStore),

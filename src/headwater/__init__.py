@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         NewEvent as NewEvent,
         Topic as Topic,
     )
+    from headwater.log.payload_hooks import TypedEvent as TypedEvent, TypedTopic as TypedTopic
     from headwater.queue.model import (
         ClaimedEvent as ClaimedEvent,
         Dead as Dead,
@@ -96,6 +97,7 @@ if not TYPE_CHECKING:
                 "StoreEvent",
             ),
             "headwater.log.model": ("Cursor", "Event", "LogState", "NewEvent", "Topic"),
+            "headwater.log.payload_hooks": ("TypedEvent", "TypedTopic"),
             "headwater.queue.model": ("ClaimedEvent", "Dead", "Lease", "Retry", "Snooze"),
             "headwater.queue.worker": ("App",),
         },

@@ -1,4 +1,4 @@
-"""Does mypy report handlers with the wrong parameters or results?"""
+"""Does mypy report handlers, payloads and connections of the wrong types?"""
 
 from __future__ import annotations
 
@@ -85,14 +85,85 @@ async def subscriber_without_batch(event: Event) -> None: ...
 app.worker("orders", queue="option", concurency=3)  # wrong
 """
 
+TYPED_TOPICS = """
+import dataclasses
+from collections.abc import AsyncIterator, Iterator
+from typing import assert_type
 
-def test_mypy_reports_handlers_with_wrong_parameters(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+import headwater
+from headwater import ClaimedEvent, TypedEvent, TypedTopic, aio
+
+@dataclasses.dataclass
+class Order:
+    id: int
+
+orders = TypedTopic("orders", Order)
+
+def publish(log: headwater.Headwater) -> None:
+    log.typed(orders).publish(Order(1), key="k")
+    log.typed(orders).publish_batch([Order(1), Order(2)])
+    log.typed(orders).publish({"id": 1})  # wrong
+    log.typed(orders).publish_batch([{"id": 1}])  # wrong
+
+def read(log: headwater.Headwater, claimed: ClaimedEvent) -> None:
+    assert_type(log.typed(orders).follow(), Iterator[TypedEvent[Order]])
+    for event in log.typed(orders).read():
+        assert_type(event.data, Order)
+        assert_type(event.position, int)
+        print(event.data.sku)  # wrong
+    assert_type(orders.load(claimed), Order)
+
+async def read_async(log: aio.AsyncHeadwater) -> None:
+    assert_type(log.typed(orders).follow(), AsyncIterator[TypedEvent[Order]])
+    async for event in log.typed(orders).follow():
+        assert_type(event.data.id, int)
+    log.typed(orders).publish(Order(1)).id  # wrong
+
+TypedTopic("orders", int, load=lambda payload: payload.decode())  # wrong
+"""
+
+CONNECTIONS = """
+from typing import Any
+
+import psycopg
+import psycopg2
+import sqlalchemy
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
+from sqlalchemy.orm import Session, scoped_session
+
+import headwater
+from headwater import aio
+
+def scoped(log: headwater.Headwater, session: scoped_session[Session], engine: sqlalchemy.Engine) -> None:
+    log.publish("orders", 1, connection=session)
+    log.publish("orders", 1, connection=engine.raw_connection())
+
+def blocking(log: headwater.Headwater, plain: psycopg.Connection[Any], session: Session,
+             connection: sqlalchemy.Connection, other: psycopg.AsyncConnection[Any], engine: sqlalchemy.Engine) -> None:
+    log.publish("orders", 1, connection=plain)
+    log.publish("orders", 1, connection=session)
+    log.publish("orders", 1, connection=connection)
+    log.publish("orders", 1, connection=other)  # wrong
+    log.publish("orders", 1, connection=engine)  # wrong
+    log.publish("orders", 1, connection="postgresql://localhost/app")  # wrong
+
+async def asynchronous(log: aio.AsyncHeadwater, plain: psycopg.AsyncConnection[Any], session: AsyncSession,
+                       connection: AsyncConnection, other: psycopg.Connection[Any]) -> None:
+    await log.publish("orders", 1, connection=plain)
+    await log.publish("orders", 1, connection=session)
+    await log.publish("orders", 1, connection=connection)
+    await log.publish("orders", 1, connection=other)  # wrong
+"""
+
+
+@pytest.mark.parametrize("program", [HANDLERS, TYPED_TOPICS, CONNECTIONS], ids=["handlers", "topics", "connections"])
+def test_mypy_reports_what_is_wrong(program: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     pytest.importorskip("mypy")
     # Kept between runs: mypy checks the package and its dependencies again only where they have changed.
     assert pytestconfig.cache is not None
     cache = pytestconfig.cache.mkdir("mypy")
     file = tmp_path / "handlers.py"
-    file.write_text(HANDLERS)
+    file.write_text(program)
     checked = subprocess.run(
         [
             *(sys.executable, "-m", "mypy", "--config-file=", "--strict", "--follow-imports=silent"),
@@ -107,7 +178,7 @@ def test_mypy_reports_handlers_with_wrong_parameters(tmp_path: Path, pytestconfi
         check=False,
     )
     reported = {int(line.split(":")[1]) for line in checked.stdout.splitlines() if ": error:" in line}
-    wrong = {number for number, line in enumerate(HANDLERS.splitlines(), 1) if line.endswith("# wrong")}
+    wrong = {number for number, line in enumerate(program.splitlines(), 1) if line.endswith("# wrong")}
     assert reported == wrong, checked.stdout + checked.stderr
 
 

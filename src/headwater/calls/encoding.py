@@ -6,7 +6,12 @@ import json
 import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from enum import Enum
 from typing import Any, LiteralString
+from uuid import UUID
 
 import psycopg
 from psycopg.adapt import Dumper
@@ -19,11 +24,36 @@ JSON_TYPE = "application/json"
 
 # An escaped NUL that is not itself escaped. Postgres cannot store such JSON as jsonb, so filters could never match it.
 _ESCAPED_NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
-_encode_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
+def _json_value(value: Any) -> Any:
+    """The JSON value for a value that JSON does not have. pydantic reads each of them back."""
+    if isinstance(value, (datetime, date, time)):
+        return value.isoformat()
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, (UUID, Decimal)):
+        return str(value)
+    if isinstance(value, Enum):
+        return value.value
+    # Models and dataclasses of pydantic; not imported, since nothing else here needs it.
+    serializer = getattr(type(value), "__pydantic_serializer__", None)
+    if serializer is not None:
+        return serializer.to_python(value, mode="json", by_alias=True)
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    raise TypeError(f"{type(value).__qualname__} has no JSON form")
+
+
+_encode_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_json_value).encode
 
 
 def encode_payload(payload: Payload, content_type: str | None) -> tuple[bytes | None, str | None]:
-    """Encode a payload; returns bytes and content type. Bytes are unchanged; anything else becomes JSON."""
+    """Encode a payload; returns bytes and content type. Bytes are unchanged; anything else becomes JSON.
+
+    So do dataclasses, pydantic models, dates and times (ISO 8601), durations (seconds), UUIDs and decimals (text), and
+    enums (their value).
+    """
     if payload is None:
         return None, content_type
     if isinstance(payload, (bytes, bytearray, memoryview)):
@@ -41,7 +71,8 @@ def encode_payload(payload: Payload, content_type: str | None) -> tuple[bytes | 
         encoded = _encode_json(payload).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidEvent(
-            f"the payload cannot be encoded as JSON: {error}", hint="Send a JSON value or bytes."
+            f"the payload cannot be encoded as JSON: {error}",
+            hint="Send bytes, a JSON value, a dataclass or a pydantic model; or connect with dumps=.",
         ) from None
     if b"\\u0000" in encoded:
         _refuse_nul(encoded)

@@ -16,10 +16,10 @@ from headwater import errors, settings
 from headwater.cli.log_lines import LogConfig
 from headwater.database import schema
 from headwater.embedded import Postgres
+from headwater.embedded.address import DATABASE, find_dsn
 from headwater.errors import LogUnavailable
 from headwater.settings import Settings
 
-DATABASE = "headwater"
 CONNECT_SECONDS = 10
 
 
@@ -49,13 +49,7 @@ class Session:
 
     def dsn(self, given: str | None) -> str:
         """Return the DSN of the database, or raise LogUnavailable."""
-        found = given or self.settings.dsn
-        if found is not None:
-            return found
-        server = self.embedded()
-        if not server.running:
-            raise LogUnavailable("no database: set HEADWATER_DSN or run `headwater up`")
-        return server.dsn(DATABASE)
+        return find_dsn(given, self.settings)
 
     @contextmanager
     def connection(self, given: str | None) -> Iterator[psycopg.Connection[Any]]:

@@ -27,13 +27,35 @@ from headwater.calls.publishing import SQL_EXAMPLES
 from headwater.errors import InvalidRequest, LogUnavailable
 
 
-class WrappedConnection(Protocol):
-    """A session or connection of SQLAlchemy, or Django's `connection`."""
+class SqlalchemyTransaction(Protocol):
+    """A Session or Connection of SQLAlchemy, also of asyncio."""
+
+    def in_transaction(self) -> bool: ...
+
+
+class SqlalchemyScopedSession(Protocol):
+    """A scoped_session of SQLAlchemy, also of asyncio."""
+
+    def get_bind(self) -> Any: ...
+
+
+class SqlalchemyRawConnection(Protocol):
+    """What `Engine.raw_connection` returns."""
 
     @property
-    def connection(self) -> Any: ...
+    def driver_connection(self) -> Any: ...
 
 
+class DjangoConnection(Protocol):
+    """Django's `connection`."""
+
+    def ensure_connection(self) -> None: ...
+
+
+WrappedConnection: TypeAlias = (
+    SqlalchemyTransaction | SqlalchemyScopedSession | SqlalchemyRawConnection | DjangoConnection
+)
+"""A connection of another package, recognised by type checkers by one of its methods."""
 CallerConnection: TypeAlias = Connection[Any] | WrappedConnection
 """What the blocking API accepts as `connection=`."""
 AsyncCallerConnection: TypeAlias = AsyncConnection[Any] | WrappedConnection

@@ -11,27 +11,31 @@ from headwater.errors import InvalidRequest
 from headwater.eventstore.sqlite import AsyncSqliteStores
 
 
-def open(address: str) -> Headwater | SqliteStores:
-    """Open the log at `postgresql://...`, or the event stores in the directory of `sqlite:///dir`
-    (`sqlite:////var/dir`)."""
+def open(address: str | None = None) -> Headwater | SqliteStores:
+    """Open the log in a Postgres database (any DSN that `connect` takes), or the event stores in the directory of
+    `sqlite:///dir` (`sqlite:////var/dir`)."""
     directory = _directory(address)
     return connect(address) if directory is None else SqliteStores(directory)
 
 
-async def open_async(address: str) -> aio.AsyncHeadwater | AsyncSqliteStores:
+async def open_async(address: str | None = None) -> aio.AsyncHeadwater | AsyncSqliteStores:
     """Like `open`, for asyncio."""
     directory = _directory(address)
     return await aio.connect(address) if directory is None else AsyncSqliteStores(directory)
 
 
-def _directory(address: str) -> Path | None:
+def _directory(address: str | None) -> Path | None:
     """The directory of a sqlite address; None for a Postgres address."""
-    scheme, separator, rest = address.partition("://")
-    if separator and scheme in ("postgresql", "postgres"):
+    if address is None:
         return None
-    if separator and scheme == "sqlite" and rest.startswith("/") and len(rest) > 1:
+    scheme, separator, rest = address.partition("://")
+    if not separator or scheme.partition("+")[0] in ("postgresql", "postgres"):
+        return None
+    if scheme == "sqlite" and rest.startswith("/") and len(rest) > 1:
         return Path(rest[1:])
+    # The address may contain a password.
     raise InvalidRequest(
-        f'invalid address of event stores "{address}"',
-        hint="Expected postgresql://user@host/database, sqlite:///directory or sqlite:////absolute/directory.",
+        "invalid address of event stores",
+        hint="Expected postgresql://user@host/database, host=... dbname=..., sqlite:///directory or "
+        "sqlite:////absolute/directory.",
     )

@@ -41,6 +41,7 @@ from headwater.eventstore.query import (
     appended_or_raise,
 )
 from headwater.eventstore.subscribe import StoreHandler, StoreSubscriptions
+from headwater.log.payload_hooks import dumped
 from headwater.observability.counters import COUNTERS
 from headwater.observability.metrics import APPENDS
 from headwater.queue.model import Binding, DeadLetter
@@ -78,6 +79,12 @@ class EventStore(StoreSubscriptions):
         commits, and other appends wait until then; a conflict does not abort the transaction.
         """
         batch = [events] if isinstance(events, NewStoreEvent) else list(events)
+        if (dumps := self._log._dumps) is not None:
+            batch = [
+                event._replace(data=data, content_type=content_type)
+                for event in batch
+                for data, content_type in [dumped(dumps, event.data, event.content_type)]
+            ]
         encoded = store_calls.encode_append(batch, condition, new_event_ids(len(batch)))
         if connection is not None:
             (result,) = await self._log._run(store_calls.append_group(self.topic, [encoded]), connection)

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from headwater.log.settings import TopicSettings
 
 Payload = Any
-"""A JSON value; bytes, which are stored unchanged; or None for an event without a payload (Kafka's tombstone)."""
+"""A JSON value, a dataclass or a pydantic model, which become JSON; bytes, which are stored unchanged; or None for an
+event without a payload (Kafka's tombstone)."""
 
 
 TOPIC_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,248}")

@@ -25,6 +25,7 @@ from headwater.database.driver_errors import translate_error
 from headwater.errors import InvalidRequest
 from headwater.log.cron import next_time
 from headwater.log.model import CronSchedule, NewEvent, Payload, ScheduledEvent
+from headwater.log.payload_hooks import dumped, dumped_events
 from headwater.observability import tracing
 from headwater.observability.counters import COUNTERS
 from headwater.observability.metrics import PUBLISHED
@@ -53,6 +54,7 @@ class PublishApi(CallRunner):
         With `connection`, the event is published when that transaction commits, and not at all if it rolls back. With
         `event_id`, publishing is idempotent: a repeat returns the position of the first event.
         """
+        payload, content_type = dumped(self._dumps, payload, content_type)
         call = publishing.publish(
             topic,
             payload,
@@ -73,6 +75,8 @@ class PublishApi(CallRunner):
         self, topic: str, events: Sequence[NewEvent], *, connection: AsyncCallerConnection | None = None
     ) -> list[int | None]:
         """Publish all of these events or none, in this order; returns their positions."""
+        if self._dumps is not None:
+            events = list(dumped_events(self._dumps, events))
         positions = await self._run(publishing.publish_batch(topic, tracing.outgoing_batch(events)), connection)
         COUNTERS.add(PUBLISHED, topic, by=len(positions))
         return positions
@@ -91,6 +95,7 @@ class PublishApi(CallRunner):
         The stream is one transaction, unless `commit_every` gives the number of events per transaction. Readers wait
         for open publishing transactions, so a long stream should set `commit_every`.
         """
+        remaining = tracing.outgoing_stream(dumped_events(self._dumps, events))
         if connection is not None:
             if commit_every is not None:
                 raise InvalidRequest("commit_every cannot be combined with connection")
@@ -98,8 +103,7 @@ class PublishApi(CallRunner):
             # In autocommit mode every statement would commit.
             begin = own.autocommit and own.info.transaction_status == TransactionStatus.IDLE
             async with own.transaction() if begin else nullcontext():
-                return await self._publish_stream(topic, tracing.outgoing_stream(events), chunk_size, None, own)
-        remaining = tracing.outgoing_stream(events)
+                return await self._publish_stream(topic, remaining, chunk_size, None, own)
         total = 0
         while True:
             async with self.transaction() as own:
@@ -168,6 +172,7 @@ class PublishApi(CallRunner):
         due = _due(deliver_at, delay)
         if due is None:
             raise InvalidRequest("give deliver_at or delay")
+        payload, content_type = dumped(self._dumps, payload, content_type)
         call = publishing.schedule(
             topic,
             payload,
@@ -211,6 +216,7 @@ class PublishApi(CallRunner):
     ) -> None:
         """Create or replace a cron schedule, which publishes this event at the times of a cron expression. Each
         occurrence is published exactly once, by any running process."""
+        payload, content_type = dumped(self._dumps, payload, content_type)
         call = publishing.set_cron_schedule(
             name,
             cron,

@@ -34,6 +34,7 @@ from headwater import aio, client
 from headwater.calls import Call
 from headwater.errors import HeadwaterError, InvalidRequest, LeaseLost, SchemaMismatch
 from headwater.log.model import Event, NewEvent
+from headwater.log.payload_hooks import Dumps, Loads
 from headwater.log.steps import HandleResult, HandleStep, WaitStep, WorkStep, work
 from headwater.observability import tracing
 from headwater.observability.counters import COUNTERS
@@ -138,10 +139,22 @@ class Worker:
         return inspect.iscoroutinefunction(self.handler)
 
 
-class App:
-    """The handlers, middleware and cron schedules of a worker process."""
+class _ConnectOptions(TypedDict):
+    pool_size: int
+    application_name: str
+    dumps: Dumps | None
+    loads: Loads | None
 
-    def __init__(self) -> None:
+
+class App:
+    """The handlers, middleware and cron schedules of a worker process.
+
+    `dumps` and `loads` encode and decode payloads, as in `headwater.connect`.
+    """
+
+    def __init__(self, *, dumps: Dumps | None = None, loads: Loads | None = None) -> None:
+        self._dumps = dumps
+        self._loads = loads
         self.workers: list[Worker] = []
         self.subscribers: list[Subscriber] = []
         self._middleware: list[Middleware] = []
@@ -391,12 +404,18 @@ class App:
         pool_size = pool_size or 4 + len(self.subscribers) + sum(
             w.concurrency if w.transactional else 2 for w in self.workers
         )
-        async with await aio.connect(dsn, pool_size=pool_size, application_name=application_name) as log:
+        options: _ConnectOptions = {
+            "pool_size": pool_size,
+            "application_name": application_name,
+            "dumps": self._dumps,
+            "loads": self._loads,
+        }
+        async with await aio.connect(dsn, **options) as log:
             for settings in self._cron_schedules:
                 await log.set_cron_schedule(**settings)
             lease_seconds = {one.queue: await prepare_queue(log, one) for one in self.workers}
             blocking = (
-                await asyncio.to_thread(client.connect, dsn, pool_size=pool_size, application_name=application_name)
+                await asyncio.to_thread(client.connect, dsn, **options)
                 if any(w.transactional and not w.is_async for w in self.workers)
                 else None
             )

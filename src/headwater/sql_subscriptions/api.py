@@ -25,6 +25,7 @@ from headwater.database.caller_connection import AsyncCallCursor, AsyncCallerCon
 from headwater.database.connection import CallRunner, Topics, as_names
 from headwater.errors import HeadwaterError, LogUnavailable, ReaderBusy
 from headwater.log.model import Event, NewEvent
+from headwater.log.payload_hooks import dumped
 from headwater.observability.metrics import ERROR, QUEUE, logger
 from headwater.sql_subscriptions.model import MatchedBatch, MatchedEvent, Subscription
 
@@ -266,7 +267,8 @@ class SubscriptionApi(CallRunner):
         subscription's queue must read the topic. Any publisher can do this by setting the header that this method sets.
         """
         directed = {**(headers or {}), SUBSCRIPTION_HEADER: str(subscription_id)}
-        event = NewEvent(payload, key=key, type=type, routing_key=routing_key, headers=directed)
+        payload, content_type = dumped(self._dumps, payload, None)
+        event = NewEvent(payload, key, type, routing_key, directed, content_type=content_type)
         return (await self._run(publishing.publish_batch(topic, [event]), connection))[0]
 
     async def watch_table(

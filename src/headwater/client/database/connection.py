@@ -28,6 +28,7 @@ from headwater.database import schema
 from headwater.database.caller_connection import CallCursor, CallerConnection, driver_connection
 from headwater.database.driver_errors import translate_error
 from headwater.errors import Deadlocked, HeadwaterError, InvalidRequest, LogUnavailable, StorageFull
+from headwater.log.payload_hooks import Dumps
 from headwater.log.steps import MaintenanceSchedule
 from headwater.observability.counters import COUNTERS
 from headwater.observability.metrics import ERROR, UNAVAILABLE, WAIT_SECONDS, logger
@@ -74,6 +75,9 @@ class CallRunner:
 
     Runs calls on a pool of connections. The base class of all parts of the API.
     """
+
+    # Encodes payloads instead of the default encoding.
+    _dumps: Dumps | None = None
 
     def __init__(self, pool: ConnectionPool[PooledConnection]) -> None:
         self._pool = pool

@@ -1,0 +1,1 @@
+"""Headwater with other libraries: one module each. Nothing else imports them, and each needs its own extra."""
