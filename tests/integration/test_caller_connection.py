@@ -34,6 +34,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_ses
 
 import headwater
 from headwater import NewEvent, NewStoreEvent, NoMatchAfter, Query, aio, errors
+from patience import PATIENCE_SECONDS
 
 numbers = itertools.count()
 
@@ -345,7 +346,7 @@ def pgbouncer(dsn: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
         yield conninfo.make_conninfo(host="127.0.0.1", port=port, dbname="log", user="postgres")
     finally:
         process.terminate()
-        process.wait(timeout=60)
+        process.wait(timeout=PATIENCE_SECONDS)
 
 
 def test_every_call_works_through_pgbouncer(log: headwater.Headwater, topic: str, pgbouncer: str) -> None:
@@ -722,7 +723,9 @@ with headwater.connect({dsn!r}) as log, transaction.atomic():
         print(error.message)
         exec(error.hint.partition("in the same transaction: ")[2])
 """)
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, program], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
+    )
     assert done.stdout.startswith("django.utils.connection.ConnectionProxy on psycopg2 is not supported"), done.stderr
     assert done.returncode == 0, done.stderr
     assert [event.data for event in log.read("orders")[before:]] == [{"id": 42}]

@@ -27,6 +27,7 @@ from headwater.calls import access as access_calls
 from headwater.calls import kafka as kafka_calls
 from headwater.cli import app
 from http_server import http_server
+from patience import PATIENCE_SECONDS
 from serve_process import serve_process
 from webhook_receiver import Received, Receiver
 
@@ -48,7 +49,7 @@ def told(dsn: str) -> Iterator[dict[str, Any]]:
 
 @pytest.fixture
 def http(told: dict[str, Any]) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=told["http"], timeout=60) as client:
+    with httpx.Client(base_url=told["http"], timeout=PATIENCE_SECONDS) as client:
         yield client
 
 
@@ -386,7 +387,10 @@ def test_publishing_a_cloud_event_needs_the_permission_to_write(dsn: str, log: h
         log.run(access_calls.allow(Permission(action, action, "topic", topic)))
         keys[action] = permissions.encode_api_key(os.urandom(32))
         log.run(access_calls.create_api_key(permissions.hash_api_key(keys[action]), action))
-    with http_server(dsn, authenticate=True) as address, httpx.Client(base_url=address, timeout=60) as http:
+    with (
+        http_server(dsn, authenticate=True) as address,
+        httpx.Client(base_url=address, timeout=PATIENCE_SECONDS) as http,
+    ):
         for convert in (sdk_http.to_structured, sdk_http.to_binary):
             message = convert(made(), JSON)
             assert post(http, topic, message).status_code == 401

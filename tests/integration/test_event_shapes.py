@@ -25,6 +25,7 @@ from headwater.log.cloud_events import parse_binary, parse_structured
 from headwater.log.event_json import read_array, read_object
 from headwater.servers.http import static
 from http_server import http_process
+from patience import PATIENCE_SECONDS
 from webhook_receiver import Received, Receiver
 
 Until = Callable[[Callable[[], Any]], Any]
@@ -94,7 +95,7 @@ def place(dsn: str) -> Iterator[Place]:
         receivers["cloudevents-structured"],
         receivers["cloudevents-binary"],
         http_process(dsn, "--webhooks", "--allow-network", "127.0.0.1") as (address, _),
-        httpx.Client(base_url=address, timeout=60) as http,
+        httpx.Client(base_url=address, timeout=PATIENCE_SECONDS) as http,
     ):
         log.create_topic("shapes")
         for body, receiver in receivers.items():
@@ -234,7 +235,12 @@ def console(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     def show(page: str, streamed: list[str]) -> Any:
         asked = json.dumps({"page": page, "streamed": streamed})
         answer = subprocess.run(
-            ["node", "show.mjs"], cwd=folder, input=asked.encode(), capture_output=True, check=False, timeout=300
+            ["node", "show.mjs"],
+            cwd=folder,
+            input=asked.encode(),
+            capture_output=True,
+            check=False,
+            timeout=PATIENCE_SECONDS,
         )
         assert answer.returncode == 0, answer.stderr.decode()
         return json.loads(answer.stdout)

@@ -13,6 +13,7 @@ import pytest
 
 from headwater.embedded import Postgres
 from headwater.embedded.temporary import MARK, temporary_directory
+from patience import PATIENCE_SECONDS
 
 # Prints the directory and the process id of the server and of another child, then waits to be killed.
 OWNER = """
@@ -88,7 +89,7 @@ def test_servers_children_and_files_of_a_killed_process_are_removed(
     directory, *pids = process.stdout.readline().split()
     assert all(is_running(int(pid)) for pid in pids)
     os.kill(process.pid, number)
-    process.wait(60)
+    process.wait(PATIENCE_SECONDS)
     until(lambda: not any(is_running(int(pid)) for pid in pids) and not Path(directory).exists())
 
 
@@ -99,7 +100,7 @@ def test_a_fork_of_the_owner_does_not_keep_the_directory(
     assert process.stdout is not None
     directory, fork = process.stdout.readline().split()
     process.kill()
-    process.wait(60)
+    process.wait(PATIENCE_SECONDS)
     try:
         until(lambda: not Path(directory).exists())
     finally:
@@ -110,7 +111,7 @@ def test_a_process_that_ends_normally_removes_everything_itself(owner: Callable[
     process = owner(OWNER)
     assert process.stdout is not None
     directory, *pids = process.stdout.readline().split()
-    process.communicate("\n", timeout=120)
+    process.communicate("\n", timeout=PATIENCE_SECONDS)
     assert process.returncode == 0
     assert not Path(directory).exists()
     assert not any(is_running(int(pid)) for pid in pids)
@@ -124,7 +125,9 @@ def test_a_server_that_is_meant_to_stay_is_not_stopped(
         "import sys, pathlib; from headwater.embedded import Postgres; Postgres(pathlib.Path(sys.argv[1])).start()"
     )
     environment = {name: value for name, value in os.environ.items() if name != MARK}
-    subprocess.run([sys.executable, "-c", program, str(tmp_path / "pg")], check=True, timeout=300, env=environment)
+    subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "pg")], check=True, timeout=PATIENCE_SECONDS, env=environment
+    )
     server = Postgres(tmp_path / "pg")
     with temporary_directory() as other:
         assert server.running

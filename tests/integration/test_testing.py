@@ -15,6 +15,7 @@ import headwater
 from headwater import App, Retry
 from headwater.queue.drain import DrainTimeout
 from headwater.testing import DatabasePool, PublishedEvents, advance_clock, drain
+from patience import PATIENCE_SECONDS
 
 
 def test_a_drained_app_has_handled_all_events_also_those_that_handlers_publish(
@@ -140,5 +141,7 @@ def test_pytest_finds_the_fixtures(tmp_path: Path, admin_dsn: str, own_server: b
     (tmp_path / "test_shop.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "."]
     given = [] if own_server else ["--headwater-dsn", admin_dsn]
-    done = subprocess.run([*command, *given], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [*command, *given], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
+    )
     assert "2 passed" in done.stdout, done.stdout + done.stderr

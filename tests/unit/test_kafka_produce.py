@@ -13,7 +13,7 @@ from typing import Any, cast
 import google_crc32c
 import pytest
 
-from headwater.calls.kafka import AppendBatch, AppendResult, KafkaTopic
+from headwater.calls.kafka import AppendBatch, KafkaTopic, ProduceResult
 from headwater.servers.kafka import produce
 from headwater.servers.kafka.api_keys import ApiKey
 from headwater.servers.kafka.broker import Broker
@@ -61,9 +61,9 @@ class RunningServer:
         fields = SimpleNamespace(acks=-1, transactional_id=transactional_id, topic_data=[data])
         return await self.producing.begin(Request(ApiKey.PRODUCE, 9, 1, None, fields), self._stage)
 
-    async def _stage(self, transactional_id: str, batch: AppendBatch) -> AppendResult:
+    async def _stage(self, transactional_id: str, batch: AppendBatch) -> ProduceResult:
         await self.staged.wait()
-        return AppendResult("staged", -1, -1)
+        return ProduceResult("staged", -1, -1)
 
 
 @pytest.fixture

@@ -29,7 +29,8 @@ def _directory(address: str | None) -> Path | None:
     if address is None:
         return None
     scheme, separator, rest = address.partition("://")
-    if not separator or scheme.partition("+")[0] in ("postgresql", "postgres"):
+    is_conninfo = not separator and "=" in address
+    if is_conninfo or scheme.partition("+")[0] in ("postgresql", "postgres"):
         return None
     if scheme == "sqlite" and rest.startswith("/") and len(rest) > 1:
         return Path(rest[1:])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import resources
 from typing import TYPE_CHECKING, Final
 
 from headwater import aio
@@ -17,21 +18,8 @@ if TYPE_CHECKING:
 POLL_SECONDS: Final = 0.02
 # For handlers that still run when the time is over.
 GRACE_SECONDS: Final = 1.0
-# When the retries of these queues are due, in seconds from now: the first and the last one.
-RETRIES = """
-select
-    extract(epoch from min(r.due) - clock_timestamp())::float8,
-    extract(epoch from max(r.due) - clock_timestamp())::float8
-from (
-    select r.queue_id, r.visible_at
-    from headwater_internal.redelivery r
-    where r.visible_at < 'infinity' and r.token is null
-    union all
-    select r.queue_id, r.due_at from headwater_internal.subscription_retry r
-) as r (queue_id, due)
-join headwater_internal.queue q on q.id = r.queue_id
-where q.name = any(%s)
-"""
+# When the retries of queues are due, in seconds from now: the first and the last one.
+RETRIES: Final = resources.files(__package__).joinpath("retries_due.sql").read_bytes()
 
 
 @dataclass(frozen=True, slots=True)

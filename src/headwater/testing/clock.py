@@ -22,10 +22,10 @@ def advance_clock(log: Headwater, by: timedelta) -> None:
     """
     if by <= timedelta(0):
         raise InvalidRequest(f"invalid time to advance {by}: expected more than zero")
-    statement = resources.files(__package__).joinpath("advance_clock.sql").read_text()
+    statement = resources.files(__package__).joinpath("advance_clock.sql").read_bytes()
     with log.transaction() as connection:
         connection.execute("select set_config('headwater_testing.advance_by', %s, true)", (f"{by.total_seconds()} s",))
-        connection.execute(statement.encode())
+        connection.execute(statement)
     schedule = MaintenanceSchedule()
     while (call := schedule.next_call(0.0)) is not None:
         due = [call]

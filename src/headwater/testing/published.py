@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from headwater.log.model import Event
@@ -12,15 +13,6 @@ if TYPE_CHECKING:
     from headwater.client import Headwater
 
 _PAGE_EVENTS = 1000
-# All events that a connection sees, its own uncommitted ones included.
-_SEEN_BY_CONNECTION = """
-select
-    e.position, t.name, e.partition, e.topic_offset, e.key, e.type, e.routing_key, e.headers, e.content_type, e.payload,
-    e.event_id, e.published_at
-from headwater_internal.event e join headwater_internal.topic t on t.id = e.topic_id
-where e.position > %s
-order by e.position
-"""
 
 
 class PublishedEvents:
@@ -64,8 +56,9 @@ class PublishedEvents:
         from psycopg.rows import tuple_row
 
         assert self._connection is not None
+        statement = resources.files(__package__).joinpath("events_seen.sql").read_bytes()
         with self._connection.cursor(binary=True, row_factory=tuple_row) as cursor:
-            rows = cursor.execute(_SEEN_BY_CONNECTION, (self._after,)).fetchall()
+            rows = cursor.execute(statement, (self._after,)).fetchall()
         return [Event._make(row) for row in rows]
 
     def _committed(self) -> list[Event]:

@@ -17,8 +17,8 @@ class UserTables:
 
     def __init__(self, dsn: str) -> None:
         self._connection: psycopg.Connection[Any] = psycopg.connect(dsn, autocommit=True)
-        statement = resources.files(__package__).joinpath("user_tables.sql").read_text()
-        rows = self._connection.execute(statement.encode()).fetchall()
+        statement = resources.files(__package__).joinpath("user_tables.sql").read_bytes()
+        rows = self._connection.execute(statement).fetchall()
         self._tables: dict[str, list[str]] = {table: compared for table, _, compared in rows}
         self._stored: dict[str, list[str]] = {table: stored for table, stored, _ in rows}
 

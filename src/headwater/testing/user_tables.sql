@@ -1,5 +1,5 @@
 -- The tables of the application, each with the columns that are stored, and those whose values do not depend on sequences,
--- times and chance: without a default that is computed anew for each row, and without references to such a column.
+-- times and chance: without a default that is computed for each row, and without references to such a column.
 with stored as (
     select
         c.oid as relation,
