@@ -21,6 +21,8 @@ from typing import Any
 
 import pytest
 
+from patience import PATIENCE_SECONDS
+
 ROOT = Path(__file__).parents[1]
 # What makes a browser load something, and from where. A link that the reader may follow is not in it.
 LOADING = {"script": "src", "img": "src", "iframe": "src", "source": "srcset", "video": "src", "link": "href"}
@@ -63,7 +65,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
     assert built.returncode == 0, built.stdout + built.stderr

@@ -36,6 +36,7 @@ from headwater.webhooks.settings import (
     WebhookSettings,
 )
 from http_server import http_server
+from patience import PATIENCE_SECONDS
 
 DOCUMENT = openapi_document(create_api())
 REFERENCE = (Path(__file__).parents[2] / "docs" / "reference" / "settings.md").read_text()
@@ -384,7 +385,7 @@ def test_the_openapi_document_describes_it_with_the_same_limits(noun: Noun, one:
 
 @pytest.fixture(scope="module")
 def http(dsn: str) -> Iterator[httpx.Client]:
-    with http_server(dsn) as address, httpx.Client(base_url=address, timeout=60) as client:
+    with http_server(dsn) as address, httpx.Client(base_url=address, timeout=PATIENCE_SECONDS) as client:
         yield client
 
 
