@@ -365,7 +365,7 @@ class HandlerRunner:
         # Before the outcomes commit: after that, a retry may be read again, and if it still counted as being handled it
         # would be skipped until its next lease expires.
         self.retrying.difference_update(matched.retry_id for matched in batch if matched.retry_id is not None)
-        await self.log.run(call, patience_seconds=PATIENCE_SECONDS)
+        await self.log.run(call)
 
     def _delayed(self, matched: MatchedEvent, outcome: Outcome) -> Outcome:
         """Set the delay of a retry without one from the handler's `retry_delays`."""
@@ -410,7 +410,9 @@ class QueueReader:
         for one in self.subscribers:
             runner = self._by_name.get(one.name)
             if runner is None or runner.one != one:
-                runner = self._by_name[one.name] = HandlerRunner(one, self.log, self.reader)
+                runner = self._by_name[one.name] = HandlerRunner(
+                    one, self.log.with_patience(PATIENCE_SECONDS), self.reader
+                )
             if not one.takes_all:
                 call = subscription_calls.subscribe(one.queue, one.filter, one.params, expires_after=one.expires_after)
                 found.setdefault(await self.log.run(call), []).append(runner)
@@ -572,11 +574,12 @@ class QueueReader:
                 )
 
     async def _keep_once(self) -> None:
+        once = self.log.with_patience(0)
         if self._holds:
             hold = subscription_calls.hold_reading(self.queue, reader=self.reader, lease_seconds=LEASE_SECONDS)
-            await self.log.run(hold, patience_seconds=0)
+            await once.run(hold)
         ids = list(self._runners)
-        alive = await self.log.run(subscription_calls.keep_alive(ids), patience_seconds=0)
+        alive = await once.run(subscription_calls.keep_alive(ids))
         if self._subscribed and ids == list(self._runners) and not alive.issuperset(ids):
             logger.warning(
                 "subscription was removed",
@@ -592,7 +595,7 @@ class QueueReader:
 
     async def _look_for_stopped(self, ids: Sequence[int]) -> None:
         """Log, once for each, the filters that were stopped because they took too long."""
-        stopped = await self.log.run(subscription_calls.stopped_filters(ids), patience_seconds=0)
+        stopped = await self.log.with_patience(0).run(subscription_calls.stopped_filters(ids))
         for subscription_id, error in stopped.items():
             if subscription_id not in self._stopped:
                 COUNTERS.add(STOPPED_FILTERS, self.queue)

@@ -264,6 +264,7 @@ class FollowApi(CallRunner):
         handler: Handler | None = None,
     ) -> Iterator[DeliverStep]:
         """Carry out the steps of a consumer, and run the log's maintenance between them."""
+        patient = self.with_patience(patience_seconds)
         outcome: Any = None
         failure: HeadwaterError | None = None
         try:
@@ -291,7 +292,7 @@ class FollowApi(CallRunner):
                         assert handler is not None
                         self._patiently(partial(self._apply, step, handler), patience_seconds)
                     else:
-                        outcome = self.run(step, patience_seconds=patience_seconds)
+                        outcome = patient.run(step)
                 except HeadwaterError as error:
                     failure = error
         finally:

@@ -452,7 +452,6 @@ class TopicFeed(Feed):
                 gone_to=expired_to,
                 epoch=epoch,
             ),
-            patience_seconds=0,
         )
         return FeedBatch(
             [BufferedEvent(event, (), {}, epoch) for event in events], events[-1].position if events else stable
@@ -495,7 +494,7 @@ class BindingFeed(Feed):
     async def read(self, after: int, selection: Selection, expired_to: int = 0) -> FeedBatch:
         epoch = self._hub.epoch
         call = overview.read_bound(self.key[1], after=after, batch_size=BATCH_SIZE, max_bytes=BATCH_BYTES)
-        events, to = await self.log.run(call, patience_seconds=0)
+        events, to = await self.log.run(call)
         await self._hub.check_epoch(epoch, after)
         return FeedBatch([BufferedEvent(event, (), {}, epoch) for event in events], to)
 
@@ -521,7 +520,9 @@ class SseHub:
     """All SSE streams of a process, their feeds, and the state of the log."""
 
     def __init__(self, log: AsyncHeadwater, limits: ServerLimits) -> None:
-        self.log = log
+        # The loops of the hub retry by themselves.
+        self.log = log.with_patience(0)
+        self._requests = log
         self._limits = limits
         # The stable position of the whole log, and its epoch; 0: not known yet.
         self.stable = 0
@@ -576,8 +577,8 @@ class SseHub:
     async def start(self, topics: Sequence[str] | None) -> int:
         """Where a stream of new events of these topics starts: after their last event. Unlike the head, the position of
         an existing event cannot be assigned again after a crash."""
-        last = await self.log.run(reading_calls.read_backwards(topics, batch_size=1), patience_seconds=5)
-        expired_to = await self.log.run(reading_calls.expired_to(topics), patience_seconds=5)
+        last = await self._requests.run(reading_calls.read_backwards(topics, batch_size=1))
+        expired_to = await self._requests.run(reading_calls.expired_to(topics))
         return max(expired_to, last[0].position if last else 0)
 
     async def end(self) -> int:
@@ -597,14 +598,10 @@ class SseHub:
             if point is None:
                 start = ResumePoint(await self.start(topics), epoch=epoch)
             else:
-                position, present = await self.log.run(
-                    log_calls.resume(point.epoch, point.position), patience_seconds=5
-                )
+                position, present = await self._requests.run(log_calls.resume(point.epoch, point.position))
                 seen = point.seen
                 if present != point.epoch and seen > position:
-                    known = await self.log.run(
-                        log_calls.common_position(point.epoch or present, seen), patience_seconds=5
-                    )
+                    known = await self._requests.run(log_calls.common_position(point.epoch or present, seen))
                     seen = min(known, self.stable)
                 start = ResumePoint(position, seen, present)
                 if present != epoch:
@@ -616,7 +613,7 @@ class SseHub:
 
     async def check_epoch(self, epoch: int, after: int) -> None:
         """Raise EpochChanged unless the log still has this epoch, so that everything read before belongs to it."""
-        present = await self.log.run(log_calls.current_epoch(), patience_seconds=0)
+        present = await self.log.run(log_calls.current_epoch())
         if present != epoch:
             raise epoch_changed_error(epoch, after, present, after)
 
@@ -628,7 +625,7 @@ class SseHub:
         """Apply a new state of the log; whether it changed. In a new epoch streams go back to the common position."""
         known = self.epoch
         if state.epoch > known > 0:
-            limit = await self.log.run(log_calls.common_position(known, MAX_POSITION), patience_seconds=0)
+            limit = await self.log.run(log_calls.common_position(known, MAX_POSITION))
             if self.epoch != known:
                 return False
             COUNTERS.add(EPOCH_CHANGED)
@@ -670,11 +667,11 @@ class SseHub:
     async def _read_state(self) -> LogStateByTopic:
         """Read the state of the log; while a publishing transaction stays open, for each followed topic."""
         if not self.is_held:
-            state = await self.log.run(log_calls.log_state(), patience_seconds=0)
+            state = await self.log.run(log_calls.log_state())
             return LogStateByTopic(*state, bounds=(), topics=frozenset(), held={})
         feed = self._feeds.get(("topics",))
         topics = feed.topics if isinstance(feed, TopicFeed) else []
-        return await self.log.run(log_calls.log_state_by_topic(topics), patience_seconds=0)
+        return await self.log.run(log_calls.log_state_by_topic(topics))
 
     def check_feed_limit(self) -> None:
         """Raise TooManyRequests if there are too many feeds, while an error response can still be sent."""
@@ -715,7 +712,7 @@ class SseHub:
                     self._head < 0
                     or time.monotonic() >= read_at
                     # Not ">": a crash may move the head back.
-                    or await self.log.run(log_calls.head(), patience_seconds=0) != self._head
+                    or await self.log.run(log_calls.head()) != self._head
                 ):
                     state = await self._read_state()
                     # While transactions are open, the stable position may move without the head.
@@ -789,7 +786,7 @@ class SseHub:
             try:
                 for start in range(0, len(ids), KEEP_ALIVE_BATCH):
                     batch = ids[start : start + KEEP_ALIVE_BATCH]
-                    alive = await self.log.run(subscription_calls.keep_alive(batch), patience_seconds=0)
+                    alive = await self.log.run(subscription_calls.keep_alive(batch))
                     for missing in set(batch) - alive:
                         for stream in followed[missing]:
                             stream.end(f"subscription {missing} was deleted or has expired")

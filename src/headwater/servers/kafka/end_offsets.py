@@ -79,7 +79,7 @@ class EndOffsetWatcher:
                 pause = MIN_POLL_SECONDS
             try:
                 # Read the state before the end offsets: all that is stable now is then visible in them.
-                state = await self._log.run(log_calls.log_state(), patience_seconds=0)
+                state = await self._log.run(log_calls.log_state())
                 if state.epoch != epoch:
                     # The same end offset may now belong to other events: wake all waiters.
                     epoch = state.epoch
@@ -105,9 +105,7 @@ class EndOffsetWatcher:
         self._poll_requested = False
         topic_partitions = list(self._waiters)
         if topic_partitions:
-            for topic_partition, bounds in (
-                await self._log.run(calls.kafka_bounds(topic_partitions), patience_seconds=0)
-            ).items():
+            for topic_partition, bounds in (await self._log.run(calls.kafka_bounds(topic_partitions))).items():
                 for waiter in self._waiters.get(topic_partition, ()):
                     # Also if it is lower: after a crash, events that were read may be lost.
                     if waiter.seen[topic_partition] != bounds.end:
