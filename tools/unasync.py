@@ -46,6 +46,7 @@ WORDS = {
     "AsyncCursor": "Cursor",
     "AsyncConnectionPool": "ConnectionPool",
     "AsyncLeaderLock": "LeaderLock",
+    "AsyncLogWatcher": "LogWatcher",
     "AsyncPipelinedConnection": "PipelinedConnection",
     "AsyncIterator": "Iterator",
     "asynccontextmanager": "contextmanager",

@@ -17,6 +17,8 @@ from headwater.log.model import (
     Publisher,
     Topic,
     TopicOverview,
+    WaitedState,
+    WaitKey,
 )
 
 
@@ -61,6 +63,15 @@ def log_state_by_topic(topics: Sequence[str]) -> Call[LogStateByTopic]:
         "headwater_internal.log_state_by_topic(%s::text[])",
         (list(topics),),
         decode,
+    )
+
+
+def states_of_waiters(queues: Sequence[str], cursors: Sequence[str]) -> Call[dict[WaitKey, WaitedState]]:
+    """The states of queues and cursors that waiters of this process wait for. What does not exist is missing."""
+    return Call(
+        "select kind, name, state, due, due_seconds from headwater_internal.states_of_waiters(%s::text[], %s::text[])",
+        (list(queues), list(cursors)),
+        lambda rows: {WaitKey(kind, name): WaitedState(*state) for kind, name, *state in rows},
     )
 
 

@@ -158,6 +158,22 @@ class LogStateByTopic(NamedTuple):
     held: dict[str, int]
 
 
+class WaitKey(NamedTuple):
+    """What a waiter waits for besides the growth of the log."""
+
+    kind: Literal["queue", "cursor"]
+    name: str
+
+
+class WaitedState(NamedTuple):
+    """The state of a queue or cursor for its waiters: they look again if `state` has changed or something is `due`."""
+
+    state: str | None
+    due: bool = False
+    # Seconds until the queue has its next event to hand out again, if known.
+    due_seconds: float | None = None
+
+
 class ReleaseResult(NamedTuple):
     """The number of due events that were published, and the seconds until the next one is due."""
 

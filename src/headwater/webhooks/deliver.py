@@ -100,8 +100,6 @@ class _WebhookDelivery:
             name=self.name,
             middleware=(),
             lease_seconds={webhook.queue: self.route.lease_seconds},
-            poll_seconds=self.poll_seconds,
-            look_seconds=max(self.poll_seconds, 0.5),
         )
         try:
             await process.run([worker], [])

@@ -28,6 +28,7 @@ from headwater.calls import log as log_calls
 from headwater.calls import reading as reading_calls
 from headwater.database import schema
 from headwater.database.driver_errors import translate_error
+from headwater.database.log_watcher import LogWatcher
 from headwater.errors import Deadlocked, HeadwaterError, InvalidRequest, LogUnavailable, StorageFull
 from headwater.log.steps import MaintenanceSchedule
 from headwater.observability.counters import COUNTERS
@@ -96,6 +97,8 @@ class CallRunner:
         self._pool = pool
         self.patience_seconds: float | None = DEFAULT_PATIENCE_SECONDS
         self.shared = SharedState()
+        # One for all handles of the pool.
+        self.watcher = LogWatcher(self._run, self.run_maintenance, self.shared.maintenance)
 
     def with_patience(self, seconds: float | None) -> Self:
         """A handle of the same connections whose `run` retries a lost connection for this long; None: without end."""
@@ -104,6 +107,7 @@ class CallRunner:
         return handle
 
     def close(self) -> None:
+        self.watcher.stop()
         self._pool.close()
 
     def __enter__(self) -> Self:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import (
     Callable,
     Generator,
@@ -22,7 +21,7 @@ from headwater.client.database.connection import CallRunner, Topics, as_names
 from headwater.errors import HeadwaterError, InvalidRequest
 from headwater.log import steps as log_steps
 from headwater.log.model import Cursor, Event
-from headwater.log.steps import ApplyStep, DeliverStep, FollowStep, OnEpochChange, RewindStep, WaitStep
+from headwater.log.steps import ApplyStep, DeliverStep, FollowStep, OnEpochChange, RewindStep, WaitForGrowthStep
 from headwater.observability import tracing
 from headwater.observability.counters import COUNTERS
 from headwater.observability.metrics import EPOCH, EPOCH_CHANGED, POSITION, READ_TO, logger
@@ -100,7 +99,6 @@ class FollowApi(CallRunner):
         batch_size: int = 1000,
         max_bytes: int = 16_777_216,
         skip_expired: bool = False,
-        poll_seconds: float = 0.01,
         stop_when_caught_up: bool = False,
         on_epoch_change: OnEpochChange = "rewind",
         patience_seconds: float | None = 60.0,
@@ -117,7 +115,6 @@ class FollowApi(CallRunner):
             batch_size=batch_size,
             max_bytes=max_bytes,
             skip_expired=skip_expired,
-            poll_seconds=poll_seconds,
             stop_when_caught_up=stop_when_caught_up,
             on_epoch_change=on_epoch_change,
             patience_seconds=patience_seconds,
@@ -138,7 +135,6 @@ class FollowApi(CallRunner):
         batch_size: int = 1000,
         max_bytes: int = 16_777_216,
         skip_expired: bool = False,
-        poll_seconds: float = 0.01,
         stop_when_caught_up: bool = False,
         on_epoch_change: OnEpochChange = "rewind",
         patience_seconds: float | None = 60.0,
@@ -164,7 +160,6 @@ class FollowApi(CallRunner):
             batch_size=batch_size,
             max_bytes=max_bytes,
             skip_expired=skip_expired,
-            poll_seconds=poll_seconds,
             stop_when_caught_up=stop_when_caught_up,
             on_epoch_change=on_epoch_change,
             patience_seconds=patience_seconds,
@@ -185,7 +180,6 @@ class FollowApi(CallRunner):
         batch_size: int = 1000,
         max_bytes: int = 16_777_216,
         skip_expired: bool = False,
-        poll_seconds: float = 0.01,
         stop_when_caught_up: bool = False,
         on_epoch_change: OnEpochChange = "rewind",
         patience_seconds: float | None = 60.0,
@@ -202,11 +196,10 @@ class FollowApi(CallRunner):
             batch_size=batch_size,
             max_bytes=max_bytes,
             skip_expired=skip_expired or since is not None,
-            poll_seconds=poll_seconds,
             stop_when_caught_up=stop_when_caught_up,
             rewind_on_epoch_change=on_epoch_change == "rewind",
         )
-        for delivery in self._drive(steps, patience_seconds=patience_seconds):
+        for delivery in self._drive(steps, cursor=cursor, patience_seconds=patience_seconds):
             yield delivery
 
     def process(
@@ -223,7 +216,6 @@ class FollowApi(CallRunner):
         batch_size: int = 1000,
         max_bytes: int = 16_777_216,
         skip_expired: bool = False,
-        poll_seconds: float = 0.01,
         stop_when_caught_up: bool = False,
         on_epoch_change: OnEpochChange = "rewind",
         patience_seconds: float | None = 60.0,
@@ -243,7 +235,6 @@ class FollowApi(CallRunner):
             batch_size=batch_size,
             max_bytes=max_bytes,
             skip_expired=skip_expired or since is not None,
-            poll_seconds=poll_seconds,
             stop_when_caught_up=stop_when_caught_up,
             in_transaction=True,
             rewind_on_epoch_change=on_epoch_change == "rewind",
@@ -253,18 +244,20 @@ class FollowApi(CallRunner):
             with tracing.consuming(cursor, events):
                 handler(connection, events)
 
-        for _ in self._drive(steps, patience_seconds=patience_seconds, handler=traced):
+        for _ in self._drive(steps, cursor=cursor, patience_seconds=patience_seconds, handler=traced):
             raise AssertionError("a processing follower delivers nothing")
 
     def _drive(
         self,
         steps: Generator[FollowStep, Any, None],
         *,
+        cursor: str | None,
         patience_seconds: float | None,
         handler: Handler | None = None,
     ) -> Iterator[DeliverStep]:
         """Carry out the steps of a consumer, and run the log's maintenance between them."""
         patient = self.with_patience(patience_seconds)
+        waiter = self.watcher.waiter(cursor=cursor)
         outcome: Any = None
         failure: HeadwaterError | None = None
         try:
@@ -286,8 +279,8 @@ class FollowApi(CallRunner):
                     continue
                 try:
                     self.run_maintenance()
-                    if isinstance(step, WaitStep):
-                        time.sleep(step.seconds)
+                    if isinstance(step, WaitForGrowthStep):
+                        outcome = waiter.wait(step.seconds)
                     elif isinstance(step, ApplyStep):
                         assert handler is not None
                         self._patiently(partial(self._apply, step, handler), patience_seconds)

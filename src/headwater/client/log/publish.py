@@ -63,6 +63,7 @@ class PublishApi(CallRunner):
             deliver_at=_due(deliver_at, delay),
         )
         position = self._run(call, connection)
+        self.watcher.hint()
         if position is not None:
             COUNTERS.add(PUBLISHED, topic)
         return position
@@ -72,6 +73,7 @@ class PublishApi(CallRunner):
     ) -> list[int | None]:
         """Publish all of these events or none, in this order; returns their positions."""
         positions = self._run(publishing.publish_batch(topic, tracing.outgoing_batch(events)), connection)
+        self.watcher.hint()
         COUNTERS.add(PUBLISHED, topic, by=len(positions))
         return positions
 
