@@ -244,7 +244,7 @@ def test_a_worker_that_is_not_woken_claims_again_less_and_less_often() -> None:
     queue = FakeQueue(on_wait=waiting(*[nothing] * 12))
     queue.work()
     assert queue.waits[0] == log_steps.MIN_RECLAIM_SECONDS
-    assert all(later == min(2 * earlier, log_steps.MAX_RECLAIM_SECONDS) for earlier, later in pairwise(queue.waits))
+    assert all(later == min(4 * earlier, log_steps.MAX_RECLAIM_SECONDS) for earlier, later in pairwise(queue.waits))
     assert queue.waits[-1] == log_steps.MAX_RECLAIM_SECONDS
     # One call for each wait.
     assert queue.asked == ["claim"] * len(queue.waits)
@@ -296,7 +296,7 @@ def test_waits_are_short_again_after_work() -> None:
     queue = FakeQueue(on_wait=waiting(*[nothing] * 8, lambda queue: queue.publish(1), *[nothing] * 3))
     queue.work()
     least = log_steps.MIN_RECLAIM_SECONDS
-    assert queue.waits[9:] == [least, 2 * least, 4 * least, 8 * least]
+    assert queue.waits[9:] == [least, 4 * least, 16 * least, 64 * least]
 
 
 # --- handlers that acknowledge by themselves -----------------------------------------------------------------

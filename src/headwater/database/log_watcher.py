@@ -30,6 +30,7 @@ import psycopg
 
 from headwater.calls import Call
 from headwater.calls import log as log_calls
+from headwater.calls import queues as queue_calls
 from headwater.errors import HeadwaterError
 from headwater.log.model import LogStateByTopic, WaitedState, WaitKey
 from headwater.log.steps import MaintenanceSchedule, Wake, WakeReason
@@ -45,6 +46,8 @@ EPOCH_SECONDS: Final = 1.0
 IDLE_AFTER_SECONDS: Final = 60.0
 IDLE_POLL_SECONDS: Final = 0.05
 IDLE_LOOK_SECONDS: Final = 1.0
+# How often the events of expired leases are returned to the queues that are waited for.
+REAP_SECONDS: Final = 1.0
 # While the log cannot be read.
 RETRY_SECONDS: Final = 0.25
 # How long a blocking waiter waits at most: it does not read the states of queues and cursors.
@@ -81,7 +84,6 @@ class AsyncLogWatcher:
         self._run = run
         self._maintain = maintain
         self._schedule = schedule
-        self.max_poll_seconds = MAX_POLL_SECONDS
         # How often the log was found changed, and how often the states were read.
         self.version = 0
         self.looks = 0
@@ -92,7 +94,7 @@ class AsyncLogWatcher:
         self._hint = asyncio.Event()
         self._pause = MIN_POLL_SECONDS
         self._grown_at = time.monotonic()
-        self._look_at = self._epoch_at = 0.0
+        self._look_at = self._epoch_at = self._reap_at = 0.0
         self._task: asyncio.Task[None] | None = None
         self._maintenance: asyncio.Task[None] | None = None
 
@@ -154,7 +156,7 @@ class AsyncLogWatcher:
             if present != known:
                 self._change(present)
         is_idle = time.monotonic() - self._grown_at > IDLE_AFTER_SECONDS
-        self._pause = min(self._pause * 2, IDLE_POLL_SECONDS if is_idle else self.max_poll_seconds)
+        self._pause = min(self._pause * 2, IDLE_POLL_SECONDS if is_idle else MAX_POLL_SECONDS)
         if now >= self._look_at:
             await self._look(IDLE_LOOK_SECONDS if is_idle else LOOK_SECONDS)
 
@@ -194,6 +196,20 @@ class AsyncLogWatcher:
     async def _maintain_once(self) -> None:
         with FailureGuard("log maintenance"):
             await self._maintain()
+            await self._reap()
+
+    async def _reap(self) -> None:
+        """Return the events of expired leases to the queues that are waited for."""
+        now = time.monotonic()
+        queues = sorted({waiter.key.name for waiter in self._waiters if waiter.key and waiter.key.kind == "queue"})
+        if not queues or now < self._reap_at:
+            return
+        self._reap_at = now + REAP_SECONDS
+        try:
+            for queue in await self._run(queue_calls.queues_to_reap(queues)):
+                await self._run(queue_calls.reap(queue))
+        except (HeadwaterError, psycopg.Error) as error:
+            logger.warning("reaping failed", extra={ERROR: str(error)})
 
     async def _sleep(self) -> None:
         # Not shorter, however often there is a hint.
@@ -231,13 +247,15 @@ class AsyncLogWaiter:
         time has passed."""
         started = time.monotonic()
         if self._reason() == "time":
-            self._ended = asyncio.get_running_loop().create_future()
+            ended = self._ended = asyncio.get_running_loop().create_future()
             self._watcher.add(self)
             try:
-                await asyncio.wait((self._ended,), timeout=seconds)
+                await asyncio.wait((ended,), timeout=seconds)
             finally:
-                self._watcher.remove(self)
-                self._ended = None
+                # Another wait may have begun since this one was cancelled.
+                if self._ended is ended:
+                    self._watcher.remove(self)
+                    self._ended = None
         reason = self._reason()
         self._note()
         return Wake(reason, time.monotonic() - started)
@@ -278,7 +296,6 @@ class LogWatcher:
     ) -> None:
         self.run = run
         self.maintain = maintain
-        self.max_poll_seconds = MAX_POLL_SECONDS
 
     def waiter(self, *, queue: str | None = None, cursor: str | None = None) -> LogWaiter:
         """A place to wait for the log. A wait for a queue or cursor ends after BLOCKING_LOOK_SECONDS."""
@@ -322,7 +339,7 @@ class LogWaiter:
                 return Wake("time", time.monotonic() - started)
             self._watcher.maintain()
             time.sleep(min(pause, left))
-            pause = min(pause * 2, self._watcher.max_poll_seconds)
+            pause = min(pause * 2, MAX_POLL_SECONDS)
 
     def _poll(self, *, with_epoch: bool) -> bool:
         known = self._known

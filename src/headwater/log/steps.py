@@ -104,8 +104,8 @@ FURTHER_SWEEPS_AFTER_SECONDS = 5.0
 IDLE_SAVE_SECONDS = 30.0
 # How often a follower checks whether its cursor was set, while it is woken only by events that are not its own.
 IDLE_LOOK_SECONDS = 0.5
-# A worker whose claim found nothing claims again after this time, doubled each time, whether or not it was woken: the
-# queue may have been locked by other claims.
+# A worker whose claim found nothing claims again after this time, and then after four times as long each time, even if
+# it is not woken: the queue may have been locked by other claims.
 MIN_RECLAIM_SECONDS = 0.2
 MAX_RECLAIM_SECONDS = 60.0
 # Above every position: treat all missing events as expected.
@@ -285,7 +285,7 @@ def work(
         if woken.reason == "stop":
             return
         waited_in_vain = woken.reason == "time"
-        reclaim_seconds = min(reclaim_seconds * 2, MAX_RECLAIM_SECONDS) if waited_in_vain else MIN_RECLAIM_SECONDS
+        reclaim_seconds = min(reclaim_seconds * 4, MAX_RECLAIM_SECONDS) if waited_in_vain else MIN_RECLAIM_SECONDS
 
 
 @dataclass(slots=True)

@@ -513,6 +513,8 @@ class WorkerProcess:
     name: str
     middleware: tuple[Middleware, ...]
     lease_seconds: Mapping[str, float]
+    # Whether it runs its share of the maintenance, and reaps its queues.
+    maintains: bool = True
     gate: _IsolationGate = field(default_factory=_IsolationGate)
     out_of_time: asyncio.Event = field(default_factory=asyncio.Event)
     waiters: set[AsyncLogWaiter] = field(default_factory=set)
@@ -521,7 +523,7 @@ class WorkerProcess:
         """Run workers and other loops until they end by themselves after `stopping`. An error of one does not end the
         others."""
         async with asyncio.TaskGroup() as tasks:
-            maintenance = tasks.create_task(self._maintain({one.queue for one in workers}))
+            maintenance = tasks.create_task(self._maintain({one.queue for one in workers})) if self.maintains else None
             clock = tasks.create_task(self._count_grace())
             loops = [tasks.create_task(other()) for other in others]
             for one in workers:
@@ -537,7 +539,8 @@ class WorkerProcess:
                     )
                     loops.append(tasks.create_task(self._supervise(one, free, steps)))
             await (asyncio.gather(*loops) if loops else self.stopping.wait())
-            maintenance.cancel()
+            if maintenance is not None:
+                maintenance.cancel()
             clock.cancel()
 
     async def _count_grace(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
@@ -40,8 +39,8 @@ from headwater.servers.http.requests import (
 
 routes = router("queues")
 
-MAX_POLL_WAIT_SECONDS: Final = 0.1
-REAP_SECONDS: Final = 1.0
+# How long a waiting claim waits at most before it claims again, whether or not it was woken.
+MAX_CLAIM_WAIT_SECONDS: Final = 1.0
 
 
 def _need_binding(request: Request, binding: BindingCreate) -> None:
@@ -213,25 +212,19 @@ async def claim(request: Request, queue: QueueName, body: ClaimRequest) -> Respo
     """Lease events to a worker. If none are ready, wait for up to `wait_seconds`."""
     log = context_of(request).log
     deadline = time.monotonic() + body.wait_seconds
-    reap_at = 0.0
-    wait = 0.002
-    while True:
-        if time.monotonic() >= reap_at:
-            # Return the events of expired leases to the queue.
-            await log.run(queue_calls.reap(queue))
-            reap_at = time.monotonic() + REAP_SECONDS
-        call = queue_calls.claim(
-            queue, worker=body.worker, batch_size=body.batch_size, lease_seconds=body.lease_seconds, relaxed=True
-        )
-        lease = await log.run(call)
-        remaining = deadline - time.monotonic()
-        if lease is not None or remaining <= 0:
-            break
+    waiter = log.watcher.waiter(queue=queue)
+    # Return the events of expired leases to the queue. The watcher does it from now on.
+    await log.run(queue_calls.reap(queue))
+    call = queue_calls.claim(
+        queue, worker=body.worker, batch_size=body.batch_size, lease_seconds=body.lease_seconds, relaxed=True
+    )
+    lease = await log.run(call)
+    while lease is None and (remaining := deadline - time.monotonic()) > 0:
+        await waiter.wait(min(remaining, MAX_CLAIM_WAIT_SECONDS))
         if await request.is_disconnected():
             # The client is gone: events claimed now would be blocked until the lease expires.
             break
-        await asyncio.sleep(min(wait, remaining))
-        wait = min(wait * 2, MAX_POLL_WAIT_SECONDS)
+        lease = await log.run(call)
     if lease is None:
         return list_response("events", (), token=None, expires_at=None, isolated=False)
     return list_response(

@@ -59,8 +59,6 @@ BATCH_SIZE: Final = 500
 BATCH_BYTES: Final = 4 * 1024 * 1024
 # Written to one client at once, before checking whether it reads.
 PIECE_BYTES: Final = 32 * 1024
-MIN_POLL_SECONDS: Final = 0.002
-MAX_POLL_SECONDS: Final = 0.02
 RETRY_SECONDS: Final = 0.5
 # How many tasks read the log for streams that are behind.
 BEHIND_READERS: Final = 3
@@ -541,8 +539,7 @@ class SseHub:
         self._others_to = 0
         self._last_state: tuple[Any, ...] = ()
         self._known = False
-        # The head when the state was last read; below 0: read it again.
-        self._head = -1
+        self._growth = self.log.watcher.waiter()
         self._feeds: dict[tuple[str, ...], Feed] = {}
         self._has_feeds = asyncio.Event()
         self._behind: asyncio.Queue[SseStream] = asyncio.Queue()
@@ -619,7 +616,7 @@ class SseHub:
 
     def read_state_soon(self) -> None:
         """Read the state of the log again soon, even if the head has not moved."""
-        self._head = -1
+        self._growth.wake()
 
     async def _update(self, state: LogStateByTopic) -> bool:
         """Apply a new state of the log; whether it changed. In a new epoch streams go back to the common position."""
@@ -698,39 +695,28 @@ class SseHub:
         self._behind.put_nowait(stream)
 
     async def _watch(self) -> None:
-        """Follow the head of the log while there are feeds."""
-        read_at = 0.0
-        pause = MIN_POLL_SECONDS
+        """Follow the state of the log while there are feeds."""
         while True:
             if not self._feeds:
                 self._known = False
-                self._head = -1
                 self._has_feeds.clear()
                 await self._has_feeds.wait()
+            seconds = STATE_SECONDS
             try:
-                if (
-                    self._head < 0
-                    or time.monotonic() >= read_at
-                    # Not ">": a crash may move the head back.
-                    or await self.log.run(log_calls.head()) != self._head
-                ):
-                    state = await self._read_state()
-                    # While transactions are open, the stable position may move without the head.
-                    self._head = state.head if state.stable >= state.head else -1
-                    read_at = time.monotonic() + STATE_SECONDS
-                    changed = await self._update(state)
-                    self._known = True
-                    if changed:
-                        pause = MIN_POLL_SECONDS
-                        for feed in self._feeds.values():
-                            feed.wake.set()
+                state = await self._read_state()
+                if state.stable < state.head:
+                    # Only time tells which open transactions hold back their own topics alone.
+                    seconds = HELD_SECONDS
+                changed = await self._update(state)
+                self._known = True
+                if changed:
+                    for feed in self._feeds.values():
+                        feed.wake.set()
             except (HeadwaterError, psycopg.Error) as error:
                 logger.warning("the state of the log could not be read", extra={ERROR: str(error)})
-                self._head = -1
                 self._known = False
                 await asyncio.sleep(RETRY_SECONDS)
-            await asyncio.sleep(pause)
-            pause = min(pause * 1.5, MAX_POLL_SECONDS)
+            await self._growth.wait(seconds)
 
     async def _read_behind(self) -> None:
         """Read the log for streams that are behind, one batch for each in turn."""
