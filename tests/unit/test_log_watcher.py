@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from headwater.calls import Call
 from headwater.database import log_watcher
 from headwater.database.log_watcher import AsyncLogWatcher, LogWatcher
 from headwater.errors import LogUnavailable
-from headwater.log.model import LogStateByTopic, WaitedState, WaitKey
+from headwater.log.model import Growth, WaitedState, WaitKey
 from headwater.log.steps import MaintenanceSchedule
 
 # Far longer than any of these tests takes.
@@ -28,7 +28,11 @@ class FakeLog:
     epoch: int = 1
     bounds: tuple[int, ...] = ()
     states: dict[WaitKey, WaitedState] = field(default_factory=dict)
+    # The positions of the events of each topic.
+    topics: dict[str, list[int]] = field(default_factory=dict)
     away: bool = False
+    # What happens between a call and its answer.
+    meanwhile: Callable[[], object] = lambda: None
     asked: list[str] = field(default_factory=list)
     polled: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -40,14 +44,18 @@ class FakeLog:
             self.asked.append("states")
             names = {*call.params[0], *call.params[1]}
             return {key: state for key, state in self.states.items() if key.name in names}
-        if "log_state_by_topic" in call.sql:
-            self.asked.append("state")
-            return LogStateByTopic(self.head, min([self.head, *self.bounds]), self.epoch, self.bounds, frozenset(), {})
-        assert "head()" in call.sql
-        self.asked.append("head")
-        return self.head
+        assert "growth(" in call.sql
+        seen_head, seen_stable, topics = call.params
+        if seen_head == self.head:
+            self.asked.append("head")
+            return None
+        self.asked.append("state")
+        grown = [topic for topic in topics if max(self.topics.get(topic, (0,))) > seen_stable]
+        return Growth(self.head, self.epoch, self.bounds, frozenset(grown))
 
     async def run(self, call: Call[Any]) -> Any:
+        await asyncio.sleep(0)
+        self.meanwhile()
         return self.answer(call)
 
     def watcher(self) -> AsyncLogWatcher:
@@ -255,6 +263,69 @@ def test_a_change_of_a_queue_wakes_its_waiters_only() -> None:
         del log.states[other]
         # A deleted one is changed.
         assert (await waits[2]).reason == "change"
+        await watcher.stop()
+
+    run(test())
+
+
+def test_growth_wakes_the_waiters_of_its_topics_only() -> None:
+    async def test() -> None:
+        log = FakeLog(topics={"a": [1], "b": [2]})
+        watcher = log.watcher()
+        waiters = {name: watcher.waiter(topics=None if name == "any" else [name]) for name in ("a", "b", "any")}
+        await asyncio.gather(*(settled(waiter) for waiter in waiters.values()))
+        waits = {name: asyncio.create_task(waiter.wait(LONG)) for name, waiter in waiters.items()}
+        await log.polls(3)
+        log.topics["a"].append(6)
+        log.head = 6
+        assert (await waits["a"]).reason == (await waits["any"]).reason == "growth"
+        await log.polls(3)
+        assert not waits["b"].done()
+        # One that did not wait at that moment hears of it later.
+        log.topics["a"].append(7)
+        log.topics["b"].append(8)
+        log.head = 8
+        await waits["b"]
+        assert (await waiters["a"].wait(LONG)).reason == "growth"
+        await watcher.stop()
+
+    run(test())
+
+
+def test_what_a_publisher_held_back_wakes_its_topic_although_others_grew_further() -> None:
+    async def test() -> None:
+        log = FakeLog(head=9, bounds=(4,), topics={"a": [1], "b": [9]})
+        watcher = log.watcher()
+        late = watcher.waiter(topics=["a"])
+        await settled(late)
+        wait = asyncio.create_task(late.wait(LONG))
+        await log.polls(3)
+        # It commits an event below the head.
+        log.topics["a"].append(5)
+        log.bounds = ()
+        assert (await wait).reason == "growth"
+        await watcher.stop()
+
+    run(test())
+
+
+def test_a_waiter_that_comes_while_the_database_answers_misses_nothing() -> None:
+    async def test() -> None:
+        log = FakeLog(topics={"a": [1]})
+        watcher = log.watcher()
+        first = watcher.waiter()
+        await settled(first)
+        late: list[log_watcher.AsyncLogWaiter] = []
+
+        def come() -> None:
+            # It reads the log, and then the log grows, but the question named no topics.
+            late.append(watcher.waiter(topics=["a"]))
+            log.topics["a"].append(6)
+            log.head, log.meanwhile = 6, lambda: None
+
+        log.meanwhile = come
+        await first.wait(LONG)
+        assert (await late[0].wait(LONG)).reason == "growth"
         await watcher.stop()
 
     run(test())

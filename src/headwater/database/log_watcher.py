@@ -1,8 +1,8 @@
 """Waiting for the log to grow: one watcher for all waiters of a process.
 
 A handle has one watcher. While anything waits, its task polls the head of the log, and also the open publishing
-transactions while events are not stable yet. If either has changed, it wakes all waiters, which then read what they
-need. So the idle cost of a process does not depend on the number of its queues and followers.
+transactions while events are not stable yet. If either has changed, it wakes the waiters of the topics that have grown,
+which then read what they need. So the idle cost of a process does not depend on the number of its queues and followers.
 
 Waiters of a queue or a cursor are also woken if that has changed or has an event to hand out again: one call reads the
 states of all of them (`states_of_waiters`).
@@ -23,8 +23,9 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, NamedTuple
+from weakref import WeakSet
 
 import psycopg
 
@@ -32,7 +33,7 @@ from headwater.calls import Call
 from headwater.calls import log as log_calls
 from headwater.calls import queues as queue_calls
 from headwater.errors import HeadwaterError
-from headwater.log.model import LogStateByTopic, WaitedState, WaitKey
+from headwater.log.model import Growth, WaitedState, WaitKey
 from headwater.log.steps import MaintenanceSchedule, Wake, WakeReason
 from headwater.observability.metrics import ERROR, logger
 from headwater.supervisor import FailureGuard
@@ -42,6 +43,8 @@ MAX_POLL_SECONDS: Final = 0.01
 # How often queues and cursors are read, and the epoch, which a crash may change without the head.
 LOOK_SECONDS: Final = 0.25
 EPOCH_SECONDS: Final = 1.0
+# With this many topics, growth of any topic wakes all waiters.
+MAX_TOPICS: Final = 500
 # After this time without growth, both are polled less often.
 IDLE_AFTER_SECONDS: Final = 60.0
 IDLE_POLL_SECONDS: Final = 0.05
@@ -63,13 +66,14 @@ class _Known(NamedTuple):
     # event becomes stable.
     bounds: tuple[int, ...]
 
+    @property
+    def stable(self) -> int:
+        """The stable position of the whole log."""
+        return min((self.head, *self.bounds))
 
-def _read_known() -> Call[LogStateByTopic]:
-    return log_calls.log_state_by_topic(())
 
-
-def _known_from(state: LogStateByTopic) -> _Known:
-    return _Known(state.head, state.epoch, tuple(bound for bound in state.bounds if bound < state.head))
+def _known_from(growth: Growth) -> _Known:
+    return _Known(growth.head, growth.epoch, tuple(bound for bound in growth.bounds if bound < growth.head))
 
 
 class AsyncLogWatcher:
@@ -87,6 +91,11 @@ class AsyncLogWatcher:
         # How often the log was found changed, and how often the states were read.
         self.version = 0
         self.looks = 0
+        # The version in which a topic grew last, and in which any topic may have.
+        self.topic_versions: dict[str, int] = {}
+        self.all_version = 0
+        # All waiters that exist: one that does not wait now must hear later of the growth of its topics.
+        self._users: WeakSet[AsyncLogWaiter] = WeakSet()
         self.states: dict[WaitKey, WaitedState] = {}
         self._known: _Known | None = None
         self._failing = False
@@ -98,11 +107,15 @@ class AsyncLogWatcher:
         self._task: asyncio.Task[None] | None = None
         self._maintenance: asyncio.Task[None] | None = None
 
-    def waiter(self, *, queue: str | None = None, cursor: str | None = None) -> AsyncLogWaiter:
-        """A place to wait for the log, and for a queue or a cursor, again and again."""
-        if queue is not None:
-            return AsyncLogWaiter(self, WaitKey("queue", queue))
-        return AsyncLogWaiter(self, None if cursor is None else WaitKey("cursor", cursor))
+    def waiter(
+        self, *, queue: str | None = None, cursor: str | None = None, topics: Sequence[str] | None = None
+    ) -> AsyncLogWaiter:
+        """A place to wait for the log (None: for any topic, or those of the queue), and for a queue or a cursor, again
+        and again."""
+        key = WaitKey("queue", queue) if queue is not None else None if cursor is None else WaitKey("cursor", cursor)
+        waiter = AsyncLogWaiter(self, key, topics)
+        self._users.add(waiter)
+        return waiter
 
     def hint(self) -> None:
         """This process has published: poll soon. Nothing depends on it."""
@@ -149,23 +162,41 @@ class AsyncLogWatcher:
 
     async def _poll(self) -> None:
         now = time.monotonic()
-        known = self._known
-        if known is None or known.bounds or now >= self._epoch_at or await self._run(log_calls.head()) != known.head:
+        known, topics = self._known, self._topics()
+        # While events are not stable yet, they may become so without the head.
+        reads_all = known is None or known.bounds or now >= self._epoch_at
+        seen_head = None if known is None or reads_all else known.head
+        growth = await self._run(log_calls.growth(seen_head, 0 if known is None else known.stable, topics))
+        if growth is not None:
             self._epoch_at = now + EPOCH_SECONDS
-            present = _known_from(await self._run(_read_known()))
+            present = _known_from(growth)
             if present != known:
-                self._change(present)
+                # After a crash, a topic may have lost events and got others.
+                is_same_log = known is not None and known.epoch == present.epoch and known.head <= present.head
+                # A waiter may have come while the database answered.
+                asked_all = len(topics) < MAX_TOPICS and set(self._topics()) <= set(topics)
+                self._change(present, growth.topics if is_same_log and asked_all else None)
         is_idle = time.monotonic() - self._grown_at > IDLE_AFTER_SECONDS
         self._pause = min(self._pause * 2, IDLE_POLL_SECONDS if is_idle else MAX_POLL_SECONDS)
         if now >= self._look_at:
             await self._look(IDLE_LOOK_SECONDS if is_idle else LOOK_SECONDS)
 
-    def _change(self, known: _Known | None) -> None:
+    def _topics(self) -> list[str]:
+        """The topics that the waiters want events of, waiting or not, up to MAX_TOPICS."""
+        topics = {topic for waiter in self._users for topic in waiter.topics or ()}
+        return list(topics)[:MAX_TOPICS]
+
+    def _change(self, known: _Known | None, topics: frozenset[str] | None = None) -> None:
+        """Wake all waiters, or those of these topics and those of any topic."""
         if known is not None:
             self._grown_at = time.monotonic()
         self._known = known
         self._pause = MIN_POLL_SECONDS / 2
         self.version += 1
+        if topics is None:
+            self.all_version = self.version
+        else:
+            self.topic_versions.update(dict.fromkeys(topics, self.version))
         for waiter in tuple(self._waiters):
             waiter.check()
 
@@ -183,6 +214,9 @@ class AsyncLogWatcher:
         self.looks += 1
         # A deleted one is a change, too.
         self.states = {key: found.get(key, WaitedState(None)) for key in keys}
+        for waiter in tuple(self._users):
+            if waiter.key is not None and waiter.key.kind == "queue" and waiter.key in self.states:
+                waiter.topics = self.states[waiter.key].topics
         due = min((one.due_seconds for one in found.values() if one.due_seconds is not None), default=seconds)
         self._look_at = time.monotonic() + min(due, seconds)
         for waiter in tuple(self._waiters):
@@ -232,10 +266,22 @@ class AsyncLogWatcher:
 class AsyncLogWaiter:
     """Waits for the log, again and again. One task at a time may use it."""
 
-    __slots__ = ("_ended", "_seen", "_seen_look", "_seen_state", "_watcher", "_woken", "key")
+    __slots__ = (
+        "__weakref__",
+        "_ended",
+        "_seen",
+        "_seen_look",
+        "_seen_state",
+        "_watcher",
+        "_woken",
+        "key",
+        "topics",
+    )
 
-    def __init__(self, watcher: AsyncLogWatcher, key: WaitKey | None) -> None:
+    def __init__(self, watcher: AsyncLogWatcher, key: WaitKey | None, topics: Sequence[str] | None) -> None:
         self.key = key
+        # None: any topic.
+        self.topics = topics
         self._watcher = watcher
         self._ended: asyncio.Future[None] | None = None
         self._woken = False
@@ -277,7 +323,13 @@ class AsyncLogWaiter:
             state.state != self._seen_state or (state.due and self._watcher.looks != self._seen_look)
         ):
             return "change"
-        return "growth" if self._watcher.version != self._seen else "time"
+        if self.topics is None:
+            return "growth" if self._watcher.version > self._seen else "time"
+        versions = self._watcher.topic_versions
+        has_grown = self._watcher.all_version > self._seen or any(
+            versions.get(topic, 0) > self._seen for topic in self.topics
+        )
+        return "growth" if has_grown else "time"
 
     def _note(self) -> None:
         """Remember what the watcher knows, before the caller looks at the log."""
@@ -297,7 +349,9 @@ class LogWatcher:
         self.run = run
         self.maintain = maintain
 
-    def waiter(self, *, queue: str | None = None, cursor: str | None = None) -> LogWaiter:
+    def waiter(
+        self, *, queue: str | None = None, cursor: str | None = None, topics: Sequence[str] | None = None
+    ) -> LogWaiter:
         """A place to wait for the log. A wait for a queue or cursor ends after BLOCKING_LOOK_SECONDS."""
         return LogWaiter(self)
 
@@ -343,12 +397,9 @@ class LogWaiter:
 
     def _poll(self, *, with_epoch: bool) -> bool:
         known = self._known
-        if (
-            known is not None
-            and not known.bounds
-            and not with_epoch
-            and self._watcher.run(log_calls.head()) == known.head
-        ):
+        seen_head = None if known is None or known.bounds or with_epoch else known.head
+        growth = self._watcher.run(log_calls.growth(seen_head, 0, ()))
+        if growth is None:
             return False
-        self._known = _known_from(self._watcher.run(_read_known()))
+        self._known = _known_from(growth)
         return self._known != known

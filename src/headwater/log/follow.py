@@ -186,9 +186,10 @@ class FollowApi(CallRunner):
     ) -> AsyncIterator[DeliverStep]:
         """Like follow_batches, but each batch has the epoch of its positions: for readers that store positions
         themselves."""
+        names = as_names(topics)
         start_after, epoch = await self._start(topics, after, since, from_end, epoch)
         steps = log_steps.follow(
-            as_names(topics),
+            names,
             start_after=start_after,
             epoch=epoch,
             cursor=cursor,
@@ -199,7 +200,7 @@ class FollowApi(CallRunner):
             stop_when_caught_up=stop_when_caught_up,
             rewind_on_epoch_change=on_epoch_change == "rewind",
         )
-        async for delivery in self._drive(steps, cursor=cursor, patience_seconds=patience_seconds):
+        async for delivery in self._drive(steps, topics=names, cursor=cursor, patience_seconds=patience_seconds):
             yield delivery
 
     async def process(
@@ -225,9 +226,10 @@ class FollowApi(CallRunner):
         What the handler writes on that connection and the new position commit together, so each event takes effect
         exactly once.
         """
+        names = as_names(topics)
         start_after, epoch = await self._start(topics, after, since, from_end, epoch)
         steps = log_steps.follow(
-            as_names(topics),
+            names,
             start_after=start_after,
             epoch=epoch,
             cursor=cursor,
@@ -244,20 +246,23 @@ class FollowApi(CallRunner):
             with tracing.consuming(cursor, events):
                 await handler(connection, events)
 
-        async for _ in self._drive(steps, cursor=cursor, patience_seconds=patience_seconds, handler=traced):
+        async for _ in self._drive(
+            steps, topics=names, cursor=cursor, patience_seconds=patience_seconds, handler=traced
+        ):
             raise AssertionError("a processing follower delivers nothing")
 
     async def _drive(
         self,
         steps: Generator[FollowStep, Any, None],
         *,
+        topics: Sequence[str] | None,
         cursor: str | None,
         patience_seconds: float | None,
         handler: Handler | None = None,
     ) -> AsyncIterator[DeliverStep]:
         """Carry out the steps of a consumer, and run the log's maintenance between them."""
         patient = self.with_patience(patience_seconds)
-        waiter = self.watcher.waiter(cursor=cursor)
+        waiter = self.watcher.waiter(cursor=cursor, topics=topics)
         outcome: Any = None
         failure: HeadwaterError | None = None
         try:

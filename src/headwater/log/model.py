@@ -158,6 +158,15 @@ class LogStateByTopic(NamedTuple):
     held: dict[str, int]
 
 
+class Growth(NamedTuple):
+    """The head, the epoch and the position bounds of all open publishers, and which of some topics have grown."""
+
+    head: int
+    epoch: int
+    bounds: tuple[int, ...]
+    topics: frozenset[str]
+
+
 class WaitKey(NamedTuple):
     """What a waiter waits for besides the growth of the log."""
 
@@ -172,6 +181,8 @@ class WaitedState(NamedTuple):
     due: bool = False
     # Seconds until the queue has its next event to hand out again, if known.
     due_seconds: float | None = None
+    # The topics of its events; None: any topic.
+    topics: Sequence[str] | None = None
 
 
 class ReleaseResult(NamedTuple):

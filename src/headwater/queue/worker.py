@@ -32,7 +32,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -387,7 +387,7 @@ class App:
 
     async def run(
         self,
-        dsn: str,
+        log: str | aio.AsyncHeadwater,
         *,
         stop: asyncio.Event | None = None,
         grace_seconds: float = 30.0,
@@ -397,7 +397,11 @@ class App:
         application_name: str = "headwater work",
     ) -> None:
         """Run all workers until `stop` is set. Running handlers then have `grace_seconds` to finish; events that were
-        not started or did not finish return to the queue."""
+        not started or did not finish return to the queue.
+
+        `log`: a DSN, or a handle that the program also uses for other things. Then both wait for the log together, and
+        its pool needs a connection for each transactional handler that runs at a time, and a few more.
+        """
         if not self.workers and not self.subscribers and not self._cron_schedules:
             raise InvalidRequest(
                 "this app has no workers, subscribers or cron schedules",
@@ -407,7 +411,14 @@ class App:
         pool_size = pool_size or 4 + len(self.subscribers) + sum(
             w.concurrency if w.transactional else 2 for w in self.workers
         )
-        async with await aio.connect(dsn, pool_size=pool_size, application_name=application_name) as log:
+        async with AsyncExitStack() as stack:
+            if isinstance(log, str):
+                dsn = log
+                log = await stack.enter_async_context(
+                    await aio.connect(dsn, pool_size=pool_size, application_name=application_name)
+                )
+            else:
+                dsn = str(log._pool.conninfo)
             for settings in self._cron_schedules:
                 await log.set_cron_schedule(**settings)
             lease_seconds = {one.queue: await _prepare_queue(log, one) for one in self.workers}

@@ -280,7 +280,7 @@ class EventStore(StoreSubscriptions):
         return list((self._log._run(call)).events)
 
     def _growth(self, queue: str | None) -> WaitForGrowth:
-        return self._log.watcher.waiter(queue=queue).wait
+        return self._log.watcher.waiter(queue=queue, topics=[self.topic]).wait
 
     def _read_batch(
         self,

@@ -1,12 +1,46 @@
 -- Waiting: what a process polls for its waiting workers and readers, besides the head of the log.
 
+-- Whether the log has grown beyond `seen_head` (null: it is not known, and everything is returned). If the head is the
+-- same, the rest is null: the usual answer costs as much as the head alone. `bounds` are those of all open publishers.
+-- `grown`: which of these topics have an event after `seen_stable`, a stable position of the whole log, or do not exist:
+-- the others have no event that was not stable then.
+create or replace function headwater_internal.growth(
+    seen_head bigint, seen_stable bigint, topics text[],
+    out head bigint, out epoch integer, out bounds bigint[], out grown text[]
+)
+language plpgsql
+volatile
+set enable_seqscan = off
+set enable_bitmapscan = off
+as $$
+begin
+    head := coalesce(pg_sequence_last_value('headwater_internal.position'), 0);
+    if head = seen_head then
+        return;
+    end if;
+    epoch := headwater.current_epoch();
+    -- The locks are read after the sequence, and the events after the locks.
+    bounds := array(select p.position_bound from headwater_internal.publisher_lock p order by p.position_bound);
+    grown := array(
+        select n.name
+        from unnest(topics) as n (name)
+        left join headwater_internal.topic t on t.name = n.name and t.deleted_at is null
+        where
+            t.id is null
+            or exists (
+                select from headwater_internal.event e where e.topic_id = t.id and e.position > seen_stable
+            )
+    );
+end;
+$$;
+
 -- The state of these queues and cursors, in one call for all waiters of a process. A waiter looks again if
 --   * `state` has changed: the queue was paused, resumed, rewound, altered or bound, or, if the events in flight are
 --     limited, their number has changed; the cursor, or the position of the SQL subscriptions, was moved;
 --   * `due` is true: the queue has an event to hand out again. `due_seconds`: how long until it has the next one.
--- What does not exist is not in the result. Also records that the queues have workers, as a claim does.
+-- `topics`: where its events come from; null: from any topic. What does not exist is not in the result. Also records that the queues have workers, as a claim does.
 create or replace function headwater_internal.states_of_waiters(queues text[], cursors text[])
-returns table (kind text, name text, state text, due boolean, due_seconds float8)
+returns table (kind text, name text, state text, due boolean, due_seconds float8, topics text[])
 language plpgsql
 volatile
 set enable_seqscan = off
@@ -86,7 +120,16 @@ begin
                 order by d.due_at
                 limit 1
             )
-        end - looked_at)::float8
+        end - looked_at)::float8,
+        case g.kind
+            when 'bindings' then (
+                select case when bool_and(b.topic_id is not null) then array_agg(distinct t.name::text) end
+                from headwater_internal.binding b
+                left join headwater_internal.topic t on t.id = b.topic_id
+                where b.queue_id = g.id
+            )
+            else (select d.topics from headwater_internal.reading d where d.queue_id = g.id)
+        end
     from headwater_internal.queue g
     left join lateral (
         select l.due_after
@@ -97,7 +140,7 @@ begin
     ) as f on true
     where g.name = any (queues)
     union all
-    select 'cursor', c.name, c.position::text, false, null
+    select 'cursor', c.name, c.position::text, false, null, null
     from headwater_internal.cursor c
     where c.name = any (cursors);
 end;
