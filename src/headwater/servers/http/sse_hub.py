@@ -688,6 +688,9 @@ class SseHub:
         """Drop a feed that has no streams."""
         if self._feeds.get(feed.key) is feed:
             del self._feeds[feed.key]
+        if not self._feeds:
+            # Nobody follows the state any more: the next stream reads it.
+            self._known = False
         feed.close()
 
     def read_for(self, stream: SseStream) -> None:
