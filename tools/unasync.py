@@ -52,6 +52,7 @@ WORDS = {
     "async_driver_connection": "driver_connection",
     "AsyncTypedLog": "TypedLog",
     "AsyncLeaderLock": "LeaderLock",
+    "AsyncLogWatcher": "LogWatcher",
     "AsyncPipelinedConnection": "PipelinedConnection",
     "AsyncSqliteEventStore": "SqliteEventStore",
     "AsyncSqliteStores": "SqliteStores",

@@ -910,7 +910,7 @@ def test_a_competitor_that_finds_nothing_leaves_the_one_writer_alone(
         look, write = store._look, file.transaction
         monkeypatch.setattr(store, "_look", lambda *asked: looks.append(1) or look(*asked))
         monkeypatch.setattr(file, "transaction", lambda: writes.append(1) or write())
-        competing = store.compete(queue, tagged("x"), worker="w", poll_seconds=0.001)
+        competing = store.compete(queue, tagged("x"), worker="w")
         waiting = threading.Thread(target=next, args=(competing,), daemon=True)
         waiting.start()
         until(lambda: len(looks) > 20)

@@ -212,7 +212,7 @@ class Stress:
         ends = 0
         expected = len(self.topics) if topics is None else 1 if isinstance(topics, str) else len(topics)
         seen = self.witness.seen.setdefault(name, [])
-        for event in self.log.follow(topics, cursor=name, poll_seconds=0.002, batch_size=200):
+        for event in self.log.follow(topics, cursor=name, batch_size=200):
             seen.append(event.position)
             ends += event.payload == b'"end"'
             if ends == expected:

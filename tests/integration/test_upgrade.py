@@ -116,7 +116,7 @@ def test_a_program_that_runs_finds_out_that_it_was_left_behind(
     try:
         # Not at every call: it looks now and then.
         log.publish(topic, 2)
-        monkeypatch.setattr(log, "_look_at", 0.0)
+        monkeypatch.setattr(log.shared, "look_at", 0.0)
         for _ in range(2):
             with pytest.raises(headwater.SchemaMismatch, match="pip install --upgrade headwater"):
                 log.publish(topic, 3)
@@ -135,7 +135,7 @@ def test_other_functions_under_a_program_that_runs_do_not_end_it(
         "update headwater_internal.installed set version = '99.0.0', functions_checksum = 'x' || functions_checksum"
     )
     try:
-        monkeypatch.setattr(log, "_look_at", 0.0)
+        monkeypatch.setattr(log.shared, "look_at", 0.0)
         assert log.publish(topic, 1)
     finally:
         connection.execute(

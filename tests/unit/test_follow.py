@@ -17,7 +17,16 @@ from headwater.calls import Call
 from headwater.errors import CursorMoved, EpochChanged, PositionExpired
 from headwater.log import steps as log_steps
 from headwater.log.model import CursorState, Event, LogState, MaintenanceResult, ReleaseResult
-from headwater.log.steps import ApplyStep, DeliverStep, FollowStep, MaintenanceSchedule, RewindStep, WaitStep
+from headwater.log.steps import (
+    ApplyStep,
+    DeliverStep,
+    FollowStep,
+    MaintenanceSchedule,
+    RewindStep,
+    WaitForGrowthStep,
+    Wake,
+    WakeReason,
+)
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -44,6 +53,12 @@ class FakeLog:
     cursors: dict[str, CursorState] = field(default_factory=dict)
     seconds: float = 0.0
     waits: list[float] = field(default_factory=list)
+    # The cursor that the watcher reads; None: each wait ends after half a second, as in the blocking client.
+    watched: str | None = None
+    shared_watcher: bool = True
+    # What the watcher knew when the last wait ended.
+    known: tuple[int, int, int] = (0, 0, 1)
+    known_cursor: CursorState | None = None
     asked: list[str] = field(default_factory=list)
     rewinds: list[RewindStep] = field(default_factory=list)
     # What happens before a step is carried out, by its number.
@@ -113,6 +128,25 @@ class FakeLog:
             raise CursorMoved("moved", detail={"actual_position": stored and stored.position})
         self.cursors[cursor] = stored._replace(position=to_position)
 
+    def wait(self, seconds: float) -> Wake:
+        """What the watcher does, in steps of 10 ms."""
+        self.waits.append(seconds)
+        waited = 0.0
+        reason: WakeReason = "time"
+        while reason == "time" and waited < (seconds if self.shared_watcher else min(seconds, 0.5)):
+            if (self.head, self.stable, self.epoch) != self.known:
+                reason = "growth"
+            if self.shared_watcher and self.watched and self.cursors.get(self.watched) != self.known_cursor:
+                reason = "change"
+            if reason == "time":
+                waited += 0.01
+                self.seconds += 0.01
+                self.steps += 1
+                self.surprises.get(self.steps, lambda log: None)(self)
+        self.known = self.head, self.stable, self.epoch
+        self.known_cursor = self.cursors.get(self.watched or "")
+        return Wake(reason, waited)
+
     def drive(self, steps: Generator[FollowStep, Any, None]) -> Iterator[Event]:
         """What a shell does, with time that passes only where the follower waits."""
         outcome: Any = None
@@ -128,9 +162,8 @@ class FakeLog:
             self.surprises.get(self.steps, lambda log: None)(self)
             try:
                 match step:
-                    case WaitStep(seconds):
-                        self.waits.append(seconds)
-                        self.seconds += seconds
+                    case WaitForGrowthStep(seconds):
+                        outcome = self.wait(seconds)
                     case DeliverStep(events, _):
                         yield from events
                     case ApplyStep(events, move):
@@ -144,6 +177,7 @@ class FakeLog:
                 failure = error
 
     def follow(self, **options: Any) -> Iterator[Event]:
+        self.watched = options.get("cursor")
         return self.drive(log_steps.follow(["t"], **options))
 
     def idle(self, follower: Iterator[Event], *, until: Callable[[], bool]) -> None:
@@ -241,8 +275,9 @@ def test_a_rewind_while_busy_repeats_from_there(
     assert drops <= len(rewound)
 
 
-def test_a_rewind_while_idle_is_noticed_within_half_a_second() -> None:
-    log = FakeLog()
+@pytest.mark.parametrize("shared_watcher", [True, False])
+def test_a_rewind_while_idle_is_noticed_within_half_a_second(shared_watcher: bool) -> None:
+    log = FakeLog(shared_watcher=shared_watcher)
     log.publish(1, 2, 3)
     follower = log.follow(cursor="c")
     assert [next(follower).position for _ in range(3)] == [1, 2, 3]
@@ -314,40 +349,26 @@ def test_what_settles_after_a_silent_stretch_is_not_passed_over() -> None:
     assert [next(follower).position for _ in range(2)] == [7, 9]
 
 
-def test_a_stable_log_is_watched_by_its_head_alone() -> None:
+@pytest.mark.parametrize("cursor", [None, "c"])
+def test_an_idle_follower_leaves_the_polling_to_the_watcher(cursor: str | None) -> None:
     log = FakeLog()
     log.publish(1)
-    follower = log.follow()
+    follower = log.follow(cursor=cursor)
     assert next(follower).position == 1
     log.idle(follower, until=lambda: log.seconds > 5)
     log.asked.clear()
-    follower = log.follow(start_after=1)
-    log.idle(follower, until=lambda: log.seconds > 10)
-    assert set(log.asked) == {"head", "log_state"}
-    # Now and then it looks at the epoch too, which a crash may change without the head being another.
-    assert log.asked.count("log_state") <= 2 + (10 - 5) / log_steps.IDLE_LOOK_SECONDS
-
-
-@given(st.floats(0.001, 2.0))
-def test_waits_double_up_to_the_poll_interval_and_start_again_after_an_event(poll_seconds: float) -> None:
-    log = FakeLog()
-    follower = log.follow(poll_seconds=poll_seconds)
-    log.surprises[40] = lambda log: log.publish(1)
-    assert next(follower).position == 1
-    assert log.waits[0] == log_steps.MIN_WAIT_SECONDS
-    assert all(later == min(earlier * 2, poll_seconds) for earlier, later in pairwise(log.waits))
-    assert max(log.waits) <= poll_seconds
-    log.waits.clear()
-    log.surprises[log.steps + 10] = lambda log: log.publish(2)
-    assert next(follower).position == 2
-    assert log.waits[0] == log_steps.MIN_WAIT_SECONDS
+    follower = log.follow(start_after=1, cursor=cursor)
+    log.idle(follower, until=lambda: log.seconds > 305)
+    assert set(log.asked) <= {"log_state", "cursor", "open_cursor"}
+    # Once at first, once when the watcher has read the cursor, and then now and then.
+    assert log.asked.count("log_state") <= 3 + 300 / log_steps.IDLE_SAVE_SECONDS
 
 
 def test_an_idle_cursor_is_moved_on_after_30_seconds_of_silence() -> None:
     log = FakeLog()
     log.publish(1)
     log.publish(50, topic="other")
-    follower = log.follow(cursor="c", poll_seconds=0.1)
+    follower = log.follow(cursor="c")
     assert next(follower).position == 1
     log.idle(follower, until=lambda: log.cursors["c"].position > 1)
     assert log.cursors["c"].position == 50
@@ -358,7 +379,7 @@ def test_a_cursor_that_was_rewound_is_not_moved_on_by_its_idle_follower() -> Non
     log = FakeLog()
     log.publish(1)
     log.publish(50, topic="other")
-    follower = log.follow(cursor="c", poll_seconds=0.1)
+    follower = log.follow(cursor="c")
     assert next(follower).position == 1
 
     def rewind_before_the_move(log: FakeLog) -> None:

@@ -17,7 +17,7 @@ from headwater.servers.kafka.wire import Request
 def test_few_partitions_are_looked_through_for_a_time_at_once() -> None:
     running = most = 0
 
-    async def run_call(call: Call[Any], *, patience_seconds: float) -> Any:
+    async def run_call(call: Call[Any]) -> Any:
         nonlocal running, most
         if "epoch" in call.sql:
             return 1

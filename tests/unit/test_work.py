@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 
 from hypothesis import given
@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from headwater.calls import Call
 from headwater.errors import LeaseLost
 from headwater.log import steps as log_steps
-from headwater.log.model import LogState
-from headwater.log.steps import HandleResult, HandleStep, WaitStep, WorkStep
+from headwater.log.steps import HandleResult, HandleStep, WaitForGrowthStep, Wake, WorkStep
 from headwater.queue.model import ClaimedEvent, Dead, Lease, Outcome, Retry, Snooze
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -40,6 +39,9 @@ class FakeQueue:
     asked: list[str] = field(default_factory=list)
     # Claims, by their number, whose lease runs out before it is settled.
     lost: set[int] = field(default_factory=set)
+    # What the watcher knew when the last wait ended, and whether a retry is due.
+    known: tuple[int, int] = (0, 0)
+    due: bool = False
     # Called at each wait; true: stop.
     on_wait: Callable[[FakeQueue], bool] = lambda queue: True
     tokens: count[int] = field(default_factory=lambda: count(1))
@@ -81,11 +83,19 @@ class FakeQueue:
             case "settle_and_claim", ("g", "w", batch_size, _, token, positions, verdicts, _, _, _):
                 self.settle(token, positions, verdicts, rest_done=True)
                 return self.claim(batch_size)
-            case "log_state", _:
-                return LogState(self.head, self.stable, 1)
-            case "head", _:
-                return self.head
         raise AssertionError(f"the fake queue knows no {name} {call.params}")
+
+    def wait(self, seconds: float) -> Wake:
+        """What the watcher does: the wait ends at once if the log has grown since the last one ended."""
+        if self.known != (self.head, self.stable):
+            self.known = self.head, self.stable
+            return Wake("growth", 0.0)
+        self.waits.append(seconds)
+        if self.on_wait(self):
+            return Wake("stop", 0.0)
+        grown, due = self.known != (self.head, self.stable), self.due
+        self.known, self.due = (self.head, self.stable), False
+        return Wake("change", 0.0) if due else Wake("growth", 0.0) if grown else Wake("time", seconds)
 
     def drive(self, steps: Generator[WorkStep, Any, None], handle: Callable[[Lease], HandleResult]) -> None:
         """What a shell does, with time that passes only where the worker waits."""
@@ -99,9 +109,8 @@ class FakeQueue:
             outcome = failure = None
             try:
                 match step:
-                    case WaitStep(seconds):
-                        self.waits.append(seconds)
-                        outcome = self.on_wait(self)
+                    case WaitForGrowthStep(seconds):
+                        outcome = self.wait(seconds)
                     case HandleStep(lease):
                         outcome = handle(lease)
                     case Call():
@@ -225,64 +234,69 @@ def test_a_stop_with_a_lost_lease_ends_quietly() -> None:
 def test_a_stop_while_idle_ends_at_once() -> None:
     queue = FakeQueue()
     assert queue.work() == []
-    assert queue.asked == ["claim", "log_state"]
+    assert queue.asked == ["claim"]
 
 
 # --- waiting -------------------------------------------------------------------------------------------------
 
 
-def test_idle_waits_grow_longer_up_to_the_poll_and_only_the_head_is_asked() -> None:
+def test_a_worker_that_is_not_woken_claims_again_less_and_less_often() -> None:
     queue = FakeQueue(on_wait=waiting(*[nothing] * 12))
-    queue.work(poll_seconds=0.01, look_seconds=1000)
-    assert queue.waits[:8] == [0, 0.001, 0.002, 0.004, 0.008, 0.01, 0.01, 0.01]
-    # Once more it claims, since something may have settled between the claim and the look at the log.
-    assert queue.asked == ["claim", "log_state", "claim", "log_state", *["head"] * 11]
+    queue.work()
+    assert queue.waits[0] == log_steps.MIN_RECLAIM_SECONDS
+    assert all(later == min(4 * earlier, log_steps.MAX_RECLAIM_SECONDS) for earlier, later in pairwise(queue.waits))
+    assert queue.waits[-1] == log_steps.MAX_RECLAIM_SECONDS
+    # One call for each wait.
+    assert queue.asked == ["claim"] * len(queue.waits)
 
 
-def test_an_idle_worker_looks_for_retries_that_came_due_by_time_alone() -> None:
-    queue = FakeQueue(on_wait=lambda queue: queue.asked.count("claim") == 5)
-    queue.work(poll_seconds=0.01, look_seconds=0.095)
-    # Ten waits of 10 ms between two looks; the last is followed by a claim.
-    gaps = " ".join(queue.asked).split("claim")
-    assert [gap.count("head") for gap in gaps[3:5]] == [9, 9]
+def test_an_idle_worker_is_woken_for_retries_that_came_due_by_time_alone() -> None:
+    def retry(queue: FakeQueue) -> None:
+        queue.ready.append(3)
+        queue.due = True
+
+    queue = FakeQueue(on_wait=waiting(nothing, nothing, retry))
+    assert queue.work() == [[3]]
 
 
 def test_a_growing_log_wakes_an_idle_worker() -> None:
     queue = FakeQueue(on_wait=waiting(nothing, nothing, nothing, lambda queue: queue.publish(7)))
-    assert queue.work(look_seconds=1000) == [[7]]
+    assert queue.work() == [[7]]
     assert queue.said == {7: "done"}
 
 
-def test_what_settled_between_the_claim_and_the_look_is_not_slept_through() -> None:
+def test_what_settled_between_the_claim_and_the_wait_is_not_slept_through() -> None:
     queue = FakeQueue()
-    steps = log_steps.work("g", worker="w", batch_size=1, look_seconds=1000)
+    steps = log_steps.work("g", worker="w", batch_size=1)
     assert queue.answer(next(steps)) is None  # type: ignore[arg-type]
     queue.publish(1)
     step = steps.send(None)
-    # It asks how far the log goes, sees that it has stable, and claims again without waiting.
-    assert steps.send(queue.answer(step)) == WaitStep(0)  # type: ignore[arg-type]
-    lease = queue.answer(steps.send(False))  # type: ignore[arg-type]
+    assert isinstance(step, WaitForGrowthStep)
+    # The wait ends at once, and the worker claims again.
+    woken = queue.wait(step.seconds)
+    assert woken.reason == "growth"
+    assert queue.waits == []
+    lease = queue.answer(steps.send(woken))  # type: ignore[arg-type]
     assert [event.position for event in lease.events] == [1]
 
 
-def test_a_publisher_in_flight_makes_it_look_at_each_wait() -> None:
+def test_what_a_publisher_in_flight_held_back_wakes_it_although_the_head_is_the_same() -> None:
     def settle(queue: FakeQueue) -> None:
         queue.ready.append(1)
         queue.stable = 1
 
     queue = FakeQueue(on_wait=waiting(nothing, nothing, nothing, nothing, settle))
     queue.publish(1, settle=False)
-    # The log settles without growing, so its head says nothing.
-    assert queue.work(look_seconds=1000) == [[1]]
-    assert "head" not in queue.asked[: queue.asked.index("settle_and_claim")]
-    assert queue.asked.count("claim") == 6
+    assert queue.work() == [[1]]
+    # Two for the head, which was seen to grow once, and one for each wait.
+    assert queue.asked[: queue.asked.index("settle_and_claim")].count("claim") == 7
 
 
 def test_waits_are_short_again_after_work() -> None:
     queue = FakeQueue(on_wait=waiting(*[nothing] * 8, lambda queue: queue.publish(1), *[nothing] * 3))
-    queue.work(look_seconds=1000)
-    after_work = queue.waits[9:]
-    assert after_work == [0, 0.001, 0.002, 0.004]
+    queue.work()
+    least = log_steps.MIN_RECLAIM_SECONDS
+    assert queue.waits[9:] == [least, 4 * least, 16 * least, 64 * least]
 
 
 # --- handlers that acknowledge by themselves -----------------------------------------------------------------

@@ -11,6 +11,7 @@ from headwater.calls.encoding import checked_text
 from headwater.database.schema import Installed
 from headwater.errors import never_issued_error
 from headwater.log.model import (
+    Growth,
     LogSettings,
     LogState,
     LogStateByTopic,
@@ -18,6 +19,8 @@ from headwater.log.model import (
     Publisher,
     Topic,
     TopicOverview,
+    WaitedState,
+    WaitKey,
 )
 from headwater.log.settings import NewTopicSettings, TopicChanges, TopicSettings
 from headwater.setting_definitions import changeable, checked, definitions
@@ -63,6 +66,30 @@ def log_state_by_topic(topics: Sequence[str]) -> Call[LogStateByTopic]:
         "select head, stable, epoch, bounds, held_topics, held_to from "
         "headwater_internal.log_state_by_topic(%s::text[])",
         (list(topics),),
+        decode,
+    )
+
+
+def states_of_waiters(queues: Sequence[str], cursors: Sequence[str]) -> Call[dict[WaitKey, WaitedState]]:
+    """The states of queues and cursors that waiters of this process wait for. What does not exist is missing."""
+    return Call(
+        "select kind, name, state, due, due_seconds, topics "
+        "from headwater_internal.states_of_waiters(%s::text[], %s::text[])",
+        (list(queues), list(cursors)),
+        lambda rows: {WaitKey(kind, name): WaitedState(*state) for kind, name, *state in rows},
+    )
+
+
+def growth(seen_head: int | None, seen_stable: int, topics: Sequence[str]) -> Call[Growth | None]:
+    """How the log has grown beyond this head; None: it has not. Without a head, the result is always there."""
+
+    def decode(rows: Rows) -> Growth | None:
+        head, epoch, bounds, grown = rows[0]
+        return None if epoch is None else Growth(head, epoch, tuple(bounds), frozenset(grown))
+
+    return Call(
+        "select head, epoch, bounds, grown from headwater_internal.growth(%s::bigint, %s::bigint, %s::text[])",
+        (seen_head, seen_stable, list(topics)),
         decode,
     )
 

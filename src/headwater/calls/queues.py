@@ -253,6 +253,15 @@ def extend_lease(lease: Lease, *, lease_seconds: float | None = None) -> Call[da
     return Call("select headwater.extend_lease(%s, %s, %s)", (lease.queue, lease.token, lease_seconds), only_value)
 
 
+def queues_to_reap(names: Sequence[str]) -> Call[list[str]]:
+    """Those of these queues for which `reap` may have work."""
+    return Call(
+        "select name from headwater_internal.queues_to_reap(%s::text[]) as name",
+        (list(names),),
+        lambda rows: [name for (name,) in rows],
+    )
+
+
 def reap(queue: str) -> Call[int]:
     """Return the events of expired leases to the queue; returns their number."""
     return Call("select headwater.reap(%s)", (queue,), only_value)

@@ -28,13 +28,7 @@ class _TransactionLog(headwater.Headwater):
     def _run(self, call: Call[T], connection: CallerConnection | None = None, *, tries: int = 1) -> T:
         return super()._run(call, connection or self._one)
 
-    def run(
-        self,
-        call: Call[T],
-        *,
-        patience_seconds: float | None = None,
-        connection: CallerConnection | None = None,
-    ) -> T:
+    def run(self, call: Call[T], *, connection: CallerConnection | None = None) -> T:
         # A failed call aborts the transaction, so it cannot be retried here.
         return self._run(call, connection)
 

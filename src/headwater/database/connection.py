@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
 import random
 import time
@@ -13,6 +14,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from types import TracebackType
@@ -28,6 +30,7 @@ from headwater.calls import reading as reading_calls
 from headwater.database import schema
 from headwater.database.caller_connection import AsyncCallCursor, AsyncCallerConnection, async_driver_connection
 from headwater.database.driver_errors import translate_error
+from headwater.database.log_watcher import AsyncLogWatcher
 from headwater.errors import Deadlocked, HeadwaterError, InvalidRequest, LogUnavailable, StorageFull
 from headwater.log.payload_hooks import Dumps
 from headwater.log.steps import MaintenanceSchedule
@@ -41,6 +44,8 @@ Topics = str | Sequence[str] | None
 
 # How often a running program checks that the schema is not newer than itself.
 LOOK_SECONDS = 30.0
+# How long a handle retries a lost connection, unless it is made with another patience.
+DEFAULT_PATIENCE_SECONDS = 60.0
 # Connect timeout of connections outside the pool.
 CONNECT_SECONDS = 10
 # How often a call is attempted that Postgres aborts because of a deadlock, for example with an upgrade of the tables.
@@ -71,10 +76,24 @@ async def prepare_session(connection: PooledConnection) -> None:
     )
 
 
+@dataclass(slots=True)
+class SharedState:
+    """What all handles of a pool share."""
+
+    maintenance: MaintenanceSchedule = field(default_factory=MaintenanceSchedule)
+    # Set when a call found the disk full. The readiness check then tests whether it still is.
+    is_storage_full: bool = False
+    # When to check again that the schema is not newer than this program.
+    look_at: float = field(default_factory=lambda: time.monotonic() + LOOK_SECONDS)
+
+
 class CallRunner:
     """Connections, transactions and calls.
 
     Runs calls on a pool of connections. The base class of all parts of the API.
+
+    `run` repeats a call while the database is unavailable, for the handle's `patience_seconds`. Methods such as
+    publish() attempt their call once, since a repeated call may have been carried out before.
     """
 
     # Encodes payloads instead of the default encoding.
@@ -82,12 +101,19 @@ class CallRunner:
 
     def __init__(self, pool: AsyncConnectionPool[PooledConnection]) -> None:
         self._pool = pool
-        self._maintenance = MaintenanceSchedule()
-        # Set when a call found the disk full. The readiness check then tests whether it still is.
-        self.is_storage_full = False
-        self._look_at = time.monotonic() + LOOK_SECONDS
+        self.patience_seconds: float | None = DEFAULT_PATIENCE_SECONDS
+        self.shared = SharedState()
+        # One for all handles of the pool.
+        self.watcher = AsyncLogWatcher(self._run, self.run_maintenance, self.shared.maintenance)
+
+    def with_patience(self, seconds: float | None) -> Self:
+        """A handle of the same connections whose `run` retries a lost connection for this long; None: without end."""
+        handle = copy.copy(self)
+        handle.patience_seconds = seconds
+        return handle
 
     async def close(self) -> None:
+        await self.watcher.stop()
         await self._pool.close()
 
     async def __aenter__(self) -> Self:
@@ -146,7 +172,7 @@ class CallRunner:
     async def _run(
         self, call: Call[T], connection: AsyncCallerConnection | None = None, *, tries: int = MAX_DEADLOCK_TRIES
     ) -> T:
-        if time.monotonic() > self._look_at:
+        if time.monotonic() > self.shared.look_at:
             await self._refuse_newer(connection)
         if connection is not None:
             async with AsyncCallCursor(await async_driver_connection(connection)) as cursor:
@@ -175,31 +201,25 @@ class CallRunner:
         try:
             return await rows_of(cursor, call)
         except StorageFull:
-            self.is_storage_full = True
+            self.shared.is_storage_full = True
             raise
 
     async def _refuse_newer(self, connection: AsyncCallerConnection | None) -> None:
         # Other calls need not check meanwhile, and this call must not.
-        self._look_at, looked = math.inf, 0.0
+        self.shared.look_at, looked = math.inf, 0.0
         try:
             schema.refuse_newer(await self._run(log_calls.installed(), connection))
             looked = time.monotonic() + LOOK_SECONDS
         finally:
             # After an error, the next call checks again.
-            self._look_at = looked
+            self.shared.look_at = looked
 
-    async def run(
-        self,
-        call: Call[T],
-        *,
-        patience_seconds: float | None = 60.0,
-        connection: AsyncCallerConnection | None = None,
-    ) -> T:
-        """Run a call. A lost database connection is retried for up to `patience_seconds`; with `connection`, it is
-        not."""
+    async def run(self, call: Call[T], *, connection: AsyncCallerConnection | None = None) -> T:
+        """Run a call. A lost database connection is retried for up to the handle's `patience_seconds`; with
+        `connection`, it is not."""
         if connection is not None:
             return await self._run(call, connection)
-        return await self._patiently(partial(self._run, call), patience_seconds)
+        return await self._patiently(partial(self._run, call), self.patience_seconds)
 
     async def _start(
         self, topics: Topics, after: int | None, since: datetime | None, from_end: bool, epoch: int | None = None
@@ -234,14 +254,14 @@ class CallRunner:
 
     async def run_maintenance(self) -> None:
         """Run this process's share of the log's maintenance when it is due. Consumers do this automatically."""
-        call = self._maintenance.next_call(time.monotonic())
+        call = self.shared.maintenance.next_call(time.monotonic())
         if call is None:
             return
         due = [call]
         try:
             while due:
                 answer = await self._run(due.pop(0))
-                due += self._maintenance.handle_result(answer, time.monotonic(), datetime.now(UTC))
+                due += self.shared.maintenance.handle_result(answer, time.monotonic(), datetime.now(UTC))
         except (HeadwaterError, psycopg.Error) as error:
             # Any other process can run the maintenance.
             logger.warning("maintenance failed", extra={ERROR: str(error)})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import (
     Awaitable,
     Callable,
@@ -25,7 +24,7 @@ from headwater.eventstore.conflict_cache import AppendedEvent, ConflictCache, Pr
 from headwater.eventstore.decider import SavedState, SnapshotKey
 from headwater.eventstore.field_index import Combine, FieldIndex, IndexCondition, Kind, define_index
 from headwater.eventstore.group_commit import AppendResults, new_event_ids
-from headwater.eventstore.live_reader import StoreEvents
+from headwater.eventstore.live_reader import StoreEvents, WaitForGrowth
 from headwater.eventstore.pipelined_connection import AsyncPipelinedConnection
 from headwater.eventstore.query import (
     EVERYTHING,
@@ -47,20 +46,15 @@ from headwater.observability.metrics import APPENDS
 from headwater.queue.model import Binding, DeadLetter
 
 T = TypeVar("T")
-# How long a reader that found nothing polls only the head of the log.
-QUIET_SECONDS = 0.5
 
 
 class EventStore(StoreSubscriptions):
     """An event store of the log. All its users in this process share one group commit and one live reader."""
 
     def __init__(self, log: CallRunner, topic: str) -> None:
-        super().__init__(topic, overlaps=True)
         self._log = log
+        super().__init__(topic, overlaps=True)
         self._pipelined = AsyncPipelinedConnection(log._run, log._pool)
-        # The last empty read: the position read after, its epoch, the head of the log, and until when the head alone is
-        # compared. After a crash, the head may be the same in another epoch.
-        self._quiet: tuple[int, int, int, float] | None = None
         # Used only by the leader of the group commit.
         self._conflicts = ConflictCache()
 
@@ -291,18 +285,12 @@ class EventStore(StoreSubscriptions):
         return [AppendResult(positions_of, False, None, None) for positions_of in positions]
 
     async def _read_after(self, position: int, batch_size: int, epoch: int) -> StoreEvents:
-        quiet, self._quiet = self._quiet, None
-        is_known = quiet is not None and quiet[:2] == (position, epoch) and time.monotonic() < quiet[3]
-        if quiet is not None and is_known and quiet[2] == await self._log._run(log_calls.head()):
-            self._quiet = quiet
-            return []
-        # While a publisher is in flight, events may appear without the head moving.
-        state = await self._log._run(log_calls.log_state([self.topic]))
+        # The epoch is checked by the read.
         call = store_calls.read_matching(self.topic, after=position, batch_size=batch_size, epoch=epoch)
-        events = list((await self._log._run(call)).events)
-        if not events and state.stable >= state.head and state.epoch == epoch:
-            self._quiet = (position, epoch, state.head, time.monotonic() + QUIET_SECONDS)
-        return events
+        return list((await self._log._run(call)).events)
+
+    def _growth(self, queue: str | None) -> WaitForGrowth:
+        return self._log.watcher.waiter(queue=queue, topics=[self.topic]).wait
 
     async def _end(self) -> tuple[int, int]:
         return await self._log._run(store_calls.event_store_end(self.topic))

@@ -23,7 +23,7 @@ from headwater.calls.store import EncodedAppend
 from headwater.errors import CursorMoved, EpochChanged, InvalidRequest, LeaseLost, epoch_changed_error
 from headwater.eventstore.group_commit import AppendResults, GroupCommit
 from headwater.eventstore.limits import check_competitor
-from headwater.eventstore.live_reader import LiveReader, StoreEvents
+from headwater.eventstore.live_reader import LiveReader, StoreEvents, WaitForGrowth
 from headwater.eventstore.query import EVERYTHING, Query, StoreEvent, StoreLease, StorePage, check_positions
 from headwater.eventstore.recent_events import MAX_BYTES
 from headwater.log.steps import OnEpochChange
@@ -37,8 +37,9 @@ StoreHandler = Callable[[Any, Sequence[StoreEvent]], Awaitable[None]]
 # How long a subscriber waits for live events before it checks its cursor and runs maintenance.
 LIVE_SECONDS = 0.5
 IDLE_SAVE_SECONDS = 30.0
-# The first wait of a competing consumer without events, and how often it reaps expired leases.
+# The waits of a competing consumer without events, if nothing watches the log, and how often it reaps expired leases.
 MIN_WAIT_SECONDS = 0.001
+MAX_WAIT_SECONDS = 0.05
 REAP_SECONDS = 1.0
 
 
@@ -48,11 +49,15 @@ class StoreSubscriptions(ABC):
     def __init__(self, topic: str, *, overlaps: bool = False) -> None:
         self.topic = topic
         self._group_commit = GroupCommit(self._send, overlaps=overlaps)
-        self._live_reader = LiveReader(self._read_after)
+        self._live_reader = LiveReader(self._read_after, self._growth(None))
 
     @abstractmethod
     async def _send(self, appends: Sequence[EncodedAppend]) -> AppendResults:
         """Append a group in one transaction."""
+
+    def _growth(self, queue: str | None) -> WaitForGrowth | None:
+        """Waits until the log has grown, or this queue has changed. None: nothing watches the log, so poll."""
+        return None
 
     @abstractmethod
     async def _read_after(self, position: int, batch_size: int, epoch: int) -> StoreEvents:
@@ -342,7 +347,6 @@ class StoreSubscriptions(ABC):
         batch_size: int = 100,
         lease_seconds: float | None = None,
         stop_when_caught_up: bool = False,
-        poll_seconds: float = 0.05,
     ) -> AsyncIterator[Sequence[StoreEvent]]:
         """Yield batches of matching events, each delivered to one of all consumers that compete in the queue. A missing
         queue is created.
@@ -354,6 +358,7 @@ class StoreSubscriptions(ABC):
         """
         check_competitor(queue, worker, batch_size, lease_seconds)
         await self._open_queue(queue)
+        wait_for_growth = self._growth(queue)
         wait = MIN_WAIT_SECONDS
         reap_at = time.monotonic()
         while True:
@@ -366,8 +371,11 @@ class StoreSubscriptions(ABC):
             if lease is None:
                 if stop_when_caught_up:
                     return
+                if wait_for_growth is not None:
+                    await wait_for_growth(REAP_SECONDS)
+                    continue
                 await asyncio.sleep(wait)
-                wait = min(wait * 2, poll_seconds)
+                wait = min(wait * 2, MAX_WAIT_SECONDS)
                 continue
             wait = MIN_WAIT_SECONDS
             events = [event for event in lease.events if query.matches(event)]

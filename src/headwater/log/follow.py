@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -23,7 +22,7 @@ from headwater.database.connection import CallRunner, Topics, as_names
 from headwater.errors import HeadwaterError, InvalidRequest
 from headwater.log import steps as log_steps
 from headwater.log.model import Cursor, Event
-from headwater.log.steps import ApplyStep, DeliverStep, FollowStep, OnEpochChange, RewindStep, WaitStep
+from headwater.log.steps import ApplyStep, DeliverStep, FollowStep, OnEpochChange, RewindStep, WaitForGrowthStep
 from headwater.observability import tracing
 from headwater.observability.counters import COUNTERS
 from headwater.observability.metrics import EPOCH, EPOCH_CHANGED, POSITION, READ_TO, logger
@@ -101,7 +100,6 @@ class FollowApi(CallRunner):
         batch_size: int = 1000,
         max_bytes: int = 16_777_216,
         skip_expired: bool = False,
-        poll_seconds: float = 0.01,
         stop_when_caught_up: bool = False,
         on_epoch_change: OnEpochChange = "rewind",
         patience_seconds: float | None = 60.0,
@@ -118,7 +116,6 @@ class FollowApi(CallRunner):
             batch_size=batch_size,
             max_bytes=max_bytes,
             skip_expired=skip_expired,
-            poll_seconds=poll_seconds,
             stop_when_caught_up=stop_when_caught_up,
             on_epoch_change=on_epoch_change,
             patience_seconds=patience_seconds,
@@ -139,7 +136,6 @@ class FollowApi(CallRunner):
         batch_size: int = 1000,
         max_bytes: int = 16_777_216,
         skip_expired: bool = False,
-        poll_seconds: float = 0.01,
         stop_when_caught_up: bool = False,
         on_epoch_change: OnEpochChange = "rewind",
         patience_seconds: float | None = 60.0,
@@ -165,7 +161,6 @@ class FollowApi(CallRunner):
             batch_size=batch_size,
             max_bytes=max_bytes,
             skip_expired=skip_expired,
-            poll_seconds=poll_seconds,
             stop_when_caught_up=stop_when_caught_up,
             on_epoch_change=on_epoch_change,
             patience_seconds=patience_seconds,
@@ -186,16 +181,16 @@ class FollowApi(CallRunner):
         batch_size: int = 1000,
         max_bytes: int = 16_777_216,
         skip_expired: bool = False,
-        poll_seconds: float = 0.01,
         stop_when_caught_up: bool = False,
         on_epoch_change: OnEpochChange = "rewind",
         patience_seconds: float | None = 60.0,
     ) -> AsyncIterator[DeliverStep]:
         """Like follow_batches, but each batch has the epoch of its positions: for readers that store positions
         themselves."""
+        names = as_names(topics)
         start_after, epoch = await self._start(topics, after, since, from_end, epoch)
         steps = log_steps.follow(
-            as_names(topics),
+            names,
             start_after=start_after,
             epoch=epoch,
             cursor=cursor,
@@ -203,11 +198,10 @@ class FollowApi(CallRunner):
             batch_size=batch_size,
             max_bytes=max_bytes,
             skip_expired=skip_expired or since is not None,
-            poll_seconds=poll_seconds,
             stop_when_caught_up=stop_when_caught_up,
             rewind_on_epoch_change=on_epoch_change == "rewind",
         )
-        async for delivery in self._drive(steps, patience_seconds=patience_seconds):
+        async for delivery in self._drive(steps, topics=names, cursor=cursor, patience_seconds=patience_seconds):
             yield delivery
 
     async def process(
@@ -224,7 +218,6 @@ class FollowApi(CallRunner):
         batch_size: int = 1000,
         max_bytes: int = 16_777_216,
         skip_expired: bool = False,
-        poll_seconds: float = 0.01,
         stop_when_caught_up: bool = False,
         on_epoch_change: OnEpochChange = "rewind",
         patience_seconds: float | None = 60.0,
@@ -234,9 +227,10 @@ class FollowApi(CallRunner):
         What the handler writes on that connection and the new position commit together, so each event takes effect
         exactly once.
         """
+        names = as_names(topics)
         start_after, epoch = await self._start(topics, after, since, from_end, epoch)
         steps = log_steps.follow(
-            as_names(topics),
+            names,
             start_after=start_after,
             epoch=epoch,
             cursor=cursor,
@@ -244,7 +238,6 @@ class FollowApi(CallRunner):
             batch_size=batch_size,
             max_bytes=max_bytes,
             skip_expired=skip_expired or since is not None,
-            poll_seconds=poll_seconds,
             stop_when_caught_up=stop_when_caught_up,
             in_transaction=True,
             rewind_on_epoch_change=on_epoch_change == "rewind",
@@ -254,17 +247,23 @@ class FollowApi(CallRunner):
             with tracing.consuming(cursor, events):
                 await handler(connection, events)
 
-        async for _ in self._drive(steps, patience_seconds=patience_seconds, handler=traced):
+        async for _ in self._drive(
+            steps, topics=names, cursor=cursor, patience_seconds=patience_seconds, handler=traced
+        ):
             raise AssertionError("a processing follower delivers nothing")
 
     async def _drive(
         self,
         steps: Generator[FollowStep, Any, None],
         *,
+        topics: Sequence[str] | None,
+        cursor: str | None,
         patience_seconds: float | None,
         handler: Handler | None = None,
     ) -> AsyncIterator[DeliverStep]:
         """Carry out the steps of a consumer, and run the log's maintenance between them."""
+        patient = self.with_patience(patience_seconds)
+        waiter = self.watcher.waiter(cursor=cursor, topics=topics)
         outcome: Any = None
         failure: HeadwaterError | None = None
         try:
@@ -286,13 +285,13 @@ class FollowApi(CallRunner):
                     continue
                 try:
                     await self.run_maintenance()
-                    if isinstance(step, WaitStep):
-                        await asyncio.sleep(step.seconds)
+                    if isinstance(step, WaitForGrowthStep):
+                        outcome = await waiter.wait(step.seconds)
                     elif isinstance(step, ApplyStep):
                         assert handler is not None
                         await self._patiently(partial(self._apply, step, handler), patience_seconds)
                     else:
-                        outcome = await self.run(step, patience_seconds=patience_seconds)
+                        outcome = await patient.run(step)
                 except HeadwaterError as error:
                     failure = error
         finally:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from headwater.log.settings import TopicSettings
 
@@ -151,6 +151,33 @@ class LogStateByTopic(NamedTuple):
     bounds: tuple[int, ...]
     topics: frozenset[str]
     held: dict[str, int]
+
+
+class Growth(NamedTuple):
+    """The head, the epoch and the position bounds of all open publishers, and which of some topics have grown."""
+
+    head: int
+    epoch: int
+    bounds: tuple[int, ...]
+    topics: frozenset[str]
+
+
+class WaitKey(NamedTuple):
+    """What a waiter waits for besides the growth of the log."""
+
+    kind: Literal["queue", "cursor"]
+    name: str
+
+
+class WaitedState(NamedTuple):
+    """The state of a queue or cursor for its waiters: they look again if `state` has changed or something is `due`."""
+
+    state: str | None
+    due: bool = False
+    # Seconds until the queue has its next event to hand out again, if known.
+    due_seconds: float | None = None
+    # The topics of its events; None: any topic.
+    topics: Sequence[str] | None = None
 
 
 class ReleaseResult(NamedTuple):

@@ -67,6 +67,7 @@ class PublishApi(CallRunner):
             deliver_at=_due(deliver_at, delay),
         )
         position = await self._run(call, connection)
+        self.watcher.hint()
         if position is not None:
             COUNTERS.add(PUBLISHED, topic)
         return position
@@ -78,6 +79,7 @@ class PublishApi(CallRunner):
         if self._dumps is not None:
             events = list(dumped_events(self._dumps, events))
         positions = await self._run(publishing.publish_batch(topic, tracing.outgoing_batch(events)), connection)
+        self.watcher.hint()
         COUNTERS.add(PUBLISHED, topic, by=len(positions))
         return positions
 

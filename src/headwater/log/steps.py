@@ -22,10 +22,26 @@ from headwater.log.cron import next_time
 from headwater.log.model import CursorState, Event, LogState, MaintenanceResult, ReleaseResult
 from headwater.queue.model import Lease
 
+WakeReason = Literal["growth", "change", "time", "stop"]
+"""Why a wait ended.
+
+growth: the log has grown, or more of it is stable. change: the queue or cursor was changed, or the queue has something
+to hand out again. time: the time has passed. stop: the process is stopping.
+"""
+
 
 @dataclass(frozen=True, slots=True)
-class WaitStep:
-    """Wait this long."""
+class Wake:
+    """The end of a wait: why it ended, and how long it took."""
+
+    reason: WakeReason
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class WaitForGrowthStep:
+    """Wait until the log has grown since the last such step ended, or the consumer's queue or cursor has changed; at
+    most this long. The result is a Wake."""
 
     seconds: float
 
@@ -73,13 +89,12 @@ class HandleResult:
     stop: bool
 
 
-FollowStep = Call[Any] | WaitStep | DeliverStep | ApplyStep | RewindStep
-WorkStep = Call[Any] | WaitStep | HandleStep
+FollowStep = Call[Any] | WaitForGrowthStep | DeliverStep | ApplyStep | RewindStep
+WorkStep = Call[Any] | WaitForGrowthStep | HandleStep
 
 OnEpochChange = Literal["rewind", "error"]
 """What a reader does when positions may have been reassigned: continue from the last common position, or raise."""
 
-MIN_WAIT_SECONDS = 0.001
 # Retention removes at most this many events per maintenance call; if a call reaches it, a process repeats the call for
 # SWEEP_SECONDS and resumes after FURTHER_SWEEPS_AFTER_SECONDS.
 FULL_SWEEP = 50_000
@@ -87,8 +102,12 @@ SWEEP_SECONDS = 2.0
 FURTHER_SWEEPS_AFTER_SECONDS = 5.0
 # A cursor whose topics are silent is still moved after this time, since it would otherwise hold up retention.
 IDLE_SAVE_SECONDS = 30.0
-# How often an idle follower checks whether its cursor was set or the epoch has changed.
+# How often a follower checks whether its cursor was set, while it is woken only by events that are not its own.
 IDLE_LOOK_SECONDS = 0.5
+# A worker whose claim found nothing claims again after this time, and then after four times as long each time, even if
+# it is not woken: the queue may have been locked by other claims.
+MIN_RECLAIM_SECONDS = 0.2
+MAX_RECLAIM_SECONDS = 60.0
 # Above every position: treat all missing events as expected.
 NO_LIMIT = 1 << 62
 
@@ -103,7 +122,6 @@ def follow(
     batch_size: int = 1000,
     max_bytes: int = 16_777_216,
     skip_expired: bool = False,
-    poll_seconds: float = 0.01,
     stop_when_caught_up: bool = False,
     in_transaction: bool = False,
     rewind_on_epoch_change: bool = True,
@@ -128,8 +146,8 @@ def follow(
     gone_to = NO_LIMIT if skip_expired else opened.gone_to
     # The position read so far, and the position saved in the cursor. They differ if the topics had no events.
     after = saved = opened.position
-    wait = MIN_WAIT_SECONDS
     idle_seconds, look_at = 0.0, IDLE_LOOK_SECONDS
+    may_be_set = False
     refused: EpochChanged | None = None
     while True:
         state: LogState = yield log_calls.log_state(topics)
@@ -166,7 +184,6 @@ def follow(
                     # There are no events of these topics up to the stable position: continue from there.
                     after = state.stable
                     break
-                wait = MIN_WAIT_SECONDS
                 idle_seconds, look_at = 0.0, IDLE_LOOK_SECONDS
                 last = events[-1].position
                 if cursor is None:
@@ -186,7 +203,7 @@ def follow(
                     opened = yield from _find_cursor(cursor)
                     after = saved = opened.position
                     gone_to = NO_LIMIT if skip_expired else opened.gone_to
-            if cursor is not None and (stop_when_caught_up or idle_seconds >= look_at):
+            if cursor is not None and (stop_when_caught_up or may_be_set or idle_seconds >= look_at):
                 if after > saved and (stop_when_caught_up or idle_seconds >= IDLE_SAVE_SECONDS):
                     idle_seconds = 0.0
                     with suppress(CursorMoved):
@@ -204,19 +221,11 @@ def follow(
             continue
         if stop_when_caught_up:
             return
-        look_at = max(look_at, idle_seconds + IDLE_LOOK_SECONDS) if cursor is None else look_at
-        # While a publisher is in flight, the stable position may advance without the head. Only if both are equal is it
-        # enough to poll the head.
-        quiet = state.stable >= state.head
-        while True:
-            yield WaitStep(wait)
-            idle_seconds += wait
-            wait = min(wait * 2, poll_seconds)
-            if not quiet or idle_seconds >= look_at:
-                break
-            # Compare with !=, not >: a crash may move the head back.
-            if (yield log_calls.head()) != state.head:
-                break
+        to_save = cursor is not None and after > saved
+        longest = IDLE_SAVE_SECONDS - idle_seconds if to_save else IDLE_SAVE_SECONDS
+        woken: Wake = yield WaitForGrowthStep(max(longest, IDLE_LOOK_SECONDS))
+        idle_seconds += woken.seconds
+        may_be_set = woken.reason != "growth"
 
 
 def _find_cursor(cursor: str) -> Generator[FollowStep, Any, CursorState]:
@@ -234,17 +243,14 @@ def work(
     batch_size: int,
     lease_seconds: float | None = None,
     handler_acks: bool = False,
-    poll_seconds: float = 0.01,
-    look_seconds: float = 0.2,
 ) -> Generator[WorkStep, Any, None]:
-    """The loop of a worker: claim, handle, settle and claim again. The result of a WaitStep is whether to stop.
+    """The loop of a worker: claim, handle, settle and claim again.
 
     `handler_acks`: done events are already acknowledged, in the handler's own transaction.
     """
     lease: Lease | None = None
     outcomes: queue_calls.Outcomes = {}
-    known = -1
-    wait = MIN_WAIT_SECONDS
+    reclaim_seconds = MIN_RECLAIM_SECONDS
     while True:
         try:
             if lease is None:
@@ -265,7 +271,7 @@ def work(
             lease = None
             continue
         if lease is not None:
-            wait = MIN_WAIT_SECONDS
+            reclaim_seconds = MIN_RECLAIM_SECONDS
             handled: HandleResult = yield HandleStep(lease)
             outcomes = handled.outcomes
             if handled.stop:
@@ -274,25 +280,12 @@ def work(
                         yield queue_calls.settle(lease, outcomes, rest_done=not handler_acks, relaxed=True)
                 return
             continue
-        # Wait only if the stable position has not changed since before the last claim.
-        state: LogState = yield log_calls.log_state()
-        if state.stable != known:
-            known = state.stable
-            if (yield WaitStep(0)):
-                return
-            continue
-        waited = 0.0
-        while True:
-            if (yield WaitStep(wait)):
-                return
-            waited += wait
-            wait = min(wait * 2, poll_seconds)
-            # The stable position may advance without the head, and retries become due by time alone.
-            if state.stable < state.head or waited >= look_seconds:
-                break
-            # Compare with !=, not >: a crash may move the head back.
-            if (yield log_calls.head()) != state.head:
-                break
+        # It ends at once if the log has grown since before the claim.
+        woken: Wake = yield WaitForGrowthStep(reclaim_seconds)
+        if woken.reason == "stop":
+            return
+        waited_in_vain = woken.reason == "time"
+        reclaim_seconds = min(reclaim_seconds * 4, MAX_RECLAIM_SECONDS) if waited_in_vain else MIN_RECLAIM_SECONDS
 
 
 @dataclass(slots=True)
@@ -303,6 +296,10 @@ class MaintenanceSchedule:
     cron_schedule_at: float = 0.0
     maintain_at: float = 0.0
     sweep_until: float = 0.0
+
+    def is_due(self, now: float) -> bool:
+        """Whether next_call() has a call."""
+        return now >= min(self.maintain_at, self.release_at, self.cron_schedule_at)
 
     def next_call(self, now: float) -> Call[Any] | None:
         if now >= self.maintain_at:

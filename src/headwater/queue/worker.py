@@ -21,8 +21,18 @@ import math
 import os
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Hashable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Generator,
+    Hashable,
+    Mapping,
+    Sequence,
+)
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -32,10 +42,12 @@ import psycopg
 
 from headwater import aio, client
 from headwater.calls import Call
+from headwater.calls import queues as queue_calls
+from headwater.database.log_watcher import AsyncLogWaiter
 from headwater.errors import HeadwaterError, InvalidRequest, LeaseLost, SchemaMismatch
 from headwater.log.model import Event, NewEvent
 from headwater.log.payload_hooks import Dumps, Loads
-from headwater.log.steps import HandleResult, HandleStep, WaitStep, WorkStep, work
+from headwater.log.steps import HandleResult, HandleStep, WaitForGrowthStep, Wake, WorkStep, work
 from headwater.observability import tracing
 from headwater.observability.counters import COUNTERS
 from headwater.observability.metrics import ERROR, HANDLED, LEASES_LOST, POSITION, QUEUE, WAIT_SECONDS, logger
@@ -384,7 +396,7 @@ class App:
 
     async def run(
         self,
-        dsn: str,
+        log: str | aio.AsyncHeadwater,
         *,
         stop: asyncio.Event | None = None,
         grace_seconds: float = 30.0,
@@ -394,7 +406,11 @@ class App:
         application_name: str = "headwater work",
     ) -> None:
         """Run all workers until `stop` is set. Running handlers then have `grace_seconds` to finish; events that were
-        not started or did not finish return to the queue."""
+        not started or did not finish return to the queue.
+
+        `log`: a DSN, or a handle that the program also uses for other things. Then both wait for the log together, and
+        its pool needs a connection for each transactional handler that runs at a time, and a few more.
+        """
         if not self.workers and not self.subscribers and not self._cron_schedules:
             raise InvalidRequest(
                 "this app has no workers, subscribers or cron schedules",
@@ -410,7 +426,12 @@ class App:
             "dumps": self._dumps,
             "loads": self._loads,
         }
-        async with await aio.connect(dsn, **options) as log:
+        async with AsyncExitStack() as stack:
+            if isinstance(log, str):
+                dsn = log
+                log = await stack.enter_async_context(await aio.connect(dsn, **options))
+            else:
+                dsn = str(log._pool.conninfo)
             for settings in self._cron_schedules:
                 await log.set_cron_schedule(**settings)
             lease_seconds = {one.queue: await prepare_queue(log, one) for one in self.workers}
@@ -516,16 +537,17 @@ class WorkerProcess:
     name: str
     middleware: tuple[Middleware, ...]
     lease_seconds: Mapping[str, float]
-    poll_seconds: float = 0.01
-    look_seconds: float = 0.2
+    # Whether it runs its share of the maintenance, and reaps its queues.
+    maintains: bool = True
     gate: _IsolationGate = field(default_factory=_IsolationGate)
     out_of_time: asyncio.Event = field(default_factory=asyncio.Event)
+    waiters: set[AsyncLogWaiter] = field(default_factory=set)
 
     async def run(self, workers: Sequence[Worker], others: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> None:
         """Run workers and other loops until they end by themselves after `stopping`. An error of one does not end the
         others."""
         async with asyncio.TaskGroup() as tasks:
-            maintenance = tasks.create_task(self._maintain({one.queue for one in workers}))
+            maintenance = tasks.create_task(self._maintain({one.queue for one in workers})) if self.maintains else None
             clock = tasks.create_task(self._count_grace())
             loops = [tasks.create_task(other()) for other in others]
             for one in workers:
@@ -538,16 +560,17 @@ class WorkerProcess:
                         worker=f"{self.name}/{one.name}/{number}",
                         batch_size=one.prefetch,
                         handler_acks=one.transactional,
-                        poll_seconds=self.poll_seconds,
-                        look_seconds=self.look_seconds,
                     )
                     loops.append(tasks.create_task(self._supervise(one, free, steps)))
             await (asyncio.gather(*loops) if loops else self.stopping.wait())
-            maintenance.cancel()
+            if maintenance is not None:
+                maintenance.cancel()
             clock.cancel()
 
     async def _count_grace(self) -> None:
         await self.stopping.wait()
+        for waiter in self.waiters:
+            waiter.wake()
         await asyncio.sleep(self.grace_seconds)
         self.out_of_time.set()
 
@@ -557,11 +580,7 @@ class WorkerProcess:
         # If Postgres rejects a call while it is being cancelled, that error arrives instead of the cancellation.
         while task is not None and not task.cancelling():
             await self.log.run_maintenance()
-            for queue in queues:
-                try:
-                    await self.log.reap(queue)
-                except (HeadwaterError, psycopg.Error) as error:
-                    logger.warning("reaping failed", extra={QUEUE: queue, ERROR: str(error)})
+            await reap_queues(self.log, queues)
             await asyncio.sleep(1.0)
 
     async def _supervise(
@@ -592,6 +611,8 @@ class WorkerProcess:
         """Carry out the steps of one worker loop."""
         outcome: Any = None
         failure: HeadwaterError | None = None
+        waiter = self.log.watcher.waiter(queue=one.queue)
+        self.waiters.add(waiter)
         try:
             while True:
                 try:
@@ -600,8 +621,8 @@ class WorkerProcess:
                     return
                 outcome = failure = None
                 match step:
-                    case WaitStep():
-                        outcome = await self._stops_within(step.seconds)
+                    case WaitForGrowthStep():
+                        outcome = await self._wait_for_growth(waiter, step.seconds)
                     case HandleStep():
                         outcomes = await self._handle(one, free, step.lease)
                         _count(one.queue, step.lease, outcomes)
@@ -614,7 +635,14 @@ class WorkerProcess:
                             logger.warning("lease lost", extra={QUEUE: one.queue, ERROR: error.message})
                             failure = error
         finally:
+            self.waiters.discard(waiter)
             steps.close()
+
+    async def _wait_for_growth(self, waiter: AsyncLogWaiter, seconds: float) -> Wake:
+        if self.stopping.is_set():
+            return Wake("stop", 0.0)
+        woken = await waiter.wait(seconds)
+        return Wake("stop", woken.seconds) if self.stopping.is_set() else woken
 
     async def _stops_within(self, seconds: float) -> bool:
         if seconds and not self.stopping.is_set():
@@ -747,6 +775,20 @@ class WorkerProcess:
             if result is not None:
                 raise _NotDone(result)
         return None
+
+
+async def reap_queues(log: aio.AsyncHeadwater, queues: Collection[str]) -> None:
+    """Return the events of expired leases to those of these queues that have any."""
+    left: list[str] = []
+    try:
+        left = await log._run(queue_calls.queues_to_reap(list(queues)))
+    except (HeadwaterError, psycopg.Error) as error:
+        logger.warning("reaping failed", extra={ERROR: str(error)})
+    for queue in left:
+        try:
+            await log.reap(queue)
+        except (HeadwaterError, psycopg.Error) as error:
+            logger.warning("reaping failed", extra={QUEUE: queue, ERROR: str(error)})
 
 
 def _count(queue: str, lease: Lease, outcomes: Mapping[int, Outcome]) -> None:

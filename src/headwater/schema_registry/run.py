@@ -12,7 +12,6 @@ from headwater.aio import AsyncHeadwater
 from headwater.calls import Call
 from headwater.schema_registry.registry import Change, Steps
 
-PATIENCE_SECONDS: Final = 5.0
 # Comparing large schemas takes a while. Two threads leave the rest of the process its share of the CPU.
 THINKING: Final = ThreadPoolExecutor(2, thread_name_prefix="headwater schemas")
 _DONE: Final = object()
@@ -30,9 +29,9 @@ async def run_steps(
         if step is _DONE:
             return cast(T, result)
         if isinstance(step, Change):
-            outcome = await (log.run(step.call, patience_seconds=PATIENCE_SECONDS) if act is None else act(step.call))
+            outcome = await (log.run(step.call) if act is None else act(step.call))
         else:
-            outcome = await log.run(cast("Call[Any]", step), patience_seconds=PATIENCE_SECONDS)
+            outcome = await log.run(cast("Call[Any]", step))
 
 
 def _next(steps: Steps[T], outcome: Any) -> tuple[Any, T | None]:

@@ -30,13 +30,13 @@ from headwater.bounded_dict import BoundedDict
 from headwater.calls import access as calls
 from headwater.errors import HeadwaterError, InvalidRequest, NotAllowed
 from headwater.observability.metrics import ERROR, logger
+from headwater.servers.options import REQUEST_PATIENCE_SECONDS
 from headwater.supervisor import supervise
 
 SESSION: Final = timedelta(hours=24)
 # How long a verified credential is cached; a revoked one is rejected after at most this time.
 TRUSTED_SECONDS: Final = 5.0
 MAX_CACHED: Final = 10_000
-PATIENCE_SECONDS: Final = 5.0
 
 
 class NotAuthenticated(HeadwaterError):
@@ -93,7 +93,7 @@ class Authenticator:
     """Authenticates the requests of one process. Its only state is a short-lived cache."""
 
     def __init__(self, log: AsyncHeadwater, *, authenticate: bool, passwords: PasswordChecks | None = None) -> None:
-        self._log = log
+        self._log = log.with_patience(REQUEST_PATIENCE_SECONDS)
         # Shared by all protocols of the process.
         self._passwords = passwords or PasswordChecks()
         self._authenticate = authenticate
@@ -121,19 +121,19 @@ class Authenticator:
 
     async def refresh(self) -> None:
         """Read accounts and permissions now."""
-        accounts = await self._log.run(calls.accounts(), patience_seconds=PATIENCE_SECONDS)
-        permissions = await self._log.run(calls.permissions(), patience_seconds=PATIENCE_SECONDS)
+        accounts = await self._log.run(calls.accounts())
+        permissions = await self._log.run(calls.permissions())
         self._policy = AccessPolicy((name for name, administrator in accounts if administrator), permissions)
         await self._revalidate_watched()
 
     async def _revalidate_watched(self) -> None:
         keys = {one.key_hash: one for one in self._watched if one.is_valid and one.key_hash is not None}
         if keys:
-            valid = await self._log.run(calls.valid_keys(list(keys)), patience_seconds=PATIENCE_SECONDS)
+            valid = await self._log.run(calls.valid_keys(list(keys)))
             for hashed, one in keys.items():
                 one.is_valid = hashed in valid
         for one in [one for one in self._watched if one.is_valid and one.key_hash is None]:
-            stored = await self._log.run(calls.find_account(one.account), patience_seconds=PATIENCE_SECONDS)
+            stored = await self._log.run(calls.find_account(one.account))
             one.is_valid = stored == one.verifiers
 
     async def _refresh_forever(self) -> None:
@@ -198,7 +198,7 @@ class Authenticator:
         hashed = access_permissions.hash_api_key(key)
         credential = self._find_cached(hashed)
         if credential is None:
-            account = await self._log.run(calls.account_of_key(hashed), patience_seconds=PATIENCE_SECONDS)
+            account = await self._log.run(calls.account_of_key(hashed))
             if account is None:
                 raise NotAuthenticated("the API key or session is unknown or has expired")
             credential = Credential(account, key_hash=hashed)
@@ -221,12 +221,12 @@ class Authenticator:
         call = calls.create_api_key(
             access_permissions.hash_api_key(key), principal.account, expires_in=SESSION, session=True
         )
-        await self._log.run(call, patience_seconds=PATIENCE_SECONDS)
+        await self._log.run(call)
         return key
 
     async def _verifiers(self, name: str) -> Verifiers:
         try:
-            stored = await self._log.run(calls.find_account(name), patience_seconds=PATIENCE_SECONDS)
+            stored = await self._log.run(calls.find_account(name))
         except InvalidRequest:
             stored = None
         return stored if stored is not None else scram.decoy_verifiers(name, hashlib.sha256(self._secret).digest())

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from typing import Final
 
 from headwater.webhooks.addresses import Network
+
+# How long a request waits for a database that is unavailable.
+REQUEST_PATIENCE_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)

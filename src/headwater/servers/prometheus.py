@@ -158,11 +158,11 @@ async def readiness(log: AsyncHeadwater) -> list[Check]:
 
 async def _check_storage(log: AsyncHeadwater) -> Check:
     """Whether the disk has room. After a call has found the disk full, a probe is written until one succeeds."""
-    if log.is_storage_full:
+    if log.shared.is_storage_full:
         try:
             async with asyncio.timeout(QUERY_SECONDS):
-                await log.run(log_calls.probe_storage(), patience_seconds=0)
-            log.is_storage_full = False
+                await log.with_patience(0).run(log_calls.probe_storage())
+            log.shared.is_storage_full = False
         except (HeadwaterError, psycopg.Error, TimeoutError) as error:
             message = error.message if isinstance(error, HeadwaterError) else str(error)
             return Check("storage", False, message or "the probe was not written in time", "Free or add disk space.")
@@ -171,7 +171,7 @@ async def _check_storage(log: AsyncHeadwater) -> Check:
 
 async def _health(log: AsyncHeadwater) -> tuple[LogHealth, list[LogFault]]:
     async def query() -> tuple[LogHealth, list[LogFault]]:
-        schema.refuse_misfit(await log.run(log_calls.installed(), patience_seconds=0))
+        schema.refuse_misfit(await log.with_patience(0).run(log_calls.installed()))
         health = await log.health()
         return health, await log.run(overview.log_faults()) if health.primary_server else []
 

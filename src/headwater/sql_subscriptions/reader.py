@@ -20,7 +20,6 @@ import asyncio
 import inspect
 import random
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
@@ -37,6 +36,7 @@ from psycopg import AsyncConnection
 from headwater import aio
 from headwater.calls import log as log_calls
 from headwater.calls import subscriptions as subscription_calls
+from headwater.database.log_watcher import AsyncLogWaiter
 from headwater.errors import HeadwaterError, InvalidRequest, ReaderBusy, SchemaMismatch
 from headwater.log.model import Event
 from headwater.observability import tracing
@@ -60,9 +60,8 @@ MAX_HUNG_THREADS: Final = 16
 # Exponential backoff after an error.
 FIRST_PAUSE_SECONDS: Final = 0.05
 MAX_PAUSE_SECONDS: Final = 5.0
-# How often an idle reader polls the head of the log, and how often it reads due retries.
-POLL_SECONDS: Final = 0.01
-LOOK_SECONDS: Final = 0.2
+# How long an idle reader waits at most before it reads again.
+LOOK_SECONDS: Final = 5.0
 # How often a process looks for added subscribers.
 TAKE_UP_SECONDS: Final = 0.5
 # How long saving an outcome may wait for the database before its chunk is dropped and read again.
@@ -365,7 +364,7 @@ class HandlerRunner:
         # Before the outcomes commit: after that, a retry may be read again, and if it still counted as being handled it
         # would be skipped until its next lease expires.
         self.retrying.difference_update(matched.retry_id for matched in batch if matched.retry_id is not None)
-        await self.log.run(call, patience_seconds=PATIENCE_SECONDS)
+        await self.log.run(call)
 
     def _delayed(self, matched: MatchedEvent, outcome: Outcome) -> Outcome:
         """Set the delay of a retry without one from the handler's `retry_delays`."""
@@ -392,7 +391,6 @@ class QueueReader:
     grace_seconds: float
     read_ahead: int
     batch_size: int
-    poll_seconds: float = POLL_SECONDS
     _chunks: deque[EventChunk] = field(default_factory=deque)
     # By subscription id: several handlers may share a subscription.
     _runners: dict[int, list[HandlerRunner]] = field(default_factory=dict)
@@ -403,6 +401,10 @@ class QueueReader:
     _subscribed: bool = False
     _stopped: set[int] = field(default_factory=set)
     _pause: float = FIRST_PAUSE_SECONDS
+    _waiter: AsyncLogWaiter = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._waiter = self.log.watcher.waiter(queue=self.queue)
 
     async def prepare(self) -> None:
         """Create the subscriptions. Raises the error of an invalid filter."""
@@ -410,7 +412,9 @@ class QueueReader:
         for one in self.subscribers:
             runner = self._by_name.get(one.name)
             if runner is None or runner.one != one:
-                runner = self._by_name[one.name] = HandlerRunner(one, self.log, self.reader)
+                runner = self._by_name[one.name] = HandlerRunner(
+                    one, self.log.with_patience(PATIENCE_SECONDS), self.reader
+                )
             if not one.takes_all:
                 call = subscription_calls.subscribe(one.queue, one.filter, one.params, expires_after=one.expires_after)
                 found.setdefault(await self.log.run(call), []).append(runner)
@@ -422,7 +426,11 @@ class QueueReader:
     def change(self, subscribers: Sequence[Subscriber]) -> None:
         """Replace the subscribers; events that were read but are not done are read again."""
         self.subscribers = subscribers
+        self._subscribe_again()
+
+    def _subscribe_again(self) -> None:
         self._subscribed = False
+        self._waiter.wake()
 
     async def run(self) -> None:
         """Read until stopped. Errors are logged, and reading is retried after a pause."""
@@ -469,7 +477,6 @@ class QueueReader:
                 if len(self._chunks) >= self.read_ahead:
                     await self._wait(*self._chunks[0].running)
                     continue
-                head = await self.log.run(log_calls.head(), connection=connection)
                 try:
                     next_position, events = await self._read_next(connection, after)
                 except psycopg.errors.QueryCanceled as error:
@@ -487,7 +494,7 @@ class QueueReader:
                     self._chunks.append(chunk)
                 after = next_position
                 if idle:
-                    await self._wait_for_more(connection, head, stable=after >= head)
+                    await self._wait_for_more()
             await self._finish(connection)
 
     async def _read_next(self, connection: AsyncConnection[Any], after: int | None) -> tuple[int, list[MatchedEvent]]:
@@ -520,25 +527,24 @@ class QueueReader:
                     mine.append(matched._replace(subscription_ids=(subscription_id,)))
         return list(shares.values())
 
-    async def _wait(self, *tasks: asyncio.Task[None], seconds: float = 1.0) -> None:
+    async def _wait(self, *tasks: asyncio.Future[Any], seconds: float = 1.0) -> None:
         stop = asyncio.ensure_future(self.stopping.wait())
         try:
             await asyncio.wait({stop, *tasks}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:
             stop.cancel()
 
-    async def _wait_for_more(self, connection: AsyncConnection[Any], head: int, *, stable: bool) -> None:
-        """Wait until the log has grown, a handler is done, or it is time to look for retries."""
-        look_at = time.monotonic() + LOOK_SECONDS
-        while not self.stopping.is_set() and self._subscribed:
-            await self._wait(*(self._chunks[0].running if self._chunks else ()), seconds=self.poll_seconds)
-            if not stable or time.monotonic() >= look_at:
-                return
-            if self._chunks and all(task.done() for task in self._chunks[0].running):
-                return
-            # Compare with !=, not >: a crash may move the head back.
-            if await self.log.run(log_calls.head(), connection=connection) != head:
-                return
+    async def _wait_for_more(self) -> None:
+        """Wait until the log has grown, the queue has changed or a retry is due, or the first chunk is done."""
+        growth = asyncio.ensure_future(self._waiter.wait(LOOK_SECONDS))
+        try:
+            while not self.stopping.is_set() and self._subscribed and not growth.done():
+                running = {task for task in self._chunks[0].running if not task.done()} if self._chunks else set()
+                if self._chunks and not running:
+                    return
+                await self._wait(growth, *running, seconds=LOOK_SECONDS)
+        finally:
+            growth.cancel()
 
     async def _note_done(self, connection: AsyncConnection[Any], *, release: bool = False) -> None:
         """Save the end of the chunks that all handlers are done with as the queue's position."""
@@ -572,17 +578,18 @@ class QueueReader:
                 )
 
     async def _keep_once(self) -> None:
+        once = self.log.with_patience(0)
         if self._holds:
             hold = subscription_calls.hold_reading(self.queue, reader=self.reader, lease_seconds=LEASE_SECONDS)
-            await self.log.run(hold, patience_seconds=0)
+            await once.run(hold)
         ids = list(self._runners)
-        alive = await self.log.run(subscription_calls.keep_alive(ids), patience_seconds=0)
+        alive = await once.run(subscription_calls.keep_alive(ids))
         if self._subscribed and ids == list(self._runners) and not alive.issuperset(ids):
             logger.warning(
                 "subscription was removed",
                 extra={QUEUE: self.queue, ERROR: f"subscriptions {sorted(set(ids) - alive)}"},
             )
-            self._subscribed = False
+            self._subscribe_again()
         await self._look_for_stopped(ids)
 
     def _keep_seconds(self) -> float:
@@ -592,7 +599,7 @@ class QueueReader:
 
     async def _look_for_stopped(self, ids: Sequence[int]) -> None:
         """Log, once for each, the filters that were stopped because they took too long."""
-        stopped = await self.log.run(subscription_calls.stopped_filters(ids), patience_seconds=0)
+        stopped = await self.log.with_patience(0).run(subscription_calls.stopped_filters(ids))
         for subscription_id, error in stopped.items():
             if subscription_id not in self._stopped:
                 COUNTERS.add(STOPPED_FILTERS, self.queue)
@@ -630,7 +637,6 @@ class SubscriberProcess:
     grace_seconds: float
     read_ahead: int = 10
     batch_size: int = 100
-    poll_seconds: float = POLL_SECONDS
     _readers: dict[str, QueueReader] = field(default_factory=dict)
     _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
@@ -687,7 +693,6 @@ class SubscriberProcess:
                     grace_seconds=self.grace_seconds,
                     read_ahead=self.read_ahead,
                     batch_size=self.batch_size,
-                    poll_seconds=self.poll_seconds,
                 )
             elif list(reader.subscribers) != wanted:
                 reader.change(wanted)

@@ -30,7 +30,7 @@ from headwater.log.model import Event
 from headwater.observability.counters import COUNTERS
 from headwater.observability.metrics import ERROR, QUEUE, WEBHOOK, WEBHOOK_REQUESTS, logger
 from headwater.queue.model import ClaimedEvent, Outcome, Retry, Snooze
-from headwater.queue.worker import Worker, WorkerProcess
+from headwater.queue.worker import Worker, WorkerProcess, reap_queues
 from headwater.sql_subscriptions.reader import QueueReader, Subscriber
 from headwater.supervisor import supervise
 from headwater.webhooks.addresses import Network
@@ -49,9 +49,6 @@ HANDLER: Final = "webhook"
 MAX_DELIVERY_SECONDS: Final = 3600.0
 # How long a webhook waits after its delivery ended with an error.
 RESTART_SECONDS: Final = 5.0
-# Each webhook polls the log; from this number on, each polls less often.
-POLL_SECONDS: Final = 0.05
-SLOWER_POLL_FROM: Final = 10
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +60,6 @@ class _WebhookDelivery:
     sender: Sender
     name: str
     grace_seconds: float
-    poll_seconds: float
     cloud_events_source: str
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     held_until: float = 0.0
@@ -101,8 +97,8 @@ class _WebhookDelivery:
             name=self.name,
             middleware=(),
             lease_seconds={webhook.queue: self.route.lease_seconds},
-            poll_seconds=self.poll_seconds,
-            look_seconds=max(self.poll_seconds, 0.5),
+            # One dispatcher does it for all of its webhooks.
+            maintains=False,
         )
         try:
             await process.run([worker], [])
@@ -131,7 +127,6 @@ class _WebhookDelivery:
             grace_seconds=self.grace_seconds,
             read_ahead=2,
             batch_size=max(100, concurrency),
-            poll_seconds=self.poll_seconds,
         )
 
     async def deliver(self, event: ClaimedEvent) -> Outcome:
@@ -215,6 +210,8 @@ class Dispatcher:
                 self.refresh({one.webhook.id: one for one in routes})
             except (HeadwaterError, psycopg.Error) as error:
                 logger.warning("the list of webhooks could not be read", extra={ERROR: str(error)})
+            await self.log.run_maintenance()
+            await reap_queues(self.log, [delivery.route.webhook.queue for delivery, _ in self.running.values()])
             await asyncio.sleep(self.refresh_seconds)
 
     def refresh(self, wanted: Mapping[int, WebhookRoute]) -> None:
@@ -245,7 +242,6 @@ class Dispatcher:
                     sender=Sender(one.webhook, allowed=self.allowed, tls=self.tls),
                     name=self.name,
                     grace_seconds=self.grace_seconds,
-                    poll_seconds=POLL_SECONDS * max(1.0, len(wanted) / SLOWER_POLL_FROM),
                     cloud_events_source=self.cloud_events_source,
                 )
                 self.running[one.webhook.id] = (route, asyncio.create_task(route.run()))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 import time
@@ -12,6 +13,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from types import TracebackType
@@ -27,6 +29,7 @@ from headwater.calls import reading as reading_calls
 from headwater.database import schema
 from headwater.database.caller_connection import CallCursor, CallerConnection, driver_connection
 from headwater.database.driver_errors import translate_error
+from headwater.database.log_watcher import LogWatcher
 from headwater.errors import Deadlocked, HeadwaterError, InvalidRequest, LogUnavailable, StorageFull
 from headwater.log.payload_hooks import Dumps
 from headwater.log.steps import MaintenanceSchedule
@@ -40,6 +43,8 @@ Topics = str | Sequence[str] | None
 
 # How often a running program checks that the schema is not newer than itself.
 LOOK_SECONDS = 30.0
+# How long a handle retries a lost connection, unless it is made with another patience.
+DEFAULT_PATIENCE_SECONDS = 60.0
 # Connect timeout of connections outside the pool.
 CONNECT_SECONDS = 10
 # How often a call is attempted that Postgres aborts because of a deadlock, for example with an upgrade of the tables.
@@ -70,10 +75,24 @@ def prepare_session(connection: PooledConnection) -> None:
     )
 
 
+@dataclass(slots=True)
+class SharedState:
+    """What all handles of a pool share."""
+
+    maintenance: MaintenanceSchedule = field(default_factory=MaintenanceSchedule)
+    # Set when a call found the disk full. The readiness check then tests whether it still is.
+    is_storage_full: bool = False
+    # When to check again that the schema is not newer than this program.
+    look_at: float = field(default_factory=lambda: time.monotonic() + LOOK_SECONDS)
+
+
 class CallRunner:
     """Connections, transactions and calls.
 
     Runs calls on a pool of connections. The base class of all parts of the API.
+
+    `run` repeats a call while the database is unavailable, for the handle's `patience_seconds`. Methods such as
+    publish() attempt their call once, since a repeated call may have been carried out before.
     """
 
     # Encodes payloads instead of the default encoding.
@@ -81,12 +100,19 @@ class CallRunner:
 
     def __init__(self, pool: ConnectionPool[PooledConnection]) -> None:
         self._pool = pool
-        self._maintenance = MaintenanceSchedule()
-        # Set when a call found the disk full. The readiness check then tests whether it still is.
-        self.is_storage_full = False
-        self._look_at = time.monotonic() + LOOK_SECONDS
+        self.patience_seconds: float | None = DEFAULT_PATIENCE_SECONDS
+        self.shared = SharedState()
+        # One for all handles of the pool.
+        self.watcher = LogWatcher(self._run, self.run_maintenance, self.shared.maintenance)
+
+    def with_patience(self, seconds: float | None) -> Self:
+        """A handle of the same connections whose `run` retries a lost connection for this long; None: without end."""
+        handle = copy.copy(self)
+        handle.patience_seconds = seconds
+        return handle
 
     def close(self) -> None:
+        self.watcher.stop()
         self._pool.close()
 
     def __enter__(self) -> Self:
@@ -143,7 +169,7 @@ class CallRunner:
             raise LogUnavailable(f"no connection to Postgres: {error}".strip()) from error
 
     def _run(self, call: Call[T], connection: CallerConnection | None = None, *, tries: int = MAX_DEADLOCK_TRIES) -> T:
-        if time.monotonic() > self._look_at:
+        if time.monotonic() > self.shared.look_at:
             self._refuse_newer(connection)
         if connection is not None:
             with CallCursor(driver_connection(connection)) as cursor:
@@ -172,31 +198,25 @@ class CallRunner:
         try:
             return rows_of(cursor, call)
         except StorageFull:
-            self.is_storage_full = True
+            self.shared.is_storage_full = True
             raise
 
     def _refuse_newer(self, connection: CallerConnection | None) -> None:
         # Other calls need not check meanwhile, and this call must not.
-        self._look_at, looked = math.inf, 0.0
+        self.shared.look_at, looked = math.inf, 0.0
         try:
             schema.refuse_newer(self._run(log_calls.installed(), connection))
             looked = time.monotonic() + LOOK_SECONDS
         finally:
             # After an error, the next call checks again.
-            self._look_at = looked
+            self.shared.look_at = looked
 
-    def run(
-        self,
-        call: Call[T],
-        *,
-        patience_seconds: float | None = 60.0,
-        connection: CallerConnection | None = None,
-    ) -> T:
-        """Run a call. A lost database connection is retried for up to `patience_seconds`; with `connection`, it is
-        not."""
+    def run(self, call: Call[T], *, connection: CallerConnection | None = None) -> T:
+        """Run a call. A lost database connection is retried for up to the handle's `patience_seconds`; with
+        `connection`, it is not."""
         if connection is not None:
             return self._run(call, connection)
-        return self._patiently(partial(self._run, call), patience_seconds)
+        return self._patiently(partial(self._run, call), self.patience_seconds)
 
     def _start(
         self, topics: Topics, after: int | None, since: datetime | None, from_end: bool, epoch: int | None = None
@@ -231,14 +251,14 @@ class CallRunner:
 
     def run_maintenance(self) -> None:
         """Run this process's share of the log's maintenance when it is due. Consumers do this automatically."""
-        call = self._maintenance.next_call(time.monotonic())
+        call = self.shared.maintenance.next_call(time.monotonic())
         if call is None:
             return
         due = [call]
         try:
             while due:
                 answer = self._run(due.pop(0))
-                due += self._maintenance.handle_result(answer, time.monotonic(), datetime.now(UTC))
+                due += self.shared.maintenance.handle_result(answer, time.monotonic(), datetime.now(UTC))
         except (HeadwaterError, psycopg.Error) as error:
             # Any other process can run the maintenance.
             logger.warning("maintenance failed", extra={ERROR: str(error)})

@@ -23,18 +23,22 @@ from headwater.eventstore.recent_events import MAX_BYTES, RecentEvents
 
 BATCH_SIZE = 1000
 MIN_WAIT_SECONDS = 0.001
+MAX_WAIT_SECONDS = 0.01
 
 StoreEvents = list[StoreEvent]
 # Reads after a position: the position, the maximal number of events, and the epoch of the position.
 ReadAfter = Callable[[int, int, int], StoreEvents]
+# Waits until the log has grown since the last such wait, at most this many seconds.
+WaitForGrowth = Callable[[float], object]
 
 
 class LiveReader:
     """The most recent events of one event store, shared by all its subscribers in this process."""
 
-    def __init__(self, read_after: ReadAfter, *, poll_seconds: float = 0.01) -> None:
+    def __init__(self, read_after: ReadAfter, wait_for_growth: WaitForGrowth | None = None) -> None:
         self._read_after = read_after
-        self._poll_seconds = poll_seconds
+        # None: there is no watcher, so it polls.
+        self._wait_for_growth = wait_for_growth
         self._tail: RecentEvents | None = None
         self._leader = LeaderLock()
 
@@ -107,5 +111,8 @@ class LiveReader:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 return
+            if self._wait_for_growth is not None:
+                self._wait_for_growth(remaining)
+                continue
             time.sleep(min(wait, remaining))
-            wait = min(wait * 2, self._poll_seconds)
+            wait = min(wait * 2, MAX_WAIT_SECONDS)

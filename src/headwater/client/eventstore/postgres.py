@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import (
     Callable,
     Mapping,
@@ -20,7 +19,7 @@ from headwater.calls import reading as reading_calls
 from headwater.calls import store as store_calls
 from headwater.client.database.connection import CallRunner
 from headwater.client.eventstore.group_commit import AppendResults, new_event_ids
-from headwater.client.eventstore.live_reader import StoreEvents
+from headwater.client.eventstore.live_reader import StoreEvents, WaitForGrowth
 from headwater.client.eventstore.subscribe import StoreHandler, StoreSubscriptions
 from headwater.database.caller_connection import CallerConnection
 from headwater.errors import InvalidRequest, QueueNotFound
@@ -47,20 +46,15 @@ from headwater.observability.metrics import APPENDS
 from headwater.queue.model import Binding, DeadLetter
 
 T = TypeVar("T")
-# How long a reader that found nothing polls only the head of the log.
-QUIET_SECONDS = 0.5
 
 
 class EventStore(StoreSubscriptions):
     """An event store of the log. All its users in this process share one group commit and one live reader."""
 
     def __init__(self, log: CallRunner, topic: str) -> None:
-        super().__init__(topic, overlaps=True)
         self._log = log
+        super().__init__(topic, overlaps=True)
         self._pipelined = PipelinedConnection(log._run, log._pool)
-        # The last empty read: the position read after, its epoch, the head of the log, and until when the head alone is
-        # compared. After a crash, the head may be the same in another epoch.
-        self._quiet: tuple[int, int, int, float] | None = None
         # Used only by the leader of the group commit.
         self._conflicts = ConflictCache()
 
@@ -287,18 +281,12 @@ class EventStore(StoreSubscriptions):
         return [AppendResult(positions_of, False, None, None) for positions_of in positions]
 
     def _read_after(self, position: int, batch_size: int, epoch: int) -> StoreEvents:
-        quiet, self._quiet = self._quiet, None
-        is_known = quiet is not None and quiet[:2] == (position, epoch) and time.monotonic() < quiet[3]
-        if quiet is not None and is_known and quiet[2] == self._log._run(log_calls.head()):
-            self._quiet = quiet
-            return []
-        # While a publisher is in flight, events may appear without the head moving.
-        state = self._log._run(log_calls.log_state([self.topic]))
+        # The epoch is checked by the read.
         call = store_calls.read_matching(self.topic, after=position, batch_size=batch_size, epoch=epoch)
-        events = list((self._log._run(call)).events)
-        if not events and state.stable >= state.head and state.epoch == epoch:
-            self._quiet = (position, epoch, state.head, time.monotonic() + QUIET_SECONDS)
-        return events
+        return list((self._log._run(call)).events)
+
+    def _growth(self, queue: str | None) -> WaitForGrowth:
+        return self._log.watcher.waiter(queue=queue, topics=[self.topic]).wait
 
     def _end(self) -> tuple[int, int]:
         return self._log._run(store_calls.event_store_end(self.topic))

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from headwater.calls.store import EncodedAppend
 from headwater.client.eventstore.group_commit import AppendResults, GroupCommit
-from headwater.client.eventstore.live_reader import LiveReader, StoreEvents
+from headwater.client.eventstore.live_reader import LiveReader, StoreEvents, WaitForGrowth
 from headwater.errors import CursorMoved, EpochChanged, InvalidRequest, LeaseLost, epoch_changed_error
 from headwater.eventstore.limits import check_competitor
 from headwater.eventstore.query import EVERYTHING, Query, StoreEvent, StoreLease, StorePage, check_positions
@@ -36,8 +36,9 @@ StoreHandler = Callable[[Any, Sequence[StoreEvent]], None]
 # How long a subscriber waits for live events before it checks its cursor and runs maintenance.
 LIVE_SECONDS = 0.5
 IDLE_SAVE_SECONDS = 30.0
-# The first wait of a competing consumer without events, and how often it reaps expired leases.
+# The waits of a competing consumer without events, if nothing watches the log, and how often it reaps expired leases.
 MIN_WAIT_SECONDS = 0.001
+MAX_WAIT_SECONDS = 0.05
 REAP_SECONDS = 1.0
 
 
@@ -47,11 +48,15 @@ class StoreSubscriptions(ABC):
     def __init__(self, topic: str, *, overlaps: bool = False) -> None:
         self.topic = topic
         self._group_commit = GroupCommit(self._send, overlaps=overlaps)
-        self._live_reader = LiveReader(self._read_after)
+        self._live_reader = LiveReader(self._read_after, self._growth(None))
 
     @abstractmethod
     def _send(self, appends: Sequence[EncodedAppend]) -> AppendResults:
         """Append a group in one transaction."""
+
+    def _growth(self, queue: str | None) -> WaitForGrowth | None:
+        """Waits until the log has grown, or this queue has changed. None: nothing watches the log, so poll."""
+        return None
 
     @abstractmethod
     def _read_after(self, position: int, batch_size: int, epoch: int) -> StoreEvents:
@@ -337,7 +342,6 @@ class StoreSubscriptions(ABC):
         batch_size: int = 100,
         lease_seconds: float | None = None,
         stop_when_caught_up: bool = False,
-        poll_seconds: float = 0.05,
     ) -> Iterator[Sequence[StoreEvent]]:
         """Yield batches of matching events, each delivered to one of all consumers that compete in the queue. A missing
         queue is created.
@@ -349,6 +353,7 @@ class StoreSubscriptions(ABC):
         """
         check_competitor(queue, worker, batch_size, lease_seconds)
         self._open_queue(queue)
+        wait_for_growth = self._growth(queue)
         wait = MIN_WAIT_SECONDS
         reap_at = time.monotonic()
         while True:
@@ -361,8 +366,11 @@ class StoreSubscriptions(ABC):
             if lease is None:
                 if stop_when_caught_up:
                     return
+                if wait_for_growth is not None:
+                    wait_for_growth(REAP_SECONDS)
+                    continue
                 time.sleep(wait)
-                wait = min(wait * 2, poll_seconds)
+                wait = min(wait * 2, MAX_WAIT_SECONDS)
                 continue
             wait = MIN_WAIT_SECONDS
             events = [event for event in lease.events if query.matches(event)]

@@ -175,7 +175,6 @@ class SubscriptionApi(CallRunner):
         reader: str | None = None,
         batch_size: int = 100,
         lease_seconds: float = 60.0,
-        poll_seconds: float = 0.05,
         patience_seconds: float | None = 60.0,
     ) -> Iterator[Event]:
         """Subscribe a queue and read for it: yields every event that matches the filter, without end.
@@ -191,6 +190,7 @@ class SubscriptionApi(CallRunner):
         wanted = self.subscribe(
             queue, filter, params, expires_after=expires_after, from_position=from_position, topics=topics
         )
+        waiter = self.watcher.waiter(queue=queue)
         lost_at: float | None = None
         while True:
             try:
@@ -225,7 +225,7 @@ class SubscriptionApi(CallRunner):
                                     done_to = matched.event.position
                             after = reading.next_position
                             if idle:
-                                time.sleep(poll_seconds)
+                                waiter.wait(max(0.0, min(keep_at - time.monotonic(), NOTE_SECONDS)))
                             else:
                                 done_to = after
                     finally:

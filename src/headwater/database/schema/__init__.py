@@ -43,6 +43,7 @@ FUNCTION_FILES = (
     "filter.sql",
     "subscription.sql",
     "subscription_retry.sql",
+    "waiting.sql",
     "watch.sql",
     "pipeline.sql",
     "pipeline_run.sql",

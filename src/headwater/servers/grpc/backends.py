@@ -72,7 +72,7 @@ class PostgresBackend(Backend):
         await self.log.create_store(name, if_missing=if_missing)
 
     async def stores(self) -> list[str]:
-        return await self.log._run(store_calls.event_stores())
+        return await self.log.run(store_calls.event_stores())
 
     async def redrive(self, name: str, queue: str, positions: Sequence[int] | None, account: str | None) -> int:
         store = await self.store(name)
@@ -82,7 +82,7 @@ class PostgresBackend(Backend):
         return count
 
     async def ping(self) -> None:
-        await self.log._run(log_calls.head())
+        await self.log.run(log_calls.head())
 
     async def close(self) -> None:
         await self.names.close()

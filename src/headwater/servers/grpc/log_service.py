@@ -48,7 +48,7 @@ class LogService:
     async def read(self, request: pb.ReadRequest, call: GrpcCall) -> pb.ReadResponse:
         for topic in request.topics or ("*",):
             call.require("read", "topic", topic)
-        epoch = request.epoch or await self._log._run(log_calls.current_epoch())
+        epoch = request.epoch or await self._log.run(log_calls.current_epoch())
         events = await self._log.read(
             list(request.topics) or None,
             after=request.after,
@@ -86,15 +86,15 @@ class LogService:
 
     async def open_cursor(self, request: pb.OpenCursorRequest, call: GrpcCall) -> pb.OpenCursorResponse:
         call.require("read", "consumer", request.cursor)
-        start_after, epoch = await self._log._run(log_calls.resume(request.epoch or None, request.start_after))
-        opened = await self._log._run(
+        start_after, epoch = await self._log.run(log_calls.resume(request.epoch or None, request.start_after))
+        opened = await self._log.run(
             reading_calls.open_cursor(request.cursor, topics=list(request.topics) or None, start_after=start_after)
         )
         return pb.OpenCursorResponse(position=opened.position, epoch=epoch)
 
     async def advance_cursor(self, request: pb.AdvanceCursorRequest, call: GrpcCall) -> pb.AdvanceCursorResponse:
         call.require("read", "consumer", request.cursor)
-        await self._log._run(
+        await self._log.run(
             reading_calls.advance_cursor(
                 request.cursor,
                 from_position=request.from_position,

@@ -81,13 +81,13 @@ class OrisunAdmin:
         verifiers = await asyncio.to_thread(scram.verifiers, request.password, os.urandom(16))
         details = {"roles": list(request.roles)}
         async with log.audited(call.principal.account, "account.create", request.username, details) as connection:
-            if not await log._run(calls.account_is_free(request.username), connection):
+            if not await log.run(calls.account_is_free(request.username), connection=connection):
                 raise AccountExists(f'user "{request.username}" already exists')
             made = calls.set_account(request.username, verifiers, administrator=ADMIN in request.roles)
-            await log._run(made, connection)
+            await log.run(made, connection=connection)
             if OPERATIONS in request.roles:
                 for permission in OPERATIONS_PERMISSIONS:
-                    await log._run(calls.allow(Permission(request.username, *permission)), connection)
+                    await log.run(calls.allow(Permission(request.username, *permission)), connection=connection)
         await self._refresh()
         (user,) = [one for one in await _users(log) if one.user_id == request.username]
         return pb.CreateUserResponse(user=user)
@@ -99,7 +99,7 @@ class OrisunAdmin:
         if request.user_id == call.principal.account:
             raise PreconditionFailed("users cannot delete their own account")
         async with log.audited(call.principal.account, "account.delete", request.user_id, {}) as connection:
-            if not await log._run(calls.delete_account(request.user_id), connection):
+            if not await log.run(calls.delete_account(request.user_id), connection=connection):
                 raise _no_user(request.user_id)
         await self._refresh()
         return pb.DeleteUserResponse(success=True)
@@ -167,16 +167,16 @@ class OrisunAdmin:
 
 
 async def _password_matches(log: AsyncHeadwater, name: str, password: str) -> bool:
-    kept = await log._run(calls.find_account(name))
+    kept = await log.run(calls.find_account(name))
     known = kept if kept is not None else scram.decoy_verifiers(name, b"")
     return await asyncio.to_thread(scram.verify_password, password, known)
 
 
 async def _users(log: AsyncHeadwater) -> list[pb.AdminUser]:
-    accounts = await log._run(calls.accounts())
-    times = await log._run(calls.account_times())
+    accounts = await log.run(calls.accounts())
+    times = await log.run(calls.account_times())
     given: dict[str, set[tuple[str, str, str]]] = {}
-    for one in await log._run(calls.permissions()):
+    for one in await log.run(calls.permissions()):
         if not one.prefix:
             given.setdefault(one.account, set()).add((one.action, one.kind, one.name))
     return [_user(name, administrator, given.get(name, set()), times.get(name)) for name, administrator in accounts]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from datetime import UTC, datetime
 from typing import Final
@@ -17,8 +16,8 @@ from headwater.servers.grpc.interceptor import GrpcCall
 from headwater.setting_definitions import definitions
 
 MAX_WAIT_SECONDS: Final = 60.0
-MIN_POLL_SECONDS: Final = 0.005
-MAX_POLL_SECONDS: Final = 0.1
+# How long a waiting claim waits at most before it claims again, whether or not it was woken.
+MAX_CLAIM_WAIT_SECONDS: Final = 1.0
 REAP_SECONDS: Final = 1.0
 
 
@@ -49,9 +48,9 @@ class QueueService:
         call.require("read", "consumer", request.queue)
         _check_claim(request)
         deadline = time.monotonic() + request.wait_seconds
-        wait = MIN_POLL_SECONDS
+        waiter = self._log.watcher.waiter(queue=request.queue)
+        await self._run_maintenance(request.queue)
         while True:
-            await self._run_maintenance(request.queue)
             lease = await self._log.claim(
                 request.queue,
                 worker=request.worker,
@@ -61,8 +60,7 @@ class QueueService:
             left = deadline - time.monotonic()
             if lease is not None or left <= 0:
                 return pb.ClaimResponse(lease=None if lease is None else convert.lease_message(lease))
-            await asyncio.sleep(min(wait, left))
-            wait = min(wait * 2, MAX_POLL_SECONDS)
+            await waiter.wait(min(left, MAX_CLAIM_WAIT_SECONDS))
 
     async def settle(self, request: pb.SettleRequest, call: GrpcCall) -> pb.SettleResponse:
         call.require("read", "consumer", request.queue)

@@ -56,6 +56,8 @@ async def serving(
     log: AsyncHeadwater, options: ServerOptions, *, passwords: PasswordChecks | None = None
 ) -> AsyncIterator[RunningServer]:
     """Serve a log until the block is left."""
+    # A client of gRPC repeats its calls by itself, within its deadline.
+    log = log.with_patience(0)
     authenticator = Authenticator(log, authenticate=options.authenticate, passwords=passwords)
     async with authenticator.keep_current():
         backend = PostgresBackend(log)

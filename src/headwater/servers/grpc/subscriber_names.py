@@ -101,7 +101,7 @@ class SharedSubscriberNames(SubscriberNames):
                 self._stack = stack
                 self._watch = self._watch or supervise("grpc subscriber names", self._watch_session)
             try:
-                return await self._log._run(call, self._connection)
+                return await self._log.run(call, connection=self._connection)
             except LogUnavailable:
                 await self._end_holders()
                 raise
@@ -114,7 +114,7 @@ class SharedSubscriberNames(SubscriberNames):
             try:
                 async with self._lock:
                     if self._connection is not None:
-                        await self._log._run(log_calls.head(), self._connection)
+                        await self._log.run(log_calls.head(), connection=self._connection)
             except HeadwaterError as error:
                 logger.warning("session with subscriber names lost", extra={ERROR: error.message})
                 await self._end_holders()

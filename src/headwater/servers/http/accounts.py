@@ -49,7 +49,7 @@ async def me(request: Request) -> Response:
     accounts = await _accounts(request)
     given = [
         one._asdict()
-        for one in await context.log.run(calls.permissions(), patience_seconds=5)
+        for one in await context.log.run(calls.permissions())
         if one.account in (principal.account, access_permissions.ALL_ACCOUNTS)
     ]
     administrator = accounts.get(principal.account or "", False)
@@ -95,7 +95,7 @@ async def sign_out(request: Request) -> Response:
     if key is not None and context.options.authenticate:
         principal = await context.authenticator.by_key(key)
         call = calls.delete_api_key(principal.account or "", access_permissions.hash_api_key(key).hex())
-        await context.log.run(call, patience_seconds=5)
+        await context.log.run(call)
         context.authenticator.forget(access_permissions.hash_api_key(key).hex())
     response = json_response({"deleted": key is not None})
     response.delete_cookie(SESSION_COOKIE, path="/")
@@ -108,8 +108,8 @@ async def sign_out(request: Request) -> Response:
 async def list_accounts(request: Request) -> Response:
     """List the accounts and their permissions."""
     log = context_of(request).log
-    accounts = await log.run(calls.accounts(), patience_seconds=5)
-    permissions = await log.run(calls.permissions(), patience_seconds=5)
+    accounts = await log.run(calls.accounts())
+    permissions = await log.run(calls.permissions())
     return json_response(
         {
             "accounts": [{"name": name, "administrator": administrator} for name, administrator in accounts],
@@ -149,7 +149,7 @@ async def create_account(request: Request, body: AccountCreate) -> Response:
 async def change_account(request: Request, name: Account, body: AccountUpdate) -> Response:
     """Change the password of an account, or whether it is an administrator. Its sessions end."""
     log = context_of(request).log
-    stored = await log.run(calls.find_account(name), patience_seconds=5)
+    stored = await log.run(calls.find_account(name))
     if stored is None:
         raise _no_account(name)
     if body.password is not None:
@@ -189,7 +189,7 @@ async def delete_account(request: Request, name: Account) -> Response:
 async def allow(request: Request, name: Account, body: PermissionCreate) -> Response:
     """Grant a permission to an account. Everything that is not granted is denied."""
     log = context_of(request).log
-    if name != access_permissions.ALL_ACCOUNTS and await log.run(calls.find_account(name), patience_seconds=5) is None:
+    if name != access_permissions.ALL_ACCOUNTS and await log.run(calls.find_account(name)) is None:
         raise _no_account(name)
     permission = Permission(name, body.action, body.kind, body.name, body.prefix)
     async with log.audited(principal_of(request).account, "account.allow", name, body.model_dump()) as connection:
@@ -230,7 +230,7 @@ async def disallow(
 )
 async def list_keys(request: Request, name: Account) -> Response:
     """List the API keys of an account, by their hashes."""
-    found = await context_of(request).log.run(calls.api_keys(name), patience_seconds=5)
+    found = await context_of(request).log.run(calls.api_keys(name))
     return json_response({"keys": [{k: v for k, v in one._asdict().items() if k != "account"} for one in found]})
 
 
@@ -244,7 +244,7 @@ async def list_keys(request: Request, name: Account) -> Response:
 async def create_key(request: Request, name: Account, body: ApiKeyCreate) -> Response:
     """Create an API key. The key is shown only in this response."""
     log = context_of(request).log
-    if await log.run(calls.find_account(name), patience_seconds=5) is None:
+    if await log.run(calls.find_account(name)) is None:
         raise _no_account(name)
     key = access_permissions.encode_api_key(os.urandom(32))
     hashed = access_permissions.hash_api_key(key)
@@ -275,7 +275,7 @@ async def delete_key(
 
 async def _accounts(request: Request) -> dict[str, bool]:
     """Every account, and whether it is an administrator."""
-    found = await context_of(request).log.run(calls.accounts(), patience_seconds=5)
+    found = await context_of(request).log.run(calls.accounts())
     return dict(found)
 
 

@@ -215,16 +215,16 @@ async def _page(
     selection = selection_of(request, names, type, key)
     skip_expired = after is None
     if since is not None:
-        after = max(after or 0, await log.run(reading_calls.position_before(names, since), patience_seconds=5))
+        after = max(after or 0, await log.run(reading_calls.position_before(names, since)))
     if until is not None:
-        last = await log.run(reading_calls.position_before(names, until), patience_seconds=5)
+        last = await log.run(reading_calls.position_before(names, until))
         before = last + 1 if before is None else min(before, last + 1)
-    state = await log.run(log_calls.log_state(names), patience_seconds=5)
+    state = await log.run(log_calls.log_state(names))
     stable = state.stable
     if (epoch is not None and epoch != state.epoch) or (after or 0) > state.head:
         # Raises an error if the position never existed; else finds the last position that both epochs share.
         requested = (after or 0) if order == "asc" or before is None else before - 1
-        common, _ = await log.run(log_calls.resume(epoch, requested), patience_seconds=5)
+        common, _ = await log.run(log_calls.resume(epoch, requested))
         if epoch is not None and epoch != state.epoch:
             raise epoch_changed_error(epoch, requested, state.epoch, common)
     low, high = after or 0, stable + 1 if before is None else min(before, stable + 1)
@@ -245,7 +245,7 @@ async def _page(
             if order == "asc"
             else reading_calls.read_backwards(names, before=high, batch_size=size, max_bytes=BATCH_BYTES)
         )
-        events = await log.run(call, patience_seconds=5) if high > low + 1 else []
+        events = await log.run(call) if high > low + 1 else []
         ended = not events
         examined += len(events) + 1
         for event in events:
@@ -260,7 +260,7 @@ async def _page(
                 found.append(event)
                 if len(found) == limit:
                     break
-    if order == "desc" and (present := await log.run(log_calls.current_epoch(), patience_seconds=5)) != state.epoch:
+    if order == "desc" and (present := await log.run(log_calls.current_epoch())) != state.epoch:
         raise epoch_changed_error(state.epoch, high - 1, present, low)
     next_page = None
     if not ended:
@@ -288,8 +288,8 @@ async def _page(
 async def show_event(request: Request, position: Annotated[int, Path(ge=1, le=MAX_POSITION)]) -> Response:
     """Show the event at a position."""
     log = context_of(request).log
-    for event in await log.run(overview.events_at([position]), patience_seconds=5):
-        stable = (await log.run(log_calls.log_state([event.topic]), patience_seconds=5)).stable
+    for event in await log.run(overview.events_at([position])):
+        stable = (await log.run(log_calls.log_state([event.topic]))).stable
         if position <= stable and principal_of(request).may("read", "topic", event.topic):
             if cloud_events.accepts(request, EVENT_TYPE):
                 return cloud_events.event_response(event, context_of(request).options.cloud_events_source)

@@ -61,9 +61,9 @@ def _group_json(one: KafkaGroupOverview) -> dict[str, Any]:
 async def show_overview(request: Request) -> Response:
     """An overview of the log and its consumers."""
     log = context_of(request).log
-    state = await log.run(log_calls.log_state(), patience_seconds=5)
-    publishers = await log.run(log_calls.publishers_in_flight(), patience_seconds=5)
-    size = await log.run(overview.log_size(), patience_seconds=5)
+    state = await log.run(log_calls.log_state())
+    publishers = await log.run(log_calls.publishers_in_flight())
+    size = await log.run(overview.log_size())
     oldest = publishers[0] if publishers else None
     publish_rate: PublishRate = request.app.state.publish_rate
     return json_response(
@@ -74,15 +74,13 @@ async def show_overview(request: Request) -> Response:
             "oldest_publisher": None
             if oldest is None
             else {"pid": oldest.pid, "age_seconds": None if oldest.age is None else oldest.age.total_seconds()},
-            "topics": await log.run(overview.topic_count(), patience_seconds=5),
+            "topics": await log.run(overview.topic_count()),
             "events_estimate": size.events_estimate,
             "rates": {"published_per_s": publish_rate.update(state.head, time.monotonic())},
-            "queues": [asdict(one) for one in await log.run(overview.queue_lags(), patience_seconds=5)],
+            "queues": [asdict(one) for one in await log.run(overview.queue_lags())],
             "cursors": [cursor_json(one) for one in await log.cursors()],
-            "pipelines": [asdict(one) for one in await log.run(pipeline_runs.pipeline_statuses(), patience_seconds=5)],
-            "kafka_groups": [
-                _group_json(one) for one in await log.run(overview.kafka_group_overview(), patience_seconds=5)
-            ],
+            "pipelines": [asdict(one) for one in await log.run(pipeline_runs.pipeline_statuses())],
+            "kafka_groups": [_group_json(one) for one in await log.run(overview.kafka_group_overview())],
             "segments": size.segments,
             "bytes": size.bytes,
             "retention": {"oldest": size.oldest},
@@ -99,7 +97,7 @@ async def show_overview(request: Request) -> Response:
 )
 async def list_pipelines(request: Request) -> Response:
     """List the pipelines that have run, with their state."""
-    found = await context_of(request).log.run(pipeline_runs.pipeline_statuses(), patience_seconds=5)
+    found = await context_of(request).log.run(pipeline_runs.pipeline_statuses())
     return json_response({"pipelines": [asdict(one) for one in found]})
 
 
@@ -123,12 +121,12 @@ async def show_pipeline(request: Request, name: PipelineName) -> Response:
 async def list_batches(request: Request, name: PipelineName) -> Response:
     """List the last 20 batches and failed attempts of a pipeline, newest first."""
     await _pipeline(request, name)
-    found = await context_of(request).log.run(pipeline_runs.pipeline_batches(name), patience_seconds=5)
+    found = await context_of(request).log.run(pipeline_runs.pipeline_batches(name))
     return json_response({"batches": [{**asdict(one), "seconds": (one.details or {}).get("seconds")} for one in found]})
 
 
 async def _pipeline(request: Request, name: str) -> PipelineStatus:
-    for one in await context_of(request).log.run(pipeline_runs.pipeline_statuses(), patience_seconds=5):
+    for one in await context_of(request).log.run(pipeline_runs.pipeline_statuses()):
         if one.name == name:
             return one
     raise PipelineNotFound(f'no pipeline "{name}" has run on this log', hint="See GET /v1/pipelines.")
@@ -143,7 +141,7 @@ async def _pipeline(request: Request, name: str) -> PipelineStatus:
 async def list_kafka_groups(request: Request) -> Response:
     """List the Kafka consumer groups with their lag."""
     principal = principal_of(request)
-    found = await context_of(request).log.run(overview.kafka_group_overview(), patience_seconds=5)
+    found = await context_of(request).log.run(overview.kafka_group_overview())
     return json_response(
         {"groups": [_group_json(one) for one in found if principal.may("describe", "consumer", one.name)]}
     )
@@ -157,7 +155,7 @@ async def list_kafka_groups(request: Request) -> Response:
 )
 async def show_kafka_group(request: Request, group: Annotated[str, Path(min_length=1, max_length=1000)]) -> Response:
     """Show the committed offsets of a Kafka consumer group."""
-    found = await context_of(request).log.run(overview.kafka_group_offsets(group), patience_seconds=5)
+    found = await context_of(request).log.run(overview.kafka_group_offsets(group))
     if found is None:
         raise NotFound(f'consumer group "{group}" does not exist', detail={"group": group})
     return json_response({"name": group, "offsets": [asdict(one) for one in found]})

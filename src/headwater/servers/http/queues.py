@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
@@ -43,8 +42,8 @@ from headwater.setting_definitions import changeable, definitions
 
 routes = router("queues")
 
-MAX_POLL_WAIT_SECONDS: Final = 0.1
-REAP_SECONDS: Final = 1.0
+# How long a waiting claim waits at most before it claims again, whether or not it was woken.
+MAX_CLAIM_WAIT_SECONDS: Final = 1.0
 
 
 def _need_binding(request: Request, binding: BindingCreate) -> None:
@@ -98,9 +97,9 @@ async def create_queue(request: Request, body: QueueCreate) -> Response:
         raise InvalidRequest("give only one of after, since and from_end")
     start = body.after
     if body.since is not None:
-        start = await log.run(reading_calls.position_before(None, body.since), patience_seconds=5)
+        start = await log.run(reading_calls.position_before(None, body.since))
     elif body.from_end:
-        start = (await log.run(log_calls.log_state(), patience_seconds=5)).stable
+        start = (await log.run(log_calls.log_state())).stable
     settings = settings_of(body, definitions(QueueSettings))
     async with log.audited(
         principal.account, "queue.create", body.name, body.model_dump(exclude_unset=True)
@@ -167,7 +166,7 @@ async def delete_queue(request: Request, queue: QueueName, dry_run: DryRun = Fal
     found = await _overview(request, queue)
     unfinished = overview.NOTHING
     if found.kind == "bindings":
-        unfinished = await log.run(overview.unfinished_contents(queue), patience_seconds=5)
+        unfinished = await log.run(overview.unfinished_contents(queue))
     if not dry_run:
         async with log.audited(
             principal_of(request).account, "queue.delete", queue, {"claimed_position": found.claimed_position}
@@ -196,25 +195,19 @@ async def claim(request: Request, queue: QueueName, body: ClaimRequest) -> Respo
     """Lease events to a worker. If none are ready, wait for up to `wait_seconds`."""
     log = context_of(request).log
     deadline = time.monotonic() + body.wait_seconds
-    reap_at = 0.0
-    wait = 0.002
-    while True:
-        if time.monotonic() >= reap_at:
-            # Return the events of expired leases to the queue.
-            await log.run(queue_calls.reap(queue), patience_seconds=5)
-            reap_at = time.monotonic() + REAP_SECONDS
-        call = queue_calls.claim(
-            queue, worker=body.worker, batch_size=body.batch_size, lease_seconds=body.lease_seconds, relaxed=True
-        )
-        lease = await log.run(call, patience_seconds=5)
-        remaining = deadline - time.monotonic()
-        if lease is not None or remaining <= 0:
-            break
+    waiter = log.watcher.waiter(queue=queue)
+    # Return the events of expired leases to the queue. The watcher does it from now on.
+    await log.run(queue_calls.reap(queue))
+    call = queue_calls.claim(
+        queue, worker=body.worker, batch_size=body.batch_size, lease_seconds=body.lease_seconds, relaxed=True
+    )
+    lease = await log.run(call)
+    while lease is None and (remaining := deadline - time.monotonic()) > 0:
+        await waiter.wait(min(remaining, MAX_CLAIM_WAIT_SECONDS))
         if await request.is_disconnected():
             # The client is gone: events claimed now would be blocked until the lease expires.
             break
-        await asyncio.sleep(min(wait, remaining))
-        wait = min(wait * 2, MAX_POLL_WAIT_SECONDS)
+        lease = await log.run(call)
     if lease is None:
         return list_response("events", (), token=None, expires_at=None, isolated=False)
     return list_response(
@@ -247,7 +240,7 @@ async def settle(request: Request, queue: QueueName, body: SettleRequest) -> Res
             "give at least one of done, failed and released", hint='To settle the whole lease: {"done": "all"}.'
         )
     call = queue_calls.settle(_lease(queue, body.token), outcomes, rest_done=body.done == "all")
-    await context_of(request).log.run(call, patience_seconds=5)
+    await context_of(request).log.run(call)
     return json_response({"settled": True})
 
 
@@ -260,7 +253,7 @@ async def settle(request: Request, queue: QueueName, body: SettleRequest) -> Res
 async def extend(request: Request, queue: QueueName, body: ExtendRequest) -> Response:
     """Extend a lease."""
     call = queue_calls.extend_lease(_lease(queue, body.token), lease_seconds=body.lease_seconds)
-    return json_response({"expires_at": await context_of(request).log.run(call, patience_seconds=5)})
+    return json_response({"expires_at": await context_of(request).log.run(call)})
 
 
 @routes.post(
@@ -305,12 +298,12 @@ async def rewind(request: Request, queue: QueueName, body: RewindRequest) -> Res
         raise InvalidRequest("give exactly one of to and since")
     to = body.to
     if body.since is not None:
-        to = await log.run(reading_calls.position_before(None, body.since), patience_seconds=5)
+        to = await log.run(reading_calls.position_before(None, body.since))
     assert to is not None
-    claimed = await log.run(overview.claimed_position(queue), patience_seconds=5)
-    bound = await log.run(overview.bound_contents(queue, after=to), patience_seconds=5)
+    claimed = await log.run(overview.claimed_position(queue))
+    bound = await log.run(overview.bound_contents(queue, after=to))
     between = overview.bound_contents(queue, after=min(to, claimed), up_to=max(to, claimed))
-    passed = await log.run(between, patience_seconds=5)
+    passed = await log.run(between)
     if not body.dry_run:
         async with log.audited(principal_of(request).account, "queue.rewind", queue, {"to": to}) as connection:
             await log.run(queue_calls.rewind_queue(queue, to), connection=connection)
@@ -371,13 +364,13 @@ async def unbind(
 ) -> Response:
     """End a binding after the claimed position. Later events that no other binding selects are not delivered."""
     log = context_of(request).log
-    claimed = await log.run(overview.claimed_position(queue), patience_seconds=5)
-    bindings = await log.run(queue_calls.bindings(queue), patience_seconds=5)
+    claimed = await log.run(overview.claimed_position(queue))
+    bindings = await log.run(queue_calls.bindings(queue))
     from_position = next((one.from_position for one in bindings if one.id == id and one.to_position is None), None)
     if from_position is None:
         raise QueueNotFound(f'queue "{queue}" has no binding {id}', hint="See GET /v1/queues/{queue}/bindings.")
     to_position = max(claimed, from_position)
-    missed = await log.run(overview.bound_contents(queue, after=to_position, only_binding=id), patience_seconds=5)
+    missed = await log.run(overview.bound_contents(queue, after=to_position, only_binding=id))
     if not dry_run:
         async with log.audited(principal_of(request).account, "queue.unbind", queue, {"id": id}) as connection:
             to_position = await log.run(queue_calls.unbind(queue, id), connection=connection)
@@ -392,7 +385,7 @@ async def unbind(
 )
 async def list_leases(request: Request, queue: QueueName) -> Response:
     """List the active leases."""
-    found = await context_of(request).log.run(overview.leases(queue), patience_seconds=5)
+    found = await context_of(request).log.run(overview.leases(queue))
     return json_response({"leases": [{**asdict(one), "token": str(one.token)} for one in found]})
 
 
@@ -425,7 +418,7 @@ async def list_dead_letters(
         topics = sorted({letter.topic for letter in letters if letter.topic is not None})
         known = {topic.name for topic in await log.topics()}
         call = overview.events_at([one.position for one in letters], topics=[name for name in topics if name in known])
-        events = {event.position: event for event in await log.run(call, patience_seconds=5)}
+        events = {event.position: event for event in await log.run(call)}
     rows = []
     for letter in letters:
         fields = {
@@ -484,7 +477,7 @@ async def _apply(
     counted = overview.dead_letter_count(
         queue, positions=body.selected(), handler=body.handler, subscription_id=body.subscription
     )
-    selected = await log.run(counted, patience_seconds=5)
+    selected = await log.run(counted)
     count = selected.events
     if not body.dry_run:
         detail: dict[str, Any] = {"positions": "all" if body.all else (body.positions or [])[:1000]}

@@ -60,7 +60,7 @@ async def list_schedules(
     names = [one.name for one in await log.topics()] if topic is None else [topic]
     # Filtered before the limit applies; otherwise topics that are hidden could fill the page.
     topics = [name for name in names if principal.may("describe", "topic", name)]
-    found = await log.run(publishing.scheduled(topics=topics, batch_size=limit), patience_seconds=5)
+    found = await log.run(publishing.scheduled(topics=topics, batch_size=limit))
     return json_response({"schedules": [_scheduled_json(one) for one in found]})
 
 
@@ -95,7 +95,7 @@ async def schedule(request: Request, body: EventToSchedule, idempotency_key: Ide
 
 
 async def _find(request: Request, id: int) -> ScheduledEvent:
-    found = await context_of(request).log.run(overview.find_scheduled(id), patience_seconds=5)
+    found = await context_of(request).log.run(overview.find_scheduled(id))
     if found is None or not principal_of(request).may("describe", "topic", found.topic):
         raise NotFound(f"scheduled event {id} does not exist", hint="See GET /v1/schedules.", detail={"id": id})
     principal_of(request).need("write", "topic", found.topic)
@@ -111,7 +111,7 @@ async def _find(request: Request, id: int) -> ScheduledEvent:
 async def move_schedule(request: Request, id: ScheduleId, body: ScheduleUpdate) -> Response:
     """Change the time of a scheduled event."""
     found = await _find(request, id)
-    if not await context_of(request).log.run(publishing.move_scheduled(id, body.deliver_at), patience_seconds=5):
+    if not await context_of(request).log.run(publishing.move_scheduled(id, body.deliver_at)):
         raise NotFound(f"scheduled event {id} has already been published", detail={"id": id})
     return json_response({**_scheduled_json(found), "deliver_at": body.deliver_at})
 
@@ -125,7 +125,7 @@ async def move_schedule(request: Request, id: ScheduleId, body: ScheduleUpdate) 
 async def cancel_schedule(request: Request, id: ScheduleId) -> Response:
     """Cancel a scheduled event."""
     await _find(request, id)
-    if not await context_of(request).log.run(publishing.cancel_scheduled(id), patience_seconds=5):
+    if not await context_of(request).log.run(publishing.cancel_scheduled(id)):
         raise NotFound(f"scheduled event {id} has already been published", detail={"id": id})
     return json_response({"deleted": True})
 

@@ -30,7 +30,7 @@ from headwater.errors import (
 from headwater.observability.metrics import ERROR, logger
 from headwater.schema_registry import registry
 from headwater.schema_registry.registry import LEVELS
-from headwater.schema_registry.run import PATIENCE_SECONDS, run_steps
+from headwater.schema_registry.run import run_steps
 from headwater.schema_registry.schemas import AVRO, PROTOBUF, TYPES, Reference, Schema
 from headwater.servers.authentication import NotAuthenticated
 from headwater.servers.http.authorization import principal_of
@@ -117,7 +117,7 @@ class _RegistryRequest:
         self.principal = principal_of(request)
 
     async def run(self, call: Call[Any]) -> Any:
-        return await self.log.run(call, patience_seconds=PATIENCE_SECONDS)
+        return await self.log.run(call)
 
     async def act(self, call: Call[Any], action: str, subject: str, detail: Mapping[str, Any]) -> Any:
         """Run a change together with its audit event."""

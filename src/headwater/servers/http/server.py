@@ -23,7 +23,7 @@ from headwater.servers.http.dependencies import ServerContext
 from headwater.servers.http.sse_hub import SseHub
 from headwater.servers.http.uvicorn_protocol import HttpConnection
 from headwater.servers.multiprocess_counters import MultiprocessCounters
-from headwater.servers.options import RunningServer, ServerOptions
+from headwater.servers.options import REQUEST_PATIENCE_SECONDS, RunningServer, ServerOptions
 
 BACKLOG: Final = 4096
 KEEP_ALIVE_SECONDS: Final = 20
@@ -52,6 +52,7 @@ async def serving(
     log: AsyncHeadwater, options: ServerOptions, *, passwords: PasswordChecks | None = None
 ) -> AsyncIterator[RunningServer]:
     """Serve HTTP until the block is left. Then requests in progress are finished and SSE streams are closed."""
+    log = log.with_patience(REQUEST_PATIENCE_SECONDS)
     authenticator = Authenticator(log, authenticate=options.authenticate, passwords=passwords)
     sse = SseHub(log, options.limits)
     counters = MultiprocessCounters(options.counts_directory)

@@ -72,7 +72,7 @@ async def subscribe(request: Request, body: SubscriptionCreate) -> Response:
     log, principal = context_of(request).log, principal_of(request)
     principal.need("alter", "consumer", body.queue)
     # An existing queue keeps its topics, whatever this request contains.
-    reads = await log.run(overview.reading_topics(body.queue), patience_seconds=5)
+    reads = await log.run(overview.reading_topics(body.queue))
     need_topics(request, body.topics if reads.missing else reads.topics)
     call = subscription_calls.subscribe(
         body.queue,
@@ -100,7 +100,7 @@ async def unsubscribe(
 ) -> Response:
     """Delete a SQL subscription."""
     log = context_of(request).log
-    found = await log.run(overview.find_subscription(id), patience_seconds=5)
+    found = await log.run(overview.find_subscription(id))
     if found is None or found.queue != queue:
         raise QueueNotFound(f'queue "{queue}" has no subscription {id}', hint="See GET /v1/subscriptions.")
     missed = await count_unread(log, queue, id)
@@ -112,7 +112,7 @@ async def unsubscribe(
 
 async def count_unread(log: AsyncHeadwater, queue: str, id: int | None = None) -> overview.EventRange:
     """Count the next events of a queue that a subscription, or any of its subscriptions, matches."""
-    stable = (await log.run(log_calls.log_state(), patience_seconds=5)).stable
+    stable = (await log.run(log_calls.log_state())).stable
     positions: list[int] = []
     after: int | None = None
     for _ in range(MAX_EXAMINED // BATCH_SIZE):

@@ -157,13 +157,13 @@ async def follow_subscription(
 ) -> Response:
     """Follow the events that a SQL subscription matches. Events removed by retention are skipped."""
     log, sse = context_of(request).log, context_of(request).sse
-    found = await log.run(overview.find_subscription(id), patience_seconds=5)
+    found = await log.run(overview.find_subscription(id))
     if found is None or found.queue != queue:
         raise QueueNotFound(f'queue "{queue}" has no subscription {id}', hint="See GET /v1/subscriptions.")
     start = _start(after, last_event_id)
     point = await sse.begin(None, start)
     # From now on the stream keeps the subscription from expiring.
-    await log.run(subscription_calls.keep_alive([id]), patience_seconds=5)
+    await log.run(subscription_calls.keep_alive([id]))
     return _stream(
         request,
         ("subscriptions", queue),
@@ -177,7 +177,7 @@ async def follow_subscription(
 async def _check_readable(request: Request, queue: str, after: int) -> None:
     """Raise PositionExpired if retention removed events after a position that the queue would have received."""
     call = overview.read_bound(queue, after=after, up_to=after, batch_size=1)
-    await context_of(request).log.run(call, patience_seconds=5)
+    await context_of(request).log.run(call)
 
 
 async def _follow_topics(
@@ -195,11 +195,11 @@ async def _follow_topics(
     selection = selection_of(request, names, type, key)
     start = _start(after, last_event_id)
     # Fails if a topic does not exist.
-    expired_to = await log.run(reading_calls.expired_to(names), patience_seconds=5)
+    expired_to = await log.run(reading_calls.expired_to(names))
     point = await sse.begin(names, start)
     if expired_to > max(point.position, point.seen) and not skip_expired:
         # Raises PositionExpired, with the first position that still exists.
-        await log.run(reading_calls.read(names, after=point.position, batch_size=1), patience_seconds=5)
+        await log.run(reading_calls.read(names, after=point.position, batch_size=1))
     return _stream(request, ("topics",), selection, point, style, ("read", "topic", names or ["*"]), expired_to)
 
 

@@ -59,8 +59,6 @@ BATCH_SIZE: Final = 500
 BATCH_BYTES: Final = 4 * 1024 * 1024
 # Written to one client at once, before checking whether it reads.
 PIECE_BYTES: Final = 32 * 1024
-MIN_POLL_SECONDS: Final = 0.002
-MAX_POLL_SECONDS: Final = 0.02
 RETRY_SECONDS: Final = 0.5
 # How many tasks read the log for streams that are behind.
 BEHIND_READERS: Final = 3
@@ -452,7 +450,6 @@ class TopicFeed(Feed):
                 gone_to=expired_to,
                 epoch=epoch,
             ),
-            patience_seconds=0,
         )
         return FeedBatch(
             [BufferedEvent(event, (), {}, epoch) for event in events], events[-1].position if events else stable
@@ -495,7 +492,7 @@ class BindingFeed(Feed):
     async def read(self, after: int, selection: StreamSelection, expired_to: int = 0) -> FeedBatch:
         epoch = self._hub.epoch
         call = overview.read_bound(self.key[1], after=after, batch_size=BATCH_SIZE, max_bytes=BATCH_BYTES)
-        events, to = await self.log.run(call, patience_seconds=0)
+        events, to = await self.log.run(call)
         await self._hub.check_epoch(epoch, after)
         return FeedBatch([BufferedEvent(event, (), {}, epoch) for event in events], to)
 
@@ -521,7 +518,9 @@ class SseHub:
     """All SSE streams of a process, their feeds, and the state of the log."""
 
     def __init__(self, log: AsyncHeadwater, limits: ServerLimits) -> None:
-        self.log = log
+        # The loops of the hub retry by themselves.
+        self.log = log.with_patience(0)
+        self._requests = log
         self._limits = limits
         # The stable position of the whole log, and its epoch; 0: not known yet.
         self.stable = 0
@@ -540,8 +539,7 @@ class SseHub:
         self._others_to = 0
         self._last_state: tuple[Any, ...] = ()
         self._known = False
-        # The head when the state was last read; below 0: read it again.
-        self._head = -1
+        self._growth = self.log.watcher.waiter()
         self._feeds: dict[tuple[str, ...], Feed] = {}
         self._has_feeds = asyncio.Event()
         self._behind: asyncio.Queue[SseStream] = asyncio.Queue()
@@ -576,8 +574,8 @@ class SseHub:
     async def start(self, topics: Sequence[str] | None) -> int:
         """Where a stream of new events of these topics starts: after their last event. Unlike the head, the position of
         an existing event cannot be assigned again after a crash."""
-        last = await self.log.run(reading_calls.read_backwards(topics, batch_size=1), patience_seconds=5)
-        expired_to = await self.log.run(reading_calls.expired_to(topics), patience_seconds=5)
+        last = await self._requests.run(reading_calls.read_backwards(topics, batch_size=1))
+        expired_to = await self._requests.run(reading_calls.expired_to(topics))
         return max(expired_to, last[0].position if last else 0)
 
     async def end(self) -> int:
@@ -597,14 +595,10 @@ class SseHub:
             if point is None:
                 start = ResumePoint(await self.start(topics), epoch=epoch)
             else:
-                position, present = await self.log.run(
-                    log_calls.resume(point.epoch, point.position), patience_seconds=5
-                )
+                position, present = await self._requests.run(log_calls.resume(point.epoch, point.position))
                 seen = point.seen
                 if present != point.epoch and seen > position:
-                    known = await self.log.run(
-                        log_calls.common_position(point.epoch or present, seen), patience_seconds=5
-                    )
+                    known = await self._requests.run(log_calls.common_position(point.epoch or present, seen))
                     seen = min(known, self.stable)
                 start = ResumePoint(position, seen, present)
                 if present != epoch:
@@ -616,19 +610,19 @@ class SseHub:
 
     async def check_epoch(self, epoch: int, after: int) -> None:
         """Raise EpochChanged unless the log still has this epoch, so that everything read before belongs to it."""
-        present = await self.log.run(log_calls.current_epoch(), patience_seconds=0)
+        present = await self.log.run(log_calls.current_epoch())
         if present != epoch:
             raise epoch_changed_error(epoch, after, present, after)
 
     def read_state_soon(self) -> None:
         """Read the state of the log again soon, even if the head has not moved."""
-        self._head = -1
+        self._growth.wake()
 
     async def _update(self, state: LogStateByTopic) -> bool:
         """Apply a new state of the log; whether it changed. In a new epoch streams go back to the common position."""
         known = self.epoch
         if state.epoch > known > 0:
-            limit = await self.log.run(log_calls.common_position(known, MAX_POSITION), patience_seconds=0)
+            limit = await self.log.run(log_calls.common_position(known, MAX_POSITION))
             if self.epoch != known:
                 return False
             COUNTERS.add(EPOCH_CHANGED)
@@ -670,11 +664,11 @@ class SseHub:
     async def _read_state(self) -> LogStateByTopic:
         """Read the state of the log; while a publishing transaction stays open, for each followed topic."""
         if not self.is_held:
-            state = await self.log.run(log_calls.log_state(), patience_seconds=0)
+            state = await self.log.run(log_calls.log_state())
             return LogStateByTopic(*state, bounds=(), topics=frozenset(), held={})
         feed = self._feeds.get(("topics",))
         topics = feed.topics if isinstance(feed, TopicFeed) else []
-        return await self.log.run(log_calls.log_state_by_topic(topics), patience_seconds=0)
+        return await self.log.run(log_calls.log_state_by_topic(topics))
 
     def check_feed_limit(self) -> None:
         """Raise TooManyRequests if there are too many feeds, while an error response can still be sent."""
@@ -694,6 +688,9 @@ class SseHub:
         """Drop a feed that has no streams."""
         if self._feeds.get(feed.key) is feed:
             del self._feeds[feed.key]
+        if not self._feeds:
+            # Nobody follows the state any more: the next stream reads it.
+            self._known = False
         feed.close()
 
     def read_for(self, stream: SseStream) -> None:
@@ -701,39 +698,28 @@ class SseHub:
         self._behind.put_nowait(stream)
 
     async def _watch(self) -> None:
-        """Follow the head of the log while there are feeds."""
-        read_at = 0.0
-        pause = MIN_POLL_SECONDS
+        """Follow the state of the log while there are feeds."""
         while True:
             if not self._feeds:
                 self._known = False
-                self._head = -1
                 self._has_feeds.clear()
                 await self._has_feeds.wait()
+            seconds = STATE_SECONDS
             try:
-                if (
-                    self._head < 0
-                    or time.monotonic() >= read_at
-                    # Not ">": a crash may move the head back.
-                    or await self.log.run(log_calls.head(), patience_seconds=0) != self._head
-                ):
-                    state = await self._read_state()
-                    # While transactions are open, the stable position may move without the head.
-                    self._head = state.head if state.stable >= state.head else -1
-                    read_at = time.monotonic() + STATE_SECONDS
-                    changed = await self._update(state)
-                    self._known = True
-                    if changed:
-                        pause = MIN_POLL_SECONDS
-                        for feed in self._feeds.values():
-                            feed.wake.set()
+                state = await self._read_state()
+                if state.stable < state.head:
+                    # Only time tells which open transactions hold back their own topics alone.
+                    seconds = HELD_SECONDS
+                changed = await self._update(state)
+                self._known = True
+                if changed:
+                    for feed in self._feeds.values():
+                        feed.wake.set()
             except (HeadwaterError, psycopg.Error) as error:
                 logger.warning("the state of the log could not be read", extra={ERROR: str(error)})
-                self._head = -1
                 self._known = False
                 await asyncio.sleep(RETRY_SECONDS)
-            await asyncio.sleep(pause)
-            pause = min(pause * 1.5, MAX_POLL_SECONDS)
+            await self._growth.wait(seconds)
 
     async def _read_behind(self) -> None:
         """Read the log for streams that are behind, one batch for each in turn."""
@@ -789,7 +775,7 @@ class SseHub:
             try:
                 for start in range(0, len(ids), KEEP_ALIVE_BATCH):
                     batch = ids[start : start + KEEP_ALIVE_BATCH]
-                    alive = await self.log.run(subscription_calls.keep_alive(batch), patience_seconds=0)
+                    alive = await self.log.run(subscription_calls.keep_alive(batch))
                     for missing in set(batch) - alive:
                         for stream in followed[missing]:
                             stream.end(f"subscription {missing} was deleted or has expired")

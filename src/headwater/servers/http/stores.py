@@ -70,8 +70,8 @@ async def append(
 
     async def act(connection: AsyncConnection[Any] | None) -> dict[str, Any]:
         # Read before the append: if the epoch changes in between, the client's next request with it is rejected.
-        epoch = await context_of(request).log.run(log_calls.current_epoch(), connection=connection, patience_seconds=10)
-        result = await store.append(events, condition, connection=connection, patience_seconds=10)
+        epoch = await context_of(request).log.run(log_calls.current_epoch(), connection=connection)
+        result = await store.append(events, condition, connection=connection)
         return {"positions": result.positions, "repeated": result.repeated, "epoch": epoch}
 
     return await run_once(request, idempotency_key, act)

@@ -48,7 +48,7 @@ def _topic_json(topic: TopicOverview, stores: Collection[str]) -> dict[str, Any]
 async def list_topics(request: Request) -> Response:
     """List the topics with their settings and contents."""
     log, principal = context_of(request).log, principal_of(request)
-    stores = await log.run(store_calls.event_stores(), patience_seconds=5)
+    stores = await log.run(store_calls.event_stores())
     found = [topic for topic in await log.topics() if principal.may("describe", "topic", topic.name)]
     return json_response({"topics": [_topic_json(topic, stores) for topic in found]})
 
@@ -109,8 +109,8 @@ async def change_topic(request: Request, topic: TopicName, body: TopicUpdate) ->
     older = overview.NOTHING
     if retention is not None:
         since = datetime.now(UTC) - retention
-        up_to = await log.run(reading_calls.position_before([topic], since), patience_seconds=5)
-        older = await log.run(overview.topic_contents(topic, up_to=up_to), patience_seconds=5)
+        up_to = await log.run(reading_calls.position_before([topic], since))
+        older = await log.run(overview.topic_contents(topic, up_to=up_to))
     removed = {**event_range(older), "dry_run": body.dry_run}
     if body.dry_run:
         return await _topic_response(request, topic, removed)
@@ -130,7 +130,7 @@ async def change_topic(request: Request, topic: TopicName, body: TopicUpdate) ->
 async def delete_topic(request: Request, topic: TopicName, dry_run: DryRun = False) -> Response:
     """Delete a topic with its events."""
     log = context_of(request).log
-    held = await log.run(overview.topic_contents(topic), patience_seconds=5)
+    held = await log.run(overview.topic_contents(topic))
     if not dry_run:
         detail = {"last_position": held.last_position}
         async with log.audited(principal_of(request).account, "topic.delete", topic, detail) as connection:
@@ -142,7 +142,7 @@ async def _topic_response(
     request: Request, name: str, more: Mapping[str, Any] | None = None, *, status: int = 200
 ) -> Response:
     log = context_of(request).log
-    stores = await log.run(store_calls.event_stores(), patience_seconds=5)
+    stores = await log.run(store_calls.event_stores())
     for topic in await log.topics():
         if topic.name == name:
             return json_response({**_topic_json(topic, stores), **(more or {})}, status=status)

@@ -134,9 +134,9 @@ async def delete_webhook(request: Request, webhook: WebhookName, dry_run: DryRun
     """Delete a webhook. Its queue stays, with its dead letters and unsent events."""
     log = context_of(request).log
     queue = (await log.webhook(webhook)).queue
-    reads = await log.run(overview.reading_topics(queue), patience_seconds=5)
+    reads = await log.run(overview.reading_topics(queue))
     if reads.missing:
-        unsent = await log.run(overview.unfinished_contents(queue), patience_seconds=5)
+        unsent = await log.run(overview.unfinished_contents(queue))
     else:
         unsent = await count_unread(log, queue)
     if not dry_run:

@@ -30,6 +30,7 @@ from headwater.errors import HeadwaterError
 from headwater.observability.metrics import ERROR, logger
 from headwater.servers.kafka.batch_cache import BatchCache
 from headwater.servers.kafka.end_offsets import EndOffsetWatcher
+from headwater.servers.options import REQUEST_PATIENCE_SECONDS
 from headwater.supervisor import supervise
 
 LEASE_SECONDS: Final = 6.0
@@ -78,7 +79,9 @@ class Broker:
     def __init__(
         self, log: AsyncHeadwater, settings: BrokerSettings, *, passwords: PasswordChecks | None = None
     ) -> None:
-        self.log = log
+        self.log = log.with_patience(REQUEST_PATIENCE_SECONDS)
+        # For calls that must not be repeated here, and for loops that repeat them by themselves.
+        self.impatient = log.with_patience(0)
         self.passwords = passwords or PasswordChecks()
         self.settings = settings
         self.cluster_id = UUID(int=0)
@@ -86,7 +89,7 @@ class Broker:
         self.incarnation = 0
         self.brokers: list[KafkaBroker] = []
         self.leader_epoch = -1
-        self.end_offsets = EndOffsetWatcher(log)
+        self.end_offsets = EndOffsetWatcher(self.impatient)
         self.batch_cache = BatchCache(settings.cache_bytes)
         self.access = AccessPolicy((), ())
         # Bytes of responses that are being read or not sent yet, of all clients.
@@ -119,7 +122,7 @@ class Broker:
         await end_tasks(self._tasks)
         self._lease_ends = 0.0
         with suppress(HeadwaterError, psycopg.Error):
-            await self.log.run(calls.kafka_renew(self.incarnation, lease_seconds=0), patience_seconds=0)
+            await self.impatient.run(calls.kafka_renew(self.incarnation, lease_seconds=0))
 
     # The lease
 
@@ -142,7 +145,7 @@ class Broker:
 
         Never cached: a client that sees fewer brokers in one response than in another drops the missing ones together
         with its requests to them, and may then wait for those responses forever."""
-        epoch, self.brokers = await self.log.run(calls.kafka_cluster(), patience_seconds=5, connection=connection)
+        epoch, self.brokers = await self.log.run(calls.kafka_cluster(), connection=connection)
         # Query results can arrive out of order; epochs only grow.
         self.leader_epoch = max(self.leader_epoch, epoch)
 
@@ -186,23 +189,23 @@ class Broker:
         done = False
         while not done:
             # In steps: each is a transaction that other transactions may wait for.
-            _, done = await self.log.run(calls.kafka_compact(), patience_seconds=0)
+            _, done = await self.impatient.run(calls.kafka_compact())
 
     async def _call(self, call: Call[Any]) -> None:
-        await self.log.run(call, patience_seconds=0)
+        await self.impatient.run(call)
 
     async def refresh_access(self, connection: AsyncConnection[Any] | None = None) -> None:
         """Read accounts and permissions. Changes by others take effect when the lease is next renewed."""
         if self.settings.authenticate:
-            accounts = await self.log.run(access_calls.accounts(), patience_seconds=5, connection=connection)
-            permissions = await self.log.run(access_calls.permissions(), patience_seconds=5, connection=connection)
+            accounts = await self.log.run(access_calls.accounts(), connection=connection)
+            permissions = await self.log.run(access_calls.permissions(), connection=connection)
             self.access = AccessPolicy((name for name, administrator in accounts if administrator), permissions)
 
     # Topics
 
     async def refresh_topics(self) -> None:
         asked_at = time.monotonic()
-        topics = await self.log.run(calls.kafka_topics(), patience_seconds=5)
+        topics = await self.log.run(calls.kafka_topics())
         self._by_name = {topic.name: topic for topic in topics}
         self._by_id = {topic.id: topic for topic in topics}
         self._topics_read_at = asked_at

@@ -150,7 +150,7 @@ class ClassicGroupApis:
         known = self._groups.get(name)
         if known is not None:
             return known
-        generation = await self._broker.log.run(calls.kafka_take_up(name, self._broker.incarnation), patience_seconds=2)
+        generation = await self._broker.log.run(calls.kafka_take_up(name, self._broker.incarnation))
         if generation is None:
             raise GroupError(ErrorCode.not_coordinator)
         group = ClassicGroup(name, generation, self._broker.settings.rebalance_delay_seconds)
@@ -173,7 +173,6 @@ class ClassicGroupApis:
                         generation=group.generation,
                         protocol_type=group.protocol_type,
                     ),
-                    patience_seconds=2,
                 )
             except (HeadwaterError, psycopg.Error) as error:
                 logger.warning("generation not stored", extra={GROUP: group.name, ERROR: str(error)})
@@ -208,7 +207,7 @@ class ClassicGroupApis:
         elif key_type != GROUP_KEY or not key or "\x00" in key:
             return {**answer, "error_code": ErrorCode.invalid_request}
         else:
-            node = await self._broker.log.run(calls.kafka_coordinator(key), patience_seconds=5)
+            node = await self._broker.log.run(calls.kafka_coordinator(key))
             await self._broker.refresh_brokers()
         for one in self._broker.brokers:
             if one.node_id == node:
@@ -352,7 +351,7 @@ class ClassicGroupApis:
         names = [name for name, group in self._groups.items() if group.members]
         names += self._consumer_groups.names()
         if names:
-            await self._broker.log.run(calls.kafka_note_alive(names, self._broker.incarnation), patience_seconds=2)
+            await self._broker.log.run(calls.kafka_note_alive(names, self._broker.incarnation))
 
     async def is_empty(self, name: str) -> bool:
         """Whether the group has no members. Raises GroupError if another broker coordinates it."""
@@ -417,16 +416,14 @@ class ClassicGroupApis:
             raise GroupError(ErrorCode.invalid_group_id)
         if self.has_members(name):
             return self._groups[name].protocol_type
-        return await self._broker.log.run(calls.kafka_group_protocol(name), patience_seconds=2)
+        return await self._broker.log.run(calls.kafka_group_protocol(name))
 
     async def list(self, request: Request) -> dict[str, Any]:
         fields = request.fields
         states = {state.lower() for state in getattr(fields, "states_filter", None) or ()}
         kinds = {kind.lower() for kind in getattr(fields, "types_filter", None) or ()}
         groups = []
-        for name, protocol_type in await self._broker.log.run(
-            calls.kafka_groups(self._broker.incarnation), patience_seconds=2
-        ):
+        for name, protocol_type in await self._broker.log.run(calls.kafka_groups(self._broker.incarnation)):
             if not request.allowed("describe", "consumer", name):
                 continue
             group = self._groups.get(name)
@@ -460,7 +457,7 @@ class ClassicGroupApis:
                         code = ErrorCode.non_empty_group
                     else:
                         call = calls.kafka_delete_group(name, self._broker.incarnation)
-                        deleted = await self._broker.log.run(call, patience_seconds=2)
+                        deleted = await self._broker.log.run(call)
                         code = ErrorCode.none if deleted else ErrorCode.not_coordinator
                         self._dissolve(name)
             except GroupError as error:

@@ -139,7 +139,7 @@ class ConsumerGroupApis:
         now = time.monotonic()
         known = self._matched.get(pattern)
         if known is None or now - known[0] > TOPICS_AGE_SECONDS:
-            names = await self._broker.log.run(kafka_admin.kafka_matching_topics(pattern), patience_seconds=2)
+            names = await self._broker.log.run(kafka_admin.kafka_matching_topics(pattern))
             known = self._matched[pattern] = (now, names)
         return known[1]
 
@@ -148,7 +148,7 @@ class ConsumerGroupApis:
         if not self._broker.holds_lease:
             return None
         if name not in self._groups:
-            epoch = await self._broker.log.run(calls.kafka_take_up(name, self._broker.incarnation), patience_seconds=2)
+            epoch = await self._broker.log.run(calls.kafka_take_up(name, self._broker.incarnation))
             if epoch is None:
                 return None
             self._groups[name] = ConsumerGroup(name, epoch, self._broker.settings.session_seconds)
@@ -162,7 +162,7 @@ class ConsumerGroupApis:
             group.name, self._broker.incarnation, generation=group.epoch, protocol_type="consumer"
         )
         try:
-            stored = await self._broker.log.run(call, patience_seconds=2)
+            stored = await self._broker.log.run(call)
         except (HeadwaterError, psycopg.Error) as error:
             logger.warning("epoch not stored", extra={GROUP: group.name, ERROR: str(error)})
             stored = False

@@ -1,7 +1,7 @@
 """Waiting for partitions to grow (long polling of Fetch).
 
-Appends of this process wake waiters directly (`advance`). Appends of other processes are found by `watch`, which polls
-the state of the log while there are waiters, and reads the end offsets when the head has moved.
+Appends of this process wake waiters directly (`advance`). Appends of other processes are found by `watch`: while
+there are waiters, it reads the end offsets whenever the watcher of the process sees the log grow.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from headwater.calls.kafka import TopicPartition
 from headwater.errors import HeadwaterError
 from headwater.observability.metrics import ERROR, logger
 
+# The end offsets are read at most this often, and at least every LOOK_SECONDS.
 MIN_POLL_SECONDS: Final = 0.004
-MAX_POLL_SECONDS: Final = 0.05
+LOOK_SECONDS: Final = 1.0
+RETRY_SECONDS: Final = 0.05
 
 
 class _Waiter:
@@ -36,7 +38,7 @@ class EndOffsetWatcher:
         self._log = log
         self._waiters: dict[TopicPartition, set[_Waiter]] = {}
         self._has_waiters = asyncio.Event()
-        self._poll_requested = False
+        self._growth = log.watcher.waiter()
 
     async def wait(self, seen: Mapping[TopicPartition, int], *, seconds: float) -> bool:
         """Wait until the end offset of a partition or the epoch changes. False: the timeout has passed."""
@@ -47,7 +49,7 @@ class EndOffsetWatcher:
         for topic_partition in seen:
             self._waiters.setdefault(topic_partition, set()).add(waiter)
         # Poll once more: an append between the read of `seen` and this line would otherwise go unnoticed.
-        self._poll_requested = True
+        self._growth.wake()
         self._has_waiters.set()
         try:
             async with asyncio.timeout(seconds):
@@ -68,33 +70,27 @@ class EndOffsetWatcher:
                 waiter.changed.set()
 
     async def watch(self) -> None:
-        """Poll for appends of other processes. Runs until it is cancelled."""
-        head = epoch = -1
-        unstable = False
-        pause = MIN_POLL_SECONDS
+        """Find appends of other processes. Runs until it is cancelled."""
+        epoch = -1
         while True:
             if not self._waiters:
                 self._has_waiters.clear()
                 await self._has_waiters.wait()
-                pause = MIN_POLL_SECONDS
+            failed = False
             try:
                 # Read the state before the end offsets: all that is stable now is then visible in them.
-                state = await self._log.run(log_calls.log_state(), patience_seconds=0)
+                state = await self._log.run(log_calls.log_state())
                 if state.epoch != epoch:
                     # The same end offset may now belong to other events: wake all waiters.
                     epoch = state.epoch
                     self._wake_all()
-                if state.head != head or unstable or self._poll_requested:
-                    pause = MIN_POLL_SECONDS if state.head != head else pause
-                    head = state.head
-                    unstable = state.stable < state.head
-                    await self._read_ends()
+                await self._read_ends()
             except (HeadwaterError, psycopg.Error) as error:
                 logger.warning("end offsets of partitions not read", extra={ERROR: str(error)})
-                unstable = True
-                pause = MAX_POLL_SECONDS
-            await asyncio.sleep(pause)
-            pause = min(pause * 1.5, MAX_POLL_SECONDS)
+                failed = True
+            await asyncio.sleep(RETRY_SECONDS if failed else MIN_POLL_SECONDS)
+            if not failed:
+                await self._growth.wait(LOOK_SECONDS)
 
     def _wake_all(self) -> None:
         for waiters in self._waiters.values():
@@ -102,12 +98,9 @@ class EndOffsetWatcher:
                 waiter.changed.set()
 
     async def _read_ends(self) -> None:
-        self._poll_requested = False
         topic_partitions = list(self._waiters)
         if topic_partitions:
-            for topic_partition, bounds in (
-                await self._log.run(calls.kafka_bounds(topic_partitions), patience_seconds=0)
-            ).items():
+            for topic_partition, bounds in (await self._log.run(calls.kafka_bounds(topic_partitions))).items():
                 for waiter in self._waiters.get(topic_partition, ()):
                     # Also if it is lower: after a crash, events that were read may be lost.
                     if waiter.seen[topic_partition] != bounds.end:

@@ -35,11 +35,7 @@ class OffsetApis:
         if offsets:
             call = calls.kafka_commit_offsets(fields.group_id, self._broker.incarnation, offsets)
             try:
-                code = (
-                    ErrorCode.none
-                    if await self._broker.log.run(call, patience_seconds=2)
-                    else ErrorCode.not_coordinator
-                )
+                code = ErrorCode.none if await self._broker.log.run(call) else ErrorCode.not_coordinator
             except InvalidRequest:
                 code = ErrorCode.invalid_request
             if code is not ErrorCode.none:
@@ -103,9 +99,9 @@ class OffsetApis:
         unstable: set[TopicPartition] = set()
         if stable:
             # Read before the offsets: a commit in between then causes at worst one retry.
-            unstable = await self._broker.log.run(calls.kafka_staged_offsets(requested.group_id), patience_seconds=5)
+            unstable = await self._broker.log.run(calls.kafka_staged_offsets(requested.group_id))
         # Offsets are in Postgres, so any broker can read them. An unknown group has none.
-        committed = await self._broker.log.run(calls.kafka_committed(requested.group_id), patience_seconds=5)
+        committed = await self._broker.log.run(calls.kafka_committed(requested.group_id))
         known = {(one.topic, one.partition): one for one in committed}
         topics = []
         if requested.topics is None:
@@ -164,7 +160,7 @@ class OffsetApis:
                 partitions.append({"partition_index": part.partition_index, "error_code": code})
             topics.append({"name": one.name, "partitions": partitions})
         call = calls.kafka_forget_offsets(fields.group_id, self._broker.incarnation, to_delete)
-        if to_delete and not await self._broker.log.run(call, patience_seconds=2):
+        if to_delete and not await self._broker.log.run(call):
             return {"error_code": ErrorCode.not_coordinator, "topics": ()}
         return {"error_code": ErrorCode.none, "topics": topics}
 

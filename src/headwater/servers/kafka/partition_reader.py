@@ -168,7 +168,7 @@ class PartitionReader:
             self._partition_query(one, batches, page=index in pages)
             for index, (one, batches) in enumerate(zip(fetches, cached, strict=True))
         ]
-        states = await self._broker.log.run(calls.kafka_look(queries), patience_seconds=PATIENCE_SECONDS)
+        states = await self._broker.log.run(calls.kafka_look(queries))
         present = max((one.present_epoch for one in states.values()), default=epoch)
         if present > epoch:
             # The cached batches, and the query, are from an earlier epoch.
@@ -203,7 +203,7 @@ class PartitionReader:
         """The epochs of the log as of this one."""
         epochs = self._epochs
         if epochs.present != epoch or not epochs.complete:
-            found = await self._broker.log.run(calls.kafka_epochs(), patience_seconds=PATIENCE_SECONDS)
+            found = await self._broker.log.run(calls.kafka_epochs())
             epochs = EpochHistory(epoch, found)
             if self._epochs.present == epoch:
                 self._epochs = epochs
@@ -306,7 +306,7 @@ class PartitionReader:
             after_position=after_position,
             epoch=state.present_epoch,
         )
-        return _records(await self._broker.log.run(call, patience_seconds=PATIENCE_SECONDS)), page
+        return _records(await self._broker.log.run(call)), page
 
     async def _plain_records(self, fetch: PartitionFetch, page: Page, epoch: int) -> PageRecords | None:
         offsets = range(fetch.offset, page.last_offset + 1)
@@ -319,7 +319,7 @@ class PartitionReader:
             max_part_bytes=min(MAX_SIZE_FACTOR * size, MAX_UNCHECKED_BYTES // len(offsets)),
             epoch=epoch,
         )
-        rows = await self._broker.log.run(call, patience_seconds=PATIENCE_SECONDS)
+        rows = await self._broker.log.run(call)
         if len(rows) != len(offsets):
             return None
         times, keys, payloads = zip(*rows, strict=True)
@@ -339,7 +339,6 @@ class PartitionReader:
                 max_bytes=fetch.max_bytes,
                 epoch=state.present_epoch,
             ),
-            patience_seconds=PATIENCE_SECONDS,
         )
         if not rows and state.present_epoch == self._epochs.present:
             self._empty_until[key] = bounds.end

@@ -34,7 +34,7 @@ class PartitionApis:
     async def list_offsets(self, request: Request) -> dict[str, Any]:
         topics = []
         # Read the epoch before the offsets: a stale epoch with a newer offset only causes a retry.
-        epoch = await self._broker.log.run(log_calls.current_epoch(), patience_seconds=5)
+        epoch = await self._broker.log.run(log_calls.current_epoch())
         for requested in request.fields.topics or ():
             topic = await self._broker.topic_named(requested.name)
             denied = not request.allowed("describe", "topic", requested.name)
@@ -55,9 +55,7 @@ class PartitionApis:
             "leader_epoch": -1,
         }
         topic_partition = TopicPartition(topic.id if topic is not None else 0, part.partition_index)
-        bounds = (await self._broker.log.run(calls.kafka_bounds([topic_partition]), patience_seconds=5)).get(
-            topic_partition
-        )
+        bounds = (await self._broker.log.run(calls.kafka_bounds([topic_partition]))).get(topic_partition)
         if bounds is None:
             answer["error_code"] = ErrorCode.unknown_topic_or_partition
         elif (error_code := epoch_error(getattr(part, "current_leader_epoch", -1), epoch)) is not None:
@@ -72,7 +70,7 @@ class PartitionApis:
             at_ms = None if part.timestamp == MAX_TIMESTAMP else part.timestamp
             call = calls.kafka_offset_at(topic_partition, at_ms, before_offset=bounds.end)
             async with self._scans:
-                found = await self._broker.log.run(call, patience_seconds=5)
+                found = await self._broker.log.run(call)
             if found is not None:
                 found_epoch = min(await self._epoch_at(topic_partition, found[0]), epoch)
                 answer.update(offset=found[0], timestamp=found[1], leader_epoch=found_epoch)
@@ -81,7 +79,7 @@ class PartitionApis:
         return answer
 
     async def _epoch_at(self, topic_partition: TopicPartition, offset: int) -> int:
-        return await self._broker.log.run(calls.kafka_epoch_at(topic_partition, offset), patience_seconds=5)
+        return await self._broker.log.run(calls.kafka_epoch_at(topic_partition, offset))
 
     async def offset_for_leader_epoch(self, request: Request) -> dict[str, Any]:
         """Where epochs end, from which clients see whether their offsets still refer to the same events."""
@@ -97,7 +95,7 @@ class PartitionApis:
     async def _epoch_end(self, topic: KafkaTopic | None, part: Any) -> dict[str, Any]:
         answer = {"error_code": ErrorCode.none, "partition": part.partition, "leader_epoch": -1, "end_offset": -1}
         topic_partition = TopicPartition(topic.id if topic is not None else 0, part.partition)
-        end = await self._broker.log.run(calls.kafka_epoch_end(topic_partition, part.leader_epoch), patience_seconds=5)
+        end = await self._broker.log.run(calls.kafka_epoch_end(topic_partition, part.leader_epoch))
         if end.present is None:
             return answer | {"error_code": ErrorCode.unknown_topic_or_partition}
         error_code = epoch_error(getattr(part, "current_leader_epoch", -1), end.present)
@@ -125,9 +123,7 @@ class PartitionApis:
         self, topic: KafkaTopic | None, partition: int, offset: int, account: str | None
     ) -> tuple[ErrorCode, int]:
         topic_partition = TopicPartition(topic.id if topic is not None else 0, partition)
-        bounds = (await self._broker.log.run(calls.kafka_bounds([topic_partition]), patience_seconds=5)).get(
-            topic_partition
-        )
+        bounds = (await self._broker.log.run(calls.kafka_bounds([topic_partition]))).get(topic_partition)
         if topic is None or bounds is None:
             return ErrorCode.unknown_topic_or_partition, -1
         if not -1 <= offset <= bounds.end:
@@ -173,7 +169,7 @@ class PartitionApis:
             for topic, partitions in wanted
         ]
         ids = [topic_partitions[0].topic_id for _, topic_partitions in led if topic_partitions]
-        sizes = await self._broker.log.run(kafka_admin.kafka_sizes(ids), patience_seconds=5)
+        sizes = await self._broker.log.run(kafka_admin.kafka_sizes(ids))
         topics = [
             {
                 "name": name,

@@ -233,7 +233,7 @@ class Appender:
         for _ in range(5):
             try:
                 # No retry on a lost connection: the commit may have happened, and only the client can retry safely.
-                return await self._broker.log.run(calls.kafka_append(batches), patience_seconds=0)
+                return await self._broker.impatient.run(calls.kafka_append(batches))
             except TransactionAborted as error:
                 logger.warning("append retried", extra={ERROR: error.message})
         raise LogUnavailable("the append failed: Postgres aborted its transaction 5 times")

@@ -16,7 +16,7 @@ from headwater.errors import HeadwaterError, LogUnavailable
 from headwater.observability.metrics import ERROR, logger
 from headwater.schema_registry import registry
 from headwater.schema_registry.avro import AvroSchema
-from headwater.schema_registry.run import PATIENCE_SECONDS, run_steps
+from headwater.schema_registry.run import run_steps
 from headwater.schema_registry.schemas import ParsedSchema, PayloadMismatch
 from headwater.servers.kafka.records import Columns
 from headwater.servers.kafka.wire import ErrorCode
@@ -126,7 +126,7 @@ class SchemaValidator:
         until, ids = self._subjects.get(subject, (0.0, []))
         now = time.monotonic()
         if now >= until:
-            versions = await self._log.run(calls.versions(subject), patience_seconds=PATIENCE_SECONDS)
+            versions = await self._log.run(calls.versions(subject))
             ids = [schema_id for _, schema_id in versions]
             self._subjects[subject] = (now + SUBJECT_AGE_SECONDS, ids)
         return ids

@@ -104,7 +104,7 @@ class SaslSession:
 
     async def _verifiers(self, name: str) -> Verifiers:
         try:
-            verifiers = await self._broker.log.run(calls.find_account(name), patience_seconds=5)
+            verifiers = await self._broker.log.run(calls.find_account(name))
         except InvalidRequest:
             verifiers = None
         return verifiers if verifiers is not None and any(verifiers) else scram.decoy_verifiers(name, _SECRET)
@@ -131,7 +131,7 @@ class CredentialApis:
     async def describe(self, request: Request) -> dict[str, Any]:
         if not request.allowed("describe", "log", "*"):
             return {"error_code": ErrorCode.cluster_authorization_failed, "results": ()}
-        known = await self._broker.log.run(calls.credentials(), patience_seconds=5)
+        known = await self._broker.log.run(calls.credentials())
         asked = [one.name for one in request.fields.users or ()] or [
             name for name, verifiers in known.items() if any(verifiers)
         ]
@@ -223,7 +223,7 @@ class AclApis:
             return {"error_code": ErrorCode.cluster_authorization_failed, "resources": ()}
         fields = request.fields
         found: dict[tuple[str, str, bool], list[Permission]] = {}
-        for one in await self._broker.log.run(calls.permissions(), patience_seconds=5):
+        for one in await self._broker.log.run(calls.permissions()):
             if _matches(one, fields):
                 found.setdefault((one.kind, one.name, one.prefix), []).append(one)
         return {
@@ -283,7 +283,7 @@ class AclApis:
                     "operation": _NUMBERS[permission.action],
                     "permission_type": _ALLOW,
                 }
-                for permission in await self._broker.log.run(calls.permissions(), patience_seconds=5)
+                for permission in await self._broker.log.run(calls.permissions())
                 if _matches(permission, one)
                 and await self._broker.log.run_audited(
                     calls.disallow(permission),

@@ -88,7 +88,7 @@ class TopicApis:
         if topic is None and may_create and _may_create(request, requested.name):
             try:
                 call = calls.kafka_create_missing(requested.name, self._broker.settings.default_partitions)
-                if await self._broker.log.run(call, patience_seconds=5) is not None:
+                if await self._broker.log.run(call) is not None:
                     await self._broker.refresh_topics()
                     topic = await self._broker.topic_named(requested.name)
             except InvalidRequest:

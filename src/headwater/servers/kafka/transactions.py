@@ -65,7 +65,7 @@ class TransactionApis:
         fields = request.fields
         refused = {"producer_id": -1, "producer_epoch": -1}
         if fields.transactional_id is None:
-            producer_id = await self._broker.log.run(calls.kafka_new_producer(), patience_seconds=5)
+            producer_id = await self._broker.log.run(calls.kafka_new_producer())
             return {"error_code": ErrorCode.none, "producer_id": producer_id, "producer_epoch": 0}
         if not fields.transactional_id or "\x00" in fields.transactional_id:
             return {"error_code": ErrorCode.invalid_request, **refused}
@@ -80,7 +80,6 @@ class TransactionApis:
                 known_id=getattr(fields, "producer_id", -1),
                 known_epoch=getattr(fields, "producer_epoch", -1),
             ),
-            patience_seconds=5,
         )
         if outcome != "ok":
             return {"error_code": _code(outcome, knows_fenced=request.version >= 4), **refused}
@@ -110,7 +109,6 @@ class TransactionApis:
                     fields.v3_and_below_producer_id,
                     fields.v3_and_below_producer_epoch,
                 ),
-                patience_seconds=5,
             )
             code = _code(outcome, knows_fenced=request.version >= 2)
         return {
@@ -138,16 +136,14 @@ class TransactionApis:
         if not request.allowed("read", "consumer", fields.group_id):
             return {"error_code": ErrorCode.group_authorization_failed}
         call = calls.kafka_begin(fields.transactional_id, fields.producer_id, fields.producer_epoch)
-        outcome = await self._broker.log.run(call, patience_seconds=5)
+        outcome = await self._broker.log.run(call)
         return {"error_code": _code(outcome, knows_fenced=request.version >= 2)}
 
     async def stage(self, transactional_id: str, batch: AppendBatch, *, may_begin: bool) -> ProduceResult:
         """Stage a batch; its offset is not known before the transaction ends."""
         lock = self._locks.setdefault(transactional_id, asyncio.Lock())
         async with lock:
-            outcome = await self._broker.log.run(
-                calls.kafka_stage(transactional_id, batch, may_begin=may_begin), patience_seconds=0
-            )
+            outcome = await self._broker.impatient.run(calls.kafka_stage(transactional_id, batch, may_begin=may_begin))
         return ProduceResult(outcome, -1, -1)
 
     async def commit_offsets(self, request: Request) -> dict[str, Any]:
@@ -174,7 +170,6 @@ class TransactionApis:
                     offsets,
                     may_begin=request.version >= FIRST_OFFSET_COMMIT_WITH_IMPLICIT_BEGIN,
                 ),
-                patience_seconds=5,
             )
             code = _code(outcome, knows_fenced=False)
             if code is not ErrorCode.none:
@@ -198,7 +193,7 @@ class TransactionApis:
         )
         try:
             # Retries are safe: ending a transaction is idempotent.
-            outcome, producer_id, epoch = await self._broker.log.run(call, patience_seconds=5)
+            outcome, producer_id, epoch = await self._broker.log.run(call)
         except (psycopg.errors.LockNotAvailable, TransactionAborted, LogUnavailable):
             return {"error_code": ErrorCode.concurrent_transactions}
         code = _code(outcome, knows_fenced=request.version >= 2)
@@ -215,7 +210,7 @@ class TransactionApis:
             denied = not request.allowed("read", "topic", one.name)
             producers = []
             if topic is not None and not denied:
-                producers = await self._broker.log.run(calls.kafka_producers(topic.id), patience_seconds=5)
+                producers = await self._broker.log.run(calls.kafka_producers(topic.id))
             partitions = []
             for index in one.partition_indexes or ():
                 code = ErrorCode.topic_authorization_failed if denied else ErrorCode.none
@@ -295,7 +290,7 @@ class TransactionApis:
         }
 
     async def _all(self) -> list[OpenTransaction]:
-        return await self._broker.log.run(calls.kafka_transactions(), patience_seconds=5)
+        return await self._broker.log.run(calls.kafka_transactions())
 
 
 _STATES: Final = ("Empty", "Ongoing", "CompleteCommit", "CompleteAbort")

@@ -466,9 +466,10 @@ begin
 end;
 $$;
 
--- The queues for which reap() may have work: an expired lease, a lease or wait dated before the clock was set back, a
--- redelivery, or claims to delete. One query for all queues, so that an idle queue costs a few index lookups.
-create or replace function headwater_internal.queues_to_reap()
+-- Those of these queues (null: of all) for which reap() may have work: an expired lease, a lease or wait dated before the
+-- clock was set back, a redelivery, or claims to delete. One query for all, so that an idle queue costs a few index
+-- lookups.
+create or replace function headwater_internal.queues_to_reap(names text[] default null)
 returns setof text
 language sql
 stable
@@ -480,6 +481,7 @@ begin atomic
     left join headwater_internal.queue_progress p on p.queue_id = g.id
     where
         g.kind = 'bindings'
+        and (names is null or g.name = any (names))
         and (
             exists (select from headwater_internal.redelivery r where r.queue_id = g.id)
             or exists (
