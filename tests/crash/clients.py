@@ -61,11 +61,12 @@ def publish(log: headwater.Headwater, journal: Journal, name: str, stop: str) ->
 
 def follow(log: headwater.Headwater, journal: Journal, topic: str) -> None:
     """Note every batch; the next one coming means that the cursor's move behind the last was acknowledged."""
-    for batch in log.follow_batches(
+    for delivery in log.follow_deliveries(
         topic, cursor=f"follow {topic}", batch_size=BATCH_SIZE, patience_seconds=PATIENCE_SECONDS
     ):
-        journal.note("delivered", [event.position for event in batch])
-        if any(event.data == "end" for event in batch):
+        journal.note("epoch", delivery.epoch)
+        journal.note("delivered", [event.position for event in delivery.events])
+        if any(event.data == "end" for event in delivery.events):
             return
 
 

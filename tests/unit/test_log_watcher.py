@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -326,6 +328,93 @@ def test_a_waiter_that_comes_while_the_database_answers_misses_nothing() -> None
         log.meanwhile = come
         await first.wait(LONG)
         assert (await late[0].wait(LONG)).reason == "growth"
+        await watcher.stop()
+
+    run(test())
+
+
+def test_growth_is_not_lost_when_the_topics_of_a_queue_become_known() -> None:
+    async def test() -> None:
+        mailer = WaitKey("queue", "mailer")
+        log = FakeLog(states={mailer: WaitedState("a", topics=["a"])}, topics={"a": [1]})
+        watcher = log.watcher()
+        # The state is known from earlier waiters, which no longer exist.
+        await settled(watcher.waiter(queue="mailer"))
+        late, present = watcher.waiter(queue="mailer"), watcher.waiter(queue="mailer")
+        # The late one looks at the log; then an event comes, and the poll does not ask for its topic.
+        wait = asyncio.create_task(present.wait(LONG))
+        log.topics["a"].append(6)
+        log.head = 6
+        await wait
+        looks = watcher.looks
+        wait = asyncio.create_task(present.wait(LONG))
+        while watcher.looks == looks:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert late.topics == ["a"]
+        assert (await late.wait(LONG)).reason == "change"
+        wait.cancel()
+        await watcher.stop()
+
+    run(test())
+
+
+def test_topics_that_are_no_longer_waited_for_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_watcher, "MAX_TOPICS", 5)
+
+    async def test() -> None:
+        log = FakeLog()
+        watcher = log.watcher()
+        for number in range(100):
+            waiter = watcher.waiter(topics=[f"reply {number}"])
+            await settled(waiter)
+            log.head += 1
+            log.topics[f"reply {number}"] = [log.head]
+            assert (await waiter.wait(LONG)).reason == "growth"
+        assert len(watcher.topic_versions) <= 10
+        await watcher.stop()
+
+    run(test())
+
+
+def test_a_log_that_is_away_is_polled_at_intervals_whatever_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        log = FakeLog(states={WaitKey("queue", "mailer"): WaitedState("a")})
+        watcher = log.watcher()
+        waiter = watcher.waiter(queue="mailer")
+        await settled(waiter)
+        wait = asyncio.create_task(waiter.wait(LONG))
+        await log.polls()
+        monkeypatch.setattr(log_watcher, "RETRY_SECONDS", LONG)
+        polls: list[None] = []
+        log.meanwhile = lambda: polls.append(None)
+        log.away = True
+        # A look is overdue while the log is away.
+        watcher._look_at = 0.0
+        await wait
+        while watcher._maintenance is not None and not watcher._maintenance.done():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        watcher._reap_at = time.monotonic() + LONG
+        polls.clear()
+        wait = asyncio.create_task(waiter.wait(LONG))
+        await asyncio.wait({wait}, timeout=0.1)
+        assert len(polls) == 0
+        wait.cancel()
+        await watcher.stop()
+
+    run(test())
+
+
+def test_the_watcher_does_not_run_in_the_context_of_its_first_waiter() -> None:
+    request: ContextVar[str] = ContextVar("request")
+
+    async def test() -> None:
+        log = FakeLog()
+        seen: set[str | None] = set()
+        log.meanwhile = lambda: seen.add(request.get(None))
+        request.set("first")
+        watcher = log.watcher()
+        await settled(watcher.waiter())
+        assert seen == {None}
         await watcher.stop()
 
     run(test())

@@ -13,7 +13,7 @@ What must stay true:
 - "Changed" means different, not greater: a crash may move the head back.
 - After an error (a lost connection, a restart of Postgres) all waiters are woken and find the error themselves, each
   with its own patience.
-- Every wait ends after its time, whatever happens to the watcher.
+- Every wait ends after its time, whatever happens to the watcher. When the handle is closed, all waits end.
 
 `LogWatcher` is the same for programs without an event loop: each waiter polls for itself.
 """
@@ -24,6 +24,7 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextvars import Context
 from typing import Any, Final, NamedTuple
 from weakref import WeakSet
 
@@ -97,6 +98,7 @@ class AsyncLogWatcher:
         # All waiters that exist: one that does not wait now must hear later of the growth of its topics.
         self._users: WeakSet[AsyncLogWaiter] = WeakSet()
         self.states: dict[WaitKey, WaitedState] = {}
+        self.is_stopped = False
         self._known: _Known | None = None
         self._failing = False
         self._waiters: set[AsyncLogWaiter] = set()
@@ -122,7 +124,8 @@ class AsyncLogWatcher:
         self._hint.set()
 
     async def stop(self) -> None:
-        """End the task. Waiters are not woken."""
+        """End the task and all waits: the waiters find out that the handle is closed."""
+        self.is_stopped = True
         tasks = [task for task in (self._task, self._maintenance) if task is not None and not task.done()]
         while tasks:
             # Cancel repeatedly: a task that is just receiving a connection from the pool can miss a cancellation.
@@ -130,13 +133,16 @@ class AsyncLogWatcher:
                 task.cancel()
             _, left = await asyncio.wait(tasks, timeout=1.0)
             tasks = list(left)
+        for waiter in tuple(self._waiters):
+            waiter.check()
 
     def add(self, waiter: AsyncLogWaiter) -> None:
         self._waiters.add(waiter)
         if waiter.key is not None:
             self._look_at = min(self._look_at, time.monotonic() + LOOK_SECONDS)
         if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._watch(), name="log watcher")
+            # Not in the context of the first waiter, whose trace and request are not those of the others.
+            self._task = asyncio.create_task(self._watch(), name="log watcher", context=Context())
 
     def remove(self, waiter: AsyncLogWaiter) -> None:
         self._waiters.discard(waiter)
@@ -153,6 +159,8 @@ class AsyncLogWatcher:
                     self._failing = True
                     self._change(None)
                     self._pause = RETRY_SECONDS * random.uniform(0.5, 1.0)
+                    # A look that is overdue must not shorten the pause.
+                    self._look_at = max(self._look_at, time.monotonic() + self._pause)
                 self._run_maintenance()
                 await self._sleep()
         if guard.failed:
@@ -197,6 +205,10 @@ class AsyncLogWatcher:
             self.all_version = self.version
         else:
             self.topic_versions.update(dict.fromkeys(topics, self.version))
+            if len(self.topic_versions) > 2 * MAX_TOPICS:
+                # Topics of waiters that no longer exist.
+                wanted = self._topics()
+                self.topic_versions = {t: v for t, v in self.topic_versions.items() if t in wanted}
         for waiter in tuple(self._waiters):
             waiter.check()
 
@@ -216,7 +228,7 @@ class AsyncLogWatcher:
         self.states = {key: found.get(key, WaitedState(None)) for key in keys}
         for waiter in tuple(self._users):
             if waiter.key is not None and waiter.key.kind == "queue" and waiter.key in self.states:
-                waiter.topics = self.states[waiter.key].topics
+                waiter.change_topics(self.states[waiter.key].topics)
         due = min((one.due_seconds for one in found.values() if one.due_seconds is not None), default=seconds)
         self._look_at = time.monotonic() + min(due, seconds)
         for waiter in tuple(self._waiters):
@@ -224,21 +236,25 @@ class AsyncLogWatcher:
 
     def _run_maintenance(self) -> None:
         running = self._maintenance is not None and not self._maintenance.done()
-        if not running and self._schedule.is_due(time.monotonic()):
-            self._maintenance = asyncio.create_task(self._maintain_once(), name="log maintenance")
+        now = time.monotonic()
+        # Reaping has its own time: other loops of the process may do all of the scheduled maintenance.
+        if not running and (now >= self._reap_at or self._schedule.is_due(now)):
+            self._maintenance = asyncio.create_task(self._maintain_once(), name="log maintenance", context=Context())
 
     async def _maintain_once(self) -> None:
         with FailureGuard("log maintenance"):
-            await self._maintain()
             await self._reap()
+            await self._maintain()
 
     async def _reap(self) -> None:
         """Return the events of expired leases to the queues that are waited for."""
         now = time.monotonic()
-        queues = sorted({waiter.key.name for waiter in self._waiters if waiter.key and waiter.key.kind == "queue"})
-        if not queues or now < self._reap_at:
+        if now < self._reap_at:
             return
         self._reap_at = now + REAP_SECONDS
+        queues = sorted({waiter.key.name for waiter in self._waiters if waiter.key and waiter.key.kind == "queue"})
+        if not queues:
+            return
         try:
             for queue in await self._run(queue_calls.queues_to_reap(queues)):
                 await self._run(queue_calls.reap(queue))
@@ -311,12 +327,18 @@ class AsyncLogWaiter:
         self._woken = True
         self.check()
 
+    def change_topics(self, topics: Sequence[str] | None) -> None:
+        if topics != self.topics:
+            # The growth so far is known for the former topics only.
+            self._woken = self._woken or self._watcher.version > self._seen
+            self.topics = topics
+
     def check(self) -> None:
         if self._ended is not None and not self._ended.done() and self._reason() != "time":
             self._ended.set_result(None)
 
     def _reason(self) -> WakeReason:
-        if self._woken:
+        if self._woken or self._watcher.is_stopped:
             return "change"
         state = None if self.key is None else self._watcher.states.get(self.key)
         if state is not None and (

@@ -35,8 +35,10 @@ end;
 $$;
 
 -- The state of these queues and cursors, in one call for all waiters of a process. A waiter looks again if
---   * `state` has changed: the queue was paused, resumed, rewound, altered or bound, or, if the events in flight are
---     limited, their number has changed; the cursor, or the position of the SQL subscriptions, was moved;
+--   * `state` has changed: the queue was paused, resumed, rewound, altered or bound; a claim or the maintenance moved it
+--     past events that it does not select, after which there may be others; if the events in flight are limited, some
+--     were claimed or their number has changed; the cursor, or the position of the SQL subscriptions, was moved. Row
+--     versions and tokens show that something was changed and changed back;
 --   * `due` is true: the queue has an event to hand out again. `due_seconds`: how long until it has the next one.
 -- `topics`: where its events come from; null: from any topic. What does not exist is not in the result. Also records that the queues have workers, as a claim does.
 create or replace function headwater_internal.states_of_waiters(queues text[], cursors text[])
@@ -75,6 +77,7 @@ begin
                     from headwater_internal.binding b
                     where b.queue_id = g.id
                 ),
+                case when g.max_in_flight is not null or (f.settled and f.events = f.acked_events) then f.token end,
                 case when g.max_in_flight is not null then headwater_internal.in_flight(g) end
             )
             else concat_ws(
@@ -95,7 +98,7 @@ begin
                 where
                     r.queue_id = g.id
                     -- As in settle_and_claim(): earlier ones are only index entries of deleted rows.
-                    and r.visible_at > coalesce(least(f.due_after, looked_at - interval '1 second'), '-infinity')
+                    and r.visible_at > least(coalesce(f.due_after, '-infinity'), looked_at - interval '1 second')
                     and r.visible_at <= looked_at and r.visible_at < 'infinity' and r.token is null
             )
             else exists (
@@ -132,7 +135,7 @@ begin
         end
     from headwater_internal.queue g
     left join lateral (
-        select l.due_after
+        select l.due_after, l.token, l.settled, l.events, l.acked_events
         from headwater_internal.ledger l
         where l.queue_id = g.id and l.token > g.start_token
         order by l.token desc
@@ -140,7 +143,7 @@ begin
     ) as f on true
     where g.name = any (queues)
     union all
-    select 'cursor', c.name, c.position::text, false, null, null
+    select 'cursor', c.name, concat_ws('/', c.xmin, c.position), false, null, null
     from headwater_internal.cursor c
     where c.name = any (cursors);
 end;
