@@ -119,6 +119,27 @@ def test_every_module_with_commands_is_found_by_their_names() -> None:
     assert with_commands == set(cli.COMMANDS.values())
 
 
+def test_the_help_lists_each_command_once_below_its_panel(run: Any) -> None:
+    panel, shown = "", []
+    for line in run("--help").stdout.splitlines():
+        if title := re.match(r"╭─ (.*?) ─+╮", line):
+            panel = title.group(1)
+        elif (row := re.match(r"│ ([a-z]+)  ", line)) and panel != "Options":
+            shown.append((panel, row.group(1)))
+    assert shown == [(panel, name) for panel, commands in cli.PANELS.items() for name in commands]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"), [(("queu", "list"), "queue"), (("topic", "lsit"), "list"), (("read", "--limt", "1"), "--limit")]
+)
+def test_a_misspelled_command_or_option_is_answered_with_the_one_that_was_meant(
+    run: Any, wrong: tuple[str, ...], meant: str
+) -> None:
+    result = run(*wrong)
+    assert result.exit_code == exit_codes.USAGE
+    assert re.search(rf"(Did you mean|Possible options)\W+{meant}\b", result.stderr)
+
+
 def test_a_command_imports_no_other_command(environment: dict[str, str]) -> None:
     script = (
         "import sys, typer\n"
@@ -176,6 +197,38 @@ def test_what_is_not_there_ends_with_4(run: Any) -> None:
         ("scheduled", "list", "--topic", "nope"),
     ):
         assert run(*command).exit_code == 4, command
+
+
+def test_a_misspelled_topic_or_queue_or_webhook_is_answered_with_the_one_that_was_meant(
+    run: Any, topic: str, log: headwater.Headwater
+) -> None:
+    log.create_queue("mailer-of-suggestions", topic)
+    ok(run("webhook", "create", "hook-of-suggestions", "https://example.org/x", "--topic", topic, "--json"))
+    for command, meant in (
+        (("publish", f"{topic}s", "{}"), topic),
+        (("topic", "describe", f"{topic}s"), topic),
+        (("queue", "describe", "mailer-of-sugestions"), "mailer-of-suggestions"),
+        (("dead", "list", "mailer-of-sugestions"), "mailer-of-suggestions"),
+        (("webhook", "show", "hook-of-sugestions"), "hook-of-suggestions"),
+    ):
+        result = run(*command)
+        assert result.exit_code == exit_codes.NOT_FOUND
+        assert re.search(rf"Did you mean [^?]*\b{re.escape(meant)}\b", result.stderr), result.stderr
+    document = json.loads(run("queue", "describe", "mailer-of-sugestions", "--json").stderr)
+    assert document["hint"].startswith("Did you mean mailer-of-suggestions")
+    assert "Did you mean" not in run("topic", "describe", "zzzzzzzzzzzz").stderr
+
+
+def test_a_role_that_may_not_list_names_gets_the_error_itself(
+    run: Any, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(name: str) -> bytes:
+        return b"select 1/0"
+
+    monkeypatch.setattr("headwater.cli.suggestions.read_query", refuse)
+    result = run("topic", "describe", f"{topic}s")
+    assert result.exit_code == exit_codes.NOT_FOUND
+    assert f'topic "{topic}s" does not exist' in result.stderr
 
 
 def test_what_exists_already_ends_with_5(run: Any, topic: str) -> None:
@@ -614,6 +667,34 @@ def test_the_demo_brings_its_own_postgres(run: Any, environment: dict[str, str])
     result = run("demo")
     assert result.exit_code == 0, result.output
     assert "headwater demo --pipeline" in result.stdout
+
+
+def test_the_commands_that_the_demo_shows_next_work_as_they_are_shown(environment: dict[str, str]) -> None:
+    # As after `./dev demo`: the program is in a virtual environment that is not on PATH.
+    program = Path(sys.executable).parent / "headwater"
+    bare = {**environment, "PATH": "/usr/bin:/bin"}
+
+    def run_shown(command: str) -> str:
+        ended = subprocess.run(
+            command,
+            shell=True,
+            cwd=program.parents[1],
+            env=bare,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=PATIENCE_SECONDS,
+        )
+        assert ended.returncode == 0, (command, ended.stderr)
+        return ended.stdout
+
+    shown = run_shown("bin/headwater demo").rpartition("Next:\n")[2]
+    commands = re.findall(r"^   (\S.*)$", shown, re.MULTILINE)
+    assert commands[:4] == [f"bin/headwater {rest}" for rest in ("up --detach", "docs tutorial", "docs", "--help")]
+    try:
+        assert all(run_shown(command) for command in commands[:4])
+    finally:
+        run_shown("bin/headwater down")
 
 
 def test_bench_measures_and_leaves_no_topic(run: Any, log: headwater.Headwater) -> None:
