@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import fcntl
 import importlib
 import json
 import os
@@ -14,6 +15,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -454,6 +456,89 @@ def test_lines_that_trickle_in_are_published_without_waiting_for_more(
     stdout, stderr = process.communicate(timeout=PATIENCE_SECONDS)
     assert (process.returncode, stderr) == (0, b"")
     assert stdout == f"published 2 events to {topic}\n".encode()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_publish_says_what_is_published_and_skip_continues_after_it(
+    program: Any, run: Any, topic: str, log: headwater.Headwater, until: Any, number: int
+) -> None:
+    process = program("publish", topic, stdin=subprocess.PIPE)
+    process.stdin.write(b"1\n\n3\n")
+    until(lambda: len(log.read(topic)) == 2)
+    process.send_signal(number)
+    # The last line is not complete, so it is not published.
+    _, stderr = process.communicate(b"4", timeout=PATIENCE_SECONDS)
+    assert process.returncode == exit_codes.INTERRUPTED
+    assert stderr.decode() == (
+        "error: interrupted: 2 events were published, up to line 3\n  Continue with the same input and --skip 3.\n"
+    )
+    assert run("publish", topic, "--skip", "3", input="1\n\n3\n4\n5\n").exit_code == 0
+    assert [event.data for event in log.read(topic)] == [1, 3, 4, 5]
+
+
+def test_a_bulk_publish_that_is_interrupted_anywhere_reports_exactly_what_is_published(
+    program: Any, run: Any, topic: str, log: headwater.Headwater, until: Any, tmp_path: Path
+) -> None:
+    count = 200_000
+    file = tmp_path / "lines"
+    file.write_text("".join(f"{number}\n" for number in range(1, count + 1)))
+    skip = 0
+    for _ in range(3):
+        before = log.state().stable
+        with file.open("rb") as stdin:
+            process = program("publish", topic, "--commit-every", "7", "--skip", str(skip), "--json", stdin=stdin)
+        until(lambda before=before: log.state().stable > before)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=PATIENCE_SECONDS)
+        assert process.returncode == exit_codes.INTERRUPTED, stderr
+        detail = json.loads(stderr)["detail"]
+        (state,) = [found for found in log.topics() if found.name == topic]
+        assert detail["last_line"] == skip + detail["published"]
+        last = log.read(topic, after=(state.last_position or 0) - 1)
+        assert [event.data for event in last] == [detail["last_line"]]
+        skip = detail["last_line"]
+
+
+def test_a_commit_is_finished_before_the_command_ends_unless_it_is_interrupted_twice(
+    program: Any, topic: str, dsn: str, log: headwater.Headwater, until: Any
+) -> None:
+    for signals, printed, expected in (
+        ((signal.SIGINT,), "interrupted: 2 events were published, up to line 2", 2),
+        ((signal.SIGINT, signal.SIGTERM), "1 event was published, up to line 1; unknown whether lines 2 to 2", 1),
+    ):
+        before = len(log.read(topic))
+        process = program("publish", topic, stdin=subprocess.PIPE)
+        process.stdin.write(b"1\n")
+        until(lambda before=before: len(log.read(topic)) == before + 1)
+        with psycopg.connect(dsn) as holder, psycopg.connect(dsn, autocommit=True) as watcher:
+            holder.execute("lock table headwater_internal.topic in access exclusive mode")
+            process.stdin.write(b"2\n")
+            waiting = (
+                "select from pg_stat_activity where wait_event_type = 'Lock' and application_name = 'headwater cli'"
+            )
+            until(lambda watcher=watcher, waiting=waiting: watcher.execute(waiting).fetchone() is not None)
+            for number in signals:
+                process.send_signal(number)
+            if len(signals) == 2:
+                process.wait(PATIENCE_SECONDS)
+        _, stderr = process.communicate(timeout=PATIENCE_SECONDS)
+        assert process.returncode == exit_codes.INTERRUPTED
+        assert printed in stderr.decode()
+        assert len(log.read(topic)) == before + expected
+
+
+def test_an_interrupted_atomic_publish_publishes_nothing(
+    program: Any, topic: str, log: headwater.Headwater, until: Any
+) -> None:
+    process = program("publish", topic, "--atomic", stdin=subprocess.PIPE)
+    process.stdin.write(b"1\n2\n")
+    # Once it has read the lines, the pipe is empty.
+    until(lambda: fcntl.ioctl(process.stdin, termios.FIONREAD, bytes(4)) == bytes(4))
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == exit_codes.INTERRUPTED
+    assert stderr.startswith(b"error: interrupted: 0 events were published\n")
+    assert log.read(topic) == []
 
 
 # --- read and tail -------------------------------------------------------------------------------------------

@@ -128,7 +128,7 @@ class _RootCommand(TyperGroup):
             if not as_json:
                 raise
             # With the names that may have been meant.
-            message = getattr(error, "format_message", lambda: str(error))()
+            message = error.format_message() if hasattr(error, "format_message") else str(error)
             output.print_status(output.to_json({"error": "Usage", "message": message, "exit_code": exit_codes.USAGE}))
             raise typer.Exit(exit_codes.USAGE) from None
 

@@ -1,4 +1,4 @@
-""" "Did you mean": for the name of a topic, queue or webhook that does not exist, the existing names that are close."""
+"""Suggestions: for the name of a topic, queue or webhook that does not exist, the existing names that are close."""
 
 from __future__ import annotations
 
