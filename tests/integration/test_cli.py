@@ -121,6 +121,19 @@ def test_every_module_with_commands_is_found_by_their_names() -> None:
     assert with_commands == set(cli.COMMANDS.values())
 
 
+def test_an_option_has_the_same_kind_of_value_in_every_command() -> None:
+    kinds: dict[str, set[str | None]] = {}
+    for _, command in _commands(_root()):
+        for parameter in command.params:
+            if parameter.param_type_name == "option":
+                for name in parameter.opts:
+                    kinds.setdefault(name, set()).add(parameter.metavar)
+    one_kind = {"--limit": None, "--delay": "DURATION", "--deliver-at": "TIME", "--since": "TIME", "--until": "TIME"}
+    assert {name: kinds[name] for name in one_kind} == {name: {kind} for name, kind in one_kind.items()}
+    assert kinds["--after"] == {"POSITION", "N"}, "N is the number of a migration"
+    assert not kinds.keys() & {"--position", "--from-position", "--max", "--count", "--batch-size"}
+
+
 def test_the_help_lists_each_command_once_below_its_panel(run: Any) -> None:
     panel, shown = "", []
     for line in run("--help").stdout.splitlines():
@@ -328,7 +341,7 @@ def test_nothing_is_destroyed_where_nobody_can_be_asked(run: Any, topic: str, lo
 def test_a_cursor_is_set_to_a_position_a_time_and_either_end(run: Any, topic: str, log: headwater.Headwater) -> None:
     position = log.publish(topic, 1)
     name = f"cursor-{topic}"
-    assert ok(run("cursor", "set", name, "--position", "1", "--topic", topic, "--json"))["position"] == 1
+    assert ok(run("cursor", "set", name, "--after", "1", "--topic", topic, "--json"))["position"] == 1
     assert ok(run("cursor", "set", name, "--since", "1h", "--topic", topic, "--json"))["position"] < (position or 0)
     assert ok(run("cursor", "set", name, "--to-end", "--json"))["position"] >= (position or 0)
     assert ok(run("cursor", "set", name, "--to-start", "--holds-retention", "--json"))["position"] == 0
@@ -343,7 +356,7 @@ def test_a_scheduled_event_is_listed_moved_and_cancelled(run: Any, topic: str) -
     made = ok(run("publish", topic, "1", "--delay", "10d", "--key", "k", "--json"))
     (listed,) = ok(run("scheduled", "list", "--topic", topic, "--json"))
     assert (listed["id"], listed["key"]) == (made["schedule_id"], "k")
-    run("scheduled", "move", str(listed["id"]), "--to", "2999-01-01T00:00:00Z")
+    run("scheduled", "move", str(listed["id"]), "--deliver-at", "2999-01-01T00:00:00Z")
     (moved,) = ok(run("scheduled", "list", "--topic", topic, "--json"))
     assert moved["due_at"] == "2999-01-01T00:00:00+00:00"
     assert ok(run("scheduled", "cancel", str(listed["id"]), "--yes", "--json")) == {"cancelled": listed["id"]}
@@ -700,7 +713,7 @@ def test_maintain_releases_what_is_due(run: Any, topic: str, log: headwater.Head
 
 
 def test_maintain_goes_on_until_it_is_told_to_stop(program: Any) -> None:
-    process = program("maintain", "--every", "0.1", "--json")
+    process = program("maintain", "--every", "100ms", "--json")
     rounds = [json.loads(next_line(process)) for _ in range(2)]
     assert all("released" in one for one in rounds)
     process.send_signal(signal.SIGINT)
