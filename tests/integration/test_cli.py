@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import fcntl
 import importlib
 import json
 import os
@@ -14,6 +15,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -119,6 +121,40 @@ def test_every_module_with_commands_is_found_by_their_names() -> None:
     assert with_commands == set(cli.COMMANDS.values())
 
 
+def test_an_option_has_the_same_kind_of_value_in_every_command() -> None:
+    kinds: dict[str, set[str | None]] = {}
+    for _, command in _commands(_root()):
+        for parameter in command.params:
+            if parameter.param_type_name == "option":
+                for name in parameter.opts:
+                    kinds.setdefault(name, set()).add(parameter.metavar)
+    one_kind = {"--limit": None, "--delay": "DURATION", "--deliver-at": "TIME", "--since": "TIME", "--until": "TIME"}
+    assert {name: kinds[name] for name in one_kind} == {name: {kind} for name, kind in one_kind.items()}
+    assert kinds["--after"] == {"POSITION", "N"}, "N is the number of a migration"
+    assert not kinds.keys() & {"--position", "--from-position", "--max", "--count", "--batch-size"}
+
+
+def test_the_help_lists_each_command_once_below_its_panel(run: Any) -> None:
+    panel, shown = "", []
+    for line in run("--help").stdout.splitlines():
+        if title := re.match(r"╭─ (.*?) ─+╮", line):
+            panel = title.group(1)
+        elif (row := re.match(r"│ ([a-z]+)  ", line)) and panel != "Options":
+            shown.append((panel, row.group(1)))
+    assert shown == [(panel, name) for panel, commands in cli.PANELS.items() for name in commands]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"), [(("queu", "list"), "queue"), (("topic", "lsit"), "list"), (("read", "--limt", "1"), "--limit")]
+)
+def test_a_misspelled_command_or_option_is_answered_with_the_one_that_was_meant(
+    run: Any, wrong: tuple[str, ...], meant: str
+) -> None:
+    result = run(*wrong)
+    assert result.exit_code == exit_codes.USAGE
+    assert re.search(rf"(Did you mean|Possible options)\W+{meant}\b", result.stderr)
+
+
 def test_a_command_imports_no_other_command(environment: dict[str, str]) -> None:
     script = (
         "import sys, typer\n"
@@ -176,6 +212,38 @@ def test_what_is_not_there_ends_with_4(run: Any) -> None:
         ("scheduled", "list", "--topic", "nope"),
     ):
         assert run(*command).exit_code == 4, command
+
+
+def test_a_misspelled_topic_or_queue_or_webhook_is_answered_with_the_one_that_was_meant(
+    run: Any, topic: str, log: headwater.Headwater
+) -> None:
+    log.create_queue("mailer-of-suggestions", topic)
+    ok(run("webhook", "create", "hook-of-suggestions", "https://example.org/x", "--topic", topic, "--json"))
+    for command, meant in (
+        (("publish", f"{topic}s", "{}"), topic),
+        (("topic", "describe", f"{topic}s"), topic),
+        (("queue", "describe", "mailer-of-sugestions"), "mailer-of-suggestions"),
+        (("dead", "list", "mailer-of-sugestions"), "mailer-of-suggestions"),
+        (("webhook", "show", "hook-of-sugestions"), "hook-of-suggestions"),
+    ):
+        result = run(*command)
+        assert result.exit_code == exit_codes.NOT_FOUND
+        assert re.search(rf"Did you mean [^?]*\b{re.escape(meant)}\b", result.stderr), result.stderr
+    document = json.loads(run("queue", "describe", "mailer-of-sugestions", "--json").stderr)
+    assert document["hint"].startswith("Did you mean mailer-of-suggestions")
+    assert "Did you mean" not in run("topic", "describe", "zzzzzzzzzzzz").stderr
+
+
+def test_a_role_that_may_not_list_names_gets_the_error_itself(
+    run: Any, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(name: str) -> bytes:
+        return b"select 1/0"
+
+    monkeypatch.setattr("headwater.cli.suggestions.read_query", refuse)
+    result = run("topic", "describe", f"{topic}s")
+    assert result.exit_code == exit_codes.NOT_FOUND
+    assert f'topic "{topic}s" does not exist' in result.stderr
 
 
 def test_what_exists_already_ends_with_5(run: Any, topic: str) -> None:
@@ -273,7 +341,7 @@ def test_nothing_is_destroyed_where_nobody_can_be_asked(run: Any, topic: str, lo
 def test_a_cursor_is_set_to_a_position_a_time_and_either_end(run: Any, topic: str, log: headwater.Headwater) -> None:
     position = log.publish(topic, 1)
     name = f"cursor-{topic}"
-    assert ok(run("cursor", "set", name, "--position", "1", "--topic", topic, "--json"))["position"] == 1
+    assert ok(run("cursor", "set", name, "--after", "1", "--topic", topic, "--json"))["position"] == 1
     assert ok(run("cursor", "set", name, "--since", "1h", "--topic", topic, "--json"))["position"] < (position or 0)
     assert ok(run("cursor", "set", name, "--to-end", "--json"))["position"] >= (position or 0)
     assert ok(run("cursor", "set", name, "--to-start", "--holds-retention", "--json"))["position"] == 0
@@ -288,7 +356,7 @@ def test_a_scheduled_event_is_listed_moved_and_cancelled(run: Any, topic: str) -
     made = ok(run("publish", topic, "1", "--delay", "10d", "--key", "k", "--json"))
     (listed,) = ok(run("scheduled", "list", "--topic", topic, "--json"))
     assert (listed["id"], listed["key"]) == (made["schedule_id"], "k")
-    run("scheduled", "move", str(listed["id"]), "--to", "2999-01-01T00:00:00Z")
+    run("scheduled", "move", str(listed["id"]), "--deliver-at", "2999-01-01T00:00:00Z")
     (moved,) = ok(run("scheduled", "list", "--topic", topic, "--json"))
     assert moved["due_at"] == "2999-01-01T00:00:00+00:00"
     assert ok(run("scheduled", "cancel", str(listed["id"]), "--yes", "--json")) == {"cancelled": listed["id"]}
@@ -401,6 +469,89 @@ def test_lines_that_trickle_in_are_published_without_waiting_for_more(
     stdout, stderr = process.communicate(timeout=PATIENCE_SECONDS)
     assert (process.returncode, stderr) == (0, b"")
     assert stdout == f"published 2 events to {topic}\n".encode()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_publish_says_what_is_published_and_skip_continues_after_it(
+    program: Any, run: Any, topic: str, log: headwater.Headwater, until: Any, number: int
+) -> None:
+    process = program("publish", topic, stdin=subprocess.PIPE)
+    process.stdin.write(b"1\n\n3\n")
+    until(lambda: len(log.read(topic)) == 2)
+    process.send_signal(number)
+    # The last line is not complete, so it is not published.
+    _, stderr = process.communicate(b"4", timeout=PATIENCE_SECONDS)
+    assert process.returncode == exit_codes.INTERRUPTED
+    assert stderr.decode() == (
+        "error: interrupted: 2 events were published, up to line 3\n  Continue with the same input and --skip 3.\n"
+    )
+    assert run("publish", topic, "--skip", "3", input="1\n\n3\n4\n5\n").exit_code == 0
+    assert [event.data for event in log.read(topic)] == [1, 3, 4, 5]
+
+
+def test_a_bulk_publish_that_is_interrupted_anywhere_reports_exactly_what_is_published(
+    program: Any, run: Any, topic: str, log: headwater.Headwater, until: Any, tmp_path: Path
+) -> None:
+    count = 200_000
+    file = tmp_path / "lines"
+    file.write_text("".join(f"{number}\n" for number in range(1, count + 1)))
+    skip = 0
+    for _ in range(3):
+        before = log.state().stable
+        with file.open("rb") as stdin:
+            process = program("publish", topic, "--commit-every", "7", "--skip", str(skip), "--json", stdin=stdin)
+        until(lambda before=before: log.state().stable > before)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=PATIENCE_SECONDS)
+        assert process.returncode == exit_codes.INTERRUPTED, stderr
+        detail = json.loads(stderr)["detail"]
+        (state,) = [found for found in log.topics() if found.name == topic]
+        assert detail["last_line"] == skip + detail["published"]
+        last = log.read(topic, after=(state.last_position or 0) - 1)
+        assert [event.data for event in last] == [detail["last_line"]]
+        skip = detail["last_line"]
+
+
+def test_a_commit_is_finished_before_the_command_ends_unless_it_is_interrupted_twice(
+    program: Any, topic: str, dsn: str, log: headwater.Headwater, until: Any
+) -> None:
+    for signals, printed, expected in (
+        ((signal.SIGINT,), "interrupted: 2 events were published, up to line 2", 2),
+        ((signal.SIGINT, signal.SIGTERM), "1 event was published, up to line 1; unknown whether lines 2 to 2", 1),
+    ):
+        before = len(log.read(topic))
+        process = program("publish", topic, stdin=subprocess.PIPE)
+        process.stdin.write(b"1\n")
+        until(lambda before=before: len(log.read(topic)) == before + 1)
+        with psycopg.connect(dsn) as holder, psycopg.connect(dsn, autocommit=True) as watcher:
+            holder.execute("lock table headwater_internal.topic in access exclusive mode")
+            process.stdin.write(b"2\n")
+            waiting = (
+                "select from pg_stat_activity where wait_event_type = 'Lock' and application_name = 'headwater cli'"
+            )
+            until(lambda watcher=watcher, waiting=waiting: watcher.execute(waiting).fetchone() is not None)
+            for number in signals:
+                process.send_signal(number)
+            if len(signals) == 2:
+                process.wait(PATIENCE_SECONDS)
+        _, stderr = process.communicate(timeout=PATIENCE_SECONDS)
+        assert process.returncode == exit_codes.INTERRUPTED
+        assert printed in stderr.decode()
+        assert len(log.read(topic)) == before + expected
+
+
+def test_an_interrupted_atomic_publish_publishes_nothing(
+    program: Any, topic: str, log: headwater.Headwater, until: Any
+) -> None:
+    process = program("publish", topic, "--atomic", stdin=subprocess.PIPE)
+    process.stdin.write(b"1\n2\n")
+    # Once it has read the lines, the pipe is empty.
+    until(lambda: fcntl.ioctl(process.stdin, termios.FIONREAD, bytes(4)) == bytes(4))
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == exit_codes.INTERRUPTED
+    assert stderr.startswith(b"error: interrupted: 0 events were published\n")
+    assert log.read(topic) == []
 
 
 # --- read and tail -------------------------------------------------------------------------------------------
@@ -562,7 +713,7 @@ def test_maintain_releases_what_is_due(run: Any, topic: str, log: headwater.Head
 
 
 def test_maintain_goes_on_until_it_is_told_to_stop(program: Any) -> None:
-    process = program("maintain", "--every", "0.1", "--json")
+    process = program("maintain", "--every", "100ms", "--json")
     rounds = [json.loads(next_line(process)) for _ in range(2)]
     assert all("released" in one for one in rounds)
     process.send_signal(signal.SIGINT)
@@ -614,6 +765,34 @@ def test_the_demo_brings_its_own_postgres(run: Any, environment: dict[str, str])
     result = run("demo")
     assert result.exit_code == 0, result.output
     assert "headwater demo --pipeline" in result.stdout
+
+
+def test_the_commands_that_the_demo_shows_next_work_as_they_are_shown(environment: dict[str, str]) -> None:
+    # As after `./dev demo`: the program is in a virtual environment that is not on PATH.
+    program = Path(sys.executable).parent / "headwater"
+    bare = {**environment, "PATH": "/usr/bin:/bin"}
+
+    def run_shown(command: str) -> str:
+        ended = subprocess.run(
+            command,
+            shell=True,
+            cwd=program.parents[1],
+            env=bare,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=PATIENCE_SECONDS,
+        )
+        assert ended.returncode == 0, (command, ended.stderr)
+        return ended.stdout
+
+    shown = run_shown("bin/headwater demo").rpartition("Next:\n")[2]
+    commands = re.findall(r"^   (\S.*)$", shown, re.MULTILINE)
+    assert commands[:4] == [f"bin/headwater {rest}" for rest in ("up --detach", "docs tutorial", "docs", "--help")]
+    try:
+        assert all(run_shown(command) for command in commands[:4])
+    finally:
+        run_shown("bin/headwater down")
 
 
 def test_bench_measures_and_leaves_no_topic(run: Any, log: headwater.Headwater) -> None:

@@ -35,7 +35,7 @@ ACTS = [
     ("queue resume g", "queue.resume", "g"),
     ("queue bind g --type A", "queue.bind", "g"),
     ("queue unbind g 2", "queue.unbind", "g"),
-    ("queue rewind g --position 0 --yes", "queue.rewind", "g"),
+    ("queue rewind g --after 0 --yes", "queue.rewind", "g"),
     ("dead redrive g --yes", "queue.redrive", "g"),
     ("dead discard g --yes", "queue.discard", "g"),
     ("queue delete g --yes", "queue.delete", "g"),

@@ -182,8 +182,8 @@ def test_a_rewound_queue_does_it_all_again(run: Any, topic: str, log: headwater.
     assert lease is not None
     log.ack(lease)
     assert run("queue", "rewind", topic).exit_code == 2
-    assert run("queue", "rewind", topic, "--position", "0", "--since", "1h", "--yes").exit_code == 2
-    rewound = ok(run("queue", "rewind", topic, "--position", str(first), "--yes", "--json"))
+    assert run("queue", "rewind", topic, "--after", "0", "--since", "1h", "--yes").exit_code == 2
+    rewound = ok(run("queue", "rewind", topic, "--after", str(first), "--yes", "--json"))
     assert rewound == {"queue": topic, "position": first}
     assert queue(run, topic)["ready"] == 1
     assert ok(run("queue", "rewind", topic, "--since", "1h", "--yes", "--json"))["position"] < first
@@ -236,7 +236,7 @@ def test_deliveries_show_the_state_of_each_event(run: Any, topic: str, log: head
     "command",
     [
         ("queue", "delete", "{}"),
-        ("queue", "rewind", "{}", "--position", "0"),
+        ("queue", "rewind", "{}", "--after", "0"),
         ("dead", "redrive", "{}"),
         ("dead", "discard", "{}"),
         ("sub", "delete", "1"),
@@ -368,9 +368,9 @@ def test_a_queue_that_reads_is_rewound_while_nobody_reads(run: Any, topic: str, 
     first = log.read_next(topic, reader="me")
     log.commit_reading(topic, first.next_position, reader="me")
     before = first.events[0].event.position - 1
-    assert failed(run("queue", "rewind", topic, "--position", "1", "--yes", "--json"), 5)["error"] == "ReaderBusy"
+    assert failed(run("queue", "rewind", topic, "--after", "1", "--yes", "--json"), 5)["error"] == "ReaderBusy"
     log.commit_reading(topic, first.next_position, reader="me", release=True)
-    assert ok(run("queue", "rewind", topic, "--position", str(before), "--yes", "--json"))["position"] == before
+    assert ok(run("queue", "rewind", topic, "--after", str(before), "--yes", "--json"))["position"] == before
     assert len(log.read_next(topic, reader="you").events) == 2
 
 

@@ -105,8 +105,8 @@ def test_a_cursor_or_a_queue_beyond_the_head_fails(run: Run, dsn: str, log: head
     (cursor,) = told(run, "positions", f"cursor {topic}-c ")
     (queue,) = told(run, "positions", f"queue {topic}-g ")
     assert cursor["outcome"] == queue["outcome"] == "fail"
-    assert f"headwater cursor set {topic}-c --position" in cursor["action"]
-    assert f"headwater queue rewind {topic}-g --position" in queue["action"]
+    assert f"headwater cursor set {topic}-c --after" in cursor["action"]
+    assert f"headwater queue rewind {topic}-g --after" in queue["action"]
     assert failed(run) == ["positions"]
     assert exit_code(dsn, "check") == 1
     # A server stays ready: another would serve the same log.

@@ -41,7 +41,7 @@ _LOG_RUNNING_SINCE: Final = 160_000
 _FAILOVER_SINCE: Final = 170_000
 _START_OVER: Final = (
     "Start over with a new slot, a new checkpoint and a new snapshot of the tables: see 'After a failover' in "
-    "docs/how-to/capture-changes.md; for a pipeline, run: headwater pipeline reset NAME --drop-slot"
+    "`headwater docs capture-changes`; for a pipeline, run: headwater pipeline reset NAME --drop-slot"
 )
 
 

@@ -1,6 +1,6 @@
 """The command line `headwater`.
 
-`COMMANDS` maps each command to its module in `headwater.cli.commands`, which is imported when called.
+`PANELS` maps each command to its module in `headwater.cli.commands`, which is imported when called.
 The root command turns every HeadwaterError into a message on standard error and an exit code (`exit_codes`).
 """
 
@@ -18,47 +18,40 @@ from typer.core import TyperGroup
 
 import headwater
 from headwater.cli import exit_codes, output
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, QueueNotFound, TopicNotFound
 
 # Not all versions of Typer export the base class of usage errors.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
-# The top-level commands in the order of the help text, each with its module.
-COMMANDS: Final = {
-    "up": "up",
-    "down": "up",
-    "status": "status",
-    "demo": "demo",
-    "publish": "publish",
-    "read": "read",
-    "tail": "read",
-    "topic": "topic",
-    "cursor": "cursor",
-    "archive": "archive",
-    "queue": "queue",
-    "dead": "dead",
-    "webhook": "webhook",
-    "work": "work",
-    "sub": "sub",
-    "table": "table",
-    "scheduled": "scheduled",
-    "cron": "cron",
-    "pipeline": "pipeline",
-    "lake": "lake",
-    "replay": "replay",
-    "replica": "replica",
-    "serve": "serve",
-    "account": "account",
-    "schema": "schema",
-    "migrate": "migrate",
-    "doctor": "doctor",
-    "maintain": "maintain",
-    "metrics": "metrics",
-    "check": "metrics",
-    "settings": "settings",
-    "bench": "bench",
-    "chaos": "chaos",
+# The top-level commands in the order of the help text, by the panel that lists them there, each with its module.
+PANELS: Final[Mapping[str, Mapping[str, str]]] = {
+    "Start": {"up": "up", "down": "up", "status": "status", "demo": "demo", "docs": "docs", "migrate": "migrate"},
+    "Publish and read": {
+        "publish": "publish",
+        "read": "read",
+        "tail": "read",
+        "topic": "topic",
+        "cursor": "cursor",
+        "schema": "schema",
+        "archive": "archive",
+        "replay": "replay",
+    },
+    "Queues": {"queue": "queue", "work": "work", "dead": "dead", "sub": "sub", "webhook": "webhook"},
+    "Tables and schedules": {"table": "table", "scheduled": "scheduled", "cron": "cron"},
+    "Pipelines": {"pipeline": "pipeline", "lake": "lake", "replica": "replica"},
+    "Servers": {"serve": "serve", "account": "account"},
+    "Operate": {
+        "doctor": "doctor",
+        "maintain": "maintain",
+        "metrics": "metrics",
+        "check": "metrics",
+        "settings": "settings",
+        "bench": "bench",
+        "chaos": "chaos",
+    },
 }
+COMMANDS: Final = {name: module for commands in PANELS.values() for name, module in commands.items()}
+_PANEL_OF: Final = {name: panel for panel, commands in PANELS.items() for name in commands}
 # A verb is one command of its module. All others are nouns: the module is a group of subcommands.
 VERBS: Final = frozenset(
     {
@@ -66,6 +59,7 @@ VERBS: Final = frozenset(
         "down",
         "status",
         "demo",
+        "docs",
         "publish",
         "read",
         "tail",
@@ -89,7 +83,9 @@ class _LazyCommands(Mapping[str, Any]):
         parent = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
         app = importlib.import_module(f"headwater.cli.commands.{module}").app
         parent.add_typer(app, name=None if name in VERBS else name)
-        return typer.main.get_group(parent).commands[name]
+        command: Any = typer.main.get_group(parent).commands[name]
+        command.rich_help_panel = _PANEL_OF[name]
+        return command
 
     def __iter__(self) -> Iterator[str]:
         return iter(COMMANDS)
@@ -116,6 +112,10 @@ class _RootCommand(TyperGroup):
             result = super().invoke(ctx)
             sys.stdout.flush()
             return result
+        except (TopicNotFound, QueueNotFound) as error:
+            from headwater.cli.suggestions import with_suggestion
+
+            raise typer.Exit(output.report_error(with_suggestion(error, ctx.obj), as_json=as_json)) from None
         except HeadwaterError as error:
             raise typer.Exit(output.report_error(error, as_json=as_json)) from None
         except KeyboardInterrupt:
@@ -127,7 +127,8 @@ class _RootCommand(TyperGroup):
         except _UsageError as error:
             if not as_json:
                 raise
-            message = str(getattr(error, "message", error))
+            # With the names that may have been meant.
+            message = error.format_message() if hasattr(error, "format_message") else str(error)
             output.print_status(output.to_json({"error": "Usage", "message": message, "exit_code": exit_codes.USAGE}))
             raise typer.Exit(exit_codes.USAGE) from None
 
@@ -155,7 +156,9 @@ def _print_version(requested: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(epilog="Run `headwater COMMAND --help` for options and examples. Exit codes: docs/reference/cli.md.")
+@app.callback(
+    epilog="Run `headwater COMMAND --help` for options and examples. Exit codes: `headwater docs reference/cli`."
+)
 def root(
     context: typer.Context,
     version: Annotated[

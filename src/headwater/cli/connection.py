@@ -28,6 +28,8 @@ class Session:
 
     def __init__(self, *, log_format: str | None = None) -> None:
         self._log_format = log_format
+        # The database that the command uses, once it has looked for it.
+        self.last_dsn: str | None = None
 
     @cached_property
     def settings(self) -> Settings:
@@ -49,7 +51,8 @@ class Session:
 
     def dsn(self, given: str | None) -> str:
         """Return the DSN of the database, or raise LogUnavailable."""
-        return find_dsn(given, self.settings)
+        self.last_dsn = find_dsn(given, self.settings)
+        return self.last_dsn
 
     @contextmanager
     def connection(self, given: str | None) -> Iterator[psycopg.Connection[Any]]:

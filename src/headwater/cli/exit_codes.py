@@ -51,10 +51,15 @@ class ChecksFailed(HeadwaterError):
     """`headwater doctor`, `check` or `chaos` found a problem."""
 
 
+class Interrupted(HeadwaterError):
+    """The command was interrupted by Ctrl-C or SIGTERM, and reports what it has done."""
+
+
 # The first class in an error's MRO decides, so a new subclass of InvalidRequest needs no line here.
 BY_ERROR: Final[Mapping[type[HeadwaterError], int]] = {
     errors.InvalidSettings: USAGE,
     NotConfirmed: USAGE,
+    Interrupted: INTERRUPTED,
     errors.InvalidRequest: REFUSED,
     errors.WrongTransaction: REFUSED,
     errors.TopicNotFound: NOT_FOUND,

@@ -254,7 +254,7 @@ def _check_health(health: LogHealth) -> list[Check]:
             "maintenance has never run"
             if health.maintained_seconds_ago is None
             else f"maintenance ran {health.maintained_seconds_ago:.0f} s ago",
-            "Keep a consumer or `headwater maintain --every 60` running.",
+            "Keep a consumer or `headwater maintain --every 60s` running.",
             required=False,
         ),
     ]

@@ -34,7 +34,7 @@ def bench(
 
     Without --dsn or HEADWATER_DSN it runs on a temporary embedded Postgres. In a given database it creates a temporary
     topic, whose events followers of all topics receive, so it asks for confirmation. For comparisons with a plain
-    table, and with many connections, see docs/benchmarks-method.md.
+    table, and with many connections, see `headwater docs benchmarks-method`.
     """
     run = session(context)
     if dsn or run.settings.dsn:

@@ -44,14 +44,15 @@ def list_cursors(context: typer.Context, dsn: Dsn = None, as_json: Json = False)
     epilog=examples(
         "headwater cursor set billing --since 2h --topic orders",
         "headwater cursor set billing --to-start",
-        "headwater cursor set billing --position 4711 --holds-retention",
+        "headwater cursor set billing --after 4711 --holds-retention",
     ),
 )
 def set_cursor(
     context: typer.Context,
     name: Name,
     position: Annotated[
-        int | None, typer.Option(min=0, help="Set it to this position; reading continues after it.")
+        int | None,
+        typer.Option("--after", metavar="POSITION", min=0, help="Set it to this position; reading continues after it."),
     ] = None,
     since: Annotated[
         datetime | None,
@@ -80,7 +81,7 @@ def set_cursor(
 ) -> None:
     """Move a cursor back or forward, creating it if it does not exist. A running reader continues from there."""
     if (position is not None) + (since is not None) + to_start + to_end != 1:
-        raise typer.BadParameter("give exactly one of --position, --since, --to-start and --to-end")
+        raise typer.BadParameter("give exactly one of --after, --since, --to-start and --to-end")
     with session(context).log(dsn) as log:
         if to_start:
             position = 0

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from importlib.util import find_spec
 from typing import Annotated, Any, Final
 
 import psycopg
 import typer
 
 import headwater
-from headwater.cli import output
+from headwater.cli import installation, output
 from headwater.cli.commands import demo_pipeline
 from headwater.cli.connection import session
 from headwater.cli.options import Dsn, Json, examples
@@ -319,12 +320,24 @@ def demo(
         output.emit({"steps": results, "seconds": seconds})
         return
     explain(f"\nThe demo took {seconds:.1f} s and removed everything that it created. Next:")
-    explain("   headwater demo --pipeline  change capture, NATS, Kafka, a lake and projections, on Spark")
-    explain("   headwater up               start an embedded Postgres that keeps its data")
-    explain("   headwater --help           all commands")
-    explain("   docs/tutorial.md           the same steps in Python, SQL and on the command line")
-    explain("   docs/how-to/               queues, routing, SQL subscriptions, watched tables")
-    explain("   examples/worker.py         an example worker: headwater work examples.worker:app")
+    for command, purpose in _next_commands():
+        explain(f"   {command}\n      {purpose}")
+
+
+def _next_commands() -> Iterator[tuple[str, str]]:
+    """Commands to try next, as they work in the user's shell, and what each is for."""
+    name = installation.program()
+    yield f"{name} up --detach", f"start an embedded Postgres that keeps its data; {name} down stops it"
+    yield f"{name} docs tutorial", "the same steps in Python, SQL and on the command line"
+    yield f"{name} docs", "all pages: queues, routing, SQL subscriptions, watched tables and more"
+    yield f"{name} --help", "all commands"
+    pipeline = "change capture, NATS, Kafka, a lake and projections, on Spark"
+    if all(find_spec(module) is not None for module in ("pyspark", "nats", "kio")):
+        yield f"{name} demo --pipeline", pipeline
+    elif installation.checkout() is not None:
+        yield "./dev demo --pipeline", f"{pipeline} (installs Spark first)"
+    else:
+        yield "pip install 'headwater[all]'", f"and then {name} demo --pipeline: {pipeline}"
 
 
 def _remove(log: headwater.Headwater) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Final
 import psycopg
 
 import headwater
+from headwater.cli import installation
 from headwater.cli.connection import prepare_database
 from headwater.cli.exit_codes import NotFound
 from headwater.cli.optional_packages import require_extras
@@ -114,7 +115,8 @@ def _follow_change(
     explain("\nThe four pipelines are declared in this file, which `headwater pipeline run` runs:\n")
     for line in PIPELINES.splitlines():
         explain(f"   {line}")
-    explain("\nNext: docs/how-to/pipelines.md, docs/how-to/lake.md, docs/how-to/projections.md")
+    name = installation.program()
+    explain(f"\nNext: {name} docs pipelines, {name} docs lake, {name} docs projections")
     return results
 
 

@@ -213,7 +213,7 @@ def _maintenance(log: headwater.Headwater, facts: _Facts) -> Problems:
         yield _warn(
             f"the open segment is {output.format_value(open_age)} old; maintenance should close it after "
             f"{output.format_value(interval)}",
-            "Keep a follower or `headwater maintain --every 60` running; otherwise retention removes no events.",
+            "Keep a follower or `headwater maintain --every 60s` running; otherwise retention removes no events.",
         )
     return "segments are closed on time"
 
@@ -243,9 +243,9 @@ def _beyond_head(fault: LogFault) -> Problem:
         )
     kind = "cursor" if fault.kind == "cursor" else "queue"
     command = (
-        f"headwater cursor set {fault.name} --position"
+        f"headwater cursor set {fault.name} --after"
         if kind == "cursor"
-        else f"headwater queue rewind {fault.name} --position"
+        else f"headwater queue rewind {fault.name} --after"
     )
     return _fail(
         f"{kind} {fault.name} is {beyond}: it receives no events until the log reaches it",
@@ -470,7 +470,7 @@ def _scheduled(log: headwater.Headwater, facts: _Facts) -> Problems:
         late = facts.server_time - waiting[0].due_at
         yield _warn(
             f"a scheduled event is {output.format_value(late)} overdue",
-            "Keep a follower or `headwater maintain --every 60` running.",
+            "Keep a follower or `headwater maintain --every 60s` running.",
         )
     return "no scheduled event is overdue"
 

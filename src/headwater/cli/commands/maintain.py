@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from datetime import timedelta
+from typing import Annotated, Final
 
 import typer
 
 from headwater.cli import output
 from headwater.cli.connection import session
 from headwater.cli.maintenance import maintain_repeatedly, publish_cron_schedules
-from headwater.cli.options import Dsn, Json, examples
+from headwater.cli.options import Dsn, Json, examples, parse_duration
 from headwater.log.model import MaintenanceResult
 
 app = typer.Typer()
 
+MIN_INTERVAL: Final = timedelta(milliseconds=100)
 
-@app.command(epilog=examples("headwater maintain", "headwater maintain --every 60"))
+
+@app.command(epilog=examples("headwater maintain", "headwater maintain --every 60s"))
 def maintain(
     context: typer.Context,
     every: Annotated[
-        float | None, typer.Option(metavar="SECONDS", min=0.1, help="Repeat at this interval until Ctrl-C.")
+        timedelta | None,
+        typer.Option(
+            parser=parse_duration, metavar="DURATION", help="Repeat at this interval until Ctrl-C. At least 100ms."
+        ),
     ] = None,
     dsn: Dsn = None,
     as_json: Json = False,
@@ -32,6 +38,8 @@ def maintain(
     Followers, workers and servers run maintenance too, so this is needed only if none of them runs. Several may run
     at once.
     """
+    if every is not None and every < MIN_INTERVAL:
+        raise typer.BadParameter("--every must be at least 100ms")
     with session(context).log(dsn) as log:
         if every is None:
             _print(log.maintain(), publish_cron_schedules(log), as_json=as_json)
@@ -39,7 +47,7 @@ def maintain(
         try:
             maintain_repeatedly(
                 log,
-                every_seconds=every,
+                every_seconds=every.total_seconds(),
                 report=lambda maintenance, cron_schedules: _print(maintenance, cron_schedules, as_json=as_json),
             )
         except KeyboardInterrupt:

@@ -23,7 +23,9 @@ T = TypeVar("T")
 
 @app.command(epilog=examples("headwater metrics", "headwater metrics --json", "headwater metrics | grep queue_lag"))
 def metrics(context: typer.Context, dsn: Dsn = None, as_json: Json = False) -> None:
-    """Print the metrics of the log in the Prometheus text format; docs/reference/metrics.md describes them.
+    """Print the metrics of the log in the Prometheus text format.
+
+    `headwater docs reference/metrics` describes them.
 
     The output is that of a server's /metrics without the counters of the server process. For the textfile collector
     of node_exporter, write it to a file every minute.

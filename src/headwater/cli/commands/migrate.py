@@ -17,7 +17,7 @@ app = typer.Typer()
 
 @app.command(
     epilog=examples(
-        "headwater migrate", "headwater migrate --print > headwater.sql", "headwater migrate --print --from 1"
+        "headwater migrate", "headwater migrate --print > headwater.sql", "headwater migrate --print --after 1"
     )
 )
 def migrate(
@@ -25,20 +25,20 @@ def migrate(
     print_: Annotated[
         bool, typer.Option("--print", help="Print the SQL for `psql -f` instead of running it. Needs no database.")
     ] = False,
-    from_: Annotated[
-        int, typer.Option("--from", metavar="N", min=0, help="With --print: print only the migrations after N.")
+    after: Annotated[
+        int, typer.Option(metavar="N", min=0, help="With --print: print only the migrations after N.")
     ] = 0,
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:
     """Install or upgrade the schema in one transaction. Safe to repeat and to run concurrently."""
     latest = schema.migrations()[-1].number
-    if from_ and not print_:
-        raise typer.BadParameter("--from requires --print")
-    if from_ > latest:
-        raise typer.BadParameter(f"invalid --from {from_}: the latest migration is {latest}")
+    if after and not print_:
+        raise typer.BadParameter("--after requires --print")
+    if after > latest:
+        raise typer.BadParameter(f"invalid --after {after}: the latest migration is {latest}")
     if print_:
-        script = schema.script(after=from_)
+        script = schema.script(after=after)
         if as_json:
             output.emit({"sql": script})
         else:

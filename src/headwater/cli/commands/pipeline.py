@@ -358,7 +358,7 @@ def _read(file: Path) -> PipelineFile:
     except OSError as error:
         raise NotFound(
             f"cannot read {file}: {error.strerror}",
-            hint="Give the file with --file; docs/how-to/pipelines.md shows an example.",
+            hint="Give the file with --file; `headwater docs pipelines` shows an example.",
         ) from error
     return parse(text, os.environ)
 

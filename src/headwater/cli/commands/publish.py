@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import stat
 import sys
 from collections.abc import Iterator, Mapping
@@ -11,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, NamedTuple
 
 import psycopg
@@ -20,6 +22,7 @@ import headwater
 from headwater.calls.encoding import JSON_TYPE
 from headwater.cli import output
 from headwater.cli.connection import session
+from headwater.cli.exit_codes import Interrupted
 from headwater.cli.options import Dsn, Json, examples, parse_duration, parse_header, parse_time
 from headwater.errors import HeadwaterError, InvalidEvent, InvalidRequest, LogUnavailable
 from headwater.log.cloud_events import new_event, parse_batch, parse_structured
@@ -86,6 +89,7 @@ class EventTemplate:
         "headwater publish orders --file invoice.pdf --raw --content-type application/pdf",
         """headwater publish reminders '{"id": 42}' --delay 2h""",
         "headwater publish orders < orders.jsonl",
+        "headwater publish orders --skip 163000 < orders.jsonl",
         "headwater read orders --json | headwater publish copy-of-orders --envelope",
         "headwater publish orders --file order.json --cloudevents",
     )
@@ -130,6 +134,9 @@ def publish(
     deliver_at: Annotated[
         datetime | None, typer.Option(parser=parse_time, metavar="TIME", help="Publish at this time (ISO 8601).")
     ] = None,
+    skip: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Skip the first N lines, such as those of an interrupted command.")
+    ] = 0,
     commit_every: Annotated[int, typer.Option(min=1, max=100_000, help="Number of lines per transaction.")] = 1000,
     atomic: Annotated[bool, typer.Option("--atomic", help="Publish all lines in one transaction.")] = False,
     dsn: Dsn = None,
@@ -138,13 +145,14 @@ def publish(
     """Publish one event, or each line of standard input as an event.
 
     An invalid line stops the command: the lines before it are published, the line itself and those after it are not.
+    Ctrl-C stops it between two transactions, and prints with which --skip to continue.
     """
     given_headers = dict(parse_header(text) for text in headers or ()) or None
     single = payload is not None or file is not None
     if payload is not None and file is not None:
         raise typer.BadParameter("give the payload either as an argument or with --file")
-    if single and (envelope or atomic):
-        raise typer.BadParameter("--envelope and --atomic apply only to lines from standard input")
+    if single and (envelope or atomic or skip):
+        raise typer.BadParameter("--envelope, --atomic and --skip apply only to lines from standard input")
     if not single and (event_id is not None or delay is not None or deliver_at is not None):
         raise typer.BadParameter("--event-id, --delay and --deliver-at apply only to one event: give PAYLOAD or --file")
     if delay is not None and deliver_at is not None:
@@ -161,7 +169,9 @@ def publish(
     if not single:
         template = EventTemplate(envelope, cloudevents, raw, key, type, routing_key, given_headers, content_type)
         with session(context).log(dsn) as log:
-            _publish_lines(log, topic, template, commit_every=None if atomic else commit_every, as_json=as_json)
+            _publish_lines(
+                log, topic, template, skip=skip, commit_every=None if atomic else commit_every, as_json=as_json
+            )
         return
 
     body = _body(payload, file)
@@ -250,21 +260,105 @@ def _content_type(raw: bool, given: str | None) -> str | None:
 # --- lines ---------------------------------------------------------------------------------------------------
 
 
+class _Interruption:
+    """Ctrl-C and SIGTERM end the command, but not within a commit: so what it reports to be published is exact.
+
+    States: reading, where the signal raises KeyboardInterrupt; committing, where the first signal is noted and raises
+    it after the commit, and a second one raises it at once.
+    """
+
+    def __init__(self) -> None:
+        self._committing = False
+        self._noted = False
+
+    @contextmanager
+    def handled(self) -> Iterator[None]:
+        """In the block, the signals are handled. One that is ignored, as in a background job, stays ignored."""
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+        for number in before:
+            signal.signal(number, self._handle)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def after_commit(self) -> Iterator[None]:
+        """In the block, the command commits and counts what it committed."""
+        self.begin_commit()
+        yield
+        self._committing = False
+        if self._noted:
+            raise KeyboardInterrupt
+
+    def begin_commit(self) -> None:
+        self._committing = True
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self._committing or self._noted:
+            raise KeyboardInterrupt
+        self._noted = True
+
+
+@dataclass(slots=True)
+class _Published:
+    """What of the input is published."""
+
+    published: int = 0
+    # The last line that is published, or skipped.
+    last_line: int = 0
+    # The first and last line of the transaction that is being committed.
+    committing: tuple[int, int] | None = None
+
+    def interrupted(self) -> Interrupted:
+        detail = {"published": self.published, "last_line": self.last_line}
+        outcome = f"{self.published} event{' was' if self.published == 1 else 's were'} published"
+        if self.published:
+            outcome += f", up to line {self.last_line}"
+        if self.committing is not None:
+            first, last = self.committing
+            return Interrupted(
+                f"interrupted: {outcome}; unknown whether lines {first} to {last} were published",
+                hint=f"Look at the last events of the topic; then continue with the same input and --skip {first - 1} "
+                f"or --skip {last}.",
+                detail={**detail, "uncertain_from_line": first, "uncertain_to_line": last},
+            )
+        hint = "Continue with the same input" + (f" and --skip {self.last_line}." if self.last_line else ".")
+        return Interrupted(f"interrupted: {outcome}", hint=hint, detail=detail)
+
+
 def _publish_lines(
-    log: headwater.Headwater, topic: str, template: EventTemplate, *, commit_every: int | None, as_json: bool
+    log: headwater.Headwater,
+    topic: str,
+    template: EventTemplate,
+    *,
+    skip: int,
+    commit_every: int | None,
+    as_json: bool,
 ) -> None:
     source: BinaryIO = sys.stdin.buffer
     source = getattr(source, "raw", source)
-    # Fail for an unknown topic before reading input; with auto_create_topics, create the topic now.
-    log.publish_batch(topic, [])
-    published = 0
-    with _progress(source) as counter:
-        lines = _events(source, template, counter)
-        if commit_every is None:
-            published = _publish_all(log, topic, lines)
-        else:
-            for batch in _batches(lines, commit_every):
-                published += _publish_some(log, topic, batch, published)
+    interruption, progress = _Interruption(), _Published(last_line=skip)
+    try:
+        with interruption.handled(), _progress(source) as counter:
+            # Fail for an unknown topic before reading input; with auto_create_topics, create the topic now.
+            log.publish_batch(topic, [])
+            lines = _events(source, template, counter, skip)
+            if commit_every is None:
+                progress.published = _publish_all(log, topic, lines, interruption)
+            else:
+                for batch in _batches(lines, commit_every):
+                    with interruption.after_commit():
+                        numbers = [line.number for line in batch if isinstance(line, InputLine)]
+                        progress.committing = (numbers[0], numbers[-1]) if numbers else None
+                        progress.published += _publish_some(log, topic, batch, progress.published)
+                        progress.last_line = numbers[-1] if numbers else progress.last_line
+                        progress.committing = None
+    except KeyboardInterrupt:
+        raise progress.interrupted() from None
+    published = progress.published
     output.print_result(
         {"topic": topic, "published": published},
         f"published {published} event{'' if published == 1 else 's'} to {topic}",
@@ -272,7 +366,12 @@ def _publish_lines(
     )
 
 
-def _publish_all(log: headwater.Headwater, topic: str, lines: Iterator[InputLine | HeadwaterError | None]) -> int:
+def _publish_all(
+    log: headwater.Headwater,
+    topic: str,
+    lines: Iterator[InputLine | HeadwaterError | None],
+    interruption: _Interruption,
+) -> int:
     """Publish all lines in one transaction."""
 
     def events() -> Iterator[NewEvent]:
@@ -281,6 +380,8 @@ def _publish_all(log: headwater.Headwater, topic: str, lines: Iterator[InputLine
                 raise line
             if line is not None:
                 yield line.event
+        # All lines were read; what follows is the commit.
+        interruption.begin_commit()
 
     try:
         return log.publish_many(topic, events())
@@ -401,9 +502,12 @@ def _size(source: BinaryIO) -> int | None:
 
 
 def _events(
-    source: BinaryIO, template: EventTemplate, counter: _LineCounter
+    source: BinaryIO, template: EventTemplate, counter: _LineCounter, skip: int
 ) -> Iterator[InputLine | HeadwaterError | None]:
-    """Yield every line as an event, and None when the input pauses. An invalid line yields an error and ends it."""
+    """Yield every line after the first `skip` as an event, and None when the input pauses.
+
+    An invalid line yields an error and ends it.
+    """
     number = 0
     for lines in _read_lines(source):
         if lines is None:
@@ -411,7 +515,7 @@ def _events(
             continue
         for line in lines:
             number += 1
-            if not line.strip():
+            if number <= skip or not line.strip():
                 continue
             try:
                 yield InputLine(number, template.event(line))

@@ -207,12 +207,14 @@ def resume(context: typer.Context, name: Name, dsn: Dsn = None, as_json: Json = 
 
 
 @app.command(
-    epilog=examples("headwater queue rewind mailer --since 2h", "headwater queue rewind mailer --position 0 --yes")
+    epilog=examples("headwater queue rewind mailer --since 2h", "headwater queue rewind mailer --after 0 --yes")
 )
 def rewind(
     context: typer.Context,
     name: Name,
-    position: Annotated[int | None, typer.Option(min=0, help="Continue after this position.")] = None,
+    position: Annotated[
+        int | None, typer.Option("--after", metavar="POSITION", min=0, help="Continue after this position.")
+    ] = None,
     since: Annotated[
         datetime | None,
         typer.Option(
@@ -229,7 +231,7 @@ def rewind(
     moved only while it has no reader.
     """
     if (position is None) == (since is None):
-        raise typer.BadParameter("give exactly one of --position and --since")
+        raise typer.BadParameter("give exactly one of --after and --since")
     with session(context).log(dsn) as log:
         reading = subscription_queue(log, name)
         current = _overview(log, name).claimed_position if reading is None else reading.position
@@ -281,7 +283,9 @@ def bind(
         ),
     ] = None,
     type: Annotated[str | None, typer.Option(help="Only events of this type.")] = None,
-    from_position: Annotated[int | None, typer.Option(min=0, help="Bind from after this position.")] = None,
+    from_position: Annotated[
+        int | None, typer.Option("--after", metavar="POSITION", min=0, help="Bind from after this position.")
+    ] = None,
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:

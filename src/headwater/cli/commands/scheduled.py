@@ -36,12 +36,16 @@ def list_scheduled(
 
 
 @app.command(
-    epilog=examples("headwater scheduled move 12 --to 2026-03-01T12:00:00Z", "headwater scheduled move 12 --delay 1h")
+    epilog=examples(
+        "headwater scheduled move 12 --deliver-at 2026-03-01T12:00:00Z", "headwater scheduled move 12 --delay 1h"
+    )
 )
 def move(
     context: typer.Context,
     id: Id,
-    to: Annotated[datetime | None, typer.Option(parser=parse_time, metavar="TIME", help="New time (ISO 8601).")] = None,
+    deliver_at: Annotated[
+        datetime | None, typer.Option(parser=parse_time, metavar="TIME", help="New time (ISO 8601).")
+    ] = None,
     delay: Annotated[
         timedelta | None, typer.Option(parser=parse_duration, metavar="DURATION", help="New time as a delay from now.")
     ] = None,
@@ -49,9 +53,9 @@ def move(
     as_json: Json = False,
 ) -> None:
     """Change the time of a scheduled event."""
-    if (to is None) == (delay is None):
-        raise typer.BadParameter("give exactly one of --to and --delay")
-    due_at = to if delay is None else datetime.now(UTC) + delay
+    if (deliver_at is None) == (delay is None):
+        raise typer.BadParameter("give exactly one of --deliver-at and --delay")
+    due_at = deliver_at if delay is None else datetime.now(UTC) + delay
     assert due_at is not None
     with session(context).log(dsn) as log, audit(log, "scheduled.move", str(id), {"due_at": due_at}) as log:
         if not log.move_scheduled(id, due_at):

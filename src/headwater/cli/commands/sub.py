@@ -43,7 +43,9 @@ def create(
             parser=parse_duration, metavar="DURATION", help="Delete the subscription when unused for this long."
         ),
     ] = None,
-    from_position: Annotated[int | None, typer.Option(min=0, help="Only events after this position.")] = None,
+    from_position: Annotated[
+        int | None, typer.Option("--after", metavar="POSITION", min=0, help="Only events after this position.")
+    ] = None,
     topic: Annotated[
         list[str] | None,
         typer.Option(metavar="TOPIC", help="Topic that a new queue reads. Repeat for several. Default: all topics."),
