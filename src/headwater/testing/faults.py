@@ -19,6 +19,7 @@ The same seed gives the same runs.
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import random
 import sys
@@ -380,6 +381,13 @@ class _HandlerRun:
         one = replace(self._one, handler=_traced(self._one, tracer), timeout_seconds=None)
         try:
             return await asyncio.wait_for(self._process.call(one, lease, given), HANDLER_SECONDS)
+        except TimeoutError:
+            # A thread cannot be cancelled, and the end of the event loop waits for it.
+            await self._end_blocked_sessions()
+            raise InvalidRequest(
+                f"handler {one.name} did not return within {HANDLER_SECONDS:g} seconds",
+                hint="Look for a lock or a connection that it does not release when it fails.",
+            ) from None
         finally:
             if act_at is None:
                 self._trace.lines.setdefault(self._one.name, []).append(tracer.lines)
@@ -394,9 +402,15 @@ class _HandlerRun:
         def crash() -> None:
             raise _SimulatedCrash if fault.kind == "crash" else asyncio.CancelledError
 
+        crashed, outcome = False, None
         try:
             outcome = await self._call(lease, given, fault.line, crash)
         except _SimulatedCrash:
+            crashed = True
+        if crashed:
+            # The end of a process closes its connections. Here, those that the handler left open end with its frames,
+            # which the exception kept until now.
+            gc.collect()
             await self._expire_leases()
             return
         if fault.kind == "timeout":
@@ -440,6 +454,13 @@ class _HandlerRun:
         for given in self._calls(lease) if lease is not None else ():
             assert lease is not None
             await self._settle(lease, given, await self._call(lease, given, act_at=-1))
+
+    async def _end_blocked_sessions(self) -> None:
+        async with self._process.log.connection() as connection:
+            await connection.execute(
+                "select pg_terminate_backend(pid) from pg_stat_activity "
+                "where datname = current_database() and wait_event_type = 'Lock'"
+            )
 
     async def _is_anything_blocked(self) -> bool:
         async with self._process.log.connection() as connection:
