@@ -689,7 +689,7 @@ class SseHub:
         if self._feeds.get(feed.key) is feed:
             del self._feeds[feed.key]
         if not self._feeds:
-            # Nobody follows the state any more: the next stream reads it.
+            # No stream follows the state any more: the next stream reads it.
             self._known = False
         feed.close()
 
