@@ -404,6 +404,33 @@ def test_a_log_that_is_away_is_polled_at_intervals_whatever_is_due(monkeypatch: 
     run(test())
 
 
+def test_waits_end_while_a_poll_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_watcher, "STALLED_SECONDS", 0.02)
+
+    class HangingLog(FakeLog):
+        answers = asyncio.Event()
+
+        async def run(self, call: Call[Any]) -> Any:
+            await self.answers.wait()
+            return await super().run(call)
+
+    async def test() -> None:
+        log = HangingLog()
+        log.answers.set()
+        watcher = log.watcher()
+        waiter = watcher.waiter()
+        await settled(waiter)
+        log.answers.clear()
+        assert [(await waiter.wait(LONG)).reason for _ in range(3)] == ["time"] * 3
+        log.answers.set()
+        log.head += 1
+        while (await waiter.wait(LONG)).reason == "time":
+            pass
+        await watcher.stop()
+
+    run(test())
+
+
 def test_the_watcher_does_not_run_in_the_context_of_its_first_waiter() -> None:
     request: ContextVar[str] = ContextVar("request")
 

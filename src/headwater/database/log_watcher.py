@@ -13,7 +13,8 @@ What must stay true:
 - "Changed" means different, not greater: a crash may move the head back.
 - After an error (a lost connection, a restart of Postgres) all waiters are woken and find the error themselves, each
   with its own patience.
-- Every wait ends after its time, whatever happens to the watcher. When the handle is closed, all waits end.
+- Every wait ends after its time, whatever happens to the watcher; while a poll hangs, after STALLED_SECONDS. When the
+  handle is closed, all waits end.
 
 `LogWatcher` is the same for programs without an event loop: each waiter polls for itself.
 """
@@ -54,6 +55,8 @@ IDLE_LOOK_SECONDS: Final = 1.0
 REAP_SECONDS: Final = 1.0
 # While the log cannot be read.
 RETRY_SECONDS: Final = 0.25
+# If a poll takes longer, its connection may hang: each waiter then looks at the log by itself, this often.
+STALLED_SECONDS: Final = 5.0
 # How long a blocking waiter waits at most: it does not read the states of queues and cursors.
 BLOCKING_LOOK_SECONDS: Final = 0.5
 
@@ -104,7 +107,7 @@ class AsyncLogWatcher:
         self._waiters: set[AsyncLogWaiter] = set()
         self._hint = asyncio.Event()
         self._pause = MIN_POLL_SECONDS
-        self._grown_at = time.monotonic()
+        self._grown_at = self._polled_at = time.monotonic()
         self._look_at = self._epoch_at = self._reap_at = 0.0
         self._task: asyncio.Task[None] | None = None
         self._maintenance: asyncio.Task[None] | None = None
@@ -141,8 +144,12 @@ class AsyncLogWatcher:
         if waiter.key is not None:
             self._look_at = min(self._look_at, time.monotonic() + LOOK_SECONDS)
         if self._task is None or self._task.done():
+            self._polled_at = time.monotonic()
             # Not in the context of the first waiter, whose trace and request are not those of the others.
             self._task = asyncio.create_task(self._watch(), name="log watcher", context=Context())
+
+    def is_stalled(self) -> bool:
+        return time.monotonic() - self._polled_at > STALLED_SECONDS
 
     def remove(self, waiter: AsyncLogWaiter) -> None:
         self._waiters.discard(waiter)
@@ -161,6 +168,7 @@ class AsyncLogWatcher:
                     self._pause = RETRY_SECONDS * random.uniform(0.5, 1.0)
                     # A look that is overdue must not shorten the pause.
                     self._look_at = max(self._look_at, time.monotonic() + self._pause)
+                self._polled_at = time.monotonic()
                 self._run_maintenance()
                 await self._sleep()
         if guard.failed:
@@ -312,7 +320,10 @@ class AsyncLogWaiter:
             ended = self._ended = asyncio.get_running_loop().create_future()
             self._watcher.add(self)
             try:
-                await asyncio.wait((ended,), timeout=seconds)
+                while (left := started + seconds - time.monotonic()) > 0:
+                    await asyncio.wait((ended,), timeout=min(left, STALLED_SECONDS))
+                    if ended.done() or self._watcher.is_stalled():
+                        break
             finally:
                 # Another wait may have begun since this one was cancelled.
                 if self._ended is ended:

@@ -689,7 +689,7 @@ class SseHub:
         if self._feeds.get(feed.key) is feed:
             del self._feeds[feed.key]
         if not self._feeds:
-            # The state is not kept current without feeds: the next stream reads it.
+            # No stream follows the state any more: the next stream reads it.
             self._known = False
         feed.close()
 
