@@ -21,6 +21,7 @@ from typing import (
     Generic,
     Literal,
     ParamSpec,
+    TypeAlias,
     TypedDict,
     TypeVar,
     Union,
@@ -39,6 +40,9 @@ from headwater.errors import HeadwaterError, InvalidRequest
 from headwater.log.model import NewEvent
 from headwater.queue.model import ClaimedEvent, Dead, Outcome, Retry, Snooze
 from headwater.queue.worker import App, WorkerOptions
+
+TasksLog: TypeAlias = Headwater | AsyncHeadwater | Callable[[], Headwater]
+"""Where tasks are deferred to."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -185,30 +189,33 @@ class Tasks:
     Tasks are deferred on `log`; without it, `defer` connects to the database that the command line uses.
     """
 
-    def __init__(self, topic: str, *, app: App | None = None, log: Headwater | AsyncHeadwater | None = None) -> None:
+    def __init__(self, topic: str, *, app: App | None = None, log: TasksLog | None = None) -> None:
         self.topic = topic
         self.app = app or App()
         self.asyncio_log: AsyncHeadwater | None = None
-        self._blocking_log: Headwater | None = None
+        self.blocking_log: Callable[[], Headwater] = self._default_log
+        self._connected: Headwater | None = None
         self._connecting = threading.Lock()
         self._tasks: dict[str, Task[..., Any]] = {}
         self._queue_options: dict[str, WorkerOptions] = {}
         if log is not None:
             self.use(log)
 
-    def use(self, log: Headwater | AsyncHeadwater) -> None:
-        """Defer on this log: `defer` on one of `headwater.connect`, `defer_async` on one of `headwater.aio`."""
+    def use(self, log: TasksLog) -> None:
+        """Defer on this log: `defer` on one of `headwater.connect`, or on the one that a function returns at each call;
+        `defer_async` on one of `headwater.aio`."""
         if isinstance(log, AsyncHeadwater):
             self.asyncio_log = log
+        elif isinstance(log, Headwater):
+            self.blocking_log = lambda: log
         else:
-            self._blocking_log = log
+            self.blocking_log = log
 
-    def blocking_log(self) -> Headwater:
-        """The log that `defer` publishes to. Connects if none is set."""
+    def _default_log(self) -> Headwater:
         with self._connecting:
-            if self._blocking_log is None:
-                self._blocking_log = client.connect(application_name="headwater tasks")
-            return self._blocking_log
+            if self._connected is None:
+                self._connected = client.connect(application_name="headwater tasks")
+            return self._connected
 
     def task(
         self, *, queue: str, name: str | None = None, **options: Unpack[WorkerOptions]
