@@ -35,7 +35,7 @@ ROOMS: dict[str, set[str]] = {
     "capture": set(),
     "embedded": set(),
     "eventstore": {"log"},
-    "integrations": {"log"},
+    "integrations": {"log", "queue"},
     "lake": set(),
     "log": set(),
     "nats": {"capture"},

@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 from psycopg import conninfo
 
@@ -38,6 +39,18 @@ def test_connect_finds_the_database_of_the_environment(dsn: str, topic: str, mon
             assert (await log.topic(topic)).name == topic
 
     asyncio.run(check())
+
+
+def test_a_lazy_log_connects_when_it_needs_a_connection(dsn: str, topic: str) -> None:
+    sessions = "select count(*) from pg_stat_activity where application_name = 'a lazy log'"
+    with (
+        headwater.connect(dsn, lazy=True, application_name="a lazy log") as log,
+        psycopg.connect(dsn, autocommit=True) as connection,
+    ):
+        log.publish(topic, {"id": 1}, connection=connection)
+        assert connection.execute(sessions).fetchone() == (0,)
+        assert [event.data for event in log.read(topic)] == [{"id": 1}]
+        assert connection.execute(sessions).fetchone() == (1,)
 
 
 def test_connect_finds_the_server_of_headwater_up(tmp_path: Path) -> None:

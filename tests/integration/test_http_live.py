@@ -17,7 +17,7 @@ import psycopg
 import pytest
 
 import headwater
-from headwater.servers.http.sse_frames import ResumePoint
+from headwater.log.sse_frames import ResumePoint
 from headwater.servers.options import ServerLimits
 from http_server import http_process, http_server
 from patience import PATIENCE_SECONDS

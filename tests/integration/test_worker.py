@@ -324,6 +324,24 @@ def test_an_app_without_workers_says_so(dsn: str) -> None:
         asyncio.run(App().run(dsn))
 
 
+def test_a_worker_with_a_pattern_gets_the_events_of_its_routing_keys(
+    log: headwater.Headwater, dsn: str, topic: str
+) -> None:
+    log.publish_batch(topic, [NewEvent(key, routing_key=key) for key in ("eu.de", "us.ny", "eu.fr")])
+    log.publish(topic, "none")
+    app = App()
+    seen: list[str] = []
+
+    @app.worker(topic, queue=topic, pattern="eu.*")
+    async def handle(event: headwater.ClaimedEvent) -> None:
+        seen.append(event.data)
+
+    asyncio.run(app.drain(dsn))
+    assert seen == ["eu.de", "eu.fr"]
+    with pytest.raises(headwater.InvalidRequest, match="needs the topics"):
+        app.worker(queue=topic, pattern="eu.*")
+
+
 def test_bad_cron_expressions_and_zones_are_refused(log: headwater.Headwater, topic: str) -> None:
     with pytest.raises(headwater.InvalidRequest, match="cron"):
         log.set_cron_schedule("p", "every day", topic, 1)

@@ -15,8 +15,9 @@ from headwater.cli.commands import read
 from headwater.errors import InvalidEvent
 from headwater.log.event_json import content, event_json, parse_event
 from headwater.log.model import Event, NewEvent
+from headwater.log.sse_frames import FrameStyle, frame
 from headwater.servers.http.dependencies import list_response, raw_json_response
-from headwater.servers.http.sse_frames import FrameStyle, frame
+from headwater.servers.http.uvicorn_protocol import chunk
 from headwater.webhooks.model import Webhook
 from headwater.webhooks.requests import request_for
 
@@ -67,7 +68,7 @@ WEBHOOK = Webhook(
 
 def sse_data(one: Event) -> bytes:
     """The data of an SSE frame, out of its chunk of the HTTP body."""
-    size, _, rest = frame(one, style=FrameStyle(), epoch=3).partition(b"\r\n")
+    size, _, rest = chunk(frame(one, style=FrameStyle(), epoch=3)).partition(b"\r\n")
     text = rest[: int(size, 16)]
     assert rest[int(size, 16) :] == b"\r\n"
     lines = text.removesuffix(b"\n\n").replace(b"\r", b"\n").split(b"\n")

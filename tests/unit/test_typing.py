@@ -155,8 +155,42 @@ async def asynchronous(log: aio.AsyncHeadwater, plain: psycopg.AsyncConnection[A
     await log.publish("orders", 1, connection=other)  # wrong
 """
 
+TASKS = """
+from collections.abc import Coroutine
+from typing import Any, assert_type
 
-@pytest.mark.parametrize("program", [HANDLERS, TYPED_TOPICS, CONNECTIONS], ids=["handlers", "topics", "connections"])
+from headwater.integrations.tasks import Tasks
+
+tasks = Tasks("tasks")
+
+@tasks.task(queue="mail", max_attempts=3)
+async def send(order: int, *, copy_to: str | None = None) -> str:
+    return "sent"
+
+@tasks.task(queue="mail", name="pack it")
+def pack(order: int) -> None: ...
+
+send.defer(1, copy_to="books")
+assert_type(send.configure(key="ada").defer(order=1), int | None)
+called: Coroutine[Any, Any, str] = send(1)
+
+async def defer() -> None:
+    await pack.defer_async(1)
+    await pack.defer_async("1")  # wrong
+
+send.defer("1")  # wrong
+send.defer(1, copy="books")  # wrong
+send.configure(dely=1)  # wrong
+pack.event()  # wrong
+tasks.task(queue="mail", max_atempts=3)  # wrong
+"""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [HANDLERS, TYPED_TOPICS, CONNECTIONS, TASKS],
+    ids=["handlers", "topics", "connections", "tasks"],
+)
 def test_mypy_reports_what_is_wrong(program: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     pytest.importorskip("mypy")
     # Kept between runs: mypy checks the package and its dependencies again only where they have changed.

@@ -41,6 +41,7 @@ def connect(
     pool_size: int = 10,
     connect_timeout_seconds: float = 10.0,
     application_name: str = "headwater",
+    lazy: bool = False,
     dumps: Dumps | None = None,
     loads: Loads | None = None,
 ) -> Headwater:
@@ -49,6 +50,8 @@ def connect(
     `dsn` is a URL or a conninfo string. Without it, connects to the database that the command line uses: that of
     HEADWATER_DSN, otherwise of `headwater up`.
 
+    `lazy`: connect, without this check, when a method first needs a connection of the log's own.
+
     `dumps` encodes the payloads that are published, except bytes and None; `loads` decodes the `data` of events.
     """
     # Imported when needed: importing the library does not load the embedded server.
@@ -56,7 +59,7 @@ def connect(
 
     pool = ConnectionPool(
         find_dsn(dsn),
-        min_size=1,
+        min_size=0 if lazy else 1,
         max_size=pool_size,
         timeout=connect_timeout_seconds,
         reconnect_timeout=RECONNECT_SECONDS,
@@ -70,8 +73,9 @@ def connect(
     log = Headwater(pool) if loads is None else _LoadingHeadwater(pool, loads)
     log._dumps = dumps
     try:
-        pool.open(wait=True, timeout=connect_timeout_seconds)
-        schema.refuse_misfit(log._run(log_calls.installed()))
+        pool.open(wait=not lazy, timeout=connect_timeout_seconds)
+        if not lazy:
+            schema.refuse_misfit(log._run(log_calls.installed()))
     except PoolTimeout as timeout:
         pool.close()
         raise LogUnavailable(

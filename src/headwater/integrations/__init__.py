@@ -1,1 +1,1 @@
-"""Headwater with other libraries: one module each. Nothing else imports them, and each needs its own extra."""
+"""Headwater in the form of other libraries: one module each. Nothing else imports them."""

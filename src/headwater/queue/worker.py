@@ -139,6 +139,8 @@ class Worker:
     ordered_keys: bool
     # The other settings that were given.
     queue_settings: Mapping[str, Any]
+    # Routing keys that the queue is bound to; None: the whole topics.
+    pattern: str | None = None
     # Leases held at a time; None: one is handled while the next is fetched.
     leases: int | None = None
 
@@ -179,6 +181,7 @@ class App:
         queue: str,
         batch: Literal[False] = False,
         transactional: Literal[False] = False,
+        pattern: str | None = None,
         **options: Unpack[WorkerOptions],
     ) -> Callable[[H], H]: ...
 
@@ -189,6 +192,7 @@ class App:
         queue: str,
         batch: Literal[True],
         transactional: Literal[False] = False,
+        pattern: str | None = None,
         **options: Unpack[WorkerOptions],
     ) -> Callable[[BatchH], BatchH]: ...
 
@@ -199,6 +203,7 @@ class App:
         queue: str,
         batch: Literal[False] = False,
         transactional: Literal[True],
+        pattern: str | None = None,
         **options: Unpack[WorkerOptions],
     ) -> Callable[[TransactionalH], TransactionalH]: ...
 
@@ -209,6 +214,7 @@ class App:
         queue: str,
         batch: Literal[True],
         transactional: Literal[True],
+        pattern: str | None = None,
         **options: Unpack[WorkerOptions],
     ) -> Callable[[TransactionalBatchH], TransactionalBatchH]: ...
 
@@ -220,6 +226,7 @@ class App:
         queue: str,
         batch: bool = False,
         transactional: bool = False,
+        pattern: str | None = None,
         **options: Unpack[WorkerOptions],
     ) -> Callable[[F], F]: ...
 
@@ -232,22 +239,25 @@ class App:
         batch: bool = False,
         transactional: bool = False,
         timeout_seconds: float | None = None,
+        pattern: str | None = None,
         **settings: Unpack[NewQueueSettings],
     ) -> Callable[[F], F]:
         """Run a function, async or not, on every event of a queue.
 
-        The queue is created, bound to these topics, if it does not exist; settings given here are set on it. The
-        handler gets the event and returns None when it is done, or Retry(after), Dead(reason) or Snooze(after); an
-        exception is a failed attempt. Events are delivered at least once. Up to `concurrency` handlers run at a time,
-        on events claimed `prefetch` at a time. `batch`: the handler gets a list of up to `prefetch` events, and may
-        return outcomes by position. `transactional`: the handler also gets a connection, whose transaction acknowledges
-        the event: the handler's writes and the acknowledgement commit together, so each event takes effect exactly
-        once.
+        The queue is created, bound to these topics, if it does not exist; settings given here are set on it. With
+        `pattern`, it is bound to the events of these topics whose routing key matches (see bind). The handler gets the
+        event and returns None when it is done, or Retry(after), Dead(reason) or Snooze(after); an exception is a failed
+        attempt. Events are delivered at least once. Up to `concurrency` handlers run at a time, on events claimed
+        `prefetch` at a time. `batch`: the handler gets a list of up to `prefetch` events, and may return outcomes by
+        position. `transactional`: the handler also gets a connection, whose transaction acknowledges the event: the
+        handler's writes and the acknowledgement commit together, so each event takes effect exactly once.
         """
         if concurrency < 1 or (prefetch is not None and prefetch < 1):
             raise InvalidRequest("concurrency and prefetch must be at least 1")
         if batch and transactional and concurrency != 1:
             raise InvalidRequest("a transactional batch handler needs concurrency=1")
+        if pattern is not None and not topics:
+            raise InvalidRequest("a worker with a pattern needs the topics that it applies to")
         queue_settings = checked(definitions(QueueSettings), settings)
         ordered_keys = queue_settings.pop("ordered_keys", False)
 
@@ -264,6 +274,7 @@ class App:
                     timeout_seconds=timeout_seconds,
                     ordered_keys=ordered_keys,
                     queue_settings=queue_settings,
+                    pattern=pattern,
                 )
             )
             return handler
@@ -469,21 +480,30 @@ class App:
 async def prepare_queue(log: aio.AsyncHeadwater, one: Worker) -> float:
     """Create the queue if it is missing and apply the worker's settings; returns the length of its leases in
     seconds."""
-    queue = await log.create_queue(
-        one.queue, one.topics or None, ordered_keys=one.ordered_keys, if_missing=True, **one.queue_settings
-    )
-    if queue.ordered_keys != one.ordered_keys:
-        raise InvalidRequest(
-            f'queue "{one.queue}" has ordered_keys={queue.ordered_keys}, '
-            f"but worker {one.name} has ordered_keys={one.ordered_keys}",
-            hint="ordered_keys cannot be changed: use another queue, or delete this one.",
+    whole_topics = one.topics if one.pattern is None else ()
+    # One transaction: a queue that exists has its bindings.
+    async with log.transaction() as connection:
+        queue = await log.create_queue(
+            one.queue,
+            whole_topics or None,
+            ordered_keys=one.ordered_keys,
+            if_missing=True,
+            connection=connection,
+            **one.queue_settings,
         )
+        if queue.ordered_keys != one.ordered_keys:
+            raise InvalidRequest(
+                f'queue "{one.queue}" has ordered_keys={queue.ordered_keys}, '
+                f"but worker {one.name} has ordered_keys={one.ordered_keys}",
+                hint="ordered_keys cannot be changed: use another queue, or delete this one.",
+            )
+        bindings = await log._run(queue_calls.bindings(one.queue), connection)
+        bound = {binding.topic for binding in bindings if binding.to_position is None}
+        for topic in one.topics:
+            if topic not in bound and None not in bound:
+                await log.bind(one.queue, topic=topic, pattern=one.pattern, connection=connection)
     if one.queue_settings:
         queue = await log.alter_queue(one.queue, **one.queue_settings)
-    bound = {binding.topic for binding in await log.bindings(one.queue) if binding.to_position is None}
-    for topic in one.topics:
-        if topic not in bound and None not in bound:
-            await log.bind(one.queue, topic=topic)
     return queue.lease_seconds
 
 

@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import signal
 import sys
+from operator import attrgetter
 from typing import Annotated
 
 import typer
@@ -26,7 +27,9 @@ def work(
     target: Annotated[
         str,
         typer.Argument(
-            metavar="MODULE:APP", help="The App: module as in `import MODULE`, and its attribute.", show_default=False
+            metavar="MODULE:APP",
+            help="The App: module as in `import MODULE`, and its attribute (app, tasks.app).",
+            show_default=False,
         ),
     ],
     grace_seconds: Annotated[
@@ -99,7 +102,7 @@ def _unwrap(group: ExceptionGroup) -> Exception:
 
 def _load(target: str) -> App:
     module_name, _, attribute = target.partition(":")
-    if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
+    if not all(part.isidentifier() for part in (*module_name.split("."), *attribute.split("."))):
         raise typer.BadParameter(
             f"invalid value {target!r}: expected MODULE:APP, such as shop.workers:app", param_hint="MODULE:APP"
         )
@@ -115,9 +118,10 @@ def _load(target: str) -> App:
             f"module {module_name} not found",
             hint="Give a module name such as shop.workers, not a file, and run in the directory that contains it.",
         ) from error
-    if not hasattr(module, attribute):
-        raise NotFound(f"module {module_name} has no attribute {attribute}", hint="Expected MODULE:APP.")
-    found = getattr(module, attribute)
+    try:
+        found = attrgetter(attribute)(module)
+    except AttributeError as error:
+        raise NotFound(f"module {module_name} has no attribute {attribute}", hint="Expected MODULE:APP.") from error
     if not isinstance(found, App):
         raise InvalidRequest(
             f"{attribute} in module {module_name} has type {type(found).__name__}, expected headwater.App",

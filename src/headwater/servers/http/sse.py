@@ -13,13 +13,13 @@ from headwater.calls import overview
 from headwater.calls import reading as reading_calls
 from headwater.calls import subscriptions as subscription_calls
 from headwater.errors import InvalidRequest, PositionExpired, QueueNotFound
+from headwater.log.sse_frames import RESUME_POINT_PATTERN, FrameStyle, ResumePoint
 from headwater.servers.authentication import NotAuthenticated
 from headwater.servers.http.authorization import checked_in_route, principal_of, requires
 from headwater.servers.http.dependencies import context_of, problems, router
 from headwater.servers.http.events import KeyQuery, TypeQuery, need_topics, selection_of
 from headwater.servers.http.requests import MAX_POSITION, QueueName, TopicName
 from headwater.servers.http.sse_client import SseResponse, SseStream, StreamSelection
-from headwater.servers.http.sse_frames import RESUME_POINT_PATTERN, FrameStyle, ResumePoint
 
 routes = router("SSE streams")
 

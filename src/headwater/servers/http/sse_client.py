@@ -13,8 +13,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from headwater.log.model import Event
-from headwater.servers.http.sse_frames import FrameStyle, ResumePoint, closing_frame, heartbeat_frame, opening_frame
-from headwater.servers.http.uvicorn_protocol import CONNECTION, HttpConnection
+from headwater.log.sse_frames import FrameStyle, ResumePoint, closing_frame, heartbeat_frame, opening_frame
+from headwater.servers.http.uvicorn_protocol import CONNECTION, LAST_CHUNK, HttpConnection, chunk
 
 if TYPE_CHECKING:
     from headwater.servers.http.sse_hub import Feed, SseHub
@@ -158,7 +158,7 @@ class SseStream:
                 self.end("the client reads too slowly")
         elif now - self._written_at >= heartbeat_seconds:
             point = self.resume_point()
-            self.write(heartbeat_frame(point if point.seen > self.reported_seen else None))
+            self.write(chunk(heartbeat_frame(point if point.seen > self.reported_seen else None)))
             self.reported_seen = max(self.reported_seen, point.seen)
 
     def end(self, reason: str) -> None:
@@ -167,7 +167,8 @@ class SseStream:
             return
         transport = self._connection.transport
         # The buffer before it is bounded: a paused stream gets nothing but this frame.
-        transport.write(closing_frame(reason, self.resume_point(), retry_ms=RETRY_MS))
+        closing = closing_frame(reason, self.resume_point(), retry_ms=RETRY_MS)
+        transport.write(chunk(closing) + LAST_CHUNK)
         self._close()
         transport.close()
         asyncio.get_running_loop().call_later(LINGER_SECONDS, transport.abort)

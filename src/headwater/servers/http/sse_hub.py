@@ -44,12 +44,13 @@ from headwater.errors import (
     epoch_changed_error,
 )
 from headwater.log.model import Event, LogStateByTopic
+from headwater.log.sse_frames import FrameStyle, ResumePoint, frame
 from headwater.observability.counters import COUNTERS
 from headwater.observability.metrics import EPOCH, EPOCH_CHANGED, ERROR, POSITION, READ_TO, logger
 from headwater.servers.authentication import TooManyRequests
 from headwater.servers.http.requests import MAX_POSITION
 from headwater.servers.http.sse_client import SseStream, StreamSelection
-from headwater.servers.http.sse_frames import FrameStyle, ResumePoint, frame
+from headwater.servers.http.uvicorn_protocol import chunk
 from headwater.servers.options import ServerLimits
 from headwater.supervisor import supervise
 
@@ -88,7 +89,7 @@ class BufferedEvent(NamedTuple):
         """The event as an SSE frame, built once for all streams."""
         data = self.frames.get(style)
         if data is None:
-            data = self.frames[style] = frame(self.event, style=style, epoch=self.epoch)
+            data = self.frames[style] = chunk(frame(self.event, style=style, epoch=self.epoch))
         return data
 
 

@@ -1,6 +1,6 @@
 """The connection protocol of uvicorn, extended: an SSE stream can take it over; slow or surplus clients are limited.
 
-An SSE stream writes its HTTP chunks itself (`sse_frames.chunk`): a task and a response object for each of thousands of
+An SSE stream writes its HTTP chunks itself (`chunk`): a task and a response object for each of thousands of
 clients were most of the cost of a connection (docs/decisions/0019-one-server.md). To end the request for uvicorn
 without ending the response, `hand_over` changes private state of uvicorn: `cycle`, `scope` and `pipeline`. Hence the
 upper bound of its version in pyproject.toml; raise it only after tests/integration/test_http_live.py passes.
@@ -22,6 +22,13 @@ CONNECTION: Final = "headwater.connection"
 # For the whole head of a request, and for the first request to arrive.
 MAX_HEAD_SECONDS: Final = 20.0
 MAX_HEAD_BYTES: Final = 128 * 1024
+
+LAST_CHUNK: Final = b"0\r\n\r\n"
+
+
+def chunk(data: bytes) -> bytes:
+    """Data in HTTP chunked transfer encoding."""
+    return b"%x\r\n%s\r\n" % (len(data), data)
 
 
 class ConnectionOwner(Protocol):

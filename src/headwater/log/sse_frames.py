@@ -1,4 +1,4 @@
-"""The frames of an SSE stream and the ids at which it can be resumed. Pure."""
+"""The frames of an SSE stream and the ids at which it can be resumed, for every server that sends one. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def frame(event: Event, *, style: FrameStyle, epoch: int | None = None) -> bytes
         plain = event.type is not None and event.type not in _RESERVED and not {"\n", "\r"} & set(event.type)
         kind = f"event: {event.type if plain else 'event'}\n"
     data = event_json(event) if source is None else structured(cloud_event(event, source))
-    return chunk(f"id: {ResumePoint(event.position, epoch=epoch)}\n{kind}data: {data}\n\n".encode())
+    return f"id: {ResumePoint(event.position, epoch=epoch)}\n{kind}data: {data}\n\n".encode()
 
 
 class ResumePoint(NamedTuple):
@@ -73,15 +73,10 @@ def opening_frame(point: ResumePoint, *, retry_ms: int) -> bytes:
 
 def heartbeat_frame(point: ResumePoint | None) -> bytes:
     """A keep-alive comment, with the resume point if it has moved, for streams whose filter rarely matches."""
-    return chunk(b":\n\n" if point is None else f":\nid: {point}\n\n".encode())
+    return b":\n\n" if point is None else f":\nid: {point}\n\n".encode()
 
 
 def closing_frame(reason: str, point: ResumePoint, *, retry_ms: int) -> bytes:
     """The last frame: why the stream ends, and where it can be resumed."""
     data = json.dumps({"reason": reason, "after": point.position, "epoch": point.epoch}, separators=(",", ":"))
-    return chunk(f"id: {point}\nevent: end\nretry: {retry_ms}\ndata: {data}\n\n".encode()) + b"0\r\n\r\n"
-
-
-def chunk(data: bytes) -> bytes:
-    """Data in HTTP chunked transfer encoding."""
-    return b"%x\r\n%s\r\n" % (len(data), data)
+    return f"id: {point}\nevent: end\nretry: {retry_ms}\ndata: {data}\n\n".encode()
