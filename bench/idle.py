@@ -25,6 +25,11 @@ from bench._measure import Server, arguments, finish, measured_server, number, p
 from headwater import App, aio
 
 SIZES = (1, 10, 100)
+PROMISED = tuple(
+    f"{name}_{size}"
+    for name in ("transactions_per_s", "publish_to_handler_p50_ms", "publish_to_handler_p99_ms")
+    for size in SIZES
+)
 QUIET, BUSY = "quiet", "busy"
 WARM_SECONDS = 5.0
 IDLE_SECONDS = 70.0
@@ -125,24 +130,24 @@ def latencies(server: Server, process: IdleProcess, count: int) -> list[float]:
 
 def main() -> None:
     given = arguments(__doc__ or "")
-    result: dict[str, Any] = {"bench": "idle"}
+    result: dict[str, Any] = {}
     rows: list[list[str] | None] = []
     loads = [os.getloadavg()[0]]
     with measured_server(given.dsn) as server:
         with headwater.connect(server.dsn, pool_size=1) as log:
             log.create_topic(QUIET)
             log.create_topic(BUSY)
-        sizes = [size for size in SIZES if given.only is None or str(size) in given.only]
+        sizes = [size for size in SIZES if not given.only or str(size) in given.only]
         for size in sizes:
             process = IdleProcess(server, size, size)
             say(f"{size} idle queues and followers")
-            time.sleep(WARM_SECONDS)
-            rate = transactions_per_second(server, 3.0 if given.quick else 10.0)
+            time.sleep(given.sized(WARM_SECONDS, WARM_SECONDS, 0.5))
+            rate = transactions_per_second(server, given.sized(10.0, 3.0, 1.0))
             later = None
-            if not given.quick:
+            if given.size == "full":
                 time.sleep(IDLE_SECONDS)
                 later = transactions_per_second(server, 10.0)
-            waits = latencies(server, process, 40 if given.quick else 500)
+            waits = latencies(server, process, given.sized(500, 40, 3))
             process.stop()
             p50, p99 = percentile(waits, 50), percentile(waits, 99)
             rows.append([f"{size} queues and followers", number(rate), number(later), number(p50, 1), number(p99, 1)])
@@ -154,7 +159,7 @@ def main() -> None:
             }
             loads.append(os.getloadavg()[0])
         table("An idle process", ("", "transactions/s", "after a minute", "p50 ms", "p99 ms"), rows)
-        finish(server, {**result, "load": round(max(loads), 1)})
+        finish(server, given, "idle", {**result, "load": round(max(loads), 1)})
 
 
 if __name__ == "__main__":

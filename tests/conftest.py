@@ -41,8 +41,10 @@ AGAIN_SECONDS = 30.0
 
 
 def pytest_configure() -> None:
-    """An interrupted or killed run leaves no server behind."""
+    """An interrupted or killed run leaves no server behind. Programs that tests start find the modules beside this."""
     end_children_with_this_process()
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -14,7 +14,16 @@ from headwater.calls import reading as reading_calls
 from headwater.errors import CursorMoved
 from headwater.log import steps
 from headwater.log.model import CursorState, Event, LogState
-from headwater.log.steps import ApplyStep, DeliverStep, FollowStep, HandleResult, HandleStep, WaitStep, WorkStep
+from headwater.log.steps import (
+    ApplyStep,
+    DeliverStep,
+    FollowStep,
+    HandleResult,
+    HandleStep,
+    WaitForGrowthStep,
+    Wake,
+    WorkStep,
+)
 from headwater.queue import worker
 from headwater.queue.model import Lease
 
@@ -32,7 +41,8 @@ def _work(
             queue, worker=worker, batch_size=batch_size, lease_seconds=lease_seconds, relaxed=True
         )
         if lease is None:
-            if (yield WaitStep(0.02)):
+            woken: Wake = yield WaitForGrowthStep(0.02)
+            if woken.reason == "stop":
                 return
             continue
         yield queue_calls.settle(lease, {}, rest_done=True, relaxed=True)
@@ -69,7 +79,7 @@ def _follow(
         if state.stable <= after:
             if stop_when_caught_up:
                 return
-            yield WaitStep(0.01)
+            yield WaitForGrowthStep(0.01)
             continue
         events: list[Event] = yield reading_calls.read_stable(
             topics, after=after, stable=state.stable, batch_size=batch_size, max_bytes=max_bytes, gone_to=1 << 62

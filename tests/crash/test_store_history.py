@@ -210,7 +210,10 @@ def test_every_verdict_is_right_while_commits_are_slow(
         headwater.connect(dsn) as two,
         ThreadPoolExecutor(8) as pool,
     ):
-        runs = [pool.submit(random_appends, (one, two)[n % 2].store(store.topic), 5 * ROUNDS, seed=n) for n in range(8)]
+        runs = [
+            pool.submit(random_appends, (one, two)[n % 2].store(store.topic), max(15, 5 * ROUNDS), seed=n)
+            for n in range(8)
+        ]
         history = [asked for run in runs for asked in run.result(PATIENCE_SECONDS)]
     check(history, list(store.read_all()))
     assert sum(asked.positions is not None for asked in history) > 20
@@ -488,7 +491,7 @@ LOCK_OF_GROUP = "    perform headwater_internal.hold_store(store);\n"
 BEFORE = "    before := headwater_internal.store_tail(store.id);\n"
 DRAW = "    nothing := headwater_internal.advertise_publisher(store.name);\n"
 LATEST = "        latest := greatest(latest, found_position);\n"
-ASKED = "        if query is not null then\n            exact"
+ASKED = "        if condition -> 'query' is not null then\n            verdict"
 ABOVE = "and n.position > greatest(above, latest)"
 MARKED = "m.index_term = d.index_term and m.position > d.above"
 FENCE = "    if tail <> any (above) then\n"
@@ -501,8 +504,10 @@ MUTANTS = {
     "a repeat is not known": [("        if found_positions is not null then", "        if false then")],
     "only the last of many are looked at": [("searched := found_position", "searched := true or found_position")],
     "after means from": [(ABOVE, ABOVE.replace(">", ">="))],
-    "exactly there means there or later": [("exact := condition ? 'latest';", "exact := false;")],
-    "the condition is not asked": [(ASKED, ASKED.replace("query is not null", "false"))],
+    "exactly there means there or later": [
+        ("exact constant boolean := condition ? 'latest';", "exact constant boolean := false;")
+    ],
+    "the condition is not asked": [(ASKED, ASKED.replace("condition -> 'query' is not null", "false"))],
     "offsets start anew": [("before.next_offset", "0")],
     "doubts are not asked": [(FENCE, "    if false then\n")],
     "a doubt leaves out the next event": [(MARKED, MARKED.replace("d.above", "d.above + 1"))],

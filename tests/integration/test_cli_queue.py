@@ -591,7 +591,7 @@ def test_the_demo_shows_queues_routing_filters_and_tables_and_leaves_nothing(
     assert steps["subscribe_by_sql"]["matched"] == {"5000": [1000], "500000": [1000, 100000]}
     assert steps["watch_a_table"]["changes"] == ["update", "delete"]
     assert {queue.name for queue in log.queues()} == before
-    assert "examples/worker.py" in run("demo").stdout
+    assert "docs tutorial" in run("demo").stdout
 
 
 # --- doctor --------------------------------------------------------------------------------------------------

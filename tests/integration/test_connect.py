@@ -113,6 +113,8 @@ def test_an_invalid_dsn_is_refused_without_its_password(function: Any, address: 
 
 def test_no_error_and_no_log_line_of_a_failed_connection_has_the_password(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
+    # Commands that ran in this process before may have set it.
+    caplog.set_level(logging.DEBUG, logger="psycopg.pool")
     for address in (f"postgresql://user:{SECRET}@127.0.0.1:1/app", f"host=127.0.0.1 port=1 password={SECRET}"):
         with pytest.raises(errors.LogUnavailable) as caught:
             headwater.connect(address, connect_timeout_seconds=0.5)

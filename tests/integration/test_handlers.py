@@ -393,5 +393,5 @@ def test_a_filter_that_is_stopped_is_logged_and_counted(
     with caplog.at_level(logging.ERROR, logger="headwater"):
         run_until(app, dsn, counted)
     connection.execute("delete from headwater_internal.filter_stop")
-    (line,) = [record for record in caplog.records if record.message == "filter stopped"]
+    (line,) = [record for record in caplog.records if record.getMessage() == "filter stopped"]
     assert f"subscription {id}: ran out of time" in line.error  # type: ignore[attr-defined]

@@ -26,10 +26,11 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, LiteralString
 
 from headwater import aio, client
 from headwater.errors import HeadwaterError, InvalidRequest
@@ -130,7 +131,7 @@ def simulate_faults(
     duplicates = [name for name, count in Counter(one.name for one in app.workers).items() if count > 1]
     if duplicates:
         raise InvalidRequest(f"two handlers have the name {duplicates[0]!r}: rename one to tell them apart")
-    with client.connect(dsn, pool_size=4) as log, UserTables(dsn) as tables:
+    with client.connect(dsn, pool_size=4) as log, UserTables(dsn) as tables, _cheap_collections():
         simulation = _Simulation(app, dsn, log, tables, publish, observe or (lambda: None), reset or (lambda: None))
         expected, trace = simulation.run(None)
         again, _ = simulation.run(None)
@@ -152,6 +153,17 @@ def simulate_faults(
         # Leave the tables as they were found.
         tables.restore()
     return FaultReport(len(faults), tuple(findings))
+
+
+@contextmanager
+def _cheap_collections() -> Iterator[None]:
+    """Garbage is collected after each crash: do not search the objects of the whole program for it."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @dataclass(slots=True)
@@ -383,7 +395,7 @@ class _HandlerRun:
             return await asyncio.wait_for(self._process.call(one, lease, given), HANDLER_SECONDS)
         except TimeoutError:
             # A thread cannot be cancelled, and the end of the event loop waits for it.
-            await self._end_blocked_sessions()
+            await self._end_sessions(await self._sessions("wait_event_type = 'Lock'"))
             raise InvalidRequest(
                 f"handler {one.name} did not return within {HANDLER_SECONDS:g} seconds",
                 hint="Look for a lock or a connection that it does not release when it fails.",
@@ -402,15 +414,17 @@ class _HandlerRun:
         def crash() -> None:
             raise _SimulatedCrash if fault.kind == "crash" else asyncio.CancelledError
 
+        sessions = await self._sessions()
         crashed, outcome = False, None
         try:
             outcome = await self._call(lease, given, fault.line, crash)
         except _SimulatedCrash:
             crashed = True
         if crashed:
-            # The end of a process closes its connections. Here, those that the handler left open end with its frames,
-            # which the exception kept until now.
+            # The end of a process closes its connections. Here, those that the handler left open may live as long as
+            # its frames: end the sessions that it has opened.
             gc.collect()
+            await self._end_sessions(await self._sessions() - sessions)
             await self._expire_leases()
             return
         if fault.kind == "timeout":
@@ -436,7 +450,7 @@ class _HandlerRun:
                 # The second may need a lock that the first one holds.
                 for _ in range(MAX_LOCK_CHECKS):
                     await asyncio.wait({second}, timeout=LOCK_CHECK_SECONDS)
-                    if second.done() or await self._is_anything_blocked():
+                    if second.done() or await self._sessions("wait_event_type = 'Lock'"):
                         break
                 continues.set()
                 await second
@@ -455,19 +469,15 @@ class _HandlerRun:
             assert lease is not None
             await self._settle(lease, given, await self._call(lease, given, act_at=-1))
 
-    async def _end_blocked_sessions(self) -> None:
+    async def _sessions(self, condition: LiteralString = "state like 'idle in transaction%%'") -> set[int]:
+        """The process ids of the sessions of this database in that state."""
         async with self._process.log.connection() as connection:
-            await connection.execute(
-                "select pg_terminate_backend(pid) from pg_stat_activity "
-                "where datname = current_database() and wait_event_type = 'Lock'"
-            )
+            statement = f"select pid from pg_stat_activity where datname = current_database() and {condition}"
+            return {pid for (pid,) in await (await connection.execute(statement, ())).fetchall()}
 
-    async def _is_anything_blocked(self) -> bool:
+    async def _end_sessions(self, pids: set[int]) -> None:
         async with self._process.log.connection() as connection:
-            cursor = await connection.execute(
-                "select from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock' limit 1"
-            )
-            return await cursor.fetchone() is not None
+            await connection.execute("select pg_terminate_backend(pid) from unnest(%s::integer[]) as s (pid)", (list(pids),))
 
     async def _settle(self, lease: Lease, given: Any, outcome: Any) -> None:
         if self._one.transactional and outcome is None:

@@ -215,6 +215,8 @@ def _print_preview(found: Preview, *, as_json: bool) -> None:
         document={**output.to_json_value(found), "published": found.published},
         empty="no events",
     )
+    if as_json:
+        return
     if found.rewind_to is None:
         output.print_line(f"would write {found.published} events")
     else:
