@@ -477,7 +477,9 @@ class _HandlerRun:
 
     async def _end_sessions(self, pids: set[int]) -> None:
         async with self._process.log.connection() as connection:
-            await connection.execute("select pg_terminate_backend(pid) from unnest(%s::integer[]) as s (pid)", (list(pids),))
+            await connection.execute(
+                "select pg_terminate_backend(pid) from unnest(%s::integer[]) as s (pid)", (list(pids),)
+            )
 
     async def _settle(self, lease: Lease, given: Any, outcome: Any) -> None:
         if self._one.transactional and outcome is None:
